@@ -1,0 +1,1 @@
+"""Attention layers: modules in, head weights and head outputs out."""

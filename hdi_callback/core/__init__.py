@@ -1,0 +1,1 @@
+"""The mathematics of head diversity: tensors in, tensors out."""

@@ -1,0 +1,1 @@
+"""Monitoring over time: steps, readings and what follows from them."""
