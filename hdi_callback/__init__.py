@@ -1,3 +1,44 @@
-"""Watch the diversity of attention heads while a transformer trains."""
+"""Watch the diversity of attention heads while a transformer trains.
+
+Add one line to a Lightning trainer::
+
+    from hdi_callback import HDICallback
+    trainer = L.Trainer(callbacks=[HDICallback(every_n_steps=50)])
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hdi_callback.attention import AttentionLayer, find_attention, register_layout
+from hdi_callback.core import allocate_heads, head_covariance, head_diversity, principal_cosines
+from hdi_callback.monitoring.history import load_history
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+
+if TYPE_CHECKING:
+    from hdi_callback.integrations.lightning import HDICallback
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AttentionLayer",
+    "HDICallback",
+    "HeadDiversityMonitor",
+    "allocate_heads",
+    "find_attention",
+    "head_covariance",
+    "head_diversity",
+    "load_history",
+    "principal_cosines",
+    "register_layout",
+]
+
+_LAZY = {"HDICallback": "hdi_callback.integrations.lightning"}  # these import a trainer
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

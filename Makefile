@@ -1,0 +1,48 @@
+# Every target sets up what it needs from a fresh clone, in a virtual environment of its own, and is quick when that exists.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint types docs check bench lower-bounds clean
+.DEFAULT_GOAL := help
+
+help:  ## Show the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	@touch $@
+
+demo: $(INSTALLED)  ## Train a small GPT on real text and watch its heads (TensorBoard, offline W&B, a figure).
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(INSTALLED)  ## Run every test.
+	$(BIN)/python -m pytest --doctest-modules hdi_callback tests $(ARGS)
+
+lint: $(INSTALLED)  ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)  ## Check types strictly.
+	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## Build the documentation, warnings as errors.
+	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html
+
+check: lint types test docs  ## Everything that continuous integration runs.
+
+bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
+	$(BIN)/python -m tests.benchmarks.bench_reading --output docs/benchmarks/reading.md
+	$(BIN)/python -m tests.benchmarks.bench_step --output docs/benchmarks/step.md
+
+lower-bounds:  ## Run the tests against the oldest dependencies that pyproject.toml admits (Python 3.10 or 3.11).
+	$(PYTHON) -m venv .venv-lower
+	.venv-lower/bin/python -m pip install --quiet --upgrade pip
+	.venv-lower/bin/python -m pip install --quiet --constraint constraints-lower.txt --editable '.[dev]'
+	.venv-lower/bin/python -m pytest tests $(ARGS)
+
+clean:  ## Remove the virtual environments and everything built.
+	rm -rf $(VENV) .venv-lower docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

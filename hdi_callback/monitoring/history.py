@@ -1,0 +1,225 @@
+"""The run's history on disk: one JSON object a line, only ever appended to, readable while training goes on.
+
+Three kinds of line: ``run`` (a training run starts or resumes at a step, with its layers), ``reading`` (the numbers of one
+step) and, for rules and interventions, lines of their own kind. A resumed run goes back to the step of its checkpoint:
+what an interrupted run had written beyond that step stays in the file and is passed over by the readers here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.readings import LayerRecord, Record
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT = 1
+_DIGITS = 9  # what a float32 carries
+
+
+class History:
+    """Append lines to a history file; what could not be written is kept and written with the next line.
+
+    Args:
+        path: the file; its folders are made at the first line.
+        matrix_every: overlap matrices go into the first and then every so many readings, as they are large; 0 for never.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, matrix_every: int = 10) -> None:
+        self.path = Path(path)
+        self._matrix_every = matrix_every
+        self._readings = 0
+        self._unwritten: list[str] = []
+
+    def begin(self, step: int, layers: Iterable[dict[str, Any]], **facts: Any) -> None:
+        """Mark the start of a run, or its resumption, at `step`.
+
+        Args:
+            step: optimizer steps taken before.
+            layers: what is known of each layer: ``name``, ``num_heads``, ...
+            facts: further plain data.
+        """
+        self._append({"kind": "run", "format": FORMAT, "step": step, "layers": list(layers), **facts})
+
+    def write(self, record: Record) -> None:
+        """Append one reading.
+
+        Args:
+            record: the numbers.
+        """
+        with_matrices = self._matrix_every > 0 and self._readings % self._matrix_every == 0
+        self._readings += 1
+        self._append({"kind": "reading", **_to_json(record, with_matrices)})
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Append a line of another kind.
+
+        Args:
+            kind: the kind of line.
+            facts: plain data.
+        """
+        self._append({"kind": kind, **facts})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._unwritten.append(json.dumps(_plain(line), allow_nan=False, separators=(",", ":")))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            # A process that was killed may have left half a line: close it, so that only that one is lost.
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(("\n".join(self._unwritten) + "\n").encode())
+        self._unwritten.clear()
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Read the lines of a history file that count, in the order of writing.
+
+    A torn line is passed over, and so are lines that a later resumption made void (steps beyond the one it started from).
+
+    Args:
+        path: a history file.
+
+    Yields:
+        Each line as a dictionary with ``kind`` and ``step``.
+
+    Raises:
+        MisconfigurationError: if there is no such file, or it is of a newer format.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise MisconfigurationError(f"There is no history file at `{file}`. Write the path of a `history.jsonl`.")
+    lines: list[dict[str, Any]] = []
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if not isinstance(line, dict) or "kind" not in line:
+            continue
+        if line["kind"] == "run":
+            if line["format"] > FORMAT:
+                raise MisconfigurationError(
+                    f"`{file}` has history format {line['format']}; this version reads up to {FORMAT}. Upgrade hdi-callback."
+                )
+            lines = [kept for kept in lines if kept["kind"] == "run" or kept.get("step", 0) <= line["step"]]
+        lines.append(line)
+    yield from lines
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """Read the readings of a history file.
+
+    Args:
+        path: a history file.
+
+    Returns:
+        One record per step, in the order of steps; of two readings of one step the later counts.
+
+    Raises:
+        MisconfigurationError: if there is no such file, or it is of a newer format.
+    """
+    records = {line["step"]: _from_json(line) for line in read_lines(path) if line["kind"] == "reading"}  # noqa: DOC502
+    return [records[step] for step in sorted(records)]
+
+
+def load_history(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """Load a history file as a table, also while training goes on.
+
+    Args:
+        path: a history file, ``<log directory>/hdi/history.jsonl``.
+
+    Returns:
+        A frame with one row for each step and layer: ``step``, ``epoch``, ``time`` (seconds since the Unix epoch),
+        ``layer``, one column per metric (NaN where it could not be measured), and the heads of the worst pair.
+
+    Raises:
+        MisconfigurationError: if there is no such file, or pandas is not installed.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "history.jsonl"
+        >>> History(path).write(Record(step=50, layers={"attn": LayerRecord(values={"hdi": 0.75})}))
+        >>> load_history(path)[["step", "layer", "hdi"]].values.tolist()
+        [[50, 'attn', 0.75]]
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise MisconfigurationError("A history frame needs pandas: pip install 'hdi-callback[reports]'.") from error
+    rows = [
+        {
+            "step": record.step,
+            "epoch": record.epoch,
+            "time": record.time,
+            "layer": name,
+            **layer.values,
+            **({"worst_pair": tuple(layer.arrays["worst_pair"])} if "worst_pair" in layer.arrays else {}),
+        }
+        for record in read_records(path)
+        for name, layer in record.layers.items()
+    ]
+    return pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "layer"])
+
+
+def _to_json(record: Record, with_matrices: bool) -> dict[str, Any]:
+    layers: dict[str, dict[str, Any]] = {}
+    for name, layer in record.layers.items():
+        layers[name] = {"values": layer.values, "arrays": layer.arrays}
+        if with_matrices:
+            layers[name]["matrices"] = {
+                key: [[round(value, 4) for value in row] for row in matrix.double().tolist()]
+                for key, matrix in layer.matrices.items()
+            }
+    return {
+        "step": record.step,
+        "epoch": record.epoch,
+        "axis": record.axis,
+        "time": round(record.time, 3),
+        "layers": layers,
+        "absent": record.absent,
+    }
+
+
+def _from_json(line: dict[str, Any]) -> Record:
+    nan = float("nan")
+    layers = {
+        name: LayerRecord(
+            values={key: nan if value is None else value for key, value in layer.get("values", {}).items()},
+            arrays=layer.get("arrays", {}),
+            matrices={
+                key: torch.tensor([[nan if value is None else value for value in row] for row in matrix])
+                for key, matrix in layer.get("matrices", {}).items()
+            },
+        )
+        for name, layer in line["layers"].items()
+    }
+    return Record(
+        step=line["step"],
+        layers=layers,
+        absent=line.get("absent", {}),
+        epoch=line.get("epoch"),
+        axis=line.get("axis", line["step"]),
+        time=line.get("time", 0.0),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Round floats to what was measured, and write what JSON has no word for (NaN, infinity) as null."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

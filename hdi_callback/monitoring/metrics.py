@@ -1,0 +1,141 @@
+"""The catalogue of curves: the name of each, what it means and where its value comes from.
+
+A metric's name is the first part of its tag: the metric `hdi` of layer `blocks.0.attn` is logged as `hdi/blocks.0.attn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hdi_callback.errors import MisconfigurationError
+
+COVARIANCE = "head outputs"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number per layer and reading.
+
+    Attributes:
+        name: the first part of the tag, and what a user writes in ``metrics=[...]``.
+        source: the role of the weights it is read from (``"key"``, ``"query"``, ``"value"``, ``"output"``), or
+            ``"head outputs"`` for what is measured on captured head outputs.
+        read: takes the batched result (``HeadDiversity`` or ``HeadCovariance``) to one value per layer, ``(layers,)``.
+        summary: one sentence for people.
+    """
+
+    name: str
+    source: str
+    read: Callable[[Any], Tensor]
+    summary: str
+
+
+def _field(name: str) -> Callable[[Any], Tensor]:
+    def read(values: Any) -> Tensor:
+        tensor: Tensor = getattr(values, name)
+        return tensor
+
+    return read
+
+
+def _mean_over_pairs(matrix: Tensor) -> Tensor:
+    H = matrix.shape[-1]
+    return (matrix.sum((-2, -1)) - matrix.diagonal(dim1=-2, dim2=-1).sum(-1)) / (H * (H - 1) or float("nan"))
+
+
+def _diversity_metrics(role: str) -> list[Metric]:
+    prefix = "hdi" if role == "key" else f"hdi_{role}"
+    of = f"the heads' {role} weights"
+
+    def metric(suffix: str, field: str | Callable[[Any], Tensor], summary: str) -> Metric:
+        read = _field(field) if isinstance(field, str) else field
+        return Metric(f"{prefix}{suffix}", role, read, summary.format(of=of))
+
+    return [
+        metric("", "index", "Head Diversity Index of {of}: 0 all aligned, 1 all mutually orthogonal."),
+        metric("_worst_pair", "worst", "Largest overlap of any two heads, from {of}: 1 is one head twice."),
+        metric("_effective_heads", "effective_heads", "H / (1 + (H-1)(1-HDI)), from {of}."),
+        metric("_alignment", "alignment", "Mean overlap against chance, from {of}: 0 chance, 1 identical."),
+        metric("_worst_alignment", "worst_alignment", "Largest overlap against chance, from {of}."),
+        metric("_normalised", "normalised_index", "HDI over its ceiling, from {of}."),
+        metric("_chance", "chance", "HDI of independent random heads of these ranks, from {of}."),
+        metric("_energy", "energy_index", "HDI with directions weighted by their energy, from {of}."),
+        metric("_energy_alignment", "energy_alignment", "Mean energy overlap against chance, from {of}."),
+        metric(
+            "_energy_worst_alignment", "energy_worst_alignment", "Largest energy overlap against chance, from {of}."
+        ),
+        metric("_dead_heads", lambda d: d.dead.sum(-1), "How many heads are all but zero, from {of}."),
+        metric("_min_rank", lambda d: d.rank.amin(-1), "Smallest numerical rank of a head, from {of}."),
+    ]
+
+
+_COVARIANCE_METRICS = [
+    Metric(
+        "head_covariance", COVARIANCE, _field("covariance"), "Empirical covariance term: mean covariance of two heads."
+    ),
+    Metric("head_correlation", COVARIANCE, _field("correlation"), "The covariance term over the mean variance."),
+    Metric("head_variance", COVARIANCE, _field("variance"), "Mean variance of a head's contribution."),
+    Metric(
+        "head_variance_factor", COVARIANCE, _field("variance_factor"), "Variance of the mean head over that of a head."
+    ),
+    Metric(
+        "head_effective_heads",
+        COVARIANCE,
+        _field("effective_heads"),
+        "The inverse of the variance factor, capped at H.",
+    ),
+    Metric(
+        "head_correlation_error", COVARIANCE, _field("correlation_error"), "Jackknife standard error over sequences."
+    ),
+    Metric("head_covariance_error", COVARIANCE, _field("covariance_error"), "Jackknife standard error over sequences."),
+    Metric(
+        "head_output_overlap",
+        COVARIANCE,
+        lambda c: _mean_over_pairs(c.output_overlap),
+        "Mean energy overlap of head outputs before the output projection.",
+    ),
+]
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        *(metric for role in ("key", "query", "value", "output") for metric in _diversity_metrics(role)),
+        *_COVARIANCE_METRICS,
+    )
+}
+"""Every metric by name."""
+
+DEFAULT_METRICS = ("hdi", "hdi_worst_pair", "hdi_effective_heads", "head_covariance", "head_correlation")
+"""The curves that a new user sees."""
+
+
+def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
+    """Check the names of metrics and return them without repeats.
+
+    Args:
+        names: names from `METRICS`; `None` for the default ones.
+
+    Returns:
+        The names, in the order given.
+
+    Raises:
+        MisconfigurationError: if a name is not in `METRICS`; the message lists what exists.
+
+    Example:
+        >>> choose_metrics(["hdi", "hdi_query", "hdi"])
+        ('hdi', 'hdi_query')
+    """
+    if isinstance(names, str):
+        raise MisconfigurationError(f"`metrics` must be a list of names, got the string {names!r}: write [{names!r}].")
+    chosen = tuple(dict.fromkeys(DEFAULT_METRICS if names is None else names))
+    unknown = [name for name in chosen if name not in METRICS]
+    if unknown or not chosen:
+        raise MisconfigurationError(
+            f"`metrics` must name at least one of the known metrics, got {list(chosen)}; unknown: {unknown}. "
+            f"Known metrics: {', '.join(METRICS)}."
+        )
+    return chosen

@@ -1,0 +1,250 @@
+"""What was measured at one step: tensors on the device (`Reading`), then numbers (`Record`)."""
+
+from __future__ import annotations
+
+import math
+import time as clock
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.core import HeadCovariance, HeadDiversity
+from hdi_callback.monitoring.metrics import COVARIANCE, METRICS
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One batched result over layers of one shape.
+
+    Attributes:
+        layers: names of the layers, in the order of the batch dimension.
+        source: a role (``"key"``, ...) or ``"head outputs"``.
+        values: fields of shape ``(len(layers), ...)``.
+    """
+
+    layers: tuple[str, ...]
+    source: str
+    values: HeadDiversity | HeadCovariance
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was measured at one step, as tensors on the device.
+
+    Attributes:
+        step: optimizer steps taken before this reading.
+        layers: names of the layers that were asked, in model order.
+        measurements: batched results, one per source and shape.
+        absent: what could not be measured: layer name -> reason.
+        epoch: epoch of the reading, if the trainer has epochs.
+        axis: position on the trainer's own logging axis; `step` if there is none.
+        time: seconds since the Unix epoch.
+    """
+
+    step: int
+    layers: tuple[str, ...]
+    measurements: tuple[Measurement, ...]
+    absent: Mapping[str, str] = field(default_factory=dict)
+    epoch: int | None = None
+    axis: int | None = None
+    time: float = field(default_factory=clock.time)
+
+    def record(self) -> Record:
+        """Turn the reading into numbers; waits for the device.
+
+        Returns:
+            The same reading as plain numbers.
+        """
+        return Readout(self).record()
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """The numbers of one layer at one step.
+
+    Attributes:
+        values: metric name -> number; what could not be measured is not there.
+        arrays: per-head and per-pair results: ``worst_pair`` (two heads), ``energy_worst_pair``, ``nearest``,
+            ``nearest_overlap`` and ``rank`` (one entry per head), for roles other than key with the role in front.
+        matrices: ``overlap``, ``energy_overlap`` and ``output_overlap``, ``(H, H)``, on the host.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    arrays: dict[str, list[Any]] = field(default_factory=dict)
+    matrices: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One reading as plain numbers.
+
+    Attributes:
+        step: optimizer steps taken before this reading.
+        layers: layer name -> its numbers, in model order; empty where nothing could be measured.
+        absent: what could not be measured: layer or tag -> reason.
+        epoch: epoch of the reading, if the trainer has epochs.
+        axis: position on the trainer's own logging axis.
+        time: seconds since the Unix epoch.
+    """
+
+    step: int
+    layers: dict[str, LayerRecord]
+    absent: dict[str, str] = field(default_factory=dict)
+    epoch: int | None = None
+    axis: int = 0
+    time: float = 0.0
+
+    def scalars(self, metrics: tuple[str, ...] | list[str]) -> dict[str, float]:
+        """Collect what goes to the loggers.
+
+        Args:
+            metrics: names of metrics.
+
+        Returns:
+            Tag -> number: ``<metric>/<layer>`` for every layer that has it, and ``hdi/mean`` and ``hdi/min`` over the
+            layers when ``"hdi"`` is among the metrics.
+        """
+        tags = {
+            f"{metric}/{name}": layer.values[metric]
+            for metric in metrics
+            for name, layer in self.layers.items()
+            if metric in layer.values
+        }
+        if "hdi" in metrics:
+            tags.update(self.summary())
+        return tags
+
+    def summary(self) -> dict[str, float]:
+        """Compute the mean and the minimum of the index over the layers.
+
+        Returns:
+            ``hdi/mean`` and ``hdi/min``; empty if no layer has an index.
+        """
+        index = [layer.values["hdi"] for layer in self.layers.values() if "hdi" in layer.values]
+        return {"hdi/mean": math.fsum(index) / len(index), "hdi/min": min(index)} if index else {}
+
+
+class Readout:
+    """Bring a reading to the host without making the host wait for the device.
+
+    On CUDA the numbers of the whole reading travel in one asynchronous copy into pinned memory; `is_ready` asks an event.
+    Elsewhere the copy is made at once.
+
+    Args:
+        reading: the reading to bring over; its tensors are kept alive until the copy is done.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._hosts: dict[torch.device, Tensor] = {}
+        self._events: list[torch.cuda.Event] = []
+        flat: dict[torch.device, list[Tensor]] = {}
+        for tensor in _tensors(reading):
+            # Small integers (heads, ranks) are exact in either width; MPS has no float64.
+            wide = torch.float32 if tensor.device.type == "mps" else torch.float64
+            flat.setdefault(tensor.device, []).append(tensor.detach().reshape(-1).to(wide))
+        self._devices = {device: torch.cat(parts) for device, parts in flat.items()}
+        for device, joined in self._devices.items():
+            if device.type == "cuda":
+                host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+                host.copy_(joined, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                self._events.append(event)
+                self._hosts[device] = host
+            else:
+                self._hosts[device] = joined.cpu()
+
+    @property
+    def step(self) -> int:
+        """Step of the reading."""
+        return self._reading.step
+
+    def is_ready(self) -> bool:
+        """Tell whether the numbers have arrived, without waiting.
+
+        Returns:
+            True once `record` would not wait.
+        """
+        return all(event.query() for event in self._events)
+
+    def record(self) -> Record:
+        """Turn the reading into numbers, waiting for the copy if it is under way.
+
+        Returns:
+            The reading as plain numbers.
+        """
+        for event in self._events:
+            event.synchronize()
+        offsets = dict.fromkeys(self._hosts, 0)
+
+        def arrived(tensor: Tensor) -> Tensor:
+            start = offsets[tensor.device]
+            offsets[tensor.device] = start + tensor.numel()
+            return self._hosts[tensor.device][start : start + tensor.numel()].reshape(tensor.shape).to(tensor.dtype)
+
+        measurements = tuple(
+            replace(
+                measurement,
+                values=replace(
+                    measurement.values,
+                    **{
+                        name: arrived(value)
+                        for name, value in _fields(measurement.values).items()
+                        if isinstance(value, Tensor)
+                    },
+                ),
+            )
+            for measurement in self._reading.measurements
+        )
+        return _tabulate(replace(self._reading, measurements=measurements))
+
+
+def _fields(values: HeadDiversity | HeadCovariance) -> dict[str, Any]:
+    return {item.name: getattr(values, item.name) for item in fields(values) if item.init}
+
+
+def _tensors(reading: Reading) -> list[Tensor]:
+    return [
+        value
+        for measurement in reading.measurements
+        for value in _fields(measurement.values).values()
+        if isinstance(value, Tensor)
+    ]
+
+
+_ARRAYS = ("worst_pair", "energy_worst_pair", "nearest", "nearest_overlap", "rank")
+_MATRICES = ("overlap", "energy_overlap", "output_overlap")
+
+
+def _tabulate(reading: Reading) -> Record:
+    """Sort a reading whose tensors are on the host into one record per layer."""
+    layers = {name: LayerRecord() for name in reading.layers}
+    absent = dict(reading.absent)
+    for measurement in reading.measurements:
+        columns = {
+            metric.name: metric.read(measurement.values).double().tolist()
+            for metric in METRICS.values()
+            if metric.source == measurement.source
+        }
+        prefix = "" if measurement.source in ("key", COVARIANCE) else f"{measurement.source}_"
+        arrays = {name: getattr(measurement.values, name, None) for name in _ARRAYS}
+        matrices = {name: getattr(measurement.values, name, None) for name in _MATRICES}
+        for row, name in enumerate(measurement.layers):
+            layer = layers[name]
+            for metric, column in columns.items():
+                if math.isfinite(column[row]):
+                    layer.values[metric] = column[row]
+            layer.arrays.update(
+                {prefix + key: array[row].tolist() for key, array in arrays.items() if array is not None}
+            )
+            layer.matrices.update({prefix + key: matrix[row] for key, matrix in matrices.items() if matrix is not None})
+            index = "hdi" if measurement.source == "key" else f"hdi_{measurement.source}"
+            if index in columns and index not in layer.values:
+                finite = math.isfinite(columns[f"{index}_effective_heads"][row])
+                absent[f"{index}/{name}"] = "fewer than two live heads" if finite else "the weights are not finite"
+    axis = reading.step if reading.axis is None else reading.axis
+    return Record(reading.step, layers, absent, reading.epoch, axis, reading.time)

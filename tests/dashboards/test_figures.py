@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hdi_callback.dashboards.figures import plot_trajectories
+from hdi_callback.errors import MisconfigurationError
+
+
+def frame(layers: int = 3, steps: int = 5) -> pd.DataFrame:
+    rows = [
+        {"step": 10 * step, "layer": f"layer {place}", "hdi": 0.9 - 0.01 * step - 0.1 * place, "hdi_chance": 0.875,
+         "head_correlation": 0.1 * step if step < steps - 1 else float("nan")}
+        for step in range(steps) for place in range(layers)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_every_layer_is_a_curve_with_the_values_of_the_history():
+    history = frame()
+    figure = plot_trajectories(history)
+    panel = figure.axes[0]
+    for line, (name, rows) in zip(panel.lines, history.groupby("layer", sort=False)):
+        assert line.get_label() == name
+        assert np.array_equal(line.get_xdata(), rows["step"])
+        assert np.array_equal(line.get_ydata(), rows["hdi"])
+
+
+def test_chance_is_drawn_in_the_panel_of_the_index_alone():
+    figure = plot_trajectories(frame())
+    dashed = [[line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == "--"] for panel in figure.axes]
+    assert dashed == [[0.875], []]
+
+
+def test_a_reading_without_head_outputs_leaves_a_gap_and_not_a_zero():
+    figure = plot_trajectories(frame(), metrics=["head_correlation"])
+    assert list(figure.axes[0].lines[0].get_xdata()) == [0, 10, 20, 30]
+
+
+def test_a_panel_that_is_not_needed_is_not_shown():
+    figure = plot_trajectories(frame(), metrics=["hdi", "head_correlation", "hdi_chance"])
+    assert [panel.get_visible() for panel in figure.axes] == [True, True, True, False]
+
+
+def test_the_figure_can_be_saved_and_is_not_blank(tmp_path):
+    from matplotlib.image import imread
+
+    path = tmp_path / "trajectories.png"
+    plot_trajectories(frame()).savefig(path, dpi=60)
+    assert imread(path)[..., :3].std() > 0.02
+
+
+def test_a_history_without_the_metric_is_refused_with_what_it_has():
+    with pytest.raises(MisconfigurationError, match=r"none of \['hdi_query'\]; it has: \['hdi', "):
+        plot_trajectories(frame(), metrics=["hdi_query"])

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hdi_callback.core import head_covariance, head_diversity
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.metrics import COVARIANCE, DEFAULT_METRICS, METRICS, choose_metrics
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
+def test_every_metric_gives_one_number_per_layer(metric):
+    generator = torch.Generator().manual_seed(0)
+    if metric.source == COVARIANCE:
+        outputs, weight = torch.randn(40, 4, 8, generator=generator), torch.randn(4, 8, 32, generator=generator)
+        values = head_covariance(outputs, weight, sequence=torch.arange(40) // 10, num_sequences=4)
+        assert metric.read(values).shape == ()
+    else:
+        values = head_diversity(torch.randn(3, 4, 8, 32, generator=generator))
+        assert metric.read(values).shape == (3,)
+    assert torch.isfinite(metric.read(values).double()).all()
+    assert metric.summary.endswith(".")
+
+
+def test_the_mean_output_overlap_leaves_the_diagonal_out():
+    outputs = torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    values = head_covariance(outputs, torch.eye(4, dtype=torch.float64).expand(3, 4, 4))
+    pairs = [float(values.output_overlap[h, g]) for h in range(3) for g in range(3) if h != g]
+    assert float(METRICS["head_output_overlap"].read(values)) == pytest.approx(sum(pairs) / 6)
+
+
+def test_few_curves_by_default():
+    assert choose_metrics(None) == DEFAULT_METRICS
+    assert len(DEFAULT_METRICS) == 5
+    assert set(DEFAULT_METRICS) <= set(METRICS)
+
+
+def test_an_unknown_metric_is_refused_with_those_that_exist():
+    with pytest.raises(MisconfigurationError, match=r"unknown: \['nothing'\].*hdi_worst_pair"):
+        choose_metrics(["hdi", "nothing"])

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
+from hdi_callback.errors import MisconfigurationError, MonitoringWarning
+from tests.core.no_sync import NoSync
+from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier
+
+
+def tokens(batch: int = 6, seed: int = 0) -> torch.Tensor:
+    return torch.randint(16, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def model() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier()
+
+
+def test_a_reading_of_weights_is_that_of_each_layer_alone(model):
+    with HeadDiversityMonitor(model, metrics=["hdi", "hdi_output"]) as monitor:
+        record = monitor.measure(step=3).record()
+    assert list(record.layers) == LAYERS
+    for name in LAYERS:
+        attn = model.get_submodule(name)
+        key = attn.k_proj.weight.detach().double().unflatten(0, (HEADS, -1))
+        output = attn.out_proj.weight.detach().double().T.unflatten(0, (HEADS, -1))
+        values = record.layers[name].values
+        assert values["hdi"] == pytest.approx(float(head_diversity(key, method="exact").index), abs=1e-7)
+        assert values["hdi_output"] == pytest.approx(float(head_diversity(output, method="exact").index), abs=1e-7)
+        worst = head_diversity(key, method="exact")
+        assert record.layers[name].arrays["worst_pair"] == worst.worst_pair.tolist()
+
+
+def test_head_outputs_are_those_of_the_armed_forward(model):
+    received = {}
+
+    def keep(name):
+        return lambda module, args: received.setdefault(name, args[0].detach().clone())
+
+    for name in LAYERS:
+        model.get_submodule(name).out_proj.register_forward_pre_hook(keep(name))
+    with HeadDiversityMonitor(model, max_tokens=10_000) as monitor:
+        monitor.arm()
+        model(tokens(seed=1))
+        model(tokens(seed=2))  # a second forward of the same step is not captured
+        record = monitor.measure(step=0).record()
+    for name in LAYERS:
+        outputs = received[name].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
+        weight = model.get_submodule(name).out_proj.weight.detach().double().T.unflatten(0, (HEADS, -1))
+        truth = head_covariance(outputs, weight)
+        assert record.layers[name].values["head_correlation"] == pytest.approx(float(truth.correlation), abs=1e-5)
+        assert record.layers[name].values["head_covariance"] == pytest.approx(float(truth.covariance), rel=1e-4)
+
+
+def test_without_arming_the_covariance_is_absent_and_nothing_is_said(model):
+    with HeadDiversityMonitor(model) as monitor:
+        model(tokens())
+        tags = monitor.measure(step=0).record().scalars(monitor.metrics)
+    assert "hdi/mean" in tags
+    assert not [tag for tag in tags if tag.startswith("head_")]
+
+
+def test_an_armed_forward_that_captures_nothing_is_said_once(model):
+    with HeadDiversityMonitor(model) as monitor, pytest.warns(MonitoringWarning, match="compiled") as seen:
+        for step in range(3):
+            monitor.arm()  # and no forward at all
+            monitor.measure(step)
+    assert len(seen) == 1
+
+
+def test_nothing_captured_outlives_its_reading(model):
+    captured = []
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.arm()
+        model(tokens())
+        captured += [weakref.ref(capture.outputs) for capture in monitor._taps.captures.values()]
+        assert len(captured) == 2
+        monitor.measure(step=0).record()
+        gc.collect()
+        assert [ref() for ref in captured] == [None, None]
+
+
+def test_layers_of_one_shape_are_measured_in_one_call(model, monkeypatch):
+    shapes = []
+
+    def count(weight, **options):
+        shapes.append(tuple(weight.shape))
+        return head_diversity(weight, **options)
+
+    monkeypatch.setattr("hdi_callback.monitoring.monitor.head_diversity", count)
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.measure(step=0)
+    assert shapes == [(len(LAYERS), HEADS, WIDTH // HEADS, WIDTH)]
+
+
+def test_the_stacked_copies_stay_bounded(model, monkeypatch):
+    with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
+        whole = monitor.measure(step=0).record()
+        monkeypatch.setattr("hdi_callback.monitoring.monitor._CHUNK_BYTES", 1)
+        reading = monitor.measure(step=0)
+    assert [len(measurement.layers) for measurement in reading.measurements] == [1, 1]
+    assert reading.record().scalars(["hdi"]) == pytest.approx(whole.scalars(["hdi"]), abs=1e-7)
+
+
+def test_layers_of_different_shapes_keep_the_order_of_the_model():
+    model = nn.ModuleList([Classifier(blocks=1), Classifier(blocks=1, width=48, num_heads=6), Classifier(blocks=1)])
+    with HeadDiversityMonitor(model) as monitor:
+        record = monitor.measure(step=0).record()
+    assert list(record.layers) == [f"{place}.blocks.0.attn" for place in range(3)]
+    assert all("hdi" in layer.values for layer in record.layers.values())
+
+
+def test_measuring_never_makes_the_host_wait(model):
+    model.to("meta")
+    with HeadDiversityMonitor(model, metrics=["hdi", "hdi_query", "head_correlation_error"]) as monitor, NoSync():
+        monitor.arm()
+        model(torch.zeros(2, LENGTH, dtype=torch.long, device="meta"))
+        reading = monitor.measure(step=0)
+    assert {measurement.source for measurement in reading.measurements} == {"key", "query", "head outputs"}
+
+
+def test_measuring_under_the_users_autocast_changes_nothing(model):
+    with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
+        plain = monitor.measure(step=0).record().scalars(["hdi"])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = monitor.measure(step=0).record().scalars(["hdi"])
+            assert torch.is_autocast_enabled("cpu")
+    assert mixed == plain
+
+
+def test_a_single_key_head_has_no_index_and_the_reason_is_told():
+    class MultiQuery(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.num_key_value_heads = 4, 1
+            self.q_proj, self.out_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.k_proj, self.v_proj = nn.Linear(32, 8), nn.Linear(32, 8)
+
+    with HeadDiversityMonitor(nn.ModuleDict({"attn": MultiQuery()})) as monitor:
+        record = monitor.measure(step=0).record()
+    assert "hdi" not in record.layers["attn"].values
+    assert record.absent["hdi/attn"] == "fewer than two live heads"
+    assert record.summary() == {}
+
+
+def test_a_layer_that_fails_costs_one_warning_and_not_the_others(model):
+    with HeadDiversityMonitor(model) as monitor:
+        model.blocks[0].attn.k_proj = nn.Identity()  # replaced behind the monitor's back
+        with pytest.warns(MonitoringWarning, match=LAYERS[0]) as seen:
+            records = [monitor.measure(step).record() for step in range(3)]
+    assert len(seen) == 1
+    for record in records:
+        assert LAYERS[0] in record.absent
+        assert set(record.scalars(["hdi"])) == {f"hdi/{LAYERS[1]}", "hdi/mean", "hdi/min"}
+
+
+def test_mean_and_minimum_are_over_the_layers(model):
+    with HeadDiversityMonitor(model) as monitor:
+        tags = monitor.measure(step=0).record().scalars(["hdi"])
+    index = [tags[f"hdi/{name}"] for name in LAYERS]
+    assert tags["hdi/mean"] == pytest.approx(sum(index) / 2)
+    assert tags["hdi/min"] == min(index)
+
+
+def test_the_hooks_leave_with_the_monitor(model):
+    def hooks():
+        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+    with pytest.raises(RuntimeError, match="mine"), HeadDiversityMonitor(model):
+        assert hooks() > 0
+        raise RuntimeError("mine")
+    assert hooks() == 0
+
+
+def test_no_hook_is_installed_when_no_metric_needs_it(model):
+    with HeadDiversityMonitor(model, metrics=["hdi"]):
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_a_model_without_attention_lists_what_was_seen():
+    with pytest.warns(MonitoringWarning, match=r"Sequential.*Linear, ReLU, Sequential.*register_layout"):
+        HeadDiversityMonitor(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with pytest.raises(MisconfigurationError, match="nothing to watch"):
+        HeadDiversityMonitor(nn.Sequential(nn.Linear(4, 4)), strict=True)
+
+
+def test_armed_steps_leave_no_tensor_behind():
+    model = Classifier(blocks=1, width=8, num_heads=2)
+    x = tokens(2)
+    with HeadDiversityMonitor(model) as monitor, warnings.catch_warnings():
+        alive = []
+        for step in range(300):
+            monitor.arm()
+            with torch.no_grad():
+                model(x)
+            monitor.measure(step).record()
+            if step in (100, 299):
+                gc.collect()
+                alive.append(sum(isinstance(item, torch.Tensor) for item in gc.get_objects()))
+    assert alive[0] == alive[1]

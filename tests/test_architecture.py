@@ -1,0 +1,163 @@
+"""The picture of the rooms in docs/architecture.md, held against the imports as they are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "hdi_callback"
+
+# Which rooms each room may import. An arrow that is not here runs the wrong way.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "core": {"errors"},
+    "attention": {"errors"},
+    "monitoring": {"errors", "core", "attention"},
+    "dashboards": {"errors", "core", "attention", "monitoring"},
+    "integrations": {"errors", "core", "attention", "monitoring", "dashboards"},
+    "__init__": {"errors", "core", "attention", "monitoring", "integrations"},
+}
+# What may be imported from outside when a module is loaded; functions may import more when they are called.
+OUTSIDE = {
+    "errors": set(),
+    "core": {"torch"},
+    "attention": {"torch"},
+    "monitoring": {"torch", "typing_extensions"},
+    "dashboards": {"torch"},
+    "integrations": {"torch", "lightning"},
+    "__init__": set(),
+}
+
+
+def room_of(path: Path, package: Path) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def imported_modules(tree: ast.AST) -> list[str]:
+    """Every module that a file imports, wherever and however: statements, and `import_module` with a literal."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
+            found.append(node.value)
+    return found
+
+
+def imported_on_load(tree: ast.Module) -> set[str]:
+    """Top-level packages that are loaded with the file: not in functions, not for type checkers alone."""
+    found: set[str] = set()
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+def wrong_arrows(path: Path, package: Path) -> list[str]:
+    room, tree = room_of(path, package), ast.parse(path.read_text())
+    wrong = []
+    for module in imported_modules(tree):
+        parts = module.split(".")
+        if module.startswith("."):
+            wrong.append(f"{path}: relative import {module}")
+        elif parts[0] == PACKAGE and len(parts) > 1 and parts[1] in ARROWS:
+            target = parts[1]
+            if target != room and target not in ARROWS[room]:
+                wrong.append(f"{path}: {room} -> {target} ({module})")
+    foreign = imported_on_load(tree) - OUTSIDE[room] - set(sys.stdlib_module_names) - {PACKAGE}
+    return wrong + [f"{path}: {room} loads {name}" for name in sorted(foreign)]
+
+
+def source_files(root: Path) -> list[Path]:
+    return sorted((root / PACKAGE).rglob("*.py"))
+
+
+def test_imports_run_one_way(root):
+    files = source_files(root)
+    assert {room_of(path, root / PACKAGE) for path in files} == set(ARROWS), "a new room needs its arrows here"
+    assert [line for path in files for line in wrong_arrows(path, root / PACKAGE)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import hdi_callback.attention",
+        "from hdi_callback import attention",
+        "from hdi_callback.attention.heads import AttentionLayer",
+        "def later():\n    import hdi_callback.monitoring.monitor",
+        "import importlib\nimportlib.import_module('hdi_callback.integrations.lightning')",
+        "from ..attention import heads",
+        "import numpy",
+        "try:\n    import lightning\nexcept ImportError:\n    pass",
+    ],
+)
+def test_an_arrow_that_runs_the_wrong_way_is_noticed(tmp_path, line):
+    offender = tmp_path / PACKAGE / "core" / "offender.py"
+    offender.parent.mkdir(parents=True)
+    offender.write_text(line + "\n")
+    assert wrong_arrows(offender, tmp_path / PACKAGE) != []
+
+
+def test_importing_the_package_loads_no_dashboard_and_no_trainer():
+    code = (
+        "import sys, hdi_callback\n"
+        "heavy = {'wandb', 'tensorboard', 'transformers', 'matplotlib', 'lightning', 'pytorch_lightning', 'pandas', 'rich'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def test_importing_the_callback_loads_neither_wandb_nor_tensorboard_nor_matplotlib():
+    code = (
+        "import sys; from hdi_callback import HDICallback\n"
+        "import lightning.pytorch\n"
+        "print(sorted({'wandb', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def test_every_public_name_is_there():
+    import hdi_callback
+
+    missing = [name for name in hdi_callback.__all__ if getattr(hdi_callback, name, None) is None]
+    assert missing == []
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hdi_callback.nothing  # noqa: B018
+
+
+def test_the_top_level_holds_only_what_a_repository_needs(root):
+    tracked = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    top = {line.split("/")[0] for line in tracked if line}
+    allowed = {
+        "pyproject.toml",
+        PACKAGE,
+        "examples",
+        "tests",
+        "docs",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "Makefile",
+    }
+    assert {name for name in top if not name.startswith((".", "constraints"))} <= allowed
