@@ -26,10 +26,10 @@ from hdi_callback.monitoring.schedule import Schedule
 class HDICallback(pl.Callback):
     """Watch the diversity of the attention heads during training.
 
-    Reads at step 0, whenever a multiple of `every_n_steps` optimizer steps is reached, and at the end. A reading at step
-    `s` has the weights after `s` optimizer steps and the head outputs of the forward that follows; at the end no forward
-    follows, so that the last reading has the weights alone. Training is not touched: no random number is drawn, no gradient
-    changed, and on CUDA the host does not wait for the device.
+    Reads at step 0, whenever a multiple of `every_n_steps` optimizer steps is reached, and at the end. A reading at
+    step `s` has the weights after `s` optimizer steps and the head outputs of the forward that follows; at the end no
+    forward follows, so that the last reading has the weights alone. Training is not touched: no random number is
+    drawn, no gradient changed, and on CUDA the host does not wait for the device.
 
     Every reading goes to every logger of the trainer, at its own cadence, into `trainer.callback_metrics` (so that
     ``EarlyStopping(monitor="hdi/min")`` works), and into a history file, see `load_history`.
@@ -274,7 +274,8 @@ class HDICallback(pl.Callback):
         for logger in trainer.loggers:
             with self._faults.contained(f"logging to {type(logger).__name__}"):
                 logger.log_metrics(tags, step=record.axis)
-        # `log_dict` would recompute every one of these at each progress-bar refresh, and is forbidden after the last batch.
+        # `log_dict` would recompute every one of these at each progress-bar refresh, and is forbidden after the last
+        # batch.
         trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in tags.items()})
         return record
 
@@ -286,6 +287,6 @@ class HDICallback(pl.Callback):
 
 
 def _logging_step(trainer: pl.Trainer) -> int:
-    """Give the step under which the trainer logs its own curves; it differs from `global_step` with several optimizers."""
+    """Give the step under which the trainer logs its own curves: with several optimizers not `global_step`."""
     step = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
     return trainer.global_step if step is None else int(step)

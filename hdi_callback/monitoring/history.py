@@ -1,8 +1,8 @@
 """The run's history on disk: one JSON object a line, only ever appended to, readable while training goes on.
 
-Three kinds of line: ``run`` (a training run starts or resumes at a step, with its layers), ``reading`` (the numbers of one
-step) and, for rules and interventions, lines of their own kind. A resumed run goes back to the step of its checkpoint:
-what an interrupted run had written beyond that step stays in the file and is passed over by the readers here.
+Three kinds of line: ``run`` (a training run starts or resumes at a step, with its layers), ``reading`` (the numbers of
+one step) and, for rules and interventions, lines of their own kind. A resumed run goes back to the step of its
+checkpoint: what an interrupted run had written beyond that step stays in the file, and the readers here pass it over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class History:
 
     Args:
         path: the file; its folders are made at the first line.
-        matrix_every: overlap matrices go into the first and then every so many readings, as they are large; 0 for never.
+        matrix_every: overlap matrices go into the first and then every so many readings, as they are large; 0 for
+            never.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, matrix_every: int = 10) -> None:
@@ -85,7 +86,8 @@ class History:
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Read the lines of a history file that count, in the order of writing.
 
-    A torn line is passed over, and so are lines that a later resumption made void (steps beyond the one it started from).
+    A torn line is passed over, and so are lines that a later resumption made void (steps beyond the one it started
+    from).
 
     Args:
         path: a history file.
@@ -110,7 +112,8 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         if line["kind"] == "run":
             if line["format"] > FORMAT:
                 raise MisconfigurationError(
-                    f"`{file}` has history format {line['format']}; this version reads up to {FORMAT}. Upgrade hdi-callback."
+                    f"`{file}` has history format {line['format']}; this version reads up to {FORMAT}. "
+                    "Upgrade hdi-callback."
                 )
             lines = [kept for kept in lines if kept["kind"] == "run" or kept.get("step", 0) <= line["step"]]
         lines.append(line)
@@ -129,7 +132,7 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     Raises:
         MisconfigurationError: if there is no such file, or it is of a newer format.
     """
-    records = {line["step"]: _from_json(line) for line in read_lines(path) if line["kind"] == "reading"}  # noqa: DOC502
+    records = {line["step"]: _from_json(line) for line in read_lines(path) if line["kind"] == "reading"}
     return [records[step] for step in sorted(records)]
 
 

@@ -1,6 +1,7 @@
 """The catalogue of curves: the name of each, what it means and where its value comes from.
 
-A metric's name is the first part of its tag: the metric `hdi` of layer `blocks.0.attn` is logged as `hdi/blocks.0.attn`.
+A metric's name is the first part of its tag: the metric `hdi` of layer `blocks.0.attn` is logged as
+`hdi/blocks.0.attn`.
 """
 
 from __future__ import annotations

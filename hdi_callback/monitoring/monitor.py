@@ -27,14 +27,14 @@ _CHUNK_BYTES = 512 * 2**20
 class HeadDiversityMonitor:
     """Measure the head diversity of a model, reading by reading, without touching its training.
 
-    A reading is what was measured at one step: the diversity of the heads' weights, and the covariance of the head outputs
-    if a forward was armed. Between readings the hooks do nothing. Use it as a context manager, so that the hooks leave
-    with it; install it before the first call of a compiled model.
+    A reading is what was measured at one step: the diversity of the heads' weights, and the covariance of the head
+    outputs if a forward was armed. Between readings the hooks do nothing. Use it as a context manager, so that the
+    hooks leave with it; install it before the first call of a compiled model.
 
     Args:
         model: any module that contains attention layers.
-        metrics: names of metrics (see `METRICS`); they decide which weights are read and whether head outputs are captured.
-            The key weights always are.
+        metrics: names of metrics (see `METRICS`); they decide which weights are read and whether head outputs are
+            captured. The key weights always are.
         include: patterns of layer names to watch (``"encoder.*"``); all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
@@ -171,8 +171,8 @@ class HeadDiversityMonitor:
         if taps.was_armed and not captures and self.layers:
             self.faults.say(
                 "nothing captured",
-                "No head outputs were captured in a forward that was to be captured, so the covariance term is absent. If the "
-                "model is compiled, add the monitor before its first call; weights are read all the same.",
+                "No head outputs were captured in a forward that was to be captured, so the covariance term is absent. "
+                "If the model is compiled, add the monitor before its first call; weights are read all the same.",
             )
         for layer in self.layers:
             if layer.name not in captures:
@@ -209,8 +209,8 @@ class HeadDiversityMonitor:
             return
         kinds = sorted({type(module).__name__ for module in model.modules()})
         message = (
-            f"No attention layer was found whose heads can be read in {type(model).__name__}, so there is nothing to watch. "
-            f"Its modules are of these types: {', '.join(kinds)}. Describe the attention with `register_layout`."
+            f"No attention layer was found whose heads can be read in {type(model).__name__}, so there is nothing to "
+            f"watch. Its modules are of these types: {', '.join(kinds)}. Describe the attention with `register_layout`."
         )
         if strict:
             raise MisconfigurationError(message)

@@ -130,8 +130,8 @@ class Record:
 class Readout:
     """Bring a reading to the host without making the host wait for the device.
 
-    On CUDA the numbers of the whole reading travel in one asynchronous copy into pinned memory; `is_ready` asks an event.
-    Elsewhere the copy is made at once.
+    On CUDA the numbers of the whole reading travel in one asynchronous copy into pinned memory; `is_ready` asks an
+    event. Elsewhere the copy is made at once.
 
     Args:
         reading: the reading to bring over; its tensors are kept alive until the copy is done.

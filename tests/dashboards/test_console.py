@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import pty
 import os
+import pty
 import subprocess
 import sys
 
