@@ -1,1 +1,35 @@
 """The mathematics of head diversity: tensors in, tensors out."""
+
+from hdi_callback.core.allocation import HeadAllocation, allocate_heads
+from hdi_callback.core.covariance import (
+    BiasVarianceCovariance,
+    HeadCovariance,
+    HeadMoments,
+    bias_variance_covariance,
+    head_covariance,
+)
+from hdi_callback.core.diversity import (
+    HeadDiversity,
+    diversity_penalty,
+    head_diversity,
+    head_diversity_from_covariance,
+)
+from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bases, principal_cosines
+
+__all__ = [
+    "BiasVarianceCovariance",
+    "HeadAllocation",
+    "HeadBases",
+    "HeadCovariance",
+    "HeadDiversity",
+    "HeadMoments",
+    "allocate_heads",
+    "bias_variance_covariance",
+    "diversity_penalty",
+    "head_covariance",
+    "head_diversity",
+    "head_diversity_from_covariance",
+    "head_overlap",
+    "orthonormal_bases",
+    "principal_cosines",
+]
