@@ -73,6 +73,8 @@ class HeadDiversityMonitor:
         self.metrics = choose_metrics(metrics)
         sources = {METRICS[name].source for name in self.metrics}
         self._roles = ("key", *sorted(sources - {"key", COVARIANCE}))
+        # Standard errors cost as much again as all the rest, so they are computed when asked for.
+        self._wants_errors = any(name.endswith("_error") for name in self.metrics)
         self._rank_tol, self._method = rank_tol, method
         found = survey(model, include=include, exclude=exclude)
         self.layers: tuple[AttentionLayer, ...] = tuple(found.layers)
@@ -185,8 +187,7 @@ class HeadDiversityMonitor:
                     values = head_covariance(
                         capture.outputs,
                         layer.weight("output").detach(),
-                        sequence=capture.sequence,
-                        num_sequences=capture.num_sequences,
+                        lengths=capture.lengths if self._wants_errors else None,
                     )
             except Exception as error:
                 self._leave_out(absent, f"head outputs/{layer.name}", f"they cannot be measured ({error})")

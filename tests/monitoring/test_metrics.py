@@ -13,7 +13,7 @@ def test_every_metric_gives_one_number_per_layer(metric):
     generator = torch.Generator().manual_seed(0)
     if metric.source == COVARIANCE:
         outputs, weight = torch.randn(40, 4, 8, generator=generator), torch.randn(4, 8, 32, generator=generator)
-        values = head_covariance(outputs, weight, sequence=torch.arange(40) // 10, num_sequences=4)
+        values = head_covariance(outputs, weight, lengths=[10] * 4)
         assert metric.read(values).shape == ()
     else:
         values = head_diversity(torch.randn(3, 4, 8, 32, generator=generator))

@@ -15,9 +15,7 @@ def reading(device: str = "cpu") -> Reading:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(2, 4, 8, 32, generator=generator).to(device)
     outputs, output_weight = torch.randn(40, 4, 8, generator=generator), torch.randn(4, 8, 32, generator=generator)
-    covariance = head_covariance(
-        outputs.to(device), output_weight.to(device), sequence=torch.arange(40, device=device) // 10, num_sequences=4
-    )
+    covariance = head_covariance(outputs.to(device), output_weight.to(device), lengths=[10] * 4)
     batched = type(covariance)(**{name: value[None] for name, value in vars(covariance).items()})
     return Reading(
         7,

@@ -1,0 +1,160 @@
+"""Every attention layer of a model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.layouts import Place, describe_attention
+from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A module that looks like attention and is left out.
+
+    Attributes:
+        name: dotted path.
+        module_type: name of its class.
+        message: the whole sentence for a warning: where, why, and what to do.
+    """
+
+    name: str
+    module_type: str
+    message: str
+
+    @property
+    def reason(self) -> str:
+        """The part of the message between place and remedy."""
+        return self.message.split(": ", 1)[-1].split(". ")[0]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found in a model.
+
+    Attributes:
+        layers: attention layers whose heads are established, in model order.
+        refused: modules that look like attention and are left out.
+    """
+
+    layers: tuple[AttentionLayer, ...]
+    refused: tuple[Refusal, ...]
+
+
+def find_attention(
+    model: nn.Module, *, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+) -> list[AttentionLayer]:
+    """Find every multi-head attention layer of a model, in model order.
+
+    A layer whose heads cannot be established is left out with a warning that says why; its heads are never guessed.
+
+    Args:
+        model: any module.
+        include: patterns of dotted names (``"encoder.*"``); only layers that match one of them.
+        exclude: patterns of dotted names to leave out.
+
+    Returns:
+        The layers.
+
+    Raises:
+        MisconfigurationError: if a pattern matches no attention layer; the message lists what exists.
+
+    Example:
+        >>> encoder = nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True)
+        >>> [(layer.name, layer.num_heads) for layer in find_attention(nn.Sequential(encoder))]
+        [('0.self_attn', 4)]
+    """
+    found = survey(model, include=include, exclude=exclude)
+    for refusal in found.refused:
+        warnings.warn(refusal.message, UnsupportedAttentionWarning, stacklevel=2)
+    return list(found.layers)
+
+
+def survey(model: nn.Module, *, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None) -> Survey:
+    """Find every attention layer of a model, and those that are left out, without a warning.
+
+    Args:
+        model: any module.
+        include: patterns of dotted names; only layers that match one of them.
+        exclude: patterns of dotted names to leave out.
+
+    Returns:
+        What was found.
+
+    Raises:
+        MisconfigurationError: if a pattern matches no attention layer; the message lists what exists.
+    """
+    layers: list[AttentionLayer] = []
+    refused: list[Refusal] = []
+    for place in _places(model):
+        try:
+            layer = describe_attention(place)
+        except UnsupportedAttentionError as error:
+            refused.append(Refusal(place.name, type(place.module).__name__, str(error)))
+            continue
+        if layer is not None:
+            layers.append(layer)
+        elif _looks_like_attention(place):
+            error = place.refuse("none of the known layouts fits its parameters")
+            refused.append(Refusal(place.name, type(place.module).__name__, str(error)))
+    # A wrapper is told apart by its parts: what contains a described or refused attention is not reported itself.
+    described = [item.name for item in (*layers, *refused)]
+    refused = [item for item in refused if not any(_is_inside(name, item.name) for name in described)]
+    layers = [item for item in layers if not any(_is_inside(item.name, other.name) for other in layers)]
+    names = [item.name for item in (*layers, *refused)]
+    _check_patterns("include", include, names)
+    _check_patterns("exclude", exclude, names)
+
+    def is_chosen(name: str) -> bool:
+        return (include is None or _matches(name, include)) and not _matches(name, exclude or ())
+
+    return Survey(
+        tuple(layer for layer in layers if is_chosen(layer.name)),
+        tuple(refusal for refusal in refused if is_chosen(refusal.name)),
+    )
+
+
+def _places(model: nn.Module) -> Iterable[Place]:
+    """Walk the model in its own order; a module under two names is visited once, under its first."""
+    parents: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for child in module.children():
+            parents.setdefault(id(child), module)
+    for name, module in model.named_modules():
+        yield Place(name, module, parents.get(id(module)))
+
+
+_ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+
+
+def _looks_like_attention(place: Place) -> bool:
+    """Tell a module that is called attention and holds matrices of its own."""
+    if not _ATTENTION_NAME.search(type(place.module).__name__):
+        return False
+    return sum(parameter.dim() >= 2 for parameter in place.module.parameters()) >= 2
+
+
+def _is_inside(name: str, container: str) -> bool:
+    return name != container and (container == "" or name.startswith(f"{container}."))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_patterns(argument: str, patterns: Sequence[str] | None, names: list[str]) -> None:
+    if isinstance(patterns, str):
+        raise MisconfigurationError(f"`{argument}` must be a list of patterns, got {patterns!r}: write [{patterns!r}].")
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            listed = ", ".join(names) or "none"
+            raise MisconfigurationError(
+                f"`{argument}` has the pattern {pattern!r}, which matches no attention layer. There are: {listed}."
+            )

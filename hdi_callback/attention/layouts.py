@@ -1,0 +1,372 @@
+"""How families of modules keep their heads.
+
+A layout is a function from a place in a model to an `AttentionLayer`, to `None` (not mine), or to a refusal
+(`UnsupportedAttentionError`). Layouts are asked in order, those of the user first.
+
+The heads are never guessed. A count comes from the module's own attributes (or its own config), and every shape has to
+agree with it. A module with parts that a layout does not know is refused, for they may change what the heads receive;
+and the order of rows in a fused projection counts as known only where the module's own code tells it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
+from hdi_callback.errors import UnsupportedAttentionError
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module and where it stands in the model.
+
+    Attributes:
+        name: dotted path.
+        module: the module.
+        parent: the module that holds it, `None` for the model itself.
+    """
+
+    name: str
+    module: nn.Module
+    parent: nn.Module | None = None
+
+    def refuse(self, reason: str, remedy: str = "") -> UnsupportedAttentionError:
+        """Make the error that says why this module is left out, and what to do.
+
+        Args:
+            reason: why its heads cannot be established.
+            remedy: what to write instead, if there is more to say than the usual.
+
+        Returns:
+            The error, to be raised.
+        """
+        usual = f"Describe it with `register_layout`, or skip it with exclude=[{self.name!r}]."
+        where = f"`{self.name}` ({type(self.module).__name__})"
+        return UnsupportedAttentionError(f"The heads of {where} cannot be told apart: {reason}. {remedy or usual}")
+
+
+Layout = Callable[[Place], AttentionLayer | None]
+
+_REGISTERED: list[tuple[type[nn.Module], Layout]] = []
+
+
+def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any], AttentionLayer]) -> None:
+    """Teach the package how modules of one class keep their heads.
+
+    Args:
+        module_type: the class; subclasses are described in the same way.
+        describe: takes the dotted path and the module to an `AttentionLayer`.
+
+    Example:
+        >>> from hdi_callback import find_attention
+        >>> class Mine(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.mix = nn.Linear(32, 96)  # all heads' queries, then keys, then values
+        ...         self.back = nn.Linear(32, 32)
+        >>> def describe(name, module):
+        ...     return AttentionLayer(
+        ...         name, module, num_heads=4, num_key_heads=4, head_dim=8, value_dim=8, kind="mine",
+        ...         slices={"key": HeadSlice(module.mix, "weight", heads=4, width=8, start=32),
+        ...                 "output": HeadSlice(module.back, "weight", heads=4, width=8)},
+        ...         output_projection=module.back)
+        >>> register_layout(Mine, describe)
+        >>> [tuple(layer.weight("key").shape) for layer in find_attention(nn.Sequential(Mine()))]
+        [(4, 8, 32)]
+    """
+    _REGISTERED.insert(0, (module_type, lambda place: describe(place.name, place.module)))
+
+
+def describe_attention(place: Place) -> AttentionLayer | None:
+    """Ask every layout for a module.
+
+    Args:
+        place: the module and where it stands.
+
+    Returns:
+        The layer; `None` if the module is no attention that any layout knows.
+
+    Raises:
+        UnsupportedAttentionError: if it is attention, and its heads cannot be established.
+    """
+    registered = [layout for kind, layout in _REGISTERED if isinstance(place.module, kind)]
+    for layout in (*registered, torch_attention, fused_projection, separate_projections):
+        layer = layout(place)
+        if layer is not None:
+            return check_layer(layer)
+    return None
+
+
+# --- torch's own attention
+
+
+def torch_attention(place: Place) -> AttentionLayer | None:
+    """`nn.MultiheadAttention`: its input projection packed, or in three parameters when key or value widths differ."""
+    module = place.module
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    H, width = module.num_heads, module.head_dim
+    starts = {"query": 0, "key": module.embed_dim, "value": 2 * module.embed_dim}
+    packed = module._qkv_same_embed_dim
+    slices: dict[Role, HeadSlice] = {}
+    roles: tuple[Role, ...] = ("query", "key", "value")
+    for role in roles:
+        if packed:
+            slices[role] = HeadSlice(module, "in_proj_weight", H, width, starts[role])
+        else:
+            slices[role] = HeadSlice(module, f"{role[0]}_proj_weight", H, width)
+    slices["output"] = HeadSlice(module.out_proj, "weight", H, width)
+    kind = "nn.MultiheadAttention, packed" if packed else "nn.MultiheadAttention, separate"
+    return AttentionLayer(place.name, module, H, H, width, width, kind, slices)
+
+
+# --- one linear map per role
+
+_NAMES: dict[Role, tuple[str, ...]] = {
+    "query": ("q_proj", "query", "q", "q_lin", "query_proj", "Wq", "wq", "W_q", "w_q", "to_q", "q_linear", "linear_q"),
+    "key": ("k_proj", "key", "k", "k_lin", "key_proj", "Wk", "wk", "W_k", "w_k", "to_k", "k_linear", "linear_k"),
+    "value": ("v_proj", "value", "v", "v_lin", "value_proj", "Wv", "wv", "W_v", "w_v", "to_v", "v_linear", "linear_v"),
+    "output": (
+        "out_proj", "o_proj", "o", "out_lin", "output_proj", "Wo", "wo", "W_o", "w_o", "to_out", "out_linear",
+        "linear_out", "linear_o", "c_proj", "proj", "dense", "out", "projection",
+    ),
+}  # fmt: skip
+_HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads", "num_head", "nheads", "n_h")
+_KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_heads")
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_k", "key_value_proj_dim")
+
+# Parts that leave the key of each head where its weight puts it, up to an invertible map within the head.
+_HARMLESS = (nn.Dropout, nn.Identity, nn.Softmax)
+_HARMLESS_NAMES = re.compile(
+    r"rotary|rope|bias|dropout|^(q|k|query|key)_?(norm|layer_?norm)$|^norm_?[qk]$|scale|sink", re.I
+)
+
+
+def separate_projections(place: Place) -> AttentionLayer | None:
+    """One linear map for the queries, one for the keys, one for the values, under any of the usual names."""
+    module = place.module
+    inputs = {role: _child(module, _NAMES[role]) for role in ("query", "key", "value")}
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    if query is None or key is None or value is None:
+        return None
+    output = _output_projection(place)
+    _refuse_unknown_parts(place, [query, key, value, output])
+    H = _head_count(place)
+    width = _even(place, "query", _features(query), H)
+    _agree(place, width, H)
+    G = _key_head_count(place, H, width, _features(key))
+    value_dim = _even(place, "value", _features(value), G)
+    slices: dict[Role, HeadSlice] = {
+        "query": _slice(query, H, width),
+        "key": _slice(key, G, width),
+        "value": _slice(value, G, value_dim),
+    }
+    return _with_output(place, slices, output, H, G, width, value_dim, _kind("separate", [query, key, value]))
+
+
+# --- one linear map for all
+
+_FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj", "query_key_value", "qkv_linear")
+# What code does with the result of the projection when its rows are all queries, then all keys, then all values ...
+_CONTIGUOUS = re.compile(
+    r"\.chunk\(\s*3|tensor_split\([^)]*3|\bchunk\([^()]*,\s*3|\.split\(|\bsplit\("
+    r"|(reshape|view|unflatten|rearrange)\([^\n]*\b3\s*,\s*-?[\w.]+\s*,"
+    r"|\(\s*(qkv|three|k|3)\s+(h|heads|nh)\s+(d|dim|hd)\s*\)"
+)
+# ... and when each head's query, key and value lie together, or the code is of a kind that may do so.
+_INTERLEAVED = re.compile(
+    r"\*\s*3\s*\)|3\s*\*|(num_heads|n_heads?|heads|num_attention_heads)\s*,\s*(-1|3)\b|\(\s*(h|heads|nh)\s+(d|dim|hd|qkv|three|3|k)\b"
+    r"|mp_num|transpose_for_scores|split_heads"
+)
+
+
+def fused_projection(place: Place) -> AttentionLayer | None:
+    """One linear map whose rows are all queries, then all keys, then all values."""
+    module = place.module
+    fused = _child(module, _FUSED_NAMES)
+    if fused is None:
+        return None
+    output = _output_projection(place)
+    _refuse_unknown_parts(place, [fused, output])
+    H = _head_count(place)
+    rows = _features(fused)
+    if _width_attribute(module) is not None and rows != 3 * H * _width_attribute(module):
+        width = _width_attribute(module)
+        G = _key_head_count(place, H, width, None)
+        if rows != (H + 2 * G) * width:
+            raise place.refuse(f"its fused projection has {rows} rows, which is not ({H} + 2 x {G}) heads x {width}")
+    else:
+        if rows % (3 * H):
+            raise place.refuse(f"its fused projection has {rows} rows, which is not 3 x {H} heads x a whole width")
+        G, width = H, rows // (3 * H)
+        if (claimed := _attribute(module, _KEY_HEAD_COUNTS)) not in (None, H):
+            raise place.refuse(f"it names {claimed} key heads, but its fused projection has rows for {H} of them")
+    _require_contiguous(place)
+    slices: dict[Role, HeadSlice] = {
+        "query": _slice(fused, H, width),
+        "key": _slice(fused, G, width, start=H * width),
+        "value": _slice(fused, G, width, start=(H + G) * width),
+    }
+    return _with_output(place, slices, output, H, G, width, width, _kind("fused", [fused]))
+
+
+def _require_contiguous(place: Place) -> None:
+    """Refuse unless the module's own code takes the fused rows apart role by role."""
+    try:
+        source = inspect.getsource(type(place.module))
+    except (OSError, TypeError):
+        source = ""
+    body = re.sub(r"def __init__\(.*?(?=\n    def |\Z)", "", source, flags=re.S)
+    body = re.sub(r"#[^\n]*|\"\"\".*?\"\"\"", "", body, flags=re.S)
+    if not _CONTIGUOUS.search(body):
+        raise place.refuse("nothing in its code tells in which order the rows of its fused projection are used")
+    if _INTERLEAVED.search(body):
+        raise place.refuse("its code may interleave queries, keys and values head by head in its fused projection")
+
+
+# --- evidence
+
+
+def _child(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
+    """Find the one linear map among the direct children that has one of the names."""
+    found = [child for name in names if _is_linear(child := getattr(module, name, None))]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _is_transposed(module: Any) -> bool:
+    # GPT-2's Conv1D (transformers.pytorch_utils), known without importing transformers.
+    if not isinstance(module, nn.Module) or type(module).__name__ != "Conv1D" or not hasattr(module, "nf"):
+        return False
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.dim() == 2 and weight.shape[1] == module.nf
+
+
+def _features(linear: nn.Module) -> int:
+    weight = linear.weight
+    return int(weight.shape[1] if _is_transposed(linear) else weight.shape[0])  # type: ignore[union-attr, index]
+
+
+def _slice(linear: nn.Module, heads: int, width: int, start: int = 0) -> HeadSlice:
+    return HeadSlice(linear, "weight", heads, width, start, transposed=_is_transposed(linear))
+
+
+def _kind(name: str, linears: list[nn.Module]) -> str:
+    return f"{name} Conv1D" if all(_is_transposed(linear) for linear in linears) else f"{name} Linear"
+
+
+def _output_projection(place: Place) -> nn.Module | None:
+    """Find the output projection: a child, the first of a `to_out` sequence, or BERT's dense layer beside `self`."""
+    module = place.module
+    found = []
+    for name in _NAMES["output"]:
+        child = getattr(module, name, None)
+        if isinstance(child, nn.Sequential) and len(child) > 0:
+            child = child[0]
+        if _is_linear(child):
+            found.append(child)
+    if len(found) == 1:
+        return found[0]
+    if found or place.parent is None:
+        return None
+    beside = getattr(getattr(place.parent, "output", None), "dense", None)
+    is_bert = getattr(place.parent, "self", None) is module or getattr(place.parent, "attention", None) is module
+    return beside if is_bert and _is_linear(beside) else None
+
+
+def _refuse_unknown_parts(place: Place, known: list[nn.Module | None]) -> None:
+    """Refuse a module with parameters that no layout here knows: they may change what the heads receive."""
+    named = {id(module) for module in known if module is not None}
+    for name, child in place.module.named_children():
+        parts = [child, *child.modules()]
+        if any(id(part) in named for part in parts) or isinstance(child, _HARMLESS) or _HARMLESS_NAMES.search(name):
+            continue
+        if next(child.parameters(), None) is not None:
+            raise place.refuse(f"its part `{name}` ({type(child).__name__}) may change what its heads receive")
+    for name, _ in place.module.named_parameters(recurse=False):
+        if not _HARMLESS_NAMES.search(name):
+            raise place.refuse(f"its parameter `{name}` may change what its heads receive")
+
+
+def _attribute(module: nn.Module, names: Iterable[str]) -> int | None:
+    """Read the one whole number that the module has under any of the names; two that differ are no evidence."""
+    values = {
+        value for name in names if isinstance(value := getattr(module, name, None), int) and not isinstance(value, bool)
+    }
+    return values.pop() if len(values) == 1 else None
+
+
+def _width_attribute(module: nn.Module) -> int | None:
+    return _attribute(module, _HEAD_WIDTHS)
+
+
+def _head_count(place: Place) -> int:
+    count = _attribute(place.module, _HEAD_COUNTS)
+    if count is None:
+        config = getattr(place.module, "config", None)
+        count = getattr(config, "num_attention_heads", None) if config is not None else None
+    if not isinstance(count, int) or count < 1:
+        raise place.refuse(f"it does not say how many heads it has (looked for {', '.join(_HEAD_COUNTS)})")
+    return count
+
+
+def _key_head_count(place: Place, H: int, width: int, features: int | None) -> int:
+    """Establish the number of key heads from attributes, from the config, and from the rows when there are any."""
+    claims = [_attribute(place.module, _KEY_HEAD_COUNTS)]
+    config = getattr(place.module, "config", None)
+    claims.append(getattr(config, "num_key_value_heads", None))
+    groups = getattr(place.module, "num_key_value_groups", None)
+    claims.append(H // groups if isinstance(groups, int) and groups > 0 and H % groups == 0 else None)
+    claimed = next((claim for claim in claims if isinstance(claim, int) and not isinstance(claim, bool)), None)
+    if features is None:
+        if claimed is None:
+            raise place.refuse("it does not say how many key heads it has")
+        return claimed
+    if features % width:
+        raise place.refuse(f"its key projection has {features} rows, which is not a number of heads of width {width}")
+    G = features // width
+    if G != H and claimed != G:
+        told = "it names none" if claimed is None else f"it names {claimed}"
+        raise place.refuse(f"its key projection has rows for {G} heads of width {width}, but {told}")
+    return G
+
+
+def _even(place: Place, role: str, features: int, heads: int) -> int:
+    if features % heads:
+        raise place.refuse(f"its {role} projection has {features} rows, which {heads} heads do not divide")
+    return features // heads
+
+
+def _agree(place: Place, width: int, H: int) -> None:
+    claimed = _width_attribute(place.module)
+    if claimed is not None and claimed != width:
+        raise place.refuse(f"it names a head width of {claimed}, but its query projection has {H} heads x {width}")
+
+
+def _with_output(
+    place: Place,
+    slices: dict[Role, HeadSlice],
+    output: nn.Module | None,
+    H: int,
+    G: int,
+    width: int,
+    value_dim: int,
+    kind: str,
+) -> AttentionLayer:
+    """Complete a layer by its output projection, if one is known."""
+    if output is not None:
+        weight = output.weight
+        received = int(weight.shape[0] if _is_transposed(output) else weight.shape[1])  # type: ignore[union-attr, index]
+        if received != H * value_dim:
+            raise place.refuse(f"its output projection takes {received} features, expected {H} heads x {value_dim}")
+        slices["output"] = _slice(output, H, value_dim)
+    return AttentionLayer(place.name, place.module, H, G, width, value_dim, kind, slices, output)

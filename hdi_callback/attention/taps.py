@@ -1,0 +1,258 @@
+"""Capture of head outputs on armed steps.
+
+A tap is a forward-pre-hook with a flag. Without the flag it does nothing; with it, it takes a bounded, detached sample
+of the output projection's input in the first forward, and lowers the flag, so that neither a second forward nor the
+recomputation of activation checkpointing is captured. The flag is the only thing that a compiled graph has to guard:
+installed before the first compiled call, a tap costs no graph break and one recompilation.
+
+`nn.MultiheadAttention` uses its output projection without calling it. There the tap sits on the attention itself and
+computes the head outputs from what it received, through torch's own function with the identity in place of the output
+projection. They are therefore those without attention dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from hdi_callback.attention.heads import AttentionLayer
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A sample of the head outputs of one forward.
+
+    Attributes:
+        outputs: ``(tokens, H, d_v)``, detached.
+        lengths: how many of the tokens belong to each sequence, in their order.
+        seen: number of tokens that the sample was taken from.
+    """
+
+    outputs: Tensor
+    lengths: tuple[int, ...]
+    seen: int
+
+
+class Taps:
+    """Capture the head outputs of layers, on armed forwards only.
+
+    Args:
+        layers: the layers to tap; those without a known output projection are named in `absent`.
+        max_tokens: largest number of tokens kept per layer.
+    """
+
+    def __init__(self, layers: Sequence[AttentionLayer], *, max_tokens: int = 2048) -> None:
+        self._taps = {layer.name: _Tap(layer, max_tokens) for layer in layers}
+        self._never = {
+            layer.name: "its output projection is not known"
+            for layer in layers
+            if "output" not in layer.slices
+            or (layer.output_projection is None and not _is_torch_attention(layer.module))
+        }
+        self._is_armed = False
+        self._handles: list[RemovableHandle] = []
+        self._install()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    @property
+    def captures(self) -> Mapping[str, Capture]:
+        """What was captured since `arm`: layer name -> sample."""
+        return {name: tap.capture for name, tap in self._taps.items() if tap.capture is not None}
+
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Layers that could not be captured: name -> reason."""
+        failed = {name: tap.failure for name, tap in self._taps.items() if tap.failure is not None}
+        return {**self._never, **failed}
+
+    @property
+    def was_armed(self) -> bool:
+        """Whether a forward was to be captured since the last `release`."""
+        return self._is_armed
+
+    def arm(self) -> None:
+        """Capture the next forward of every layer; forgets what was captured before."""
+        self._is_armed = True
+        for name, tap in self._taps.items():
+            tap.capture, tap.failure = None, None
+            tap.is_armed = name not in self._never
+
+    def disarm(self) -> None:
+        """Capture nothing more, and keep what was captured."""
+        for tap in self._taps.values():
+            tap.is_armed = False
+
+    def release(self) -> None:
+        """Let go of what was captured."""
+        self._is_armed = False
+        for tap in self._taps.values():
+            tap.capture, tap.is_armed = None, False
+
+    def suspend(self) -> None:
+        """Take the hooks off for an evaluation, as their mere presence switches off torch's fast path there."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def resume(self) -> None:
+        """Put the hooks back after `suspend`."""
+        if not self._handles:
+            self._install()
+
+    def remove(self) -> None:
+        """Take the hooks off and let go of what was captured; calling it again does nothing."""
+        self.suspend()
+        self.release()
+
+    def _install(self) -> None:
+        for name, tap in self._taps.items():
+            if name in self._never:
+                continue
+            if tap.layer.output_projection is not None:
+                handle = tap.layer.output_projection.register_forward_pre_hook(tap.take_input, with_kwargs=True)
+            else:
+                handle = tap.layer.module.register_forward_pre_hook(tap.take_recomputed, with_kwargs=True)
+            self._handles.append(handle)
+
+
+class _Tap:
+    """The hook of one layer, and what it took."""
+
+    def __init__(self, layer: AttentionLayer, max_tokens: int) -> None:
+        self.layer = layer
+        self.max_tokens = max_tokens
+        self.is_armed = False
+        self.capture: Capture | None = None
+        self.failure: str | None = None
+
+    def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the input of the output projection."""
+        if self.is_armed:
+            self._take(lambda: args[0] if args else next(iter(kwargs.values())))
+
+    def take_recomputed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take what the attention would pass to an output projection that it does not call."""
+        if self.is_armed:
+            self._take(lambda: recompute_head_outputs(module, *args, **kwargs))  # type: ignore[arg-type]
+
+    def _take(self, outputs: Callable[[], Tensor]) -> None:
+        self.is_armed = False
+        if torch.compiler.is_compiling():  # what cannot be traced is the compiler's business
+            self._keep(outputs())
+            return
+        try:
+            self._keep(outputs())
+        except Exception as error:
+            self.failure = f"its head outputs cannot be captured ({type(error).__name__}: {error})"
+
+    def _keep(self, outputs: Tensor) -> None:
+        H, width = self.layer.num_heads, self.layer.value_dim
+        if outputs.is_nested:
+            self.failure = "nested tensors are not captured"
+        elif outputs.shape[-1] != H * width:
+            self.failure = f"its output projection received {outputs.shape[-1]} features, expected {H} x {width}"
+        else:
+            self.capture = sample_tokens(outputs, H, self.max_tokens)
+
+
+def sample_tokens(outputs: Tensor, num_heads: int, max_tokens: int) -> Capture:
+    """Take every n-th token, with a stride that shares no factor with the sequence length.
+
+    A stride with a common factor would see the same few positions of every sequence.
+
+    Args:
+        outputs: ``(..., length, H * d_v)``.
+        num_heads: H.
+        max_tokens: largest number of tokens to keep.
+
+    Returns:
+        The sample, detached and copied.
+    """
+    flat = outputs.detach().reshape(-1, outputs.shape[-1])
+    seen = flat.shape[0]
+    length = outputs.shape[-2] if outputs.dim() > 2 else seen
+    stride = max(1, -(-seen // max_tokens))
+    while stride > 1 and math.gcd(stride, length) > 1:
+        stride += 1
+    lengths = tuple(-(-(start + length) // stride) + (-start // stride) for start in range(0, seen, max(1, length)))
+    return Capture(flat[::stride].clone().unflatten(-1, (num_heads, -1)), lengths, seen)
+
+
+@torch.no_grad()
+def recompute_head_outputs(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Tensor:
+    """Compute what `nn.MultiheadAttention` passes to its output projection, without attention dropout.
+
+    Args:
+        module: the attention.
+        query: as its forward takes it, and so are all the others.
+        key: see `query`.
+        value: see `query`.
+        key_padding_mask: see `query`.
+        need_weights: not used.
+        attn_mask: see `query`.
+        average_attn_weights: not used.
+        is_causal: see `query`.
+
+    Returns:
+        ``(batch, length, H * d_v)``, or ``(length, H * d_v)`` if the query has no batch dimension.
+    """
+    is_batched = query.dim() == 3
+    if module.batch_first and is_batched:
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    identity = torch.eye(module.embed_dim, dtype=query.dtype, device=query.device)
+    separate = not module._qkv_same_embed_dim
+    outputs, _ = F.multi_head_attention_forward(
+        query,
+        key,
+        value,
+        module.embed_dim,
+        module.num_heads,
+        module.in_proj_weight,
+        module.in_proj_bias,
+        module.bias_k,
+        module.bias_v,
+        module.add_zero_attn,
+        0.0,
+        identity,
+        None,  # type: ignore[arg-type]
+        training=False,
+        key_padding_mask=key_padding_mask,
+        need_weights=False,
+        attn_mask=attn_mask,
+        use_separate_proj_weight=separate,
+        q_proj_weight=module.q_proj_weight,
+        k_proj_weight=module.k_proj_weight,
+        v_proj_weight=module.v_proj_weight,
+        is_causal=is_causal,
+    )
+    return outputs.transpose(0, 1) if is_batched else outputs
+
+
+def _is_torch_attention(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention)

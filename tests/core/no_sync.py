@@ -1,0 +1,39 @@
+"""A guard that refuses every operation that would make the host wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_REFUSED = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_nonzero",
+    "_linalg_eigh",
+    "_linalg_svd",
+    "_linalg_check_errors",
+    "linalg_qr",
+    "linalg_lstsq",
+)
+
+
+class NoSync(TorchDispatchMode):
+    """Raise on operations that read a tensor's value, or that CUDA runs with a host synchronisation.
+
+    Shows without a GPU what `torch.cuda.set_sync_debug_mode("error")` shows with one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if any(name.startswith(refused) for refused in _REFUSED):
+            raise AssertionError(f"{func} makes the host wait for the device")
+        if name == "index" and any(
+            isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) for item in args[1]
+        ):
+            raise AssertionError("indexing with a mask makes the host wait for the device")
+        return func(*args, **(kwargs or {}))
