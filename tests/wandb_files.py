@@ -1,11 +1,20 @@
-"""Read back the file that an offline W&B run left behind."""
+"""Read back the file that an offline W&B run left behind.
+
+The file is a LevelDB log: after a header of seven bytes, blocks of 32 KiB with records, each behind a header of seven
+bytes (checksum, length, kind); a record that does not fit a block is cut in pieces. Each is a protobuf message of wandb.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+BLOCK, HEADER = 32768, 7
+WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 @dataclass
@@ -17,24 +26,37 @@ class WandbRun:
 
 
 def read_wandb(folder: Path) -> WandbRun:
-    """Read the one offline run below a folder, through wandb's own reader and protocol."""
+    """Read the one offline run below a folder."""
     from google.protobuf.json_format import MessageToDict
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = Path(folder).rglob("*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
     run = WandbRun()
-    while (data := store.scan_data()) is not None:
+    for data in _log_records(path.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            row: dict[str, Any] = {}
-            for item in record.history.item:
-                row[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-            run.history.append(row)
+            run.history.append(
+                {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
         elif kind == "metric":
             told = MessageToDict(record.metric, preserving_proto_field_name=True)
             run.metrics.append({"name": "", "glob_name": "", "summary": {}, **told})
     return run
+
+
+def _log_records(data: bytes) -> Iterator[bytes]:
+    assert data[:4] == b":W&B", "not a W&B run file"
+    position, pieces = HEADER, b""
+    while position + HEADER <= len(data):
+        room = BLOCK - position % BLOCK
+        if room < HEADER:  # the rest of a block is padding
+            position += room
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + HEADER])
+        piece = data[position + HEADER : position + HEADER + length]
+        position += HEADER + length
+        assert kind in (WHOLE, FIRST, MIDDLE, LAST), f"unknown record kind {kind}"
+        pieces = piece if kind in (WHOLE, FIRST) else pieces + piece
+        if kind in (WHOLE, LAST):
+            yield pieces

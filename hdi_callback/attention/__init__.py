@@ -1,15 +1,17 @@
 """Attention layers: modules in, head weights and head outputs out."""
 
 from hdi_callback.attention.discovery import Refusal, Survey, find_attention, survey
-from hdi_callback.attention.heads import AttentionLayer, HeadSlice
+from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.layouts import register_layout
 from hdi_callback.attention.taps import Capture, Taps
 
 __all__ = [
+    "ROLES",
     "AttentionLayer",
     "Capture",
     "HeadSlice",
     "Refusal",
+    "Role",
     "Survey",
     "Taps",
     "find_attention",

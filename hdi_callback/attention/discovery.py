@@ -102,13 +102,13 @@ def survey(model: nn.Module, *, include: Sequence[str] | None = None, exclude: S
         if layer is not None:
             layers.append(layer)
         elif _looks_like_attention(place):
-            error = place.refuse("none of the known layouts fits its parameters")
-            refused.append(Refusal(place.name, type(place.module).__name__, str(error)))
+            unknown = place.refuse("none of the known layouts fits its parameters")
+            refused.append(Refusal(place.name, type(place.module).__name__, str(unknown)))
     # A wrapper is told apart by its parts: what contains a described or refused attention is not reported itself.
-    described = [item.name for item in (*layers, *refused)]
+    described = [layer.name for layer in layers] + [refusal.name for refusal in refused]
     refused = [item for item in refused if not any(_is_inside(name, item.name) for name in described)]
     layers = [item for item in layers if not any(_is_inside(item.name, other.name) for other in layers)]
-    names = [item.name for item in (*layers, *refused)]
+    names = [layer.name for layer in layers] + [refusal.name for refusal in refused]
     _check_patterns("include", include, names)
     _check_patterns("exclude", exclude, names)
 
@@ -135,8 +135,8 @@ _ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
 
 
 def _looks_like_attention(place: Place) -> bool:
-    """Tell a module that is called attention and holds matrices of its own."""
-    if not _ATTENTION_NAME.search(type(place.module).__name__):
+    """Tell a module that is called attention and holds matrices of its own; a whole model may be called anything."""
+    if place.parent is None or not _ATTENTION_NAME.search(type(place.module).__name__):
         return False
     return sum(parameter.dim() >= 2 for parameter in place.module.parameters()) >= 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -20,8 +21,9 @@ class HeadSlice:
     """The heads' part of one linear map: `heads` blocks of `width` features each, one after the other.
 
     Attributes:
-        module: the module that holds the parameter.
-        parameter: name of the parameter, read anew each time, so that parametrizations and replaced tensors are seen.
+        module: the module that `parameter` starts from.
+        parameter: dotted path of the parameter, followed anew at every reading, so that parametrizations and replaced
+            modules are seen.
         heads: number of blocks.
         width: features per block.
         start: first feature of the first block.
@@ -41,7 +43,7 @@ class HeadSlice:
         Returns:
             ``(out_features, in_features)``, a view of the parameter.
         """
-        weight: Tensor = getattr(self.module, self.parameter)
+        weight: Tensor = reduce(getattr, self.parameter.split("."), self.module)  # type: ignore[assignment]
         return weight.mT if self.transposed else weight
 
     def rows(self) -> Tensor:
@@ -50,7 +52,8 @@ class HeadSlice:
         Returns:
             ``(heads, width, in_features)``, a view of the parameter.
         """
-        return self.matrix()[self.start : self.start + self.heads * self.width].unflatten(0, (self.heads, self.width))
+        rows = self.matrix()[self.start : self.start + self.heads * self.width]
+        return rows.view(self.heads, self.width, rows.shape[1])
 
     def columns(self) -> Tensor:
         """Read heads that are blocks of input features, as those of an output projection are.
@@ -59,7 +62,7 @@ class HeadSlice:
             ``(heads, width, out_features)``, a view of the parameter.
         """
         columns = self.matrix().mT[self.start : self.start + self.heads * self.width]
-        return columns.unflatten(0, (self.heads, self.width))
+        return columns.view(self.heads, self.width, columns.shape[1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -73,8 +73,8 @@ def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any],
         >>> def describe(name, module):
         ...     return AttentionLayer(
         ...         name, module, num_heads=4, num_key_heads=4, head_dim=8, value_dim=8, kind="mine",
-        ...         slices={"key": HeadSlice(module.mix, "weight", heads=4, width=8, start=32),
-        ...                 "output": HeadSlice(module.back, "weight", heads=4, width=8)},
+        ...         slices={"key": HeadSlice(module, "mix.weight", heads=4, width=8, start=32),
+        ...                 "output": HeadSlice(module, "back.weight", heads=4, width=8)},
         ...         output_projection=module.back)
         >>> register_layout(Mine, describe)
         >>> [tuple(layer.weight("key").shape) for layer in find_attention(nn.Sequential(Mine()))]
@@ -121,7 +121,7 @@ def torch_attention(place: Place) -> AttentionLayer | None:
             slices[role] = HeadSlice(module, "in_proj_weight", H, width, starts[role])
         else:
             slices[role] = HeadSlice(module, f"{role[0]}_proj_weight", H, width)
-    slices["output"] = HeadSlice(module.out_proj, "weight", H, width)
+    slices["output"] = HeadSlice(module, "out_proj.weight", H, width)
     kind = "nn.MultiheadAttention, packed" if packed else "nn.MultiheadAttention, separate"
     return AttentionLayer(place.name, module, H, H, width, width, kind, slices)
 
@@ -158,14 +158,14 @@ def separate_projections(place: Place) -> AttentionLayer | None:
     output = _output_projection(place)
     _refuse_unknown_parts(place, [query, key, value, output])
     H = _head_count(place)
-    width = _even(place, "query", _features(query), H)
+    width = _even(place, "query", query.features[1], H)
     _agree(place, width, H)
-    G = _key_head_count(place, H, width, _features(key))
-    value_dim = _even(place, "value", _features(value), G)
+    G = _key_head_count(place, H, width, key.features[1])
+    value_dim = _even(place, "value", value.features[1], G)
     slices: dict[Role, HeadSlice] = {
-        "query": _slice(query, H, width),
-        "key": _slice(key, G, width),
-        "value": _slice(value, G, value_dim),
+        "query": query.slice(H, width),
+        "key": key.slice(G, width),
+        "value": value.slice(G, value_dim),
     }
     return _with_output(place, slices, output, H, G, width, value_dim, _kind("separate", [query, key, value]))
 
@@ -195,9 +195,10 @@ def fused_projection(place: Place) -> AttentionLayer | None:
     output = _output_projection(place)
     _refuse_unknown_parts(place, [fused, output])
     H = _head_count(place)
-    rows = _features(fused)
-    if _width_attribute(module) is not None and rows != 3 * H * _width_attribute(module):
-        width = _width_attribute(module)
+    rows = fused.features[1]
+    claimed_width = _width_attribute(module)
+    if claimed_width is not None and rows != 3 * H * claimed_width:
+        width = claimed_width
         G = _key_head_count(place, H, width, None)
         if rows != (H + 2 * G) * width:
             raise place.refuse(f"its fused projection has {rows} rows, which is not ({H} + 2 x {G}) heads x {width}")
@@ -209,9 +210,9 @@ def fused_projection(place: Place) -> AttentionLayer | None:
             raise place.refuse(f"it names {claimed} key heads, but its fused projection has rows for {H} of them")
     _require_contiguous(place)
     slices: dict[Role, HeadSlice] = {
-        "query": _slice(fused, H, width),
-        "key": _slice(fused, G, width, start=H * width),
-        "value": _slice(fused, G, width, start=(H + G) * width),
+        "query": fused.slice(H, width),
+        "key": fused.slice(G, width, start=H * width),
+        "value": fused.slice(G, width, start=(H + G) * width),
     }
     return _with_output(place, slices, output, H, G, width, width, _kind("fused", [fused]))
 
@@ -233,17 +234,39 @@ def _require_contiguous(place: Place) -> None:
 # --- evidence
 
 
-def _child(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
+@dataclass(frozen=True)
+class _Linear:
+    """A linear map, and the path to it from a module that stays in place when the map is replaced."""
+
+    owner: nn.Module
+    path: str
+    module: nn.Module
+
+    @property
+    def is_transposed(self) -> bool:
+        return _is_transposed(self.module)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Features that come in, and that go out."""
+        rows, columns = self.module.weight.shape  # type: ignore[misc]
+        return (int(rows), int(columns)) if self.is_transposed else (int(columns), int(rows))
+
+    def slice(self, heads: int, width: int, start: int = 0) -> HeadSlice:
+        return HeadSlice(self.owner, f"{self.path}.weight", heads, width, start, self.is_transposed)
+
+
+def _child(module: nn.Module, names: Iterable[str]) -> _Linear | None:
     """Find the one linear map among the direct children that has one of the names."""
-    found = [child for name in names if _is_linear(child := getattr(module, name, None))]
+    found = [_Linear(module, name, child) for name in names if _is_linear(child := getattr(module, name, None))]
     return found[0] if len(found) == 1 else None
 
 
-def _is_linear(module: Any) -> bool:
+def _is_linear(module: Any) -> TypeGuard[nn.Module]:
     return isinstance(module, nn.Linear) or _is_transposed(module)
 
 
-def _is_transposed(module: Any) -> bool:
+def _is_transposed(module: Any) -> TypeGuard[nn.Module]:
     # GPT-2's Conv1D (transformers.pytorch_utils), known without importing transformers.
     if not isinstance(module, nn.Module) or type(module).__name__ != "Conv1D" or not hasattr(module, "nf"):
         return False
@@ -251,41 +274,32 @@ def _is_transposed(module: Any) -> bool:
     return weight is not None and weight.dim() == 2 and weight.shape[1] == module.nf
 
 
-def _features(linear: nn.Module) -> int:
-    weight = linear.weight
-    return int(weight.shape[1] if _is_transposed(linear) else weight.shape[0])  # type: ignore[union-attr, index]
+def _kind(name: str, linears: list[_Linear]) -> str:
+    return f"{name} Conv1D" if all(linear.is_transposed for linear in linears) else f"{name} Linear"
 
 
-def _slice(linear: nn.Module, heads: int, width: int, start: int = 0) -> HeadSlice:
-    return HeadSlice(linear, "weight", heads, width, start, transposed=_is_transposed(linear))
-
-
-def _kind(name: str, linears: list[nn.Module]) -> str:
-    return f"{name} Conv1D" if all(_is_transposed(linear) for linear in linears) else f"{name} Linear"
-
-
-def _output_projection(place: Place) -> nn.Module | None:
+def _output_projection(place: Place) -> _Linear | None:
     """Find the output projection: a child, the first of a `to_out` sequence, or BERT's dense layer beside `self`."""
     module = place.module
     found = []
     for name in _NAMES["output"]:
-        child = getattr(module, name, None)
+        path, child = name, getattr(module, name, None)
         if isinstance(child, nn.Sequential) and len(child) > 0:
-            child = child[0]
+            path, child = f"{name}.0", child[0]
         if _is_linear(child):
-            found.append(child)
+            found.append(_Linear(module, path, child))
     if len(found) == 1:
         return found[0]
     if found or place.parent is None:
         return None
     beside = getattr(getattr(place.parent, "output", None), "dense", None)
     is_bert = getattr(place.parent, "self", None) is module or getattr(place.parent, "attention", None) is module
-    return beside if is_bert and _is_linear(beside) else None
+    return _Linear(place.parent, "output.dense", beside) if is_bert and _is_linear(beside) else None
 
 
-def _refuse_unknown_parts(place: Place, known: list[nn.Module | None]) -> None:
+def _refuse_unknown_parts(place: Place, known: list[_Linear | None]) -> None:
     """Refuse a module with parameters that no layout here knows: they may change what the heads receive."""
-    named = {id(module) for module in known if module is not None}
+    named = {id(linear.module) for linear in known if linear is not None}
     for name, child in place.module.named_children():
         parts = [child, *child.modules()]
         if any(id(part) in named for part in parts) or isinstance(child, _HARMLESS) or _HARMLESS_NAMES.search(name):
@@ -355,7 +369,7 @@ def _agree(place: Place, width: int, H: int) -> None:
 def _with_output(
     place: Place,
     slices: dict[Role, HeadSlice],
-    output: nn.Module | None,
+    output: _Linear | None,
     H: int,
     G: int,
     width: int,
@@ -364,9 +378,10 @@ def _with_output(
 ) -> AttentionLayer:
     """Complete a layer by its output projection, if one is known."""
     if output is not None:
-        weight = output.weight
-        received = int(weight.shape[0] if _is_transposed(output) else weight.shape[1])  # type: ignore[union-attr, index]
+        received, _ = output.features
         if received != H * value_dim:
             raise place.refuse(f"its output projection takes {received} features, expected {H} heads x {value_dim}")
-        slices["output"] = _slice(output, H, value_dim)
-    return AttentionLayer(place.name, place.module, H, G, width, value_dim, kind, slices, output)
+        slices["output"] = output.slice(H, value_dim)
+    return AttentionLayer(
+        place.name, place.module, H, G, width, value_dim, kind, slices, None if output is None else output.module
+    )

@@ -191,7 +191,7 @@ def sample_tokens(outputs: Tensor, num_heads: int, max_tokens: int) -> Capture:
     while stride > 1 and math.gcd(stride, length) > 1:
         stride += 1
     lengths = tuple(-(-(start + length) // stride) + (-start // stride) for start in range(0, seen, max(1, length)))
-    return Capture(flat[::stride].clone().unflatten(-1, (num_heads, -1)), lengths, seen)
+    return Capture(flat[::stride].clone().view(-1, num_heads, flat.shape[-1] // num_heads), lengths, seen)
 
 
 @torch.no_grad()
@@ -240,7 +240,7 @@ def recompute_head_outputs(
         module.add_zero_attn,
         0.0,
         identity,
-        None,  # type: ignore[arg-type]
+        None,
         training=False,
         key_padding_mask=key_padding_mask,
         need_weights=False,

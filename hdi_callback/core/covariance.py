@@ -220,7 +220,7 @@ def _jackknife(
     centred = outputs.to(dtype) - moments.mean
     total = moments.count
     values = []
-    for part in centred.split(list(lengths)):
+    for part in torch.split(centred, list(lengths)):
         others = total - part.shape[0]
         z = torch.einsum("thi,hid->thd", part, weight)
         mean = z.sum(0) / others  # of the others, up to its sign, as all contributions are centred

@@ -183,7 +183,8 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     factor, _ = torch.linalg.cholesky_ex(gram + ridge * eye, check_errors=False)
     rows = torch.linalg.solve_triangular(factor, weight, upper=False).reshape(*batch, H * k, d)
     shared = (rows @ rows.mT).reshape(*batch, H, k, H, k).square().sum((-3, -1)) / k
-    return (shared.sum((-2, -1)) - shared.diagonal(dim1=-2, dim2=-1).sum(-1)) / (H * (H - 1))
+    mean: Tensor = (shared.sum((-2, -1)) - shared.diagonal(dim1=-2, dim2=-1).sum(-1)) / (H * (H - 1))
+    return mean
 
 
 def _summarise(overlap: Tensor, energy: Tensor, rank: Tensor, dead: Tensor, width: float) -> HeadDiversity:

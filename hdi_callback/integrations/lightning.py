@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
@@ -129,8 +129,9 @@ class HDICallback(pl.Callback):
         """Check the company of this callback, and forget another trainer's run."""
         if stage != "fit":
             return
-        others = [callback for callback in trainer.callbacks if isinstance(callback, HDICallback)]
-        if [other._name for other in others].count(self._name) > 1:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        names = [callback._name for callback in callbacks if isinstance(callback, HDICallback)]
+        if names.count(self._name) > 1:
             raise MisconfigurationError(
                 f"Two HDICallbacks of this trainer have the name {self._name!r}, so their curves would be mixed up: "
                 'write HDICallback(name="encoder", ...) for one of them.'
@@ -168,7 +169,7 @@ class HDICallback(pl.Callback):
                 self._history.begin(trainer.global_step, [layer.facts() for layer in monitor.layers])
         for logger in trainer.loggers if trainer.is_global_zero else ():
             with self._faults.contained(f"laying out the charts of {type(logger).__name__}"):
-                experiment = logger.experiment
+                experiment = getattr(logger, "experiment", None)
                 if hasattr(experiment, "add_custom_scalars"):
                     tensorboard.lay_out_charts(experiment, self._metrics, self._prefix)
                 elif hasattr(experiment, "define_metric"):

@@ -172,7 +172,8 @@ def load_history(path: str | os.PathLike[str]) -> pd.DataFrame:
         for record in read_records(path)
         for name, layer in record.layers.items()
     ]
-    return pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "layer"])
+    frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "layer"])
+    return frame
 
 
 def _to_json(record: Record, with_matrices: bool) -> dict[str, Any]:

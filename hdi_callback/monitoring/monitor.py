@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from hdi_callback.attention import AttentionLayer, Capture, Refusal, Taps, survey
+from hdi_callback.attention import ROLES, AttentionLayer, Capture, Refusal, Role, Taps, survey
 from hdi_callback.core import HeadCovariance, head_covariance, head_diversity
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning, UnsupportedAttentionWarning
 from hdi_callback.monitoring.faults import Faults
@@ -72,7 +73,7 @@ class HeadDiversityMonitor:
         check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
         self.metrics = choose_metrics(metrics)
         sources = {METRICS[name].source for name in self.metrics}
-        self._roles = ("key", *sorted(sources - {"key", COVARIANCE}))
+        self._roles = tuple(role for role in ROLES if role == "key" or role in sources)
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
         self._wants_errors = any(name.endswith("_error") for name in self.metrics)
         self._rank_tol, self._method = rank_tol, method
@@ -141,7 +142,7 @@ class HeadDiversityMonitor:
         return Reading(step, names, tuple(measurements), absent, epoch, axis)
 
     @torch.no_grad()
-    def _measure_weights(self, role: str, absent: dict[str, str]) -> list[Measurement]:
+    def _measure_weights(self, role: Role, absent: dict[str, str]) -> list[Measurement]:
         groups: dict[tuple[torch.Size, torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
         for layer in self.layers:
             try:
@@ -156,7 +157,7 @@ class HeadDiversityMonitor:
                 names = tuple(name for name, _ in chunk)
                 try:
                     # Under the user's autocast the products would run in half precision.
-                    with torch.autocast(device.type, enabled=False):
+                    with _without_autocast(device):
                         stacked = torch.stack([weight for _, weight in chunk])
                         values = head_diversity(stacked, rank_tol=self._rank_tol, method=self._method)
                 except Exception as error:
@@ -183,7 +184,7 @@ class HeadDiversityMonitor:
                 continue
             capture = captures[layer.name]
             try:
-                with torch.autocast(capture.outputs.device.type, enabled=False):
+                with _without_autocast(capture.outputs.device):
                     values = head_covariance(
                         capture.outputs,
                         layer.weight("output").detach(),
@@ -237,6 +238,12 @@ def check_arguments(*, max_tokens: int, rank_tol: float, method: str) -> None:
         raise MisconfigurationError(f"`rank_tol` must lie between 0 and 1, got {rank_tol!r}: write 1e-6.")
     if method not in ("whiten", "svd", "exact"):
         raise MisconfigurationError(f'`method` must be "whiten", "svd" or "exact", got {method!r}.')
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _stack(results: list[HeadCovariance]) -> HeadCovariance:

@@ -151,7 +151,7 @@ class Readout:
             if device.type == "cuda":
                 host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
                 host.copy_(joined, non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
                 self._events.append(event)
                 self._hosts[device] = host
@@ -169,7 +169,7 @@ class Readout:
         Returns:
             True once `record` would not wait.
         """
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def record(self) -> Record:
         """Turn the reading into numbers, waiting for the copy if it is under way.
@@ -186,34 +186,20 @@ class Readout:
             offsets[tensor.device] = start + tensor.numel()
             return self._hosts[tensor.device][start : start + tensor.numel()].reshape(tensor.shape).to(tensor.dtype)
 
-        measurements = tuple(
-            replace(
-                measurement,
-                values=replace(
-                    measurement.values,
-                    **{
-                        name: arrived(value)
-                        for name, value in _fields(measurement.values).items()
-                        if isinstance(value, Tensor)
-                    },
-                ),
-            )
-            for measurement in self._reading.measurements
-        )
-        return _tabulate(replace(self._reading, measurements=measurements))
+        measurements = []
+        for measurement in self._reading.measurements:
+            values: Any = measurement.values
+            on_host = replace(values, **{name: arrived(value) for name, value in _fields(values).items()})
+            measurements.append(replace(measurement, values=on_host))
+        return _tabulate(replace(self._reading, measurements=tuple(measurements)))
 
 
 def _fields(values: HeadDiversity | HeadCovariance) -> dict[str, Any]:
-    return {item.name: getattr(values, item.name) for item in fields(values) if item.init}
+    return {item.name: getattr(values, item.name) for item in fields(values)}
 
 
 def _tensors(reading: Reading) -> list[Tensor]:
-    return [
-        value
-        for measurement in reading.measurements
-        for value in _fields(measurement.values).values()
-        if isinstance(value, Tensor)
-    ]
+    return [value for measurement in reading.measurements for value in _fields(measurement.values).values()]
 
 
 _ARRAYS = ("worst_pair", "energy_worst_pair", "nearest", "nearest_overlap", "rank")

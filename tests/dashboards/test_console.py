@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -46,7 +47,7 @@ def test_a_table_on_a_terminal(root):
         shown += part
     os.close(controller)
     assert done.wait() == 0
-    text = shown.decode()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
     assert "┃ layer" in text
     assert all(name in text for name in LAYERS)
 

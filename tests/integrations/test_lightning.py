@@ -131,7 +131,7 @@ def test_early_stopping_can_monitor_hdi(tmp_path, validate):
     trainer.fit(LitClassifier(), batches(count=4), batches(count=1) if validate else None)
     assert trainer.current_epoch == 1, "chance is far above the threshold, so it stops after the first epoch"
     assert stop.stopped_epoch == 0
-    assert 0.1 < float(stop.best_score) < 1
+    assert 0.1 < float(trainer.callback_metrics["hdi/min"]) < 1
 
 
 def test_model_checkpoint_can_monitor_hdi(tmp_path):
