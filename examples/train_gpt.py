@@ -1,0 +1,269 @@
+"""Train a small GPT on the text of the Python standard library and watch its attention heads.
+
+    python examples/train_gpt.py
+
+takes a few minutes on two CPU cores. It shows how `HDICallback` is added to a Lightning trainer (one line, in `main`), writes a
+TensorBoard log and an offline W&B run, and ends with a table of the layers and a figure of their trajectories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import sysconfig
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from hdi_callback import HDICallback, load_history
+from hdi_callback.dashboards.figures import plot_trajectories
+
+VOCABULARY = 256  # one token per byte
+
+
+# --- The text
+
+
+def read_standard_library(max_bytes: int = 4_000_000) -> tuple[Tensor, Tensor]:
+    """Read the sources of the running Python: every tenth file is for validation. Returns two tensors of bytes."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    train, validation = bytearray(), bytearray()
+    for number, file in enumerate(files):
+        part = validation if number % 10 == 0 else train
+        part += file.read_bytes()
+    return (
+        torch.frombuffer(train[:max_bytes], dtype=torch.uint8).long(),
+        torch.frombuffer(validation[: max_bytes // 10], dtype=torch.uint8).long(),
+    )
+
+
+class Windows(Dataset[Tensor]):
+    """Stretches of `length + 1` bytes of a text, without overlap: inputs, and the same one byte later."""
+
+    def __init__(self, text: Tensor, length: int) -> None:
+        self.text, self.length = text, length
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.length
+        return self.text[start : start + self.length + 1]
+
+
+def unigram_loss(train: Tensor, validation: Tensor) -> float:
+    """Loss of a model that knows how frequent each byte is and nothing else, in nats per byte."""
+    counts = torch.bincount(train, minlength=VOCABULARY).double() + 1
+    return float(-(counts / counts.sum()).log()[validation].mean())
+
+
+# --- The model
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.out_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (batch, heads, length, head width)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(heads.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = CausalSelfAttention(width, num_heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_attention(x))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class GPT(nn.Module):
+    """A decoder of bytes: embeddings of byte and position, blocks, and a linear layer back to bytes."""
+
+    def __init__(self, *, layers: int = 4, heads: int = 6, width: int = 192, length: int = 128) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.bytes(tokens) + self.positions(places))))
+
+
+class LitGPT(L.LightningModule):
+    def __init__(self, model: GPT, *, steps: int, learning_rate: float = 2e-3) -> None:
+        super().__init__()
+        self.model, self.steps, self.learning_rate = model, steps, learning_rate
+
+    def loss(self, window: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+        warm_up = max(1, self.steps // 20)
+
+        def rate(step: int) -> float:
+            if step < warm_up:
+                return (step + 1) / warm_up
+            return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self.steps - warm_up)))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @torch.no_grad()
+    def continue_text(self, beginning: str, count: int = 160) -> str:
+        """Write on, one most likely byte out of five at a time."""
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.tensor([list(beginning.encode())], device=self.device)
+        context = self.model.positions.num_embeddings
+        for _ in range(count):
+            top = self.model(tokens[:, -context:])[0, -1].topk(5)
+            choice = torch.multinomial(top.values.softmax(-1).cpu(), 1, generator=generator)
+            tokens = torch.cat([tokens, top.indices[choice.to(self.device)][None]], 1)
+        return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+# --- What it shows
+
+
+def print_layers(history) -> None:
+    """A row per layer: where its heads began, and where they are."""
+    table = Table(title="Head diversity by layer (key weights; chance is where random heads sit)", title_justify="left")
+    for heading in ("layer", "HDI first", "HDI last", "chance", "worst pair", "effective heads", "correlation"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    for name, rows in history.groupby("layer", sort=False):
+        first, last = rows.iloc[0], rows.iloc[-1]
+        pair = " and ".join(str(head) for head in last["worst_pair"])
+        table.add_row(
+            name.removeprefix("model."), f"{first['hdi']:.3f}", f"{last['hdi']:.3f}", f"{last['hdi_chance']:.3f}",
+            f"{last['hdi_worst_pair']:.2f} (heads {pair})", f"{last['hdi_effective_heads']:.2f}",
+            f"{rows['head_correlation'].dropna().iloc[-1]:+.3f}",
+        )  # fmt: skip
+    Console(width=110).print(table)
+
+
+def quiet() -> None:
+    """Leave out what concerns a cluster, or somebody else's future."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: (
+            not any(word in record.getMessage() for word in ("TPU available", "litlogger", "litmodels", "Tip:"))
+        )
+    )
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+
+
+def read_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on the text of the Python standard library and watch its attention heads.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument(
+        "--every-n-steps", type=int, default=20, help="optimizer steps between two readings of the heads"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="attention layers")
+    parser.add_argument("--heads", type=int, default=6, help="heads per layer")
+    parser.add_argument("--width", type=int, default=192, help="width of the model; the heads share it")
+    parser.add_argument("--length", type=int, default=128, help="bytes that the model sees at once")
+    parser.add_argument("--batch-size", type=int, default=16, help="stretches of text per step")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of the run")
+    parser.add_argument("--no-wandb", action="store_true", help="write no offline W&B run")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = read_arguments(argv)
+    quiet()
+    L.seed_everything(options.seed, verbose=False)
+
+    train, validation = read_standard_library()
+    train_batches = DataLoader(Windows(train, options.length), options.batch_size, shuffle=True, drop_last=True)
+    val_batches = DataLoader(Windows(validation[: 64 * options.length * options.batch_size // 4], options.length), 64)
+    model = GPT(layers=options.layers, heads=options.heads, width=options.width, length=options.length)
+    lit = LitGPT(model, steps=options.steps)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, {len(train):,} bytes of Python source"
+    )
+
+    board = TensorBoardLogger(options.out.parent, name=options.out.name)
+    loggers = [board]
+    if not options.no_wandb:
+        loggers.append(WandbLogger(save_dir=board.log_dir, project="hdi_callback", offline=True))
+        Path(board.log_dir).mkdir(parents=True, exist_ok=True)
+
+    callback = HDICallback(every_n_steps=options.every_n_steps)  # this is the line to add
+    trainer = L.Trainer(
+        max_steps=options.steps,
+        callbacks=[callback],
+        logger=loggers,
+        log_every_n_steps=10,
+        val_check_interval=min(len(train_batches), max(1, options.steps // 4)),
+        gradient_clip_val=1.0,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(lit, train_batches, val_batches)
+
+    loss = trainer.validate(lit, val_batches, verbose=False)[0]["val_loss"]
+    if not options.no_wandb:
+        loggers[1].experiment.finish()
+    history = load_history(callback.history_path)
+    figure = Path(board.log_dir) / "head_diversity.png"
+    plot_trajectories(history).savefig(figure, dpi=110)
+
+    print()
+    print_layers(history)
+    print(
+        f"\nvalidation loss {loss:.3f} nats per byte; byte frequencies alone give {unigram_loss(train, validation):.3f}"
+    )
+    print(f"the model writes: {lit.continue_text('def ')!r}\n")
+    print(f"figure            {figure}")
+    print(f"every reading     {callback.history_path}")
+    print(
+        f"TensorBoard       tensorboard --logdir {options.out}   (the page Custom Scalars has all layers in one chart)"
+    )
+    if not options.no_wandb:
+        print(f"W&B               wandb sync {board.log_dir}/wandb/offline-run-*")
+
+
+if __name__ == "__main__":
+    main()
