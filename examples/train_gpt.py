@@ -2,8 +2,8 @@
 
     python examples/train_gpt.py
 
-takes a few minutes on two CPU cores. It shows how `HDICallback` is added to a Lightning trainer (one line, in `main`), writes a
-TensorBoard log and an offline W&B run, and ends with a table of the layers and a figure of their trajectories.
+takes a few minutes on two CPU cores. It shows how `HDICallback` is added to a Lightning trainer (one line, in `main`),
+writes a TensorBoard log and an offline W&B run, and ends with a table of the layers and a figure of their trajectories.
 """
 
 from __future__ import annotations
@@ -220,9 +220,8 @@ def main(argv: list[str] | None = None) -> None:
     val_batches = DataLoader(Windows(validation[: 64 * options.length * options.batch_size // 4], options.length), 64)
     model = GPT(layers=options.layers, heads=options.heads, width=options.width, length=options.length)
     lit = LitGPT(model, steps=options.steps)
-    print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, {len(train):,} bytes of Python source"
-    )
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    print(f"{size:.1f} million parameters, {len(train):,} bytes of Python source")
 
     board = TensorBoardLogger(options.out.parent, name=options.out.name)
     loggers = [board]
@@ -233,6 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     callback = HDICallback(every_n_steps=options.every_n_steps)  # this is the line to add
     trainer = L.Trainer(
         max_steps=options.steps,
+        max_epochs=1 + options.steps // len(train_batches),
         callbacks=[callback],
         logger=loggers,
         log_every_n_steps=10,

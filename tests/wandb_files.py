@@ -1,7 +1,7 @@
 """Read back the file that an offline W&B run left behind.
 
 The file is a LevelDB log: after a header of seven bytes, blocks of 32 KiB with records, each behind a header of seven
-bytes (checksum, length, kind); a record that does not fit a block is cut in pieces. Each is a protobuf message of wandb.
+bytes (checksum, length, kind); a record that does not fit a block is cut in pieces. Each is a message of wandb.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Train a small vision transformer on scikit-learn's digits and watch its attention heads.
+
+    python examples/train_vit_digits.py
+
+takes under a minute on two CPU cores. The encoder is torch's own `nn.TransformerEncoder`: its attention is found as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from hdi_callback import HDICallback, load_history
+from hdi_callback.dashboards.figures import plot_trajectories
+
+
+class ViT(nn.Module):
+    """16 patches of 2 x 2 pixels, an encoder, and a linear layer on the mean of the patches."""
+
+    def __init__(self, *, layers: int = 3, heads: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
+        self.places = nn.Parameter(0.02 * torch.randn(16, width))
+        block = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patches(images).flatten(2).transpose(1, 2)  # (batch, 16, width)
+        return self.head(self.encoder(patches + self.places).mean(1))
+
+
+class LitViT(L.LightningModule):
+    def __init__(self, model: ViT) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self.model(images), labels)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        logits = self.model(images)
+        self.log("val_loss", F.cross_entropy(logits, labels))
+        self.log("val_accuracy", (logits.argmax(-1) == labels).float().mean(), prog_bar=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def digits(batch_size: int) -> tuple[DataLoader, DataLoader]:
+    """Load the 1797 images of 8 x 8 pixels that come with scikit-learn, a quarter of them for validation."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    train, validation = train_test_split(torch.arange(len(labels)), test_size=0.25, random_state=0, stratify=labels)
+    return (
+        DataLoader(TensorDataset(images[train], labels[train]), batch_size, shuffle=True, drop_last=True),
+        DataLoader(TensorDataset(images[validation], labels[validation]), 512),
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description="Train a small vision transformer on scikit-learn's digits and watch its attention heads.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--epochs", type=int, default=15, help="passes over the digits")
+    parser.add_argument(
+        "--every-n-steps", type=int, default=20, help="optimizer steps between two readings of the heads"
+    )
+    parser.add_argument("--layers", type=int, default=3, help="attention layers")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
+    parser.add_argument("--out", type=Path, default=Path("runs/vit"), help="folder of the run")
+    options = parser.parse_args(argv)
+
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    L.seed_everything(options.seed, verbose=False)
+    train_batches, val_batches = digits(options.batch_size)
+    callback = HDICallback(every_n_steps=options.every_n_steps)  # this is the line to add
+    board = TensorBoardLogger(options.out.parent, name=options.out.name)
+    trainer = L.Trainer(
+        max_epochs=options.epochs,
+        callbacks=[callback],
+        logger=board,
+        log_every_n_steps=5,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LitViT(ViT(layers=options.layers)), train_batches, val_batches)
+
+    history = load_history(callback.history_path)
+    figure = Path(board.log_dir) / "head_diversity.png"
+    plot_trajectories(history).savefig(figure, dpi=110)
+    last = history[history["step"] == history["step"].max()]
+    columns = ["layer", "hdi", "hdi_chance", "hdi_worst_pair", "hdi_effective_heads"]
+    print(last[columns].to_string(index=False, float_format="{:.3f}".format))
+    print(f"\nvalidation accuracy {float(trainer.callback_metrics['val_accuracy']):.3f}, with chance at 0.1")
+    print(f"figure              {figure}")
+
+
+if __name__ == "__main__":
+    main()
