@@ -225,7 +225,7 @@ def _jackknife(
         z = torch.einsum("thi,hid->thd", part, weight)
         mean = z.sum(0) / others  # of the others, up to its sign, as all contributions are centred
         left = (total * trace - torch.einsum("thd,tgd->hg", z, z)) / others - mean @ mean.mT
-        values.append(torch.stack(_terms(left)))
+        values.append(torch.stack(_terms(torch.where(others > 1, left, torch.nan))))
     variance, covariance = torch.stack(values, -1)
     return _spread(covariance), _spread(covariance / variance)
 

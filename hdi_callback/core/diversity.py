@@ -139,7 +139,7 @@ def head_diversity_from_covariance(
     own = blocks.diagonal(dim1=-4, dim2=-3).movedim(-1, -3)  # (..., H, k, k)
     variance = own.diagonal(dim1=-2, dim2=-1).sum(-1)
     largest = variance.amax(-1, keepdim=True)
-    dead = (variance < rank_tol**2 * largest) | (largest == 0)
+    dead = ((variance < rank_tol**2 * largest) | (largest == 0)) & largest.isfinite()
     scale = torch.where(largest.isfinite(), variance.masked_fill(dead, 1), torch.nan).rsqrt().masked_fill(dead, 0)
     blocks = blocks * (scale[..., :, None] * scale[..., None, :])[..., None, None]
     own = own * scale.square()[..., None, None]

@@ -154,7 +154,7 @@ def _normalise(weight: Tensor, rank_tol: float) -> tuple[Tensor, Tensor]:
     wide = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1))  # (..., H)
     largest = norm.amax(-1, keepdim=True)
-    dead = (norm < rank_tol * largest) | (largest == 0)
+    dead = ((norm < rank_tol * largest) | (largest == 0)) & largest.isfinite()
     norm = torch.where(largest.isfinite(), norm.masked_fill(dead, 1), torch.nan)
     return (wide / norm[..., None, None]).masked_fill(dead[..., None, None], 0), dead
 

@@ -16,6 +16,7 @@ class Faults:
         >>> import warnings
         >>> faults = Faults()
         >>> with warnings.catch_warnings(record=True) as seen:
+        ...     warnings.simplefilter("always")
         ...     for _ in range(3):
         ...         with faults.contained("writing the history"):
         ...             raise OSError("disk full")

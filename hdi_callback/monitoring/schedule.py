@@ -19,11 +19,13 @@ class Schedule:
 
     Example:
         >>> schedule = Schedule(every=4)
+        >>> read = []
         >>> for step in (0, 0, 2, 4, 4, 6, 10, 12):
         ...     if schedule.is_due(step):
         ...         schedule.done(step)
-        ...         print(step, end=" ")
-        0 4 10 12
+        ...         read.append(step)
+        >>> read
+        [0, 4, 10, 12]
     """
 
     def __init__(self, every: int) -> None:

@@ -12,6 +12,7 @@ _REFUSED = (
     "nonzero",
     "masked_select",
     "unique",
+    "_unique",
     "equal",
     "is_nonzero",
     "_linalg_eigh",

@@ -1,0 +1,265 @@
+"""The empirical covariance term against the naive computation, and the identities of its bookkeeping."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdi_callback.core import HeadMoments, bias_variance_covariance, head_covariance
+from hdi_callback.errors import ShapeError
+from tests.core.test_subspaces import gaussian
+
+
+def layer(
+    tokens: int = 200, H: int = 4, width: int = 6, d: int = 24, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mixing = gaussian(H * width, H * width, seed=seed + 1)
+    outputs = (gaussian(tokens, H * width, seed=seed) @ mixing).reshape(tokens, H, width) + 3
+    return outputs, gaussian(H, width, d, seed=seed + 2)
+
+
+def naive_trace(outputs: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
+    """tr Cov_t(z_h, z_g) from the contributions themselves, in numpy."""
+    z = np.einsum("thi,hid->thd", outputs.double().numpy(), weight.double().numpy())
+    z = z - z.mean(0)
+    return np.einsum("thd,tgd->hg", z, z) / len(z)
+
+
+def test_the_trace_is_that_of_the_contributions_themselves():
+    outputs, weight = layer()
+    expected = naive_trace(outputs, weight)
+    assert (
+        np.abs(
+            head_covariance(outputs, weight).trace.numpy() / np.abs(expected).max() - expected / np.abs(expected).max()
+        ).max()
+        < 5e-15
+    )
+
+
+def test_the_traces_add_up_to_the_variance_of_the_modules_own_output():
+    outputs, weight = layer()
+    projection = torch.nn.Linear(24, 24, dtype=torch.float64)
+    with torch.no_grad():
+        projection.weight.copy_(weight.flatten(0, 1).T)
+        y = projection(outputs.flatten(1)).numpy()
+    assert float(head_covariance(outputs, weight).trace.sum()) == pytest.approx(
+        np.trace(np.cov(y.T, bias=True)), rel=1e-13
+    )
+
+
+def test_the_terms_are_what_their_names_say():
+    outputs, weight = layer()
+    T = naive_trace(outputs, weight)
+    measured = head_covariance(outputs, weight)
+    v, c = np.trace(T) / 4, T[~np.eye(4, dtype=bool)].mean()
+    assert float(measured.variance) == pytest.approx(v)
+    assert float(measured.covariance) == pytest.approx(c)
+    assert float(measured.correlation) == pytest.approx(c / v)
+    assert int(measured.tokens) == 200
+
+
+def test_the_variance_factor_is_the_variance_of_the_mean_head():
+    outputs, weight = layer()
+    measured = head_covariance(outputs, weight)
+    z = np.einsum("thi,hid->thd", outputs.numpy(), weight.numpy()).mean(1)
+    achieved = np.trace(np.cov(z.T, bias=True)) / float(measured.variance)
+    rho = float(measured.correlation)
+    assert float(measured.variance_factor) == pytest.approx(achieved, rel=1e-13)
+    assert float(measured.variance_factor) == pytest.approx(1 / 4 + 3 / 4 * rho, abs=1e-15)
+    assert float(measured.effective_heads) == pytest.approx(min(4, 1 / achieved))
+
+
+def test_identical_heads_have_correlation_one():
+    outputs, weight = layer()
+    twins = head_covariance(outputs[:, :1].expand(-1, 4, -1), weight[:1].expand(4, -1, -1))
+    assert float(twins.correlation) == pytest.approx(1, abs=1e-14)
+    assert float(twins.effective_heads) == pytest.approx(1)
+
+
+def test_independent_heads_count_in_full():
+    measured = head_covariance(gaussian(40_000, 4, 3), gaussian(4, 3, 12, seed=1))
+    assert abs(float(measured.correlation)) < 0.01
+    assert float(measured.effective_heads) == pytest.approx(4, rel=0.02)
+
+
+def test_heads_that_cancel_are_capped_at_their_number():
+    outputs = gaussian(100, 1, 3)
+    opposed = head_covariance(torch.cat([outputs, -outputs], 1), torch.eye(3, dtype=torch.float64).expand(2, 3, 3))
+    assert float(opposed.correlation) == pytest.approx(-1)
+    assert float(opposed.effective_heads) == 2
+
+
+def test_clones_behind_different_output_projections_show_before_it_and_not_after():
+    one = gaussian(5000, 1, 4)
+    apart = torch.linalg.qr(gaussian(16, 16, seed=1)).Q.reshape(4, 4, 16)
+    measured = head_covariance(one.expand(-1, 4, -1), apart)
+    assert abs(float(measured.correlation)) < 1e-12
+    assert torch.allclose(measured.output_overlap, torch.ones(4, 4, dtype=torch.float64))
+
+
+def test_the_output_overlap_is_the_rv_coefficient_of_the_outputs():
+    outputs, weight = layer()
+    measured = head_covariance(outputs, weight).output_overlap
+    centred = (outputs - outputs.mean(0)).numpy()
+    for h in range(4):
+        for g in range(4):
+            a, b = centred[:, h], centred[:, g]
+            rv = np.linalg.norm(a.T @ b) ** 2 / np.linalg.norm(a.T @ a) / np.linalg.norm(b.T @ b)
+            assert float(measured[h, g]) == pytest.approx(rv, abs=1e-13)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 30), st.integers(0, 10**6))
+def test_no_counterexample_to_the_bounds_of_the_correlation(H, width, tokens, seed):
+    measured = head_covariance(gaussian(tokens, H, width, seed=seed), gaussian(H, width, 7, seed=seed + 1))
+    assert -1 / (H - 1) - 1e-9 <= float(measured.correlation) <= 1 + 1e-9
+    assert 1 - 1e-9 <= float(measured.effective_heads) <= H
+    assert torch.linalg.eigvalsh(measured.trace).min() > -1e-9 * float(measured.trace.abs().max())
+
+
+def test_a_large_common_mean_costs_no_precision_in_float32():
+    outputs, weight = gaussian(2000, 4, 6), gaussian(4, 6, 24, seed=1)
+    expected = head_covariance(outputs, weight)
+    shifted = head_covariance((outputs + 1000).float(), weight.float())
+    assert float(shifted.correlation) == pytest.approx(float(expected.correlation), abs=2e-4)
+    assert float(shifted.variance) == pytest.approx(float(expected.variance), rel=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_outputs_are_measured_in_float32(dtype):
+    outputs, weight = (tensor.to(dtype) for tensor in layer())
+    measured = head_covariance(outputs, weight)
+    assert measured.trace.dtype == torch.float32
+    expected = naive_trace(outputs, weight)
+    assert np.abs(measured.trace.double().numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_too_few_tokens_give_no_number(tokens):
+    outputs, weight = layer()
+    measured = head_covariance(outputs[:tokens], weight)
+    assert math.isnan(float(measured.correlation))
+    assert math.isnan(float(measured.covariance))
+
+
+def test_a_single_head_has_no_covariance():
+    outputs, weight = layer(H=1)
+    measured = head_covariance(outputs, weight)
+    assert math.isnan(float(measured.covariance))
+    assert float(measured.variance) > 0
+
+
+# --- streaming
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_merging_in_pieces_is_one_pass(sizes, seed):
+    outputs, weight = layer(tokens=sum(sizes) + 2, seed=seed)
+    moments = HeadMoments.of(outputs[:2])
+    for piece in outputs[2:].split(sizes):
+        moments = moments.update(piece)
+    whole = HeadMoments.of(outputs)
+    assert float(moments.count) == len(outputs)
+    scale = float(whole.scatter.abs().max())
+    assert float((moments.scatter - whole.scatter).abs().max()) < 2e-14 * scale
+    assert float((moments.mean - whole.mean).abs().max()) < 1e-13
+    assert np.allclose(moments.covariance(weight).trace, naive_trace(outputs, weight), rtol=1e-11)
+
+
+def test_the_order_of_merging_does_not_matter():
+    parts = [HeadMoments.of(part) for part in layer(tokens=90)[0].split(30)]
+    left = parts[0].merge(parts[1]).merge(parts[2])
+    right = parts[2].merge(parts[1].merge(parts[0]))
+    assert torch.allclose(left.scatter, right.scatter, rtol=1e-13)
+    assert torch.allclose(left.mean, right.mean, rtol=1e-13)
+
+
+# --- standard errors
+
+
+def explicit_jackknife(outputs: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> tuple[float, float]:
+    starts = np.cumsum([0, *lengths])
+    values = []
+    for start, stop in pairwise(starts):
+        T = naive_trace(torch.cat([outputs[:start], outputs[stop:]]), weight)
+        H = len(T)
+        c = (T.sum() - np.trace(T)) / (H * (H - 1))
+        values.append((c, c / (np.trace(T) / H)))
+    n = len(values)
+    return tuple(np.sqrt((n - 1) / n * ((np.array(values) - np.mean(values, 0)) ** 2).sum(0)))
+
+
+@pytest.mark.parametrize("lengths", [[20] * 10, [5, 60, 35, 100], [150, 50]])
+def test_standard_errors_are_those_of_leaving_out_each_sequence(lengths):
+    outputs, weight = layer()
+    measured = head_covariance(outputs, weight, lengths=lengths)
+    covariance, correlation = explicit_jackknife(outputs, weight, lengths)
+    assert float(measured.covariance_error) == pytest.approx(covariance, rel=1e-10)
+    assert float(measured.correlation_error) == pytest.approx(correlation, rel=1e-9)
+
+
+def test_one_sequence_gives_no_standard_error():
+    outputs, weight = layer()
+    assert math.isnan(float(head_covariance(outputs, weight, lengths=[200]).correlation_error))
+    assert math.isnan(float(head_covariance(outputs, weight).correlation_error))
+
+
+def test_leaving_out_all_but_one_token_leaves_nothing_to_compare():
+    outputs, weight = layer()
+    assert math.isnan(float(head_covariance(outputs, weight, lengths=[199, 1]).correlation_error))
+
+
+def test_leaving_out_sequences_sees_correlated_tokens_where_single_tokens_do_not():
+    rng = np.random.default_rng(0)
+    weight = torch.eye(2, dtype=torch.float64).expand(3, 2, 2)
+    estimates, by_sequence, by_token = [], [], []
+    for _ in range(40):
+        steps = rng.standard_normal((30, 60, 6))
+        series = np.empty_like(steps)
+        series[:, 0] = steps[:, 0]
+        for t in range(1, 60):
+            series[:, t] = 0.9 * series[:, t - 1] + math.sqrt(1 - 0.81) * steps[:, t]
+        outputs = torch.tensor(series.reshape(-1, 3, 2))
+        measured = head_covariance(outputs, weight, lengths=[60] * 30)
+        estimates.append(float(measured.covariance))
+        by_sequence.append(float(measured.covariance_error))
+        by_token.append(
+            float(head_covariance(outputs[:300], weight, lengths=[1] * 300).covariance_error) / math.sqrt(6)
+        )
+    assert np.mean(by_sequence) == pytest.approx(np.std(estimates), rel=0.35)
+    assert np.mean(by_token) < 0.6 * np.std(estimates)
+
+
+# --- shapes, and the bias-variance-covariance decomposition
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    with pytest.raises(ShapeError, match="must agree"):
+        head_covariance(torch.zeros(10, 4, 6), torch.zeros(4, 5, 24))
+    with pytest.raises(ShapeError, match="add up to the 10 tokens"):
+        head_covariance(torch.zeros(10, 4, 6), torch.zeros(4, 6, 24), lengths=[4, 4])
+    with pytest.raises(ShapeError, match="tokens, heads, width"):
+        HeadMoments.of(torch.zeros(10, 24))
+    with pytest.raises(ShapeError, match="replicates, heads"):
+        bias_variance_covariance(torch.zeros(3, 4, 5), torch.zeros(6))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 5), st.integers(0, 10**6))
+def test_the_error_of_an_ensemble_is_bias_plus_variance_plus_covariance(replicates, H, points, seed):
+    predictions, target = gaussian(replicates, H, points, seed=seed) + 1, gaussian(points, seed=seed + 1)
+    terms = bias_variance_covariance(predictions, target)
+    squared = ((predictions.numpy().mean(1) - target.numpy()) ** 2).mean()
+    bias = ((predictions.numpy().mean((0, 1)) - target.numpy()) ** 2).mean()
+    assert float(terms.mse) == pytest.approx(squared, rel=1e-12)
+    assert float(terms.bias) == pytest.approx(bias, rel=1e-12)
+    assert float(terms.mse) == pytest.approx(
+        float(terms.bias + terms.variance / H + (1 - 1 / H) * terms.covariance), rel=1e-11
+    )

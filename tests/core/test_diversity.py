@@ -1,0 +1,386 @@
+"""The Head Diversity Index: every identity and bound that is claimed of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdi_callback.core import (
+    diversity_penalty,
+    head_diversity,
+    head_diversity_from_covariance,
+    head_overlap,
+    orthonormal_bases,
+)
+from hdi_callback.errors import ShapeError
+from tests.core.test_subspaces import CASES, gaussian, scipy_overlap
+
+SEARCH = settings(max_examples=40, deadline=None, derandomize=True)
+shapes = st.tuples(st.integers(2, 6), st.integers(1, 6), st.integers(1, 20), st.integers(0, 10**6))
+
+
+def off_diagonal(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix[~torch.eye(matrix.shape[-1], dtype=torch.bool)]
+
+
+def orthogonal_heads(H: int, k: int, d: int) -> torch.Tensor:
+    return torch.linalg.qr(gaussian(d, H * k)).Q.mT.reshape(H, k, d)
+
+
+# --- what the numbers are
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("one head", "zero")])
+def test_the_index_is_one_minus_the_mean_overlap_of_scipy(case):
+    overlap = scipy_overlap(CASES[case])
+    H = len(overlap)
+    expected = 1 - overlap[np.triu_indices(H, 1)].mean()
+    diversity = head_diversity(CASES[case])
+    assert float(diversity.index) == pytest.approx(expected, abs=1e-9)
+    assert float(diversity.effective_heads) == pytest.approx(H / (1 + (H - 1) * (1 - expected)), abs=1e-7)
+
+
+def test_orthogonal_heads_have_index_one_and_aligned_heads_zero():
+    apart, alike = orthogonal_heads(4, 8, 32), gaussian(1, 8, 32).expand(4, 8, 32)
+    assert float(head_diversity(apart).index) == pytest.approx(1)
+    assert float(head_diversity(apart).effective_heads) == pytest.approx(4)
+    assert float(head_diversity(alike).index) == pytest.approx(0, abs=1e-12)
+    assert float(head_diversity(alike).effective_heads) == pytest.approx(1)
+
+
+def test_alignment_is_one_for_identical_heads_zero_at_chance_and_negative_beyond():
+    assert float(head_diversity(gaussian(1, 8, 32).expand(4, 8, 32)).alignment) == pytest.approx(1)
+    assert float(head_diversity(orthogonal_heads(4, 8, 32)).alignment) == pytest.approx(-(8 / 32) / (1 - 8 / 32))
+    random = [float(head_diversity(gaussian(8, 8, 64, seed=seed)).alignment) for seed in range(30)]
+    assert abs(np.mean(random)) < 4 * np.std(random) / math.sqrt(30)
+
+
+def test_projector_form_and_participation_ratio_are_the_same_number():
+    weight = gaussian(6, 8, 40)
+    rows = orthonormal_bases(weight).rows
+    P = (rows.mT @ rows).mean(0)
+    squared = float((P @ P).trace())
+    diversity = head_diversity(weight)
+    assert float(diversity.index) == pytest.approx(6 / 5 * (1 - squared / 8), abs=1e-13)
+    assert float(diversity.effective_heads) == pytest.approx(float(P.trace()) ** 2 / squared / 8, abs=1e-12)
+    chordal = 8 - off_diagonal(head_overlap(rows)).mean() * 8  # mean squared chordal distance
+    assert float(diversity.index) == pytest.approx(float(chordal) / 8, abs=1e-13)
+
+
+def test_effective_heads_are_the_inverse_variance_factor_and_the_sum_of_the_overlaps():
+    diversity = head_diversity(gaussian(6, 8, 40))
+    factor = 1 / 6 + (1 - 1 / 6) * (1 - float(diversity.index))
+    assert float(diversity.effective_heads) == pytest.approx(1 / factor)
+    assert float(diversity.effective_heads) == pytest.approx(36 / float(diversity.overlap.sum()))
+
+
+def test_the_worst_pair_and_the_nearest_neighbours_are_found():
+    weight = gaussian(6, 8, 64)
+    weight[4] = gaussian(8, 8, seed=1) @ weight[1] + 0.05 * gaussian(8, 64, seed=2)
+    diversity = head_diversity(weight)
+    overlap = scipy_overlap(weight) - 2 * np.eye(6)
+    assert diversity.worst_pair.tolist() == [1, 4]
+    assert float(diversity.worst) == pytest.approx(overlap.max())
+    assert diversity.nearest.tolist() == overlap.argmax(1).tolist()
+    assert diversity.nearest_overlap.tolist() == pytest.approx(overlap.max(1).tolist())
+
+
+@pytest.mark.parametrize(("H", "change"), [(12, 0.014), (32, 0.002)])
+def test_one_cloned_pair_hardly_moves_the_index_but_is_the_worst_pair(H, change):
+    d = 24 * H
+    weight = gaussian(H, 24, d)
+    before = head_diversity(weight)
+    weight[1] = gaussian(24, 24, seed=1) @ weight[0]
+    after = head_diversity(weight)
+    assert float(before.index - after.index) == pytest.approx(change, abs=6e-4)
+    assert float(after.worst) == pytest.approx(1)
+    assert float(after.worst_alignment) == pytest.approx(1)
+
+
+# --- chance and ceiling
+
+
+def test_random_heads_sit_at_chance_with_the_variance_that_is_claimed():
+    H, k, d, draws = 4, 6, 24, 4000
+    diversity = head_diversity(gaussian(draws, H, k, d))
+    overlaps = diversity.overlap[:, 0, 1]
+    variance = 2 * (d - k) ** 2 / (d**2 * (d - 1) * (d + 2))
+    assert torch.allclose(diversity.chance, torch.tensor(1 - k / d, dtype=torch.float64))
+    standard_error = math.sqrt(variance / (H * (H - 1) / 2) / draws)
+    assert abs(float(diversity.index.mean()) - (1 - k / d)) < 4 * standard_error
+    assert float(overlaps.var()) == pytest.approx(variance, rel=0.12)
+    assert float(diversity.index.var()) == pytest.approx(variance / 6, rel=0.12)
+
+
+def test_chance_under_unequal_ranks():
+    weight = torch.zeros(3000, 2, 6, 24, dtype=torch.float64)
+    weight[:, 0] = gaussian(3000, 6, 24)
+    weight[:, 1, :2] = gaussian(3000, 2, 24, seed=1)
+    diversity = head_diversity(weight)
+    assert torch.allclose(diversity.chance, torch.tensor(1 - math.sqrt(12) / 24, dtype=torch.float64))
+    assert float(diversity.index.mean()) == pytest.approx(1 - math.sqrt(12) / 24, abs=3e-3)
+
+
+def test_energy_chance_is_that_of_random_rotations_of_the_same_spectra():
+    sigma = torch.tensor([3.0, 1, 0.5, 0.1], dtype=torch.float64)
+    rotations = torch.linalg.qr(gaussian(4000, 2, 24, 4)).Q.mT
+    diversity = head_diversity(sigma[:, None] * rotations)
+    alignment = diversity.energy_alignment
+    assert abs(float(alignment.mean())) < 4 * float(alignment.std()) / math.sqrt(4000)
+    participation = float(sigma.square().sum() ** 2 / sigma.pow(4).sum())
+    assert float(diversity.energy_overlap[:, 0, 1].mean()) == pytest.approx(participation / 24, rel=0.05)
+
+
+@pytest.mark.parametrize(("H", "k", "d"), [(12, 16, 48), (3, 5, 8), (4, 8, 32)])
+def test_the_ceiling_is_the_welch_bound(H, k, d):
+    diversity = head_diversity(gaussian(H, k, d))
+    bound = min(1, H * (d - k) / (d * (H - 1)))
+    assert float(diversity.ceiling) == pytest.approx(bound)
+    assert float(diversity.normalised_index) == pytest.approx(float(diversity.index) / bound)
+
+
+def test_the_ceiling_is_attained_by_evenly_spread_planes():
+    angles = torch.arange(3, dtype=torch.float64) * math.pi / 3  # three lines in a plane, 60 degrees apart
+    lines = torch.stack([angles.cos(), angles.sin()], -1)[:, None, :]
+    diversity = head_diversity(lines)
+    assert float(diversity.index) == pytest.approx(float(diversity.ceiling)) == pytest.approx(0.75)
+
+
+# --- dead, few and broken heads
+
+
+def test_a_dead_head_is_left_out_of_every_mean():
+    weight = gaussian(5, 8, 64)
+    dead = weight.clone()
+    dead[2] = 0
+    living, all_of_them = head_diversity(weight[[0, 1, 3, 4]]), head_diversity(dead)
+    for field in (
+        "index",
+        "alignment",
+        "effective_heads",
+        "chance",
+        "ceiling",
+        "worst",
+        "energy_index",
+        "energy_alignment",
+    ):
+        assert float(getattr(all_of_them, field)) == pytest.approx(float(getattr(living, field))), field
+    assert all_of_them.dead.tolist() == [False, False, True, False, False]
+    assert all_of_them.nearest[2] == -1
+    assert not all_of_them.overlap[2].any()
+    assert not all_of_them.energy_overlap[2].any()
+
+
+@pytest.mark.parametrize(("weight", "live"), [(gaussian(1, 4, 8), 1), (torch.zeros(3, 4, 8), 0)])
+def test_fewer_than_two_live_heads_have_no_index(weight, live):
+    diversity = head_diversity(weight)
+    assert math.isnan(float(diversity.index))
+    assert math.isnan(float(diversity.worst))
+    assert diversity.worst_pair.tolist() == [-1, -1]
+    assert float(diversity.effective_heads) == live
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("method", ["whiten", "svd", "exact"])
+def test_weights_that_are_not_finite_spoil_their_own_layer_alone(bad, method):
+    weight = gaussian(3, 4, 8, 32)
+    good = head_diversity(weight, method=method)
+    weight[1, 2, 3, 4] = bad
+    spoiled = head_diversity(weight, method=method)
+    assert spoiled.index.isnan().tolist() == [False, True, False]
+    assert spoiled.effective_heads.isnan().tolist() == [False, True, False]
+    assert torch.allclose(spoiled.index[[0, 2]], good.index[[0, 2]])
+
+
+def test_heads_as_wide_as_the_input_have_no_alignment():
+    diversity = head_diversity(gaussian(3, 8, 8))
+    assert float(diversity.index) == pytest.approx(0, abs=1e-12)
+    assert float(diversity.chance) == pytest.approx(0, abs=1e-12)
+    assert math.isnan(float(diversity.alignment))
+
+
+# --- invariances and bounds, searched
+
+
+@SEARCH
+@given(shapes)
+def test_no_counterexample_to_the_bounds(shape):
+    H, k, d, seed = shape
+    diversity = head_diversity(gaussian(H, k, d, seed=seed))
+    assert -1e-9 <= float(diversity.index) <= float(diversity.ceiling) + 1e-9 <= 1 + 2e-9
+    assert 1 - 1e-9 <= float(diversity.effective_heads) <= H + 1e-9
+    for overlap in (diversity.overlap, diversity.energy_overlap):
+        assert 0 <= float(overlap.min()) <= float(overlap.max()) <= 1
+        assert torch.equal(overlap.diagonal(), torch.ones(H, dtype=torch.float64))
+        assert torch.linalg.eigvalsh(overlap).min() > -1e-9, "positive semi-definite"
+        assert torch.allclose(overlap, overlap.mT)
+
+
+@SEARCH
+@given(shapes)
+def test_turning_the_basis_inside_a_head_changes_nothing(shape):
+    H, k, d, seed = shape
+    weight = gaussian(H, k, d, seed=seed)
+    turn = torch.linalg.qr(gaussian(H, k, k, seed=seed + 1)).Q * torch.logspace(-1, 1, k, dtype=torch.float64)
+    before, after = head_diversity(weight), head_diversity(turn @ weight)
+    assert torch.allclose(before.overlap, after.overlap, atol=1e-8)
+
+
+@SEARCH
+@given(shapes)
+def test_rotating_the_input_or_reordering_the_heads_changes_nothing(shape):
+    H, k, d, seed = shape
+    weight = gaussian(H, k, d, seed=seed)
+    rotation = torch.linalg.qr(gaussian(d, d, seed=seed + 1)).Q
+    order = torch.randperm(H, generator=torch.Generator().manual_seed(seed))
+    before, after = head_diversity(weight), head_diversity((weight @ rotation)[order])
+    for field in ("index", "energy_index", "alignment", "worst"):
+        assert float(getattr(after, field)) == pytest.approx(float(getattr(before, field)), abs=1e-8, nan_ok=True)
+    assert torch.allclose(after.overlap, before.overlap[order][:, order], atol=1e-8)
+
+
+@SEARCH
+@given(st.integers(2, 4), st.integers(1, 4), st.integers(0, 10**6))
+def test_expanding_grouped_key_heads_follows_the_formula(groups, repeat, seed):
+    keys = gaussian(groups, 4, 24, seed=seed)
+    distinct, expanded = head_diversity(keys), head_diversity(keys.repeat_interleave(repeat, 0))
+    G, H = groups, groups * repeat
+    assert float(expanded.index) == pytest.approx(float(distinct.index) * H * (G - 1) / (G * (H - 1)), abs=1e-10)
+    assert float(expanded.effective_heads) == pytest.approx(float(distinct.effective_heads), abs=1e-9)
+
+
+# --- the energy lens, and data in place of weights
+
+
+def test_the_energy_lens_sees_a_shared_dominant_direction_that_subspaces_do_not():
+    H, k, d = 8, 8, 64
+    weight = 0.1 * gaussian(H, k, d)
+    shared = gaussian(d, seed=1)
+    shared /= shared.norm()
+    weight[:, 0] += 10 * shared
+    diversity = head_diversity(weight)
+    assert float(off_diagonal(diversity.overlap).mean()) < 0.3
+    assert float(off_diagonal(diversity.energy_overlap).mean()) > 0.95
+
+
+def test_the_energy_overlap_is_linear_cka():
+    weight = gaussian(4, 6, 30)
+    measured = head_diversity(weight).energy_overlap
+    gram = [head.numpy().T @ head.numpy() for head in weight]
+    for h in range(4):
+        for g in range(4):
+            cka = np.vdot(gram[h], gram[g]) / np.linalg.norm(gram[h]) / np.linalg.norm(gram[g])
+            assert float(measured[h, g]) == pytest.approx(cka, abs=1e-13)
+
+
+def keys_and_covariance(tokens: int = 400, H: int = 4, k: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = gaussian(tokens, H, k)
+    keys[:, 1, :3] += 2 * keys[:, 0, :3]
+    return keys, torch.cov(keys.flatten(1).T).reshape(H, k, H, k)
+
+
+def test_the_overlap_of_covariances_is_the_mean_squared_canonical_correlation():
+    keys, covariance = keys_and_covariance()
+    measured = head_diversity_from_covariance(covariance, tokens=400)
+    centred = (keys - keys.mean(0)).numpy()
+    bases = [scipy.linalg.orth(centred[:, h]) for h in range(4)]
+    for h in range(4):
+        for g in range(4):
+            correlations = scipy.linalg.svdvals(bases[h].T @ bases[g])
+            assert float(measured.overlap[h, g]) == pytest.approx((correlations**2).mean(), abs=1e-10)
+
+
+def test_the_energy_overlap_of_covariances_is_the_rv_coefficient():
+    keys, covariance = keys_and_covariance()
+    measured = head_diversity_from_covariance(covariance).energy_overlap
+    centred = (keys - keys.mean(0)).numpy()
+    for h in range(4):
+        for g in range(4):
+            a, b = centred[:, h], centred[:, g]
+            rv = np.linalg.norm(a.T @ b) ** 2 / np.linalg.norm(a.T @ a) / np.linalg.norm(b.T @ b)
+            assert float(measured[h, g]) == pytest.approx(rv, abs=1e-12)
+
+
+def test_independent_keys_sit_at_the_chance_of_their_sample_size():
+    index = []
+    for seed in range(200):
+        keys = gaussian(60, 3, 4, seed=seed)
+        covariance = torch.cov(keys.flatten(1).T).reshape(3, 4, 3, 4)
+        diversity = head_diversity_from_covariance(covariance, tokens=60)
+        index.append(float(diversity.index))
+    assert float(diversity.chance) == pytest.approx(1 - 4 / 59)
+    assert abs(np.mean(index) - (1 - 4 / 59)) < 4 * np.std(index) / math.sqrt(200)
+
+
+def test_weights_are_the_covariances_of_isotropic_inputs():
+    weight = gaussian(4, 6, 30)
+    covariance = torch.einsum("hid,gjd->higj", weight, weight)
+    from_weights, from_data = head_diversity(weight), head_diversity_from_covariance(covariance)
+    assert torch.allclose(from_weights.overlap, from_data.overlap, atol=1e-9)
+    assert torch.allclose(from_weights.energy_overlap, from_data.energy_overlap, atol=1e-9)
+
+
+def test_a_dead_head_is_left_out_of_covariances_as_well():
+    covariance = keys_and_covariance()[1].clone()
+    covariance[2] = 0
+    covariance[:, :, 2] = 0
+    rest = [0, 1, 3]
+    living = head_diversity_from_covariance(covariance[rest][:, :, rest])
+    measured = head_diversity_from_covariance(covariance)
+    assert measured.dead.tolist() == [False, False, True, False]
+    assert float(measured.index) == pytest.approx(float(living.index))
+
+
+def test_a_covariance_of_another_shape_is_refused():
+    with pytest.raises(ShapeError, match="heads, width, heads, width"):
+        head_diversity_from_covariance(torch.zeros(12, 12))
+
+
+# --- the penalty
+
+
+def test_the_penalty_is_the_mean_overlap():
+    weight = gaussian(5, 6, 30)
+    assert float(diversity_penalty(weight, eps=1e-12)) == pytest.approx(
+        1 - float(head_diversity(weight).index), abs=1e-9
+    )
+
+
+def test_the_gradient_of_the_penalty_is_the_closed_form():
+    weight = gaussian(2, 4, 12).requires_grad_()
+    # tr(P_h P_g) = d_k times the penalty of two heads.
+    (gradient,) = torch.autograd.grad(4 * diversity_penalty(weight, eps=1e-14), weight)
+    W_h, W_g = weight.detach()
+    P_g = W_g.T @ torch.linalg.inv(W_g @ W_g.T) @ W_g
+    inverse = torch.linalg.inv(W_h @ W_h.T)
+    P_h = W_h.T @ inverse @ W_h
+    closed = 2 * (torch.eye(12) - P_h) @ P_g @ W_h.T @ inverse
+    assert torch.allclose(gradient[0], closed.T, atol=1e-10)
+
+
+def test_the_gradient_of_the_penalty_agrees_with_finite_differences():
+    weight = gaussian(2, 3, 3, 10).requires_grad_()
+    assert torch.autograd.gradcheck(diversity_penalty, (weight,))
+
+
+def test_clones_are_a_stationary_point_of_the_penalty_and_repeated_singular_values_are_no_trouble():
+    head = torch.linalg.qr(gaussian(12, 4)).Q.mT  # all singular values equal
+    weight = torch.stack([head, head]).requires_grad_()
+    (gradient,) = torch.autograd.grad(diversity_penalty(weight), weight)
+    assert gradient.abs().max() < 1e-5
+    moved = (weight.detach() + 0.01 * gaussian(2, 4, 12, seed=1)).requires_grad_()
+    (gradient,) = torch.autograd.grad(diversity_penalty(moved), moved)
+    assert torch.isfinite(gradient).all()
+    with torch.no_grad():
+        assert float(diversity_penalty(moved - 0.1 * gradient)) < float(diversity_penalty(moved))
+
+
+def test_a_penalty_on_a_single_head_is_refused():
+    with pytest.raises(ShapeError, match="heads >= 2"):
+        diversity_penalty(torch.randn(1, 4, 8))

@@ -1,0 +1,74 @@
+"""Nothing on the default path makes the host wait for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hdi_callback.core import HeadMoments, diversity_penalty, head_covariance, head_diversity, principal_cosines
+from hdi_callback.core import head_diversity_from_covariance as from_covariance
+from tests.core.no_sync import NoSync
+from tests.core.test_subspaces import CASES, gaussian
+from tests.skips import NEEDS_GPU
+
+SILENT = {
+    "head_diversity": lambda device: head_diversity(gaussian(3, 4, 8, 32).to(device)),
+    "head_diversity, exact": lambda device: head_diversity(gaussian(4, 8, 32).to(device), method="exact"),
+    "head_diversity, bfloat16": lambda device: head_diversity(gaussian(4, 8, 32).to(device, torch.bfloat16)),
+    "from covariance": lambda device: from_covariance(gaussian(4, 8, 4, 8).to(device), tokens=100),
+    "penalty": lambda device: diversity_penalty(gaussian(4, 8, 32).to(device)),
+    "head_covariance": lambda device: head_covariance(
+        gaussian(20, 4, 8).to(device), gaussian(4, 8, 32).to(device), lengths=[5, 15]
+    ),
+    "streaming": lambda device: HeadMoments.of(gaussian(9, 4, 8).to(device)).update(gaussian(9, 4, 8).to(device)),
+}
+
+
+@pytest.mark.parametrize("what", SILENT)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_default_path_never_reads_a_value(what, device):
+    with NoSync():
+        SILENT[what](device)
+
+
+@pytest.mark.parametrize(
+    "loud",
+    [
+        lambda x: head_diversity(x, method="svd"),
+        principal_cosines,
+        lambda x: float(x.sum()),
+        lambda x: x[x > 0],
+        lambda x: bool((x > 0).all()),
+        lambda x: x.nonzero(),
+        lambda x: torch.linalg.eigh(x @ x.mT),
+        torch.unique,
+    ],
+)
+def test_what_does_read_a_value_is_refused(loud):
+    with pytest.raises(AssertionError, match="makes the host wait"), NoSync():
+        loud(gaussian(4, 8, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
+@pytest.mark.parametrize("what", SILENT)
+def test_cuda_agrees_that_nothing_waits(what):
+    SILENT[what]("cuda")  # libraries are loaded in the first call, and may wait there
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weight = gaussian(4, 8, 32).to("cuda", non_blocking=True)
+        head_diversity(weight)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_cuda_agrees_with_the_host(case, tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    weight = CASES[case].float()
+    host, device = head_diversity(weight.double(), method="exact"), head_diversity(weight.cuda())
+    assert torch.allclose(device.overlap.cpu().double(), host.overlap, atol=1e-3 if tf32 else 1e-5)

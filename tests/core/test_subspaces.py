@@ -1,0 +1,178 @@
+"""Overlaps and angles against SciPy's, over every kind of head that a rank or a scale can spoil."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from hdi_callback.core import head_overlap, orthonormal_bases, principal_cosines
+from hdi_callback.core import subspaces as subspaces_module
+from hdi_callback.errors import ShapeError
+
+RANK_TOL = 1e-6
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def with_spectrum(sigma: Tensor, H: int, d: int, seed: int = 0) -> Tensor:
+    """Heads with these singular values and random directions on both sides."""
+    k = len(sigma)
+    left = torch.linalg.qr(gaussian(H, k, k, seed=seed)).Q
+    right = torch.linalg.qr(gaussian(H, d, k, seed=seed + 1)).Q
+    return left @ torch.diag(sigma) @ right.mT
+
+
+def log_spectrum(condition: float, k: int) -> Tensor:
+    return torch.logspace(0, -np.log10(condition), k, dtype=torch.float64)
+
+
+def cases() -> dict[str, Tensor]:
+    random = gaussian(6, 16, 96)
+    shared = gaussian(1, 16, 96, seed=3)
+    low_rank = with_spectrum(torch.cat([torch.ones(10), torch.zeros(6)]).double(), 6, 96)
+    duplicated = gaussian(6, 16, 96, seed=4)
+    duplicated[4] = gaussian(16, 16, seed=5) @ duplicated[1]
+    zero = gaussian(6, 16, 96, seed=6)
+    zero[2] = 0
+    unequal = gaussian(4, 12, 64, seed=7)
+    for head, rank in enumerate((12, 9, 5, 1)):
+        unequal[head] = gaussian(12, rank, seed=8 + head) @ gaussian(rank, 64, seed=20 + head)
+    outlier = gaussian(6, 16, 96, seed=9)
+    outlier[..., 5] *= 300
+    return {
+        "random": random,
+        "condition 1e2": with_spectrum(log_spectrum(1e2, 16), 6, 96),
+        "condition 1e4": with_spectrum(log_spectrum(1e4, 16), 6, 96),
+        "nearly aligned": shared + 1e-3 * gaussian(6, 16, 96, seed=11),
+        "rank deficient": low_rank,
+        "rank deficient and noise": low_rank + 1e-9 * gaussian(6, 16, 96, seed=12),
+        "duplicated": duplicated,
+        "zero": zero,
+        "wildly scaled": random * torch.tensor([1e-2, 1, 1e2, 3, 30, 0.1], dtype=torch.float64)[:, None, None] * 1e15,
+        "more heads than room": gaussian(12, 16, 48, seed=13),
+        "wider than the input": gaussian(3, 20, 12, seed=14),
+        "one head": gaussian(1, 16, 96, seed=15),
+        "heads of width one": gaussian(6, 1, 24, seed=16),
+        "unequal ranks": unequal,
+        "outlier column": outlier,
+    }
+
+
+CASES = cases()
+TOLERANCE = {"whiten": 1e-5, "svd": 1e-5, "exact": 1e-9}  # of one overlap, for weights below float64
+
+
+def scipy_bases(weight: Tensor) -> list[np.ndarray]:
+    """Row spaces by SciPy's SVD in float64 with the same rank cut; a dead head has none."""
+    largest = float(torch.linalg.matrix_norm(weight).max())
+    bases = []
+    for head in weight.numpy():
+        _, sigma, rows = scipy.linalg.svd(head, full_matrices=False)
+        alive = np.linalg.norm(head) >= RANK_TOL * largest and largest > 0
+        bases.append(rows[(sigma > RANK_TOL * sigma[0]) & alive].T)
+    return bases
+
+
+def scipy_overlap(weight: Tensor) -> np.ndarray:
+    """Mean squared cosine of `scipy.linalg.subspace_angles`, rescaled where the ranks differ."""
+    bases = scipy_bases(weight)
+    H = len(bases)
+    overlap = np.zeros((H, H))
+    for h in range(H):
+        for g in range(H):
+            r_h, r_g = bases[h].shape[1], bases[g].shape[1]
+            if r_h and r_g:
+                cosines = np.cos(scipy.linalg.subspace_angles(bases[h], bases[g]))
+                overlap[h, g] = (cosines**2).sum() / np.sqrt(r_h * r_g)
+    return overlap
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("method", TOLERANCE)
+@pytest.mark.parametrize("case", CASES)
+def test_overlaps_and_ranks_agree_with_scipy(case, method, dtype):
+    # The reference sees what the method sees: the weight as it is after rounding to its type.
+    weight = CASES[case].to(dtype)
+    bases = orthonormal_bases(weight, rank_tol=RANK_TOL, method=method)
+    measured = head_overlap(bases.rows, bases.rank).double().numpy()
+    tolerance = TOLERANCE["exact"] if dtype == torch.float64 else TOLERANCE[method]
+    assert np.abs(measured - scipy_overlap(weight.double())).max() < tolerance
+    assert bases.rank.tolist() == [basis.shape[1] for basis in scipy_bases(weight.double())]
+    assert bases.dead.tolist() == [basis.shape[1] == 0 for basis in scipy_bases(weight.double())]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_principal_cosines_agree_with_scipy(case):
+    weight = CASES[case]
+    cosines, bases = principal_cosines(weight, rank_tol=RANK_TOL), scipy_bases(weight)
+    assert cosines.shape == (len(bases), len(bases), weight.shape[1])
+    assert (cosines[..., 1:] <= cosines[..., :-1] + 1e-12).all()
+    for h, left in enumerate(bases):
+        for g, right in enumerate(bases):
+            expected = np.zeros(weight.shape[1])
+            if left.shape[1] and right.shape[1]:
+                angles = np.sort(scipy.linalg.subspace_angles(left, right))
+                expected[: len(angles)] = np.cos(angles)
+            assert np.abs(cosines[h, g].numpy() - expected).max() < 1e-9
+
+
+def test_a_known_angle_gives_its_cosine():
+    angle = 0.3
+    weight = torch.tensor([[[1.0, 0, 0]], [[np.cos(angle), np.sin(angle), 0]]], dtype=torch.float64)
+    assert principal_cosines(weight)[0, 1, 0] == pytest.approx(np.cos(angle))
+    bases = orthonormal_bases(weight)
+    assert head_overlap(bases.rows)[0, 1] == pytest.approx(np.cos(angle) ** 2)
+
+
+@pytest.mark.parametrize("method", TOLERANCE)
+def test_bases_are_projectors_on_the_row_spaces(method):
+    weight = CASES["unequal ranks"]
+    rows = orthonormal_bases(weight, method=method).rows
+    for head, basis in zip(rows, scipy_bases(weight)):
+        assert torch.allclose(head.mT @ head, torch.tensor(basis @ basis.T), atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
+@pytest.mark.parametrize("method", TOLERANCE)
+def test_the_scale_of_a_layer_changes_nothing(scale, method):
+    weight = CASES["random"].float()
+    plain, scaled = (orthonormal_bases(w, method=method) for w in (weight, weight * scale))
+    assert torch.equal(plain.rank, scaled.rank)
+    assert torch.allclose(head_overlap(plain.rows), head_overlap(scaled.rows), atol=1e-6)
+
+
+def test_a_head_is_dead_against_the_largest_head_of_its_layer():
+    weight = CASES["random"].clone()
+    weight[1] *= 0.5e-6 * torch.linalg.matrix_norm(weight).max() / torch.linalg.matrix_norm(weight[1])
+    weight[3] *= 2e-6 * torch.linalg.matrix_norm(weight).max() / torch.linalg.matrix_norm(weight[3])
+    bases = orthonormal_bases(weight)
+    assert bases.dead.tolist() == [False, True, False, False, False, False]
+    assert bases.rank.tolist() == [16, 0, 16, 16, 16, 16]
+    assert not head_overlap(bases.rows)[1].any()
+
+
+def test_a_batch_is_its_layers_one_by_one():
+    weight = gaussian(2, 3, 6, 16, 96)
+    bases = orthonormal_bases(weight)
+    for place in np.ndindex(2, 3):
+        alone = orthonormal_bases(weight[place])
+        assert torch.allclose(head_overlap(bases.rows)[place], head_overlap(alone.rows), atol=1e-12)
+
+
+def test_the_chunks_of_the_product_change_nothing(monkeypatch):
+    bases = orthonormal_bases(CASES["more heads than room"])
+    whole = head_overlap(bases.rows)
+    for elements in (1, 16 * 12 * 16 * 3, 16 * 12 * 16 * 5):
+        monkeypatch.setattr(subspaces_module, "_CHUNK_ELEMENTS", elements)
+        assert torch.allclose(head_overlap(bases.rows), whole, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (0, 8, 16), (4, 0, 16), (4, 8, 0)])
+def test_a_shape_that_is_no_head_weight_is_refused_with_what_to_write(shape):
+    with pytest.raises(ShapeError, match=r"unflatten\(0, \(num_heads, -1\)\)"):
+        orthonormal_bases(torch.zeros(shape))
