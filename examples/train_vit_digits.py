@@ -2,7 +2,7 @@
 
     python examples/train_vit_digits.py
 
-takes about a minute on two CPU cores. The encoder is torch's own `nn.TransformerEncoder`; its attention is found as it is.
+takes about a minute on two CPU cores. The encoder is torch's own `nn.TransformerEncoder`.
 """
 
 from __future__ import annotations

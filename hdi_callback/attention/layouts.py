@@ -5,12 +5,11 @@ A layout is a function from a place in a model to an `AttentionLayer`, to `None`
 
 The heads are never guessed. A count comes from the module's own attributes (or its own config), and every shape has to
 agree with it. A module with parts that a layout does not know is refused, for they may change what the heads receive;
-and the order of rows in a fused projection counts as known only where the module's own code tells it.
+and the order of rows in a fused projection counts as known only where a trial forward shows it (`trial.py`).
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
+from hdi_callback.attention.trial import uses_rows_as_claimed
 from hdi_callback.errors import UnsupportedAttentionError
 
 
@@ -173,17 +173,9 @@ def separate_projections(place: Place) -> AttentionLayer | None:
 # --- one linear map for all
 
 _FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj", "query_key_value", "qkv_linear")
-# What code does with the result of the projection when its rows are all queries, then all keys, then all values ...
-_CONTIGUOUS = re.compile(
-    r"\.chunk\(\s*3|tensor_split\([^)]*3|\bchunk\([^()]*,\s*3|\.split\(|\bsplit\("
-    r"|(reshape|view|unflatten|rearrange)\([^\n]*\b3\s*,\s*-?[\w.]+\s*,"
-    r"|\(\s*(qkv|three|k|3)\s+(h|heads|nh)\s+(d|dim|hd)\s*\)"
-)
-# ... and when each head's query, key and value lie together, or the code is of a kind that may do so.
-_INTERLEAVED = re.compile(
-    r"\*\s*3\s*\)|3\s*\*|(num_heads|n_heads?|heads|num_attention_heads)\s*,\s*(-1|3)\b|\(\s*(h|heads|nh)\s+(d|dim|hd|qkv|three|3|k)\b"
-    r"|mp_num|transpose_for_scores|split_heads"
-)
+# transformers' attention that needs more than one input to run, and whose order of rows the tests hold against what it
+# really receives.
+_KNOWN_CONTIGUOUS = frozenset({"ModernBertAttention"})
 
 
 def fused_projection(place: Place) -> AttentionLayer | None:
@@ -208,7 +200,7 @@ def fused_projection(place: Place) -> AttentionLayer | None:
         G, width = H, rows // (3 * H)
         if (claimed := _attribute(module, _KEY_HEAD_COUNTS)) not in (None, H):
             raise place.refuse(f"it names {claimed} key heads, but its fused projection has rows for {H} of them")
-    _require_contiguous(place)
+    _require_contiguous(place, fused.path, [(0, H, width), (H * width, G, width), ((H + G) * width, G, width)])
     slices: dict[Role, HeadSlice] = {
         "query": fused.slice(H, width),
         "key": fused.slice(G, width, start=H * width),
@@ -217,18 +209,15 @@ def fused_projection(place: Place) -> AttentionLayer | None:
     return _with_output(place, slices, output, H, G, width, width, _kind("fused", [fused]))
 
 
-def _require_contiguous(place: Place) -> None:
-    """Refuse unless the module's own code takes the fused rows apart role by role."""
-    try:
-        source = inspect.getsource(type(place.module))
-    except (OSError, TypeError):
-        source = ""
-    body = re.sub(r"def __init__\(.*?(?=\n    def |\Z)", "", source, flags=re.S)
-    body = re.sub(r"#[^\n]*|\"\"\".*?\"\"\"", "", body, flags=re.S)
-    if not _CONTIGUOUS.search(body):
-        raise place.refuse("nothing in its code tells in which order the rows of its fused projection are used")
-    if _INTERLEAVED.search(body):
-        raise place.refuse("its code may interleave queries, keys and values head by head in its fused projection")
+def _require_contiguous(place: Place, linear: str, blocks: list[tuple[int, int, int]]) -> None:
+    """Refuse unless it is seen, or known, that the fused rows are used role by role."""
+    is_as_claimed = uses_rows_as_claimed(place.module, linear, blocks)
+    if is_as_claimed is None and type(place.module).__name__ not in _KNOWN_CONTIGUOUS:
+        raise place.refuse(
+            "in which order the rows of its fused projection are used could not be seen in a trial forward"
+        )
+    if is_as_claimed is False:
+        raise place.refuse("its fused projection does not hold all queries, then all keys, then all values")
 
 
 # --- evidence

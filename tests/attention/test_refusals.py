@@ -1,0 +1,110 @@
+"""What is not established is refused, with where, why and what to do; it is never read wrong."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from hdi_callback.attention import find_attention, survey
+from hdi_callback.errors import UnsupportedAttentionWarning
+from tests.attention import models as by_hand
+from tests.attention.test_layouts import SMALL
+
+LOOK_ALIKES = {
+    by_hand.Interleaved: "does not hold all queries, then all keys",
+    by_hand.InterleavedBySplit: "does not hold all queries, then all keys",
+    by_hand.InterleavedByEinops: "could not be seen in a trial forward",
+    by_hand.Differential: "its parameter `lambda_q1` may change what its heads receive",
+    by_hand.KnockingHeads: "its part `knock` (Linear) may change what its heads receive",
+    by_hand.SaysNothing: "it does not say how many heads it has",
+    by_hand.ContradictsItself: "it does not say how many heads it has",
+    by_hand.Contradicts: "it names a head width of 16, but its query projection has 4 heads x 8",
+    by_hand.DoesNotDivide: "its query projection has 32 rows, which 5 heads do not divide",
+    by_hand.TooFewKeys: "its key projection has rows for 2 heads of width 8, but it names none",
+    by_hand.OddOutput: "its output projection takes 64 features, expected 4 heads x 8",
+    by_hand.HiddenAttention: "none of the known layouts fits its parameters",
+}
+
+
+@pytest.mark.parametrize("kind", LOOK_ALIKES, ids=lambda kind: kind.__name__)
+def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
+    model = nn.ModuleDict({"odd": kind(), "good": by_hand.Grouped()})
+    with pytest.warns(UnsupportedAttentionWarning) as told:
+        layers = find_attention(model)
+    assert [layer.name for layer in layers] == ["good"]
+    (message,) = [str(warning.message) for warning in told]
+    assert message.startswith(f"The heads of `odd` ({kind.__name__}) cannot be told apart: ")
+    assert LOOK_ALIKES[kind] in message
+    assert "register_layout" in message
+    assert "exclude=['odd']" in message
+    (refusal,) = survey(model).refused
+    assert (refusal.name, refusal.module_type) == ("odd", kind.__name__)
+    assert LOOK_ALIKES[kind] in refusal.reason
+
+
+REFUSED = {
+    "GPT-NeoX": tf.GPTNeoXConfig(**SMALL),
+    "Bloom": tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99),
+    "Falcon": tf.FalconConfig(**{key: value for key, value in SMALL.items() if key != "intermediate_size"}),
+    "Persimmon": tf.PersimmonConfig(**SMALL),
+    "CodeGen": tf.CodeGenConfig(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=99, rotary_dim=4, bos_token_id=1, eos_token_id=2
+    ),
+    "DeBERTa": tf.DebertaConfig(**SMALL),
+    "Longformer": tf.LongformerConfig(**SMALL | {"sep_token_id": 2}, attention_window=4),
+    "DeepSeek, latent attention": tf.DeepseekV3Config(
+        **SMALL, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=2, moe_intermediate_size=16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_whose_layout_is_not_known_are_refused_layer_by_layer(name):
+    model = tf.AutoModel.from_config(REFUSED[name])
+    found = survey(model)
+    assert found.layers == ()
+    assert len(found.refused) == 2
+    assert all("Attention" in refusal.module_type for refusal in found.refused)
+
+
+def test_a_refused_layer_can_be_skipped_by_name():
+    model = nn.ModuleDict({"odd": by_hand.Interleaved(), "good": by_hand.Grouped()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [layer.name for layer in find_attention(model, exclude=["odd"])] == ["good"]
+
+
+def test_a_wrapper_is_not_reported_beside_its_attention():
+    class SomeAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.gate = by_hand.Grouped(), nn.Linear(32, 32)
+
+    found = survey(nn.Sequential(SomeAttention()))
+    assert [layer.name for layer in found.layers] == ["0.inner"]
+    assert found.refused == ()
+
+
+def test_a_model_without_attention_has_none_and_nothing_is_said():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LSTM(8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_attention(model) == []
+
+
+def test_finding_attention_touches_neither_the_model_nor_the_random_state():
+    model = nn.Sequential(by_hand.NanoGPT(), by_hand.Timm(), by_hand.Interleaved())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    state = torch.get_rng_state()
+    survey(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert calls == []
+    assert model.training

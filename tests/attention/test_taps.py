@@ -1,0 +1,383 @@
+"""Captured head outputs against those that the output projection really received."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hdi_callback.attention import Taps, find_attention
+from hdi_callback.attention.taps import sample_tokens
+from tests.attention import models as by_hand
+from tests.attention.models import D, H
+from tests.attention.witness import witness
+from tests.models import LAYERS, Classifier
+
+
+def tap(model: nn.Module, **options) -> Taps:
+    return Taps(find_attention(model), **({"max_tokens": 10_000} | options))
+
+
+def tokens(batch: int = 3, seed: int = 0) -> torch.Tensor:
+    return torch.randint(16, (batch, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def received_by(model: Classifier, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the output projections get in a forward, by a hook of the test's own."""
+    got = {}
+    handles = [
+        model.get_submodule(name).out_proj.register_forward_pre_hook(
+            lambda _, args, name=name: got.update({name: args[0].detach().clone()})
+        )
+        for name in LAYERS
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return got
+
+
+# --- what is captured
+
+
+@pytest.mark.parametrize("module", [by_hand.NanoGPT, by_hand.Einops, by_hand.Grouped, by_hand.EinopsCross])
+def test_captured_outputs_are_those_of_the_attention(module):
+    model = nn.Sequential(module()).eval()
+    with tap(model) as taps, witness(model) as seen:
+        taps.arm()
+        model(torch.randn(3, 6, D))
+        capture = taps.captures["0"]
+    really = seen.computations[0].output.transpose(1, 2)  # (batch, length, heads, width)
+    assert torch.equal(capture.outputs, really.flatten(0, 1))
+    assert capture.lengths == (6, 6, 6)
+    assert capture.seen == 18
+
+
+def test_nothing_is_captured_unless_armed():
+    model = Classifier()
+    with tap(model) as taps:
+        model(tokens())
+        assert dict(taps.captures) == {}
+        assert not taps.was_armed
+
+
+def test_the_first_forward_of_an_armed_step_is_captured_and_no_other():
+    model = Classifier()
+    first, second = tokens(seed=1), tokens(seed=2)
+    truth = received_by(model, first)
+    with tap(model) as taps:
+        taps.arm()
+        model(first)
+        model(second)
+        for name in LAYERS:
+            assert torch.equal(taps.captures[name].outputs.flatten(1), truth[name].flatten(0, 1))
+
+
+def test_arming_again_captures_anew():
+    model = Classifier()
+    with tap(model) as taps:
+        for seed in (1, 2):
+            truth = received_by(model, tokens(seed=seed))
+            taps.arm()
+            model(tokens(seed=seed))
+            assert torch.equal(taps.captures[LAYERS[1]].outputs.flatten(1), truth[LAYERS[1]].flatten(0, 1))
+            taps.release()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_captured_once(reentrant):
+    class Checkpointed(Classifier):
+        def forward(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x.mean(1))
+
+    model = Checkpointed(dropout=0.5)
+    with tap(model) as taps:
+        runs = []
+        model.blocks[0].attn.register_forward_hook(lambda *_: runs.append(1))
+        taps.arm()
+        loss = model(tokens()).sum()
+        forward_only = {name: capture.outputs.clone() for name, capture in taps.captures.items()}
+        loss.backward()
+        assert len(runs) == 2, "the forward ran again inside backward"
+        for name in LAYERS:
+            assert torch.equal(taps.captures[name].outputs, forward_only[name])
+
+
+def test_a_capture_is_a_detached_copy_and_is_released():
+    model = Classifier()
+    with tap(model) as taps:
+        taps.arm()
+        model(tokens())
+        capture = taps.captures[LAYERS[0]]
+        assert not capture.outputs.requires_grad
+        assert capture.outputs.untyped_storage().nbytes() == capture.outputs.numel() * 4
+        remembered = weakref.ref(capture.outputs)
+        del capture
+        taps.release()
+        gc.collect()
+        assert remembered() is None
+
+
+# --- the sample
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "limit"), [(16, 128, 256), (8, 12, 24), (3, 7, 5), (64, 2, 16), (1, 50, 7)]
+)
+def test_the_sample_is_bounded_and_sees_every_position(batch, length, limit):
+    positions = torch.arange(length).repeat(batch).reshape(batch, length, 1).float()
+    sequences = torch.arange(batch).repeat_interleave(length).reshape(batch, length, 1).float()
+    outputs = torch.cat([positions, sequences], -1)
+    capture = sample_tokens(outputs, 1, limit)
+    kept = capture.outputs[:, 0]
+    assert 0 < len(kept) <= limit
+    assert len(kept) >= min(batch * length, limit) / 3
+    assert sum(capture.lengths) == len(kept)
+    assert len(capture.lengths) == batch
+    assert torch.equal(kept[:, 1].long(), torch.arange(batch).repeat_interleave(torch.tensor(capture.lengths)))
+    # Every n-th token with a common factor would see the same few positions again and again.
+    assert len(kept[:, 0].unique()) == min(length, len(kept))
+
+
+def test_a_small_batch_is_kept_whole():
+    outputs = torch.randn(2, 5, 8)
+    assert torch.equal(sample_tokens(outputs, 2, 10).outputs, outputs.reshape(10, 2, 4))
+
+
+@pytest.mark.parametrize("shape", [(0, 6, D), (3, 0, D), (1, 1, D), (6, D), (2, 3, 4, D)])
+def test_odd_shapes_are_captured_without_a_word(shape):
+    projection = nn.Linear(D, D)
+    module = by_hand.Grouped()
+    module.o_proj = projection
+    with tap(nn.Sequential(module)) as taps:
+        taps.arm()
+        projection(torch.randn(shape))
+        assert taps.captures["0"].outputs.shape == (torch.Size(shape[:-1]).numel(), H, 8)
+
+
+def test_nested_tensors_are_absent_with_the_reason():
+    module = by_hand.Grouped()
+    with tap(nn.Sequential(module)) as taps:
+        taps.arm()
+        module.o_proj(torch.nested.nested_tensor([torch.randn(2, D), torch.randn(5, D)]))
+        assert dict(taps.captures) == {}
+        assert taps.absent == {"0": "nested tensors are not captured"}
+
+
+def test_an_unexpected_width_is_absent_with_the_reason():
+    module = by_hand.Grouped()
+    with tap(nn.Sequential(module)) as taps:
+        taps.arm()
+        module.o_proj.weight = nn.Parameter(torch.randn(D, 3))
+        module.o_proj(torch.randn(2, 3))
+        assert taps.absent == {"0": "its output projection received 3 features, expected 4 x 8"}
+
+
+# --- torch's own attention, whose output projection is never called
+
+
+def truth_of(module: nn.MultiheadAttention, *args, **kwargs) -> torch.Tensor:
+    """The head outputs, from the attention's own answer: with the identity as output projection they are the answer."""
+    plain = copy.deepcopy(module)
+    with torch.no_grad():
+        plain.out_proj.weight.copy_(torch.eye(D))
+        if plain.out_proj.bias is not None:
+            plain.out_proj.bias.zero_()
+    plain.dropout = 0.0
+    return plain(*args, **kwargs)[0].detach()
+
+
+FLOAT_MASK = torch.randn(6, 6, generator=torch.Generator().manual_seed(5))
+CAUSAL = torch.triu(torch.ones(6, 6, dtype=torch.bool), 1)
+PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 5 + [True]])
+CALLS = {
+    "plain": {},
+    "no weights": {"need_weights": False},
+    "weights per head": {"average_attn_weights": False},
+    "padding": {"key_padding_mask": PADDING},
+    "bool mask": {"attn_mask": CAUSAL},
+    "float mask": {"attn_mask": FLOAT_MASK},
+    "mask per head": {"attn_mask": FLOAT_MASK.expand(3 * H, 6, 6)},
+    "causal": {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
+    "causal and padding": {"attn_mask": CAUSAL, "key_padding_mask": PADDING},
+}
+BUILDS = {
+    "packed": {},
+    "kdim and vdim": {"kdim": 20, "vdim": 24},
+    "no bias": {"bias": False},
+    "bias to keys and values": {"add_bias_kv": True},
+    "a zero token": {"add_zero_attn": True},
+    "dropout": {"dropout": 0.4},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torch_attention_is_captured_as_it_computes(build, call, batch_first):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(D, H, batch_first=batch_first, **BUILDS[build])
+    key_width, value_width = BUILDS[build].get("kdim", D), BUILDS[build].get("vdim", D)
+    inputs = [torch.randn(3, 6, width) for width in (D, key_width, value_width)]
+    inputs = inputs if batch_first else [tensor.transpose(0, 1) for tensor in inputs]
+    truth = truth_of(module, *inputs, **CALLS[call])
+    with tap(nn.Sequential(module)) as taps:
+        taps.arm()
+        module(*inputs, **CALLS[call])
+        capture = taps.captures["0"]
+    truth = truth if batch_first else truth.transpose(0, 1)
+    assert torch.allclose(capture.outputs.flatten(1), truth.flatten(0, 1), atol=1e-5)
+    assert capture.lengths == (6, 6, 6), "the sequences are told apart whatever the order of dimensions"
+
+
+def test_torch_attention_without_a_batch_dimension():
+    module = nn.MultiheadAttention(D, H)
+    x = torch.randn(6, D)
+    with tap(nn.Sequential(module)) as taps:
+        taps.arm()
+        module(x, x, x)
+        assert torch.allclose(taps.captures["0"].outputs.flatten(1), truth_of(module, x, x, x), atol=1e-5)
+
+
+def encoder(dropout: float = 0.0) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(D, H, 64, dropout=dropout, batch_first=True)
+    return nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+
+
+def test_an_encoder_in_evaluation_is_captured_when_armed():
+    model, x = encoder().eval(), torch.randn(3, 6, D)
+    with tap(model) as taps, torch.no_grad():
+        taps.arm()
+        model(x)
+        first = model.layers[0].self_attn
+        assert torch.allclose(
+            taps.captures["layers.0.self_attn"].outputs.flatten(1), truth_of(first, x, x, x).flatten(0, 1), atol=1e-5
+        )
+
+
+def test_a_suspended_tap_leaves_the_fast_path_of_evaluation_alone(monkeypatch):
+    model, x = encoder().eval(), torch.randn(3, 6, D)
+    calls = []
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *args, **kwargs: calls.append(1) or fast(*args, **kwargs)
+    )
+    with torch.no_grad():
+        without = model(x)
+        assert len(calls) == 2
+        with tap(model) as taps:
+            taps.suspend()
+            assert torch.equal(model(x), without)
+            assert len(calls) == 4
+            taps.resume()
+            taps.arm()
+            model(x)
+            assert len(taps.captures) == 2
+
+
+# --- training is not touched
+
+
+@pytest.mark.parametrize("make", [lambda: Classifier(dropout=0.3), lambda: encoder(0.3)], ids=["own", "torch"])
+def test_gradients_and_random_state_are_bit_identical(make):
+    def run(mode: str):
+        torch.manual_seed(0)
+        model = make()
+        x = tokens() if isinstance(model, Classifier) else torch.randn(3, 6, D)
+        taps = None if mode == "absent" else tap(model)
+        torch.manual_seed(1)
+        for _ in range(2):
+            if mode == "armed":
+                taps.arm()
+            model(x).square().sum().backward()
+        if mode == "armed":
+            assert len(taps.captures) == 2
+        return [parameter.grad for parameter in model.parameters()], torch.get_rng_state()
+
+    absent, unarmed, armed = run("absent"), run("unarmed"), run("armed")
+    for other in (unarmed, armed):
+        assert all(torch.equal(a, b) for a, b in zip(absent[0], other[0], strict=True))
+        assert torch.equal(absent[1], other[1])
+
+
+def test_the_hooks_leave_when_asked():
+    model = Classifier()
+    taps = tap(model)
+    assert any(module._forward_pre_hooks for module in model.modules())
+    taps.remove()
+    taps.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_tapped_model_can_be_copied_and_pickled():
+    model = Classifier()
+    with tap(model) as taps:
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(tokens()), model(tokens()))
+        taps.arm()
+        copy.deepcopy(model)(tokens(seed=4))
+        assert dict(taps.captures) == {}, "a copy's forward is not the model's"
+
+
+# --- torch.compile
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def torch_classifier() -> nn.Module:
+    return nn.Sequential(nn.Embedding(16, D), encoder())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", [Classifier, torch_classifier], ids=["own", "torch"])
+def test_a_compiled_model_is_captured_without_a_graph_break(dynamo, make, backend):
+    torch.manual_seed(0)
+    model = make()
+    truth_taps = tap(model)
+    truth_taps.arm()
+    model(tokens())
+    truth = {name: capture.outputs.clone() for name, capture in truth_taps.captures.items()}
+    truth_taps.remove()
+    with tap(model) as taps:
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(3):
+            compiled(tokens())
+        unarmed = dynamo["stats"]["unique_graphs"]
+        for _ in range(4):
+            taps.arm()
+            compiled(tokens())
+            assert set(taps.captures) == set(truth)
+            for name, outputs in truth.items():
+                assert torch.allclose(taps.captures[name].outputs, outputs, atol=1e-5)
+            taps.release()
+            compiled(tokens())
+        assert dynamo["stats"]["unique_graphs"] - unarmed <= 1, "armed steps cost one recompilation"
+    assert not dynamo["graph_break"]
+
+
+def test_a_model_compiled_and_called_before_is_noticed(dynamo):
+    model = Classifier()
+    compiled = torch.compile(model, backend="eager")
+    compiled(tokens())
+    with tap(model) as taps:
+        taps.arm()
+        compiled(tokens())
+        assert taps.was_armed
+        assert dict(taps.captures) == {}
