@@ -37,8 +37,9 @@ def measure(work: dict[str, Callable[[], object]], *, rounds: int, device: str =
             run()
             if device == "cuda":
                 torch.cuda.synchronize()
+            elapsed = time.perf_counter() - start
             if turn > 0:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(elapsed)
     baseline = next(iter(times.values()))
     ratios = []
     for name, seconds in times.items():
