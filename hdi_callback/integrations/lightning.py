@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.metrics import choose_metrics
@@ -74,6 +77,7 @@ class HDICallback(pl.Callback):
         verbose: bool = True,
     ) -> None:
         super().__init__()
+        _require_one_namespace()
         self._schedule = Schedule(every_n_steps)
         check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
         self._metrics = choose_metrics(metrics)
@@ -285,6 +289,19 @@ class HDICallback(pl.Callback):
             self._publish(trainer, self._on_the_way.popleft())
         if self._monitor is not None:
             self._monitor.close()
+
+
+def _require_one_namespace() -> None:
+    """Refuse where only `pytorch_lightning` before 2.6 is in use: its trainer takes callbacks of its own alone."""
+    older = sys.modules.get("pytorch_lightning")
+    if older is None or LIGHTNING_WAS_LOADED:
+        return
+    version = str(getattr(older, "__version__", "0"))
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 6):
+        raise MisconfigurationError(
+            f"pytorch_lightning {version} does not take callbacks of the package `lightning`. Write "
+            "`import lightning as L` and `L.Trainer(...)` instead of `pytorch_lightning`, or upgrade it to 2.6."
+        )
 
 
 def _logging_step(trainer: pl.Trainer) -> int:

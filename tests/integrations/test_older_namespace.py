@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
 import pytorch_lightning
 import torch
 from pytorch_lightning.callbacks import EarlyStopping
@@ -25,6 +29,29 @@ class OlderClassifier(pytorch_lightning.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def script(version: str, first: str) -> str:
+    return (
+        f"{first}\n"
+        "import pytorch_lightning\n"
+        f"pytorch_lightning.__version__ = {version!r}\n"
+        "from hdi_callback import HDICallback\n"
+        "HDICallback()\n"
+        "print('constructed')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "first", "works"),
+    [("2.5.6", "", False), ("2.6.0", "", True), ("2.10.1", "", True), ("2.5.6", "import lightning", True)],
+)
+def test_an_older_trainer_that_cannot_take_the_callback_is_refused_with_the_line_to_write(version, first, works):
+    done = subprocess.run([sys.executable, "-c", script(version, first)], capture_output=True, text=True, check=False)
+    assert ("constructed" in done.stdout) is works
+    if not works:
+        assert "MisconfigurationError: pytorch_lightning 2.5.6" in done.stderr
+        assert "import lightning as L" in done.stderr
 
 
 def test_the_callback_works_under_the_older_namespace(tmp_path):
