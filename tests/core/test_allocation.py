@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.special import lambertw
 
@@ -60,3 +62,25 @@ def test_a_width_may_be_held_to_multiples():
 def test_what_is_not_positive_is_refused(argument):
     with pytest.raises(MisconfigurationError, match=argument):
         allocate_heads(768, 1000, **{argument: 0})
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.floats(0.01, 1), st.floats(0.01, 1), st.floats(0.01, 100), st.integers(1, 10**9), st.integers(1, 4096))
+def test_the_continuous_answer_is_lambert_w_for_every_constant(g, L, noise, samples, D):
+    answer = allocate_heads(D, samples, bias_decay=g, variance_growth=L, noise=noise)
+    argument = (g + L) / L * math.exp((g + L) / L) * g * samples * D / noise
+    # d_k* may be small beside the two terms whose difference it is.
+    assert answer.continuous_head_dim == pytest.approx(
+        lambertw(argument).real / (g + L) - 1 / L, rel=1e-9, abs=1e-9 / L
+    )
+
+
+@pytest.mark.parametrize("D", [512, 4096, 2**16])
+def test_the_head_count_is_nearly_linear_in_the_width(D):
+    def heads(width: int) -> float:
+        return width / allocate_heads(width, 10**6).continuous_head_dim
+
+    # d_k* grows by log 2 / (g + L), less a little, for each doubling, and takes only that much from the linear law.
+    grown = allocate_heads(2 * D, 10**6).continuous_head_dim - allocate_heads(D, 10**6).continuous_head_dim
+    assert 0.9 * math.log(2) / 0.2 < grown < math.log(2) / 0.2
+    assert 1.85 < heads(2 * D) / heads(D) < 2
