@@ -37,8 +37,10 @@ def allocate_heads(
 ) -> HeadAllocation:
     r"""Find the head count and head width with the smallest modelled error under ``D = H d_k``.
 
-    .. math:: \mathrm{MSE}(d_k) = B e^{-g d_k} + \frac{\sigma^2}{n} \Bigl[ \frac{d_k}{D} e^{L d_k} + 1 - \frac{d_k}{D}
-    \Bigr]
+    .. math::
+
+        \mathrm{MSE}(d_k) = B e^{-g d_k}
+        + \frac{\sigma^2}{n} \Bigl[ \frac{d_k}{D} e^{L d_k} + 1 - \frac{d_k}{D} \Bigr]
 
     whose continuous minimiser is :math:`d_k^* = y / (g + L) - 1/L` with
     :math:`y e^y = \frac{g+L}{L} e^{(g+L)/L} g B n D / \sigma^2` (Lambert W). The model is ours, after the abstract of
