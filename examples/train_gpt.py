@@ -12,12 +12,14 @@ import argparse
 import logging
 import math
 import os
+import sys
 import sysconfig
 import warnings
 from pathlib import Path
 
 import lightning as L
 import torch
+import wandb
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from rich.console import Console
 from rich.table import Table
@@ -179,15 +181,12 @@ def print_layers(history) -> None:
 
 def quiet() -> None:
     """Leave out what concerns a cluster, or somebody else's future."""
-    os.environ.setdefault("WANDB_SILENT", "true")
+    elsewhere = ("TPU available", "litlogger", "litmodels", "Tip:")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: (
-            not any(word in record.getMessage() for word in ("TPU available", "litlogger", "litmodels", "Tip:"))
-        )
+        lambda record: not any(word in record.getMessage() for word in elsewhere)
     )
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+    for message in ("does not have many workers", "LeafSpec", "smaller than the logging interval"):
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
 
 
 def read_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -217,7 +216,7 @@ def main(argv: list[str] | None = None) -> None:
 
     train, validation = read_standard_library()
     train_batches = DataLoader(Windows(train, options.length), options.batch_size, shuffle=True, drop_last=True)
-    val_batches = DataLoader(Windows(validation[: 64 * options.length * options.batch_size // 4], options.length), 64)
+    val_batches = DataLoader(Windows(validation[: 256 * options.length + 1], options.length), 64)
     model = GPT(layers=options.layers, heads=options.heads, width=options.width, length=options.length)
     lit = LitGPT(model, steps=options.steps)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -226,17 +225,19 @@ def main(argv: list[str] | None = None) -> None:
     board = TensorBoardLogger(options.out.parent, name=options.out.name)
     loggers = [board]
     if not options.no_wandb:
+        Path(board.log_dir).mkdir(parents=True)
+        wandb.setup(wandb.Settings(mode="offline", silent=True))
         loggers.append(WandbLogger(save_dir=board.log_dir, project="hdi_callback", offline=True))
-        Path(board.log_dir).mkdir(parents=True, exist_ok=True)
 
     callback = HDICallback(every_n_steps=options.every_n_steps)  # this is the line to add
     trainer = L.Trainer(
         max_steps=options.steps,
-        max_epochs=1 + options.steps // len(train_batches),
+        max_epochs=math.ceil(options.steps / len(train_batches)),
+        limit_train_batches=min(options.steps, len(train_batches)),  # so that the progress bar ends where training does
         callbacks=[callback],
         logger=loggers,
         log_every_n_steps=10,
-        val_check_interval=min(len(train_batches), max(1, options.steps // 4)),
+        val_check_interval=max(1, min(options.steps, len(train_batches)) // 4),
         gradient_clip_val=1.0,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -258,11 +259,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"the model writes: {lit.continue_text('def ')!r}\n")
     print(f"figure            {figure}")
     print(f"every reading     {callback.history_path}")
-    print(
-        f"TensorBoard       tensorboard --logdir {options.out}   (the page Custom Scalars has all layers in one chart)"
-    )
+    programs = Path(os.path.relpath(sys.executable)).parent
+    print(f"TensorBoard       {programs}/tensorboard --logdir {options.out}   (see its page Custom Scalars)")
     if not options.no_wandb:
-        print(f"W&B               wandb sync {board.log_dir}/wandb/offline-run-*")
+        print(f"W&B               {programs}/wandb leet {board.log_dir}/wandb   (in the terminal, without an account)")
 
 
 if __name__ == "__main__":
