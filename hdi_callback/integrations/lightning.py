@@ -270,17 +270,17 @@ class HDICallback(pl.Callback):
         record: Record | None = None
         with self._faults.contained("reading out head diversity"):
             record = readout.record()
-        if record is None or not trainer.is_global_zero:
-            return record
+        if record is None:
+            return None
         if self._history is not None:
             with self._faults.contained(f"writing {self._history.path}"):
                 self._history.write(record)
         tags = self._named(record.scalars(self._metrics))
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if trainer.is_global_zero else ():
             with self._faults.contained(f"logging to {type(logger).__name__}"):
                 logger.log_metrics(tags, step=record.axis)
-        # `log_dict` would recompute every one of these at each progress-bar refresh, and is forbidden after the last
-        # batch.
+        # On every rank, as early stopping decides on every rank. `log_dict` would recompute all of these at each
+        # refresh of the progress bar, and is forbidden after the last batch.
         trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in tags.items()})
         return record
 
