@@ -116,9 +116,7 @@ class HeadMoments:
         Returns:
             ``(H, H)``; divided by the number of tokens.
         """
-        H, width, _ = output_weight.shape
-        flat = output_weight.to(self.scatter.dtype).flatten(0, 1)
-        mixing = (flat @ flat.mT).reshape(H, width, H, width)
+        mixing = _mixing(output_weight.to(self.scatter.dtype))
         return (self.scatter * mixing).sum((1, 3)) / self.count
 
     def covariance(self, output_weight: Tensor) -> HeadCovariance:
@@ -178,6 +176,13 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, *, lengths: Sequence
     return _summarise(moments, trace, *errors)
 
 
+def _mixing(output_weight: Tensor) -> Tensor:
+    """Inner products of the rows of the output weight, (H, d_v, H, d_v)."""
+    H, width, _ = output_weight.shape
+    flat = output_weight.flatten(0, 1)
+    return (flat @ flat.mT).reshape(H, width, H, width)
+
+
 def _terms(trace: Tensor) -> tuple[Tensor, Tensor]:
     """Mean variance and mean covariance of (..., H, H) traces."""
     H = trace.shape[-1]
@@ -214,17 +219,20 @@ def _summarise(
 def _jackknife(
     outputs: Tensor, output_weight: Tensor, moments: HeadMoments, trace: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Leave out one sequence at a time, through its sums; contributions are formed for that sequence alone."""
+    """Leave out one sequence at a time, through its own sums."""
     dtype = moments.scatter.dtype
     weight = output_weight.to(dtype)
+    mixing = _mixing(weight)
     centred = outputs.to(dtype) - moments.mean
     total = moments.count
     values = []
     for part in torch.split(centred, list(lengths)):
         others = total - part.shape[0]
-        z = torch.einsum("thi,hid->thd", part, weight)
-        mean = z.sum(0) / others  # of the others, up to its sign, as all contributions are centred
-        left = (total * trace - torch.einsum("thd,tgd->hg", z, z)) / others - mean @ mean.mT
+        flat = part.flatten(1)
+        own = ((flat.mT @ flat).view_as(mixing) * mixing).sum((1, 3))
+        # The mean of the others, up to its sign, as all outputs are centred.
+        mean = torch.einsum("hi,hid->hd", part.sum(0) / others, weight)
+        left = (total * trace - own) / others - mean @ mean.mT
         values.append(torch.stack(_terms(torch.where(others > 1, left, torch.nan))))
     variance, covariance = torch.stack(values, -1)
     return _spread(covariance), _spread(covariance / variance)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hdi_callback.core import HeadMoments, bias_variance_covariance, head_covariance
 from hdi_callback.errors import ShapeError
+from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian
 
 
@@ -203,6 +204,18 @@ def test_standard_errors_are_those_of_leaving_out_each_sequence(lengths):
     covariance, correlation = explicit_jackknife(outputs, weight, lengths)
     assert float(measured.covariance_error) == pytest.approx(covariance, rel=1e-10)
     assert float(measured.correlation_error) == pytest.approx(correlation, rel=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [None, [3000, 1000], [1000] * 4])
+def test_the_contributions_of_the_heads_are_never_formed(lengths):
+    tokens, H, width, d = 4000, 4, 6, 200
+    outputs, weight = gaussian(tokens, H, width), gaussian(H, width, d, seed=1)
+    with TensorSizes() as sizes:
+        head_covariance(outputs, weight, lengths=lengths)
+    assert sizes.largest <= max(outputs.numel(), (H * width) ** 2)
+    with TensorSizes() as sizes:
+        torch.einsum("thi,hid->thd", outputs[:1000], weight)
+    assert sizes.largest >= 1000 * H * d
 
 
 def test_one_sequence_gives_no_standard_error():
