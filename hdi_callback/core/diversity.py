@@ -11,7 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hdi_callback.core.subspaces import _normalise, _whitener, head_overlap, orthonormal_bases, shared_energy
+from hdi_callback.core.subspaces import (
+    _normalise,
+    _require_rank_tol,
+    _whitener,
+    head_overlap,
+    orthonormal_bases,
+    shared_energy,
+)
 from hdi_callback.errors import ShapeError
 
 
@@ -29,6 +36,8 @@ class HeadDiversity:
         worst: largest overlap of a pair.
         worst_pair: ``(2,)``, the two heads of that pair; -1 with fewer than two live heads.
         worst_alignment: the largest alignment of a pair.
+        worst_alignment_pair: ``(2,)``, the two heads of that pair: not `worst_pair` where ranks differ, as wide heads
+            overlap more by chance.
         nearest: ``(H,)``, for each head the head that it overlaps most with; -1 if there is none.
         nearest_overlap: ``(H,)``, that overlap.
         effective_heads: n / (1 + (n-1)(1-HDI)) for n live heads.
@@ -43,6 +52,7 @@ class HeadDiversity:
         energy_worst: largest energy overlap of a pair.
         energy_worst_pair: ``(2,)``, the two heads of that pair.
         energy_worst_alignment: the largest energy alignment of a pair.
+        energy_worst_alignment_pair: ``(2,)``, the two heads of that pair.
     """
 
     index: Tensor
@@ -51,6 +61,7 @@ class HeadDiversity:
     worst: Tensor
     worst_pair: Tensor
     worst_alignment: Tensor
+    worst_alignment_pair: Tensor
     nearest: Tensor
     nearest_overlap: Tensor
     effective_heads: Tensor
@@ -65,6 +76,7 @@ class HeadDiversity:
     energy_worst: Tensor
     energy_worst_pair: Tensor
     energy_worst_alignment: Tensor
+    energy_worst_alignment_pair: Tensor
 
 
 @torch.no_grad()
@@ -90,6 +102,7 @@ def head_diversity(
         finite has NaN everywhere; others in the batch are not affected.
 
     Raises:
+        MisconfigurationError: if `method` is unknown or `rank_tol` is not in (0, 1).
         ShapeError: if `weight` has fewer than three dimensions or an empty one.
 
     Example:
@@ -122,6 +135,7 @@ def head_diversity_from_covariance(
         The diversity, in float64.
 
     Raises:
+        MisconfigurationError: if `rank_tol` is not in (0, 1).
         ShapeError: if `covariance` does not have the shape ``(..., H, d_k, H, d_k)``.
 
     Example:
@@ -135,6 +149,7 @@ def head_diversity_from_covariance(
             f"A key covariance has the shape (..., heads, width, heads, width), got {tuple(covariance.shape)}. "
             "Write torch.cov(keys.flatten(1).T).reshape(heads, width, heads, width)."
         )
+    _require_rank_tol(rank_tol)
     blocks = covariance.double().transpose(-3, -2)  # (..., H, H, k, k)
     own = blocks.diagonal(dim1=-4, dim2=-3).movedim(-1, -3)  # (..., H, k, k)
     variance = own.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -160,11 +175,12 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     Ours.
 
     Args:
-        weight: ``(..., H, d_k, d)`` with at least two heads, none of them zero.
+        weight: ``(..., H, d_k, d)`` with at least two heads. A zero head overlaps with none and gets no gradient; a
+            head of deficient rank counts as full, so that its overlaps read low.
         eps: size of the ridge, relative to the mean squared singular value of a head.
 
     Returns:
-        ``(...)``, mean overlap over the pairs, in [0, 1].
+        ``(...)``, mean overlap over the pairs, in [0, 1]; in float32 or wider.
 
     Raises:
         ShapeError: if there are fewer than two heads.
@@ -177,8 +193,10 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     if weight.dim() < 3 or weight.shape[-3] < 2:
         raise ShapeError(f"A penalty on pairs needs (..., heads >= 2, width, in_features), got {tuple(weight.shape)}.")
     *batch, H, k, d = weight.shape
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # no Cholesky in half precision
     gram = weight @ weight.mT
     ridge = eps * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    ridge = torch.where(ridge > 0, ridge, 1)
     eye = torch.eye(k, dtype=weight.dtype, device=weight.device)
     factor, _ = torch.linalg.cholesky_ex(gram + ridge * eye, check_errors=False)
     rows = torch.linalg.solve_triangular(factor, weight, upper=False).reshape(*batch, H * k, d)
@@ -210,8 +228,10 @@ def _summarise(overlap: Tensor, energy: Tensor, rank: Tensor, dead: Tensor, widt
     energy_mean = _mean(energy_overlap, pairs)
     worst, worst_pair, nearest, nearest_overlap = _largest(overlap, pairs)
     energy_worst, energy_worst_pair, _, _ = _largest(energy_overlap, pairs)
-    worst_alignment, *_ = _largest(_above_chance(overlap, subspace_chance), pairs)
-    energy_worst_alignment, *_ = _largest(_above_chance(energy_overlap, energy_chance), pairs)
+    worst_alignment, worst_alignment_pair, *_ = _largest(_above_chance(overlap, subspace_chance), pairs)
+    energy_worst_alignment, energy_worst_alignment_pair, *_ = _largest(
+        _above_chance(energy_overlap, energy_chance), pairs
+    )
     # ||sum_h P_h / sqrt(r_h)||_F^2 >= (its trace)^2 / d, by Cauchy-Schwarz.
     crowding = ((rank.sqrt() * live).sum(-1).square() / width - heads) / (heads * (heads - 1))
     ceiling = torch.where(mean.isnan(), torch.nan, 1 - crowding.clamp_min(0))
@@ -223,6 +243,7 @@ def _summarise(overlap: Tensor, energy: Tensor, rank: Tensor, dead: Tensor, widt
         worst=worst,
         worst_pair=worst_pair,
         worst_alignment=worst_alignment,
+        worst_alignment_pair=worst_alignment_pair,
         nearest=nearest,
         nearest_overlap=nearest_overlap,
         effective_heads=effective,
@@ -237,6 +258,7 @@ def _summarise(overlap: Tensor, energy: Tensor, rank: Tensor, dead: Tensor, widt
         energy_worst=energy_worst,
         energy_worst_pair=energy_worst_pair,
         energy_worst_alignment=energy_worst_alignment,
+        energy_worst_alignment_pair=energy_worst_alignment_pair,
     )
 
 

@@ -6,13 +6,14 @@ would amplify its rounding by the square of the condition number.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hdi_callback.errors import ShapeError
+from hdi_callback.errors import MisconfigurationError, ShapeError
 
 Method = Literal["whiten", "svd", "exact"]
 
@@ -54,8 +55,16 @@ def orthonormal_bases(weight: Tensor, *, rank_tol: float = 1e-6, method: Method 
         The bases, in float32 (float64 for a float64 weight or ``"exact"``).
 
     Raises:
+        MisconfigurationError: if `method` is unknown or `rank_tol` is not in (0, 1).
         ShapeError: if `weight` has fewer than three dimensions or an empty one.
+
+    Example:
+        >>> bases = orthonormal_bases(torch.eye(4).reshape(2, 2, 4))
+        >>> bases.rank.tolist(), bases.dead.tolist()
+        ([2.0, 2.0], [False, False])
     """
+    if method not in get_args(Method):
+        raise MisconfigurationError(f"`method` must be one of {get_args(Method)}, got {method!r}.")
     scaled, dead = _normalise(weight, rank_tol)
     wide = scaled.dtype
     out = torch.float64 if method == "exact" or weight.dtype == torch.float64 else torch.float32
@@ -85,6 +94,10 @@ def head_overlap(rows: Tensor, rank: Tensor | None = None) -> Tensor:
 
     Returns:
         ``(..., H, H)``, symmetric, in [0, 1]; zero in the rows of dead heads.
+
+    Example:
+        >>> head_overlap(torch.eye(4).reshape(2, 2, 4)).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
     """
     rank = rows.square().sum((-2, -1)) if rank is None else rank.to(rows.dtype)
     # A live head has rank >= 1, so the clamp only reaches dead heads (0/0).
@@ -104,7 +117,8 @@ def shared_energy(rows: Tensor) -> Tensor:
     *batch, H, k, d = rows.shape
     flat = rows.reshape(*batch, H * k, d)
     layers = max(1, torch.Size(batch).numel())
-    step = max(1, min(H, _CHUNK_ELEMENTS // max(1, layers * k * H * k)))
+    # Four chunks leave out 3/8 of the product, and more of them gain little.
+    step = max(1, min(math.ceil(H / 4), _CHUNK_ELEMENTS // max(1, layers * k * H * k)))
     energy = rows.new_zeros(*batch, H, H)
     for start in range(0, H, step):
         stop = min(start + step, H)
@@ -130,6 +144,7 @@ def principal_cosines(weight: Tensor, *, rank_tol: float = 1e-6) -> Tensor:
         ``(..., H, H, d_k)``, descending, in [0, 1]; zeros beyond the smaller of the two ranks.
 
     Raises:
+        MisconfigurationError: if `rank_tol` is not in (0, 1).
         ShapeError: if `weight` has fewer than three dimensions or an empty one.
 
     Example:
@@ -146,17 +161,27 @@ def principal_cosines(weight: Tensor, *, rank_tol: float = 1e-6) -> Tensor:
 
 def _normalise(weight: Tensor, rank_tol: float) -> tuple[Tensor, Tensor]:
     """Scale every head to norm 1, in the widest type at hand, and tell the dead ones; not finite becomes NaN."""
+    _require_rank_tol(rank_tol)
     if weight.dim() < 3 or 0 in weight.shape[-3:]:
         raise ShapeError(
             "A head weight has the shape (..., heads, width, in_features), none of them empty; got "
             f"{tuple(weight.shape)}. Write weight.unflatten(0, (num_heads, -1)) for an nn.Linear.weight."
         )
     wide = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
+    if weight.dtype == wide.dtype:
+        # The squares in a norm leave the range of the type at the root of it; narrower weights are far from there.
+        peak = wide.abs().amax((-3, -2, -1), keepdim=True)
+        wide = wide / torch.where((peak > 0) & peak.isfinite(), peak, 1)
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1))  # (..., H)
     largest = norm.amax(-1, keepdim=True)
     dead = ((norm < rank_tol * largest) | (largest == 0)) & largest.isfinite()
     norm = torch.where(largest.isfinite(), norm.masked_fill(dead, 1), torch.nan)
     return (wide / norm[..., None, None]).masked_fill(dead[..., None, None], 0), dead
+
+
+def _require_rank_tol(rank_tol: float) -> None:
+    if not 0 < rank_tol < 1:
+        raise MisconfigurationError(f"`rank_tol` must lie between 0 and 1, got {rank_tol}. Write rank_tol=1e-6.")
 
 
 def _whitener(gram: Tensor, rank_tol: float) -> Tensor:

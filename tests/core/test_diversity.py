@@ -91,6 +91,28 @@ def test_the_worst_pair_and_the_nearest_neighbours_are_found():
     assert diversity.nearest_overlap.tolist() == pytest.approx(overlap.max(1).tolist())
 
 
+def test_the_worst_alignment_names_its_own_pair_where_wide_heads_overlap_more_by_chance():
+    weight = torch.zeros(4, 14, 24, dtype=torch.float64)
+    weight[:2] = gaussian(2, 14, 24)
+    weight[2, 0, 0], weight[3, 0, 0], weight[3, 0, 1] = 1, 0.6, 0.8  # two lines with cosine .6
+    diversity = head_diversity(weight)
+    assert diversity.worst_pair.tolist() == [0, 1]
+    assert diversity.worst_alignment_pair.tolist() == [2, 3]
+    assert float(diversity.worst_alignment) == pytest.approx((0.36 - 1 / 24) / (1 - 1 / 24))
+
+
+def test_the_worst_energy_alignment_names_its_own_pair_where_one_direction_carries_the_energy():
+    weight = torch.zeros(4, 6, 24, dtype=torch.float64)
+    weight[0, 0, 0], weight[1, 0, 0], weight[1, 0, 1] = 1, 0.8, 0.6  # two lines: chance 1/24
+    # Two spaces of six equal directions, four of them shared: overlap 4/6, chance 6/24.
+    weight[2], weight[3] = torch.eye(24, dtype=torch.float64)[6:12], torch.eye(24, dtype=torch.float64)[8:14]
+    diversity = head_diversity(weight)
+    assert diversity.energy_worst_pair.tolist() == [2, 3]
+    assert float(diversity.energy_worst) == pytest.approx(4 / 6)
+    assert diversity.energy_worst_alignment_pair.tolist() == [0, 1]
+    assert float(diversity.energy_worst_alignment) == pytest.approx((0.64 - 1 / 24) / (1 - 1 / 24))
+
+
 @pytest.mark.parametrize(("H", "change"), [(12, 0.014), (32, 0.002)])
 def test_one_cloned_pair_hardly_moves_the_index_but_is_the_worst_pair(H, change):
     d = 24 * H
@@ -337,6 +359,15 @@ def test_a_dead_head_is_left_out_of_covariances_as_well():
     assert float(measured.index) == pytest.approx(float(living.index))
 
 
+def test_a_factorisation_that_fails_spoils_its_own_layer_alone():
+    covariance = keys_and_covariance()[1].expand(3, -1, -1, -1, -1).clone()
+    good = head_diversity_from_covariance(covariance)
+    covariance[1, 2, 0, 2, 0] = -0.1  # no covariance has a negative variance
+    spoiled = head_diversity_from_covariance(covariance)
+    assert spoiled.index.isnan().tolist() == [False, True, False]
+    assert torch.allclose(spoiled.index[[0, 2]], good.index[[0, 2]])
+
+
 def test_a_covariance_of_another_shape_is_refused():
     with pytest.raises(ShapeError, match="heads, width, heads, width"):
         head_diversity_from_covariance(torch.zeros(12, 12))
@@ -379,6 +410,31 @@ def test_clones_are_a_stationary_point_of_the_penalty_and_repeated_singular_valu
     assert torch.isfinite(gradient).all()
     with torch.no_grad():
         assert float(diversity_penalty(moved - 0.1 * gradient)) < float(diversity_penalty(moved))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_penalty_and_its_gradient_exist_in_every_type_that_trains(dtype):
+    weight = gaussian(3, 6, 30).to(dtype).requires_grad_()
+    penalty = diversity_penalty(weight)
+    (gradient,) = torch.autograd.grad(penalty, weight)
+    exact = weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(diversity_penalty(exact), exact)
+    assert penalty.dtype == torch.float32
+    assert gradient.dtype == dtype
+    assert penalty.item() == pytest.approx(diversity_penalty(exact).item(), abs=1e-5)
+    assert float((gradient - expected).norm() / expected.norm()) < (1e-4 if dtype == torch.float32 else 1e-2)
+
+
+def test_a_zero_head_takes_no_part_in_the_penalty_and_spoils_no_gradient():
+    weight = gaussian(3, 4, 12)
+    weight[1] = 0
+    weight.requires_grad_()
+    penalty = diversity_penalty(weight, eps=1e-12)
+    (gradient,) = torch.autograd.grad(penalty, weight)
+    pair = weight.detach()[[0, 2]]
+    assert penalty.item() == pytest.approx((1 - head_diversity(pair).index.item()) / 3, abs=1e-9)
+    assert not gradient[1].any()
+    assert torch.isfinite(gradient).all()
 
 
 def test_a_penalty_on_a_single_head_is_refused():

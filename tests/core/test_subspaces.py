@@ -8,9 +8,9 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from hdi_callback.core import head_overlap, orthonormal_bases, principal_cosines
+from hdi_callback.core import head_diversity, head_overlap, orthonormal_bases, principal_cosines
 from hdi_callback.core import subspaces as subspaces_module
-from hdi_callback.errors import ShapeError
+from hdi_callback.errors import MisconfigurationError, ShapeError
 
 RANK_TOL = 1e-6
 
@@ -146,6 +146,15 @@ def test_the_scale_of_a_layer_changes_nothing(scale, method):
     assert torch.allclose(head_overlap(plain.rows), head_overlap(scaled.rows), atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-250, 1e250])
+@pytest.mark.parametrize("method", TOLERANCE)
+def test_squares_beyond_the_range_of_float64_change_nothing(scale, method):
+    weight = CASES["zero"]
+    plain, scaled = (orthonormal_bases(w, method=method) for w in (weight, weight * scale))
+    assert torch.equal(plain.dead, scaled.dead)
+    assert torch.allclose(head_overlap(plain.rows), head_overlap(scaled.rows), atol=1e-12)
+
+
 def test_a_head_is_dead_against_the_largest_head_of_its_layer():
     weight = CASES["random"].clone()
     weight[1] *= 0.5e-6 * torch.linalg.matrix_norm(weight).max() / torch.linalg.matrix_norm(weight[1])
@@ -167,9 +176,23 @@ def test_a_batch_is_its_layers_one_by_one():
 def test_the_chunks_of_the_product_change_nothing(monkeypatch):
     bases = orthonormal_bases(CASES["more heads than room"])
     whole = head_overlap(bases.rows)
+    assert np.abs(whole.numpy() - scipy_overlap(CASES["more heads than room"])).max() < 1e-9
     for elements in (1, 16 * 12 * 16 * 3, 16 * 12 * 16 * 5):
         monkeypatch.setattr(subspaces_module, "_CHUNK_ELEMENTS", elements)
         assert torch.allclose(head_overlap(bases.rows), whole, atol=1e-13)
+
+
+@pytest.mark.parametrize("read", [orthonormal_bases, head_diversity])
+def test_an_unknown_method_is_refused_and_not_taken_for_the_default(read):
+    with pytest.raises(MisconfigurationError, match=r"one of \('whiten', 'svd', 'exact'\), got 'qr'"):
+        read(CASES["random"], method="qr")
+
+
+@pytest.mark.parametrize("rank_tol", [0, 1, -1e-6, float("nan")])
+@pytest.mark.parametrize("read", [orthonormal_bases, principal_cosines, head_diversity])
+def test_a_rank_tolerance_that_leaves_no_rank_is_refused(read, rank_tol):
+    with pytest.raises(MisconfigurationError, match="Write rank_tol=1e-6"):
+        read(CASES["random"], rank_tol=rank_tol)
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (0, 8, 16), (4, 0, 16), (4, 8, 0)])
