@@ -20,6 +20,8 @@ _REFUSED = (
     "_linalg_check_errors",
     "linalg_qr",
     "linalg_lstsq",
+    "repeat_interleave",
+    "bincount",
 )
 
 
@@ -33,7 +35,9 @@ class NoSync(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if any(name.startswith(refused) for refused in _REFUSED):
             raise AssertionError(f"{func} makes the host wait for the device")
-        if name == "index" and any(
+        # Writing one value through a mask is a masked fill, which does not wait.
+        looks_up = name == "index" or (name in {"index_put", "index_put_"} and args[2].numel() > 1)
+        if looks_up and any(
             isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) for item in args[1]
         ):
             raise AssertionError("indexing with a mask makes the host wait for the device")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,23 +14,24 @@ from tests.core.test_subspaces import CASES, gaussian
 from tests.skips import NEEDS_GPU
 
 SILENT = {
-    "head_diversity": lambda device: head_diversity(gaussian(3, 4, 8, 32).to(device)),
-    "head_diversity, exact": lambda device: head_diversity(gaussian(4, 8, 32).to(device), method="exact"),
-    "head_diversity, bfloat16": lambda device: head_diversity(gaussian(4, 8, 32).to(device, torch.bfloat16)),
-    "from covariance": lambda device: from_covariance(gaussian(4, 8, 4, 8).to(device), tokens=100),
-    "penalty": lambda device: diversity_penalty(gaussian(4, 8, 32).to(device)),
-    "head_covariance": lambda device: head_covariance(
-        gaussian(20, 4, 8).to(device), gaussian(4, 8, 32).to(device), lengths=[5, 15]
-    ),
-    "streaming": lambda device: HeadMoments.of(gaussian(9, 4, 8).to(device)).update(gaussian(9, 4, 8).to(device)),
+    "head_diversity": (head_diversity, [gaussian(3, 4, 8, 32)]),
+    "head_diversity, exact": (partial(head_diversity, method="exact"), [gaussian(4, 8, 32)]),
+    "head_diversity, bfloat16": (head_diversity, [gaussian(4, 8, 32).bfloat16()]),
+    "from covariance": (partial(from_covariance, tokens=100), [gaussian(4, 8, 4, 8)]),
+    "penalty": (diversity_penalty, [gaussian(4, 8, 32)]),
+    "penalty, float16": (diversity_penalty, [gaussian(4, 8, 32).half()]),
+    "head_covariance": (partial(head_covariance, lengths=[5, 15]), [gaussian(20, 4, 8), gaussian(4, 8, 32)]),
+    "streaming": (lambda first, second: HeadMoments.of(first).update(second), [gaussian(9, 4, 8), gaussian(9, 4, 8)]),
 }
 
 
 @pytest.mark.parametrize("what", SILENT)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_default_path_never_reads_a_value(what, device):
+    read, tensors = SILENT[what]
+    tensors = [tensor.to(device) for tensor in tensors]
     with NoSync():
-        SILENT[what](device)
+        read(*tensors)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,9 @@ def test_the_default_path_never_reads_a_value(what, device):
         lambda x: x.nonzero(),
         lambda x: torch.linalg.eigh(x @ x.mT),
         torch.unique,
+        lambda x: torch.repeat_interleave(x[0, 0], torch.ones(32, dtype=torch.int64)),
+        lambda x: torch.bincount(x.flatten().abs().long()),
+        lambda x: torch.index_put(x, (torch.ones(4, dtype=torch.bool),), x.clone()),
     ],
 )
 def test_what_does_read_a_value_is_refused(loud):
@@ -53,12 +59,13 @@ def test_what_does_read_a_value_is_refused(loud):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
 @pytest.mark.parametrize("what", SILENT)
 def test_cuda_agrees_that_nothing_waits(what):
-    SILENT[what]("cuda")  # libraries are loaded in the first call, and may wait there
+    read, tensors = SILENT[what]
+    tensors = [tensor.cuda() for tensor in tensors]
+    read(*tensors)  # libraries are loaded in the first call, and may wait there
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        weight = gaussian(4, 8, 32).to("cuda", non_blocking=True)
-        head_diversity(weight)
+        read(*tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
