@@ -171,7 +171,8 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, *, lengths: Sequence
     errors = (nan, nan)
     if lengths is not None and sum(lengths) != outputs.shape[0]:
         raise ShapeError(f"`lengths` must add up to the {outputs.shape[0]} tokens, got {sum(lengths)}.")
-    if lengths is not None and len(lengths) > 1:
+    lengths = [length for length in lengths or [] if length]  # leaving out nothing is no replicate
+    if len(lengths) > 1:
         errors = _jackknife(outputs, output_weight, moments, trace, lengths)
     return _summarise(moments, trace, *errors)
 
@@ -208,7 +209,8 @@ def _summarise(
         covariance=covariance,
         correlation=correlation,
         variance_factor=factor,
-        effective_heads=(1 / factor).clamp(max=H),
+        # Heads that cancel leave rounding of either sign: cap before inverting.
+        effective_heads=1 / factor.clamp_min(1 / H),
         output_overlap=overlap,
         tokens=moments.count,
         covariance_error=covariance_error,

@@ -132,7 +132,7 @@ def head_diversity_from_covariance(
         rank_tol: square roots of eigenvalues below ``rank_tol`` times a head's largest do not count.
 
     Returns:
-        The diversity, in float64.
+        The diversity, in float64; NaN everywhere in a layer whose covariance is not finite.
 
     Raises:
         MisconfigurationError: if `rank_tol` is not in (0, 1).
@@ -150,7 +150,9 @@ def head_diversity_from_covariance(
             "Write torch.cov(keys.flatten(1).T).reshape(heads, width, heads, width)."
         )
     _require_rank_tol(rank_tol)
-    blocks = covariance.double().transpose(-3, -2)  # (..., H, H, k, k)
+    finite = covariance.isfinite().flatten(-4).all(-1)[..., None, None, None, None]
+    # An infinite block between two heads would clamp to an overlap of 1.
+    blocks = torch.where(finite, covariance.double(), torch.nan).transpose(-3, -2)  # (..., H, H, k, k)
     own = blocks.diagonal(dim1=-4, dim2=-3).movedim(-1, -3)  # (..., H, k, k)
     variance = own.diagonal(dim1=-2, dim2=-1).sum(-1)
     largest = variance.amax(-1, keepdim=True)
@@ -187,7 +189,7 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
 
     Example:
         >>> weight = torch.eye(4).reshape(2, 2, 4).requires_grad_()
-        >>> float(diversity_penalty(weight))
+        >>> diversity_penalty(weight).item()
         0.0
     """
     if weight.dim() < 3 or weight.shape[-3] < 2:

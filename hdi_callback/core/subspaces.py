@@ -17,6 +17,7 @@ from hdi_callback.errors import MisconfigurationError, ShapeError
 
 Method = Literal["whiten", "svd", "exact"]
 
+_FINEST_RANK_TOL = 1e-7  # its square must stay above the rounding of a Gram matrix in float64
 _CHUNK_ELEMENTS = 2**24  # of the product of the bases, about 64 MB in float32
 
 
@@ -47,7 +48,8 @@ def orthonormal_bases(weight: Tensor, *, rank_tol: float = 1e-6, method: Method 
 
     Args:
         weight: ``(..., H, d_k, d)``, rows are features as in ``nn.Linear.weight``.
-        rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
+        rank_tol: singular values below ``rank_tol`` times a head's largest do not count. Whitening resolves none finer
+            than 1e-7, and takes smaller ones for it; ``"svd"`` does.
         method: ``"whiten"`` (no host sync, static shapes), ``"svd"`` (batched SVD), ``"exact"`` (whiten, all in
             float64).
 
@@ -189,7 +191,7 @@ def _whitener(gram: Tensor, rank_tol: float) -> Tensor:
     k = gram.shape[-1]
     eye = torch.eye(k, dtype=gram.dtype, device=gram.device)
     size = torch.linalg.matrix_norm(gram)
-    shift = torch.where(size > 0, rank_tol**2 * size, 1.0)[..., None, None]
+    shift = torch.where(size > 0, max(rank_tol, _FINEST_RANK_TOL) ** 2 * size, 1.0)[..., None, None]
     factor, info = torch.linalg.cholesky_ex(gram + shift * eye, check_errors=False)
     T = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False)
     W = eye - shift * (T @ T.mT)
