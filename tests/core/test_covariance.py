@@ -276,3 +276,64 @@ def test_the_error_of_an_ensemble_is_bias_plus_variance_plus_covariance(replicat
     assert float(terms.mse) == pytest.approx(
         float(terms.bias + terms.variance / H + (1 - 1 / H) * terms.covariance), rel=1e-11
     )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(2, 6), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 10**6))
+def test_heads_that_cancel_up_to_rounding_are_capped_at_their_number(H, dtype, seed):
+    outputs = gaussian(50, H - 1, 5, seed=seed).to(dtype)
+    outputs = torch.cat([outputs, -outputs.sum(1, keepdim=True)], 1)
+    weight = gaussian(1, 5, 9, seed=seed + 1).to(dtype).expand(H, 5, 9)
+    measured = head_covariance(outputs, weight)
+    assert float(measured.correlation) == pytest.approx(-1 / (H - 1), abs=1e-6)
+    assert float(measured.effective_heads) == pytest.approx(H)
+
+
+def test_a_sequence_without_tokens_is_no_replicate():
+    outputs, weight = layer()
+    plain = head_covariance(outputs, weight, lengths=[60, 40, 100])
+    padded = head_covariance(outputs, weight, lengths=[0, 60, 0, 40, 100, 0])
+    assert float(padded.covariance_error) == float(plain.covariance_error)
+    assert float(padded.correlation_error) == float(plain.correlation_error)
+    assert math.isnan(float(head_covariance(outputs, weight, lengths=[200, 0]).covariance_error))
+
+
+def test_five_merges_cost_a_few_roundings():
+    outputs = layer(tokens=300)[0]
+    moments, whole = HeadMoments.of(outputs[:60]), HeadMoments.of(outputs)
+    for piece in outputs[60:].split(60):
+        moments = moments.update(piece)
+    assert float((moments.scatter - whole.scatter).abs().max() / whole.scatter.abs().max()) < 5e-15
+    assert float((moments.mean - whole.mean).abs().max() / whole.mean.abs().max()) < 2e-15
+
+
+def test_centring_first_keeps_in_float32_what_subtracting_the_means_afterwards_loses():
+    outputs, weight = (gaussian(2000, 4, 6) + 1000).float(), gaussian(4, 6, 24, seed=1).float()
+    exact = np.trace(naive_trace(outputs, weight)) / 4
+    second = (outputs.flatten(1).T @ outputs.flatten(1)) / 2000
+    mean = outputs.flatten(1).mean(0)
+    flat = weight.flatten(0, 1)
+    late = ((second - mean[:, None] * mean) * (flat @ flat.T)).view(4, 6, 4, 6).sum((1, 3)).trace() / 4
+    assert abs(float(head_covariance(outputs, weight).variance) / exact - 1) < 1e-6
+    assert abs(float(late) / exact - 1) > 1e-3
+
+
+def test_taking_the_tokens_of_an_autoregression_as_independent_makes_the_error_three_times_too_small():
+    rng, r, length, sequences = np.random.default_rng(1), 0.9, 60, 200
+    weight = torch.eye(2, dtype=torch.float64).expand(3, 2, 2)
+    # Products of two such series correlate as r^(2j): the variance of a mean over `length` of them grows by this.
+    lags = np.arange(1, length)
+    inflation = math.sqrt(1 + 2 * ((1 - lags / length) * r ** (2 * lags)).sum())
+    assert inflation == pytest.approx(3, abs=0.1)
+    ratios = []
+    for _ in range(5):
+        series = rng.standard_normal((sequences, length, 6))
+        for t in range(1, length):
+            series[:, t] = r * series[:, t - 1] + math.sqrt(1 - r**2) * series[:, t]
+        outputs = torch.tensor(series.reshape(-1, 3, 2))
+        by_sequence = float(head_covariance(outputs, weight, lengths=[length] * sequences).covariance_error)
+        z = (outputs - outputs.mean(0)).numpy()
+        products = (z.sum(1) ** 2 - (z**2).sum(1)).sum(-1) / 6  # of each token: their mean is the covariance term
+        assert products.mean() == pytest.approx(float(head_covariance(outputs, weight).covariance), abs=1e-12)
+        ratios.append(by_sequence / (products.std(ddof=1) / math.sqrt(len(products))))
+    assert np.mean(ratios) == pytest.approx(inflation, rel=0.1)

@@ -54,6 +54,9 @@ def cases() -> dict[str, Tensor]:
         "duplicated": duplicated,
         "zero": zero,
         "wildly scaled": random * torch.tensor([1e-2, 1, 1e2, 3, 30, 0.1], dtype=torch.float64)[:, None, None] * 1e15,
+        # The first three are alive, the rest are dead beside them.
+        "from 1e18 to 1e-18": random
+        * torch.tensor([1e18, 1e14, 4e12, 1e11, 1, 1e-18], dtype=torch.float64)[:, None, None],
         "more heads than room": gaussian(12, 16, 48, seed=13),
         "wider than the input": gaussian(3, 20, 12, seed=14),
         "one head": gaussian(1, 16, 96, seed=15),
@@ -199,3 +202,82 @@ def test_a_rank_tolerance_that_leaves_no_rank_is_refused(read, rank_tol):
 def test_a_shape_that_is_no_head_weight_is_refused_with_what_to_write(shape):
     with pytest.raises(ShapeError, match=r"unflatten\(0, \(num_heads, -1\)\)"):
         orthonormal_bases(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("method", TOLERANCE)
+def test_a_subspace_inside_a_wider_one_is_not_counted_as_identical(method):
+    weight = torch.zeros(2, 6, 24, dtype=torch.float64)
+    weight[0] = gaussian(6, 24)
+    weight[1] = gaussian(6, 2) @ weight[0, :2]
+    bases = orthonormal_bases(weight, method=method)
+    assert bases.rank.tolist() == [6, 2]
+    assert float(head_overlap(bases.rows, bases.rank)[0, 1]) == pytest.approx(np.sqrt(2 / 6), abs=1e-9)
+
+
+@pytest.mark.parametrize("width", [4, 16, 64])
+@pytest.mark.parametrize("method", TOLERANCE)
+def test_a_direction_a_decade_from_the_rank_cut_is_decided(method, width):
+    sigma = torch.ones(width, dtype=torch.float64)
+    for factor, rank in ((0.1, width - 1), (10, width)):
+        sigma[-1] = factor * RANK_TOL
+        bases = orthonormal_bases(with_spectrum(sigma, 3, 4 * width), rank_tol=RANK_TOL, method=method)
+        assert bases.rank.tolist() == [rank] * 3
+        assert torch.allclose(bases.rows.square().sum((-2, -1)), bases.rank, atol=2e-3)
+
+
+@pytest.mark.parametrize("rank_tol", [1e-12, 1e-9, 1e-8, 1e-7])
+@pytest.mark.parametrize("method", TOLERANCE)
+def test_a_rank_tolerance_finer_than_a_gram_matrix_resolves_counts_no_rounding(method, rank_tol):
+    weight = gaussian(4, 32, 20) @ gaussian(4, 20, 256, seed=1)
+    bases = orthonormal_bases(weight, rank_tol=rank_tol, method=method)
+    assert bases.rank.tolist() == [20] * 4
+    assert np.abs(head_overlap(bases.rows, bases.rank).numpy() - scipy_overlap(weight)).max() < 1e-9
+
+
+def sized_cases() -> dict[str, tuple[Tensor, float, float]]:
+    """Twelve heads of width 64 in 768, with the documented errors of their mean overlap in float32 and in float64."""
+    random = gaussian(12, 64, 768)
+    low_rank = with_spectrum(torch.cat([torch.ones(40), torch.zeros(24)]).double(), 12, 768)
+    shared = log_spectrum(1e4, 64)[:, None] * torch.linalg.qr(gaussian(12, 64, 64, seed=2)).Q @ random[:1]
+    duplicate = random.clone()
+    duplicate[7] = gaussian(64, 64, seed=1) @ random[2]
+    zero = random.clone()
+    zero[3] = 0
+    outlier = random.clone()
+    outlier[..., 5] *= 300
+    return {
+        "random": (random, 3e-10, 1e-16),
+        "condition 1e2": (with_spectrum(log_spectrum(1e2, 64), 12, 768), 1e-9, 2e-14),
+        "condition 1e4": (with_spectrum(log_spectrum(1e4, 64), 12, 768), 4e-8, 6e-11),
+        "shared space, condition 1e4": (shared, 3e-7, 8e-10),
+        "nearly aligned": (random[:1] + 1e-3 * gaussian(12, 64, 768, seed=3), 6e-8, 4e-11),
+        "rank 40 and noise": (low_rank + 1e-9 * gaussian(12, 64, 768, seed=4), 1e-9, 1e-16),
+        "exactly deficient": (low_rank, 1e-10, 1e-16),
+        "duplicate": (duplicate, 8e-10, 2e-16),
+        "zero head": (zero, 5e-10, 2e-16),
+        "outlier column": (outlier, 3e-9, 8e-14),
+    }
+
+
+SIZED = sized_cases()
+
+
+@pytest.mark.parametrize("case", SIZED)
+def test_a_layer_of_full_size_is_read_to_ten_times_the_documented_error(case):
+    weight, single, double = SIZED[case]
+    rounded = weight.float()
+    bases = [basis for basis in scipy_bases(rounded.double()) if basis.size]
+    expected = np.mean(
+        [
+            np.linalg.norm(left.T @ right) ** 2 / np.sqrt(left.shape[1] * right.shape[1])
+            for h, left in enumerate(bases)
+            for right in bases[h + 1 :]
+        ]
+    )
+    # What is left of 1e-16 is the rounding of the reference itself.
+    for method, error in (("whiten", 10 * single), ("exact", 10 * double + 5e-14), ("svd", 1e-6)):
+        diversity = head_diversity(rounded, method=method)
+        live = diversity.overlap.double()[~diversity.dead][:, ~diversity.dead]
+        assert abs(float(live[np.triu_indices(len(live), 1)].mean()) - expected) < error
+        spacing = torch.finfo(diversity.index.dtype).eps
+        assert abs(1 - float(diversity.index) - expected) < error + spacing
