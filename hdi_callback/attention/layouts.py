@@ -4,8 +4,9 @@ A layout is a function from a place in a model to an `AttentionLayer`, to `None`
 (`UnsupportedAttentionError`). Layouts are asked in order, those of the user first.
 
 The heads are never guessed. A count comes from the module's own attributes (or its own config), and every shape has to
-agree with it. A module with parts that a layout does not know is refused, for they may change what the heads receive;
-and the order of rows in a fused projection counts as known only where a trial forward shows it (`trial.py`).
+agree with it. A module with parts that a layout does not know is refused, for they may change what the heads receive.
+A trial forward (`trial.py`) has the last word: what it contradicts is refused, and the order of rows in a fused
+projection counts as known only where it is seen there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
-from hdi_callback.attention.trial import uses_rows_as_claimed
+from hdi_callback.attention.trial import acts_as_claimed
 from hdi_callback.errors import UnsupportedAttentionError
 
 
@@ -167,15 +168,15 @@ def separate_projections(place: Place) -> AttentionLayer | None:
         "key": key.slice(G, width),
         "value": value.slice(G, value_dim),
     }
-    return _with_output(place, slices, output, H, G, width, value_dim, _kind("separate", [query, key, value]))
+    layer = _with_output(place, slices, output, H, G, width, value_dim, _kind("separate", [query, key, value]))
+    if acts_as_claimed(layer) is False:  # names and shapes carry the claim where no trial can be made
+        raise place.refuse("a trial forward shows that its heads are not the blocks of rows that its shapes suggest")
+    return layer
 
 
 # --- one linear map for all
 
 _FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj", "query_key_value", "qkv_linear")
-# transformers' attention that needs more than one input to run, and whose order of rows the tests hold against what it
-# really receives.
-_KNOWN_CONTIGUOUS = frozenset({"ModernBertAttention"})
 
 
 def fused_projection(place: Place) -> AttentionLayer | None:
@@ -200,24 +201,22 @@ def fused_projection(place: Place) -> AttentionLayer | None:
         G, width = H, rows // (3 * H)
         if (claimed := _attribute(module, _KEY_HEAD_COUNTS)) not in (None, H):
             raise place.refuse(f"it names {claimed} key heads, but its fused projection has rows for {H} of them")
-    _require_contiguous(place, fused.path, [(0, H, width), (H * width, G, width), ((H + G) * width, G, width)])
     slices: dict[Role, HeadSlice] = {
         "query": fused.slice(H, width),
         "key": fused.slice(G, width, start=H * width),
         "value": fused.slice(G, width, start=(H + G) * width),
     }
-    return _with_output(place, slices, output, H, G, width, width, _kind("fused", [fused]))
-
-
-def _require_contiguous(place: Place, linear: str, blocks: list[tuple[int, int, int]]) -> None:
-    """Refuse unless it is seen, or known, that the fused rows are used role by role."""
-    is_as_claimed = uses_rows_as_claimed(place.module, linear, blocks)
-    if is_as_claimed is None and type(place.module).__name__ not in _KNOWN_CONTIGUOUS:
+    layer = _with_output(place, slices, output, H, G, width, width, _kind("fused", [fused]))
+    is_as_claimed = acts_as_claimed(layer)
+    if is_as_claimed is None:
         raise place.refuse(
             "in which order the rows of its fused projection are used could not be seen in a trial forward"
         )
-    if is_as_claimed is False:
-        raise place.refuse("its fused projection does not hold all queries, then all keys, then all values")
+    if not is_as_claimed:
+        raise place.refuse(
+            "a trial forward shows that its fused projection does not hold all queries, then all keys, then all values"
+        )
+    return layer
 
 
 # --- evidence
@@ -282,7 +281,11 @@ def _output_projection(place: Place) -> _Linear | None:
     if found or place.parent is None:
         return None
     beside = getattr(getattr(place.parent, "output", None), "dense", None)
-    is_bert = getattr(place.parent, "self", None) is module or getattr(place.parent, "attention", None) is module
+    # In a block that is not attention itself, `output.dense` is what follows the hidden layer.
+    is_bert = bool(re.search("attention|attn", type(place.parent).__name__, re.I)) and module in (
+        getattr(place.parent, "self", None),
+        getattr(place.parent, "attention", None),
+    )
     return _Linear(place.parent, "output.dense", beside) if is_bert and _is_linear(beside) else None
 
 

@@ -13,6 +13,7 @@ projection. They are therefore those without attention dropout.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -52,12 +53,15 @@ class Taps:
 
     def __init__(self, layers: Sequence[AttentionLayer], *, max_tokens: int = 2048) -> None:
         self._taps = {layer.name: _Tap(layer, max_tokens) for layer in layers}
-        self._never = {
-            layer.name: "its output projection is not known"
-            for layer in layers
-            if "output" not in layer.slices
-            or (layer.output_projection is None and not _is_torch_attention(layer.module))
-        }
+        projections = Counter(id(layer.output_projection) for layer in layers if layer.output_projection is not None)
+        self._never: dict[str, str] = {}
+        for layer in layers:
+            if "output" not in layer.slices or (
+                layer.output_projection is None and not _is_torch_attention(layer.module)
+            ):
+                self._never[layer.name] = "its output projection is not known"
+            elif projections[id(layer.output_projection)] > 1:
+                self._never[layer.name] = "it shares its output projection with another layer"
         self._is_armed = False
         self._handles: list[RemovableHandle] = []
         self._install()
