@@ -267,10 +267,10 @@ class HDICallback(pl.Callback):
 
     def _publish(self, trainer: pl.Trainer, readout: Readout) -> Record | None:
         """Turn one reading into numbers and hand them to all who wait for them."""
-        record: Record | None = None
-        with self._faults.contained("reading out head diversity"):
+        try:
             record = readout.record()
-        if record is None:
+        except Exception as error:
+            self._faults.tell("reading out head diversity", error)
             return None
         if self._history is not None:
             with self._faults.contained(f"writing {self._history.path}"):

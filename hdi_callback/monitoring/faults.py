@@ -33,7 +33,11 @@ class Faults:
         try:
             yield
         except Exception as error:
-            self.say(work, f"{work} failed ({type(error).__name__}: {error}). Training goes on.")
+            self.tell(work, error)
+
+    def tell(self, work: str, error: Exception) -> None:
+        """Warn that `work` failed with `error`, once for each kind of work."""
+        self.say(work, f"{work} failed ({type(error).__name__}: {error}). Training goes on.")
 
     def say(self, kind: str, message: str) -> None:
         """Warn with `message`, once for each `kind`."""
