@@ -97,10 +97,10 @@ class _Changes:
             if linear not in self.answers:
                 self.answers[linear] = torch.randn(1, _TOKENS, features).repeat(self.batch, 1, 1)
         for element, (case, heads) in enumerate(self.cases, 1):
-            role: Role = "value" if case == "weights" else case
-            part = layer.slices[role]
+            changed: Role = "value" if case == "weights" else case
+            part = layer.slices[changed]
             rows = slice(part.start, part.start + part.heads * part.width)
-            answer = self.answers[_linear(layer, role)][element, :, rows].unflatten(1, (part.heads, part.width))
+            answer = self.answers[_linear(layer, changed)][element, :, rows].view(_TOKENS, part.heads, part.width)
             if case == "value":
                 answer[:, heads] *= 2
             elif case == "weights":
@@ -211,7 +211,8 @@ def _forward(layer: AttentionLayer, changes: _Changes, is_batch_first: bool) -> 
     outputs = outputs if is_batch_first else outputs.transpose(0, 1)
     if outputs.shape[:2] != (changes.batch, _TOKENS):
         return None
-    return outputs.flatten(2).unflatten(2, (layer.num_heads, layer.value_dim))
+    by_head: Tensor = outputs.reshape(*outputs.shape[:2], layer.num_heads, layer.value_dim)
+    return by_head
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -233,7 +234,7 @@ def _make_plain(module: nn.Module) -> None:
     """Take off what needs a GPU, calls back to the user, or mixes heads in a way that leaves them in place."""
     module._forward_hooks.clear()
     module._forward_pre_hooks.clear()
-    config = module.__dict__.get("config")
+    config: Any = module.__dict__.get("config")
     if hasattr(config, "_attn_implementation"):
         config._attn_implementation = "eager"  # the config is a copy as well
     for name, child in module.named_children():
