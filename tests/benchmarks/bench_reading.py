@@ -13,6 +13,7 @@ import scipy.linalg
 import torch
 
 from hdi_callback.core import head_diversity, head_overlap, orthonormal_bases
+from tests.benchmarks.memory import peak_mebibytes
 from tests.benchmarks.ratios import measure, table, write
 
 SHAPES = {"12 x 64 x 768": (12, 64, 768), "32 x 128 x 4096": (32, 128, 4096)}
@@ -61,9 +62,30 @@ def report(shapes: dict[str, tuple[int, int, int]], rounds: int, device: str) ->
         lines += [
             f"SciPy for all {len(pairs)} pairs, extrapolated from the sample: {everything:.0f} times the plain product "
             f"and {everything / ours.median:.0f} times `head_diversity`.",
+            *memory(H, k, d, device),
             "",
         ]
     return lines
+
+
+def memory(H: int, k: int, d: int, device: str) -> list[str]:
+    """What the product and a reading allocate at their peak, each in a process of its own."""
+    # A small reading first, so that what libraries load at their first call is not counted.
+    setup = (
+        "import torch\nfrom hdi_callback.core import head_diversity\n"
+        f"head_diversity(torch.randn(4, 8, 32, device={device!r}))\n"
+        f"weight = torch.randn({H}, {k}, {d}, device={device!r})\nflat = weight.flatten(0, 1)"
+    )
+    product = peak_mebibytes(setup, "result = flat @ flat.T", device=device)
+    reading = peak_mebibytes(setup, "result = head_diversity(weight)", device=device)
+    if product is None or reading is None:
+        return ["Peak memory: not measured, this system does not tell a process its own."]
+    weight = H * k * d * 4 / 2**20
+    return [
+        f"Peak memory beyond the weight ({weight:.1f} MiB): the product {product:.1f} MiB, `head_diversity` "
+        # Peaks are counted in pages, of which a small product may need no new one.
+        f"{reading:.1f} MiB{f', {reading / product:.1f} times as much' if product >= 1 else ''}."
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
