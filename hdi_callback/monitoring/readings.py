@@ -67,8 +67,9 @@ class LayerRecord:
 
     Attributes:
         values: metric name -> number; what could not be measured is not there.
-        arrays: per-head and per-pair results: ``worst_pair`` (two heads), ``energy_worst_pair``, ``nearest``,
-            ``nearest_overlap`` and ``rank`` (one entry per head), for roles other than key with the role in front.
+        arrays: two heads each: ``worst_pair``, ``worst_alignment_pair``, ``energy_worst_pair`` and
+            ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap`` and ``rank``. For roles
+            other than key with the role in front.
         matrices: ``overlap``, ``energy_overlap`` and ``output_overlap``, ``(H, H)``, on the host.
     """
 
@@ -202,7 +203,8 @@ def _tensors(reading: Reading) -> list[Tensor]:
     return [value for measurement in reading.measurements for value in _fields(measurement.values).values()]
 
 
-_ARRAYS = ("worst_pair", "energy_worst_pair", "nearest", "nearest_overlap", "rank")
+_PAIRS = ("worst_pair", "worst_alignment_pair", "energy_worst_pair", "energy_worst_alignment_pair")
+_ARRAYS = (*_PAIRS, "nearest", "nearest_overlap", "rank")
 _MATRICES = ("overlap", "energy_overlap", "output_overlap")
 
 
