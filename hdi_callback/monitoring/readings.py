@@ -68,8 +68,8 @@ class LayerRecord:
     Attributes:
         values: metric name -> number; what could not be measured is not there.
         arrays: two heads each: ``worst_pair``, ``worst_alignment_pair``, ``energy_worst_pair`` and
-            ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap`` and ``rank``. For roles
-            other than key with the role in front.
+            ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap`` and ``rank``. For
+            roles other than key with the role in front.
         matrices: ``overlap``, ``energy_overlap`` and ``output_overlap``, ``(H, H)``, on the host.
     """
 
