@@ -131,7 +131,7 @@ def _places(model: nn.Module) -> Iterable[Place]:
         yield Place(name, module, parents.get(id(module)))
 
 
-_ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+_ATTENTION_NAME = re.compile(r"(?i:attention|attn)|MLA$")
 
 
 def _looks_like_attention(place: Place) -> bool:

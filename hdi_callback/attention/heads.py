@@ -151,7 +151,8 @@ def check_layer(layer: AttentionLayer) -> AttentionLayer:
     contradiction = _contradiction(layer)
     if contradiction is not None:
         where = f"`{layer.name}` ({type(layer.module).__name__}, {layer.kind})"
-        raise UnsupportedAttentionError(f"The heads of {where} cannot be told apart: {contradiction}.")
+        remedy = f"Describe it with `register_layout`, or skip it with exclude=[{layer.name!r}]."
+        raise UnsupportedAttentionError(f"The heads of {where} cannot be told apart: {contradiction}. {remedy}")
     return layer
 
 

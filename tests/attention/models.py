@@ -107,7 +107,163 @@ class FusedGrouped(nn.Module):
         return self.out_proj(attend(*(tensor.unflatten(-1, (-1, 8)) for tensor in (q, k, v))))
 
 
+class Separate(nn.Module):
+    """Four projections of one width; what is done with them is left to others."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = H
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(D, D) for _ in range(4))
+
+    def heads(self, x, count=H):
+        return (proj(x).unflatten(-1, (count, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+
+
+class LengthFirst(Separate):
+    """(length, batch, width), as torch has it by default."""
+
+    def forward(self, x):
+        return self.out_proj(attend(*(tensor.transpose(0, 1) for tensor in self.heads(x))).transpose(0, 1))
+
+
+class ThreeInputs(Separate):
+    """Queries, keys and values from three inputs, and plain products."""
+
+    def forward(self, q, k, v, mask):
+        (q, _, _), (_, k, _), (_, _, v) = (
+            [tensor.transpose(1, 2) for tensor in self.heads(tensor)] for tensor in (q, k, v)
+        )
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        weights = (scores if mask is None else scores.masked_fill(mask, -1e9)).softmax(-1)
+        return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+class AlwaysDrops(NanoGPT):
+    """Causal, and with dropout in evaluation as well, as much code has it by mistake."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in self.c_attn(x).split(D, dim=2))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+        return self.c_proj(F.dropout(out.transpose(1, 2).flatten(2), 0.3))
+
+
+class OneRowPerToken(NanoGPT):
+    """Tokens of all sequences in one dimension, as `Conv1D` has them."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (H, -1)) for part in self.c_attn(x.flatten(0, 1)).split(D, dim=1))
+        q, k, v = (tensor.unflatten(0, x.shape[:2]) for tensor in (q, k, v))
+        return self.c_proj(attend(q, k, v).flatten(0, 1)).view(x.shape)
+
+
 # --- those that only look like it
+
+
+class KeysFirst(NanoGPT):
+    """Rows of keys, then of queries, then of values."""
+
+    def forward(self, x):
+        k, q, v = (part.unflatten(-1, (H, -1)) for part in self.c_attn(x).split(D, dim=2))
+        return self.c_proj(attend(q, k, v))
+
+
+class ValuesFirst(NanoGPT):
+    """Rows of values, then of keys, then of queries."""
+
+    def forward(self, x):
+        v, k, q = (part.unflatten(-1, (H, -1)) for part in self.c_attn(x).split(D, dim=2))
+        return self.c_proj(attend(q, k, v))
+
+
+class OverChannels(NanoGPT):
+    """Attention between channels, not between tokens (XCiT)."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (H, -1)).permute(0, 2, 3, 1) for part in self.c_attn(x).split(D, dim=2))
+        return self.c_proj(((q @ k.mT).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
+
+
+class OutputsInAnotherOrder(NanoGPT):
+    """Feature 0 of every head, then feature 1 of every head, ... before the output projection."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (H, -1)) for part in self.c_attn(x).split(D, dim=2))
+        return self.c_proj(attend(q, k, v).unflatten(-1, (H, -1)).transpose(2, 3).flatten(2))
+
+
+class KeysMixed(Separate):
+    """Heads attend with each other's keys, by a matrix that is called a scale and is the identity at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_scale = nn.Parameter(torch.eye(H))
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(attend(q, torch.einsum("gh,bthd->btgd", self.head_scale, k), v))
+
+
+class KeysRolled(Separate):
+    """Each head attends with its neighbour's keys."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(attend(q, k.roll(1, 2), v))
+
+
+class TokensMixed(Separate):
+    """Queries see the token before."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(attend(q + q.roll(1, 1), k, v))
+
+
+class Strided(Separate):
+    """Every fourth row belongs to a head."""
+
+    def forward(self, x):
+        return self.out_proj(attend(*(tensor.flatten(2).unflatten(-1, (-1, H)).mT for tensor in self.heads(x))))
+
+
+class TwiceAsMany(Separate):
+    """Twice the heads that it names."""
+
+    def forward(self, x):
+        return self.out_proj(attend(*self.heads(x, 2 * H)))
+
+
+class HalfAsMany(Separate):
+    """Half the heads that it names."""
+
+    def forward(self, x):
+        return self.out_proj(attend(*self.heads(x, H // 2)))
+
+
+class DifferentialByConstant(Separate):
+    """Two softmaxes a head, one subtracted from the other, and no parameter that tells."""
+
+    def forward(self, x):
+        (q, k, _), (_, _, v) = self.heads(x, 2 * H), self.heads(x)
+        one, other = attend(q, k, v.repeat_interleave(2, 2)).unflatten(-1, (H, 2, -1)).unbind(-2)
+        return self.out_proj((one - 0.8 * other).flatten(2))
+
+
+class GroupsTiled(Grouped):
+    """Query head h takes key head h modulo 2, not h over 2."""
+
+    def forward(self, x):
+        q, k, v = (proj(x).unflatten(-1, (-1, 8)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)))
+
+
+class LowRankMLA(nn.Module):
+    """Latent attention by the short name alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = H
+        self.down, self.up = nn.Linear(D, 8), nn.Linear(8, 3 * D)
 
 
 class Interleaved(nn.Module):

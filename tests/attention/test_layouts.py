@@ -29,6 +29,7 @@ def assert_right(layer: AttentionLayer, seen: Witness, really: Computation, *, s
     """
     for role, received in (("query", really.query), ("key", really.key), ("value", really.value)):
         x = seen.inputs[linear_of(layer, role)]
+        x = x if x.dim() == 3 else x.unflatten(0, (received.shape[0], -1))
         claimed = torch.einsum("bti,hki->bhtk", x, layer.weight(role).detach())
         repeat = received.shape[1] // claimed.shape[1]
         claimed = claimed.repeat_interleave(repeat, 1)
@@ -43,7 +44,7 @@ def assert_right(layer: AttentionLayer, seen: Witness, really: Computation, *, s
             assert float((got - expected.roll(1, 1)).abs().max()) > 1e-2 * scale, "heads are told apart"
     output = layer.weight("output").detach()
     heads = really.output.transpose(1, 2)  # (batch, length, heads, width)
-    assert torch.allclose(seen.inputs[layer.output_projection], heads.flatten(2), atol=1e-6)
+    assert torch.allclose(seen.inputs[layer.output_projection].view_as(heads), heads, atol=1e-6)
     projected = layer.output_projection(heads.flatten(2)).detach()
     assert torch.allclose(torch.einsum("bthi,hid->btd", heads, output), projected, atol=1e-5)
 
@@ -56,6 +57,7 @@ BY_HAND = {
     "grouped": (by_hand.Grouped(2), 4, 2, 8, False),
     "multi-query": (by_hand.Grouped(1), 4, 1, 8, False),
     "fused grouped": (by_hand.FusedGrouped(), 4, 2, 8, False),
+    "one row per token": (by_hand.OneRowPerToken(), 4, 4, 8, False),
 }
 
 
@@ -160,6 +162,131 @@ def test_transformers_are_read_right(name):
             assert (layer.num_key_heads, layer.head_dim) == (key_heads, width)
         assert really.query.shape[-1] == layer.head_dim
         assert_right(layer, seen, really, scaled=normed)
+
+
+@pytest.mark.parametrize("kind", [by_hand.LengthFirst, by_hand.ThreeInputs, by_hand.AlwaysDrops])
+def test_unusual_forwards_are_seen_through(kind):
+    model = without_biases(nn.Sequential(kind()))
+    (layer,) = find_attention(model)
+    x = torch.randn(3, 6, D, generator=torch.Generator().manual_seed(0))
+    with witness(model) as seen:
+        model[0](x, x, x, None) if kind is by_hand.ThreeInputs else model(x)
+    (really,) = seen.computations
+    x = x.transpose(0, 1) if kind is by_hand.LengthFirst else x
+    for role, received in (("query", really.query), ("key", really.key), ("value", really.value)):
+        claimed = torch.einsum("bti,hki->bhtk", x, layer.weight(role).detach())
+        assert torch.allclose(claimed, received, atol=1e-5), role
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("tower", ["text", "vision"])
+def test_clip_is_read_right(tower, attention):
+    torch.manual_seed(0)
+    model = (
+        tf.CLIPTextModel(tf.CLIPTextConfig(**SMALL, attn_implementation=attention))
+        if tower == "text"
+        else tf.CLIPVisionModel(tf.CLIPVisionConfig(**IMAGE, attn_implementation=attention))
+    )
+    layers = find_attention(without_biases(model))
+    with torch.no_grad(), witness(model) as seen:
+        model(torch.randint(3, 99, (3, 6))) if tower == "text" else model(torch.randn(3, 3, 16, 16))
+    assert len(layers) == len(seen.computations) == 2
+    for layer, really in zip(layers, seen.computations, strict=True):
+        assert layer.num_heads == really.query.shape[1] == 4
+        assert_right(layer, seen, really)
+
+
+def test_biases_are_what_a_weight_leaves_out():
+    torch.manual_seed(0)
+    model = tf.GPT2Model(TRANSFORMERS["gpt2"][0]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    layer = find_attention(model)[0]
+    with torch.no_grad(), witness(model) as seen:
+        model(torch.randint(3, 99, (3, 6)))
+    c_attn = model.h[0].attn.c_attn
+    for role, start, received in (
+        ("query", 0, seen.computations[0].query),
+        ("key", 32, seen.computations[0].key),
+        ("value", 64, seen.computations[0].value),
+    ):
+        bias = c_attn.bias[start : start + 32].view(4, 1, 8)
+        claimed = torch.einsum("bti,hki->bhtk", seen.inputs[c_attn], layer.weight(role)) + bias
+        assert torch.allclose(claimed, received, rtol=1e-4, atol=1e-3), role
+
+
+def test_t5_is_read_right():
+    config = tf.T5Config(d_model=32, d_kv=16, num_heads=4, num_layers=1, d_ff=64, vocab_size=99)
+    torch.manual_seed(0)
+    model = without_biases(tf.T5Model(config))
+    layers = find_attention(model)
+    with torch.no_grad(), witness(model) as seen:
+        model(torch.randint(3, 99, (3, 6)), decoder_input_ids=torch.randint(3, 99, (3, 5)))
+    assert len(seen.computations) == 3
+    for layer, really in zip(layers, seen.computations, strict=True):
+        assert layer.num_heads == really.query.shape[1]
+        assert_right(layer, seen, really)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torch_layers_are_read_right_inside_their_encoder_and_decoder(batch_first):
+    torch.manual_seed(0)
+    model = without_biases(nn.Transformer(D, H, 1, 1, 64, batch_first=batch_first))
+    x, y = torch.randn(3, 6, D), torch.randn(3, 5, D)
+    received: dict[nn.Module, list[torch.Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.register_forward_pre_hook(lambda module, args: received.update({module: list(args[:3])}))
+    with witness(model) as seen:
+        model(x, y) if batch_first else model(x.transpose(0, 1), y.transpose(0, 1))
+    layers = find_attention(model)
+    assert len(layers) == len(seen.computations) == 3
+    for layer, really in zip(layers, seen.computations, strict=True):
+        roles = ("query", "key", "value")
+        for role, given, got in zip(roles, received[layer.module], (really.query, really.key, really.value)):
+            given = given if batch_first else given.transpose(0, 1)
+            claimed = torch.einsum("bti,hki->bhtk", given, layer.weight(role))
+            assert torch.allclose(claimed, got, atol=1e-5), role
+
+
+@pytest.mark.parametrize(("width", "heads"), [(32, 1), (32, 32), (96, 3), (512, 8), (64, 1), (1024, 128)])
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_heads_of_any_number_and_width_are_seen_in_the_trial(width, heads, is_scaled):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.qkv, self.proj = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            scores = q @ k.mT * ((width // heads) ** -0.5 if is_scaled else 1)
+            return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    with torch.device("meta"):
+        model = nn.Sequential(Plain())
+    (layer,) = find_attention(model)
+    assert (layer.num_heads, layer.head_dim) == (heads, width // heads)
+
+
+def test_a_layer_is_found_before_its_weights_exist():
+    """The trial forward needs no weight, so that a model on the meta device is described as well."""
+    model = nn.Sequential(by_hand.NanoGPT(), by_hand.Interleaved(), by_hand.Grouped()).to("meta")
+    found = survey(model)
+    assert [layer.name for layer in found.layers] == ["0", "2"]
+    assert [refusal.name for refusal in found.refused] == ["1"]
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_the_witness_sees_the_same_whichever_way_attention_is_computed(need_weights):
+    torch.manual_seed(0)
+    module, x = nn.MultiheadAttention(D, H, batch_first=True).eval(), torch.randn(3, 6, D)
+    with torch.no_grad(), witness(module) as seen:
+        answer, _ = module(x, x, x, need_weights=need_weights)
+    (really,) = seen.computations
+    by_softmax = (really.query @ really.key.mT / 8**0.5).softmax(-1) @ really.value
+    assert torch.allclose(by_softmax, really.output, atol=1e-6)
+    assert torch.allclose(module.out_proj(by_softmax.transpose(1, 2).flatten(2)), answer, atol=1e-6)
 
 
 def test_both_towers_of_clip_are_found_with_heads_of_their_own():

@@ -12,6 +12,7 @@ from torch import nn
 from hdi_callback.attention import find_attention, survey
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
+from tests.attention.models import D
 from tests.attention.test_layouts import SMALL
 
 LOOK_ALIKES = {
@@ -26,6 +27,24 @@ LOOK_ALIKES = {
     by_hand.DoesNotDivide: "its query projection has 32 rows, which 5 heads do not divide",
     by_hand.TooFewKeys: "its key projection has rows for 2 heads of width 8, but it names none",
     by_hand.OddOutput: "its output projection takes 64 features, expected 4 heads x 8",
+    **dict.fromkeys(
+        [by_hand.KeysFirst, by_hand.ValuesFirst, by_hand.OverChannels, by_hand.OutputsInAnotherOrder],
+        "does not hold all queries, then all keys, then all values",
+    ),
+    **dict.fromkeys(
+        [
+            by_hand.KeysMixed,
+            by_hand.KeysRolled,
+            by_hand.TokensMixed,
+            by_hand.Strided,
+            by_hand.TwiceAsMany,
+            by_hand.HalfAsMany,
+            by_hand.DifferentialByConstant,
+            by_hand.GroupsTiled,
+        ],
+        "its heads are not the blocks of rows that its shapes suggest",
+    ),
+    by_hand.LowRankMLA: "none of the known layouts fits its parameters",
     by_hand.HiddenAttention: "none of the known layouts fits its parameters",
 }
 
@@ -54,6 +73,7 @@ REFUSED = {
     "CodeGen": tf.CodeGenConfig(
         n_embd=32, n_layer=2, n_head=4, vocab_size=99, rotary_dim=4, bos_token_id=1, eos_token_id=2
     ),
+    "ALBERT, a norm inside": tf.AlbertConfig(**SMALL | {"embedding_size": 16}),
     "DeBERTa": tf.DebertaConfig(**SMALL),
     "Longformer": tf.LongformerConfig(**SMALL | {"sep_token_id": 2}, attention_window=4),
     "DeepSeek, latent attention": tf.DeepseekV3Config(
@@ -63,12 +83,29 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_levit_with_wider_values_is_refused():
+    config = tf.LevitConfig(image_size=16, hidden_sizes=[16, 24, 32], num_attention_heads=[2, 2, 2], depths=[1, 1, 1],
+                            key_dim=[4, 4, 4], patch_size=4)  # fmt: skip
+    found = survey(tf.LevitModel(config))
+    assert found.layers == ()
+    assert {"LevitAttention", "LevitAttentionSubsample"} == {refusal.module_type for refusal in found.refused}
+
+
+def test_an_impossible_count_is_refused_with_what_to_do():
+    module = by_hand.Separate()
+    module.num_key_value_heads, module.k_proj, module.v_proj = 3, nn.Linear(D, 24), nn.Linear(D, 24)
+    (refusal,) = survey(nn.Sequential(module)).refused
+    assert "4 heads cannot share 3 key heads evenly" in refusal.reason
+    assert "register_layout" in refusal.message
+    assert "exclude=['0']" in refusal.message
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_families_whose_layout_is_not_known_are_refused_layer_by_layer(name):
     model = tf.AutoModel.from_config(REFUSED[name])
     found = survey(model)
     assert found.layers == ()
-    assert len(found.refused) == 2
+    assert len(found.refused) == (1 if "ALBERT" in name else 2)  # ALBERT's layers are one module
     assert all("Attention" in refusal.module_type for refusal in found.refused)
 
 

@@ -183,6 +183,18 @@ def test_an_unexpected_width_is_absent_with_the_reason():
         assert taps.absent == {"0": "its output projection received 3 features, expected 4 x 8"}
 
 
+def test_a_shared_output_projection_is_absent_with_the_reason():
+    """A tap on it could not tell whose input it sees."""
+    first, second, own = by_hand.Separate(), by_hand.LengthFirst(), by_hand.LengthFirst()
+    second.out_proj = first.out_proj
+    model = nn.ModuleList([first, second, own])
+    with tap(model) as taps:
+        taps.arm()
+        own(second(torch.randn(3, 6, D)))
+        assert set(taps.captures) == {"2"}
+        assert taps.absent == dict.fromkeys("01", "it shares its output projection with another layer")
+
+
 # --- torch's own attention, whose output projection is never called
 
 
