@@ -244,7 +244,6 @@ def main(argv: list[str] | None = None) -> None:
     )
     trainer.fit(lit, train_batches, val_batches)
 
-    loss = trainer.validate(lit, val_batches, verbose=False)[0]["val_loss"]
     if not options.no_wandb:
         loggers[1].experiment.finish()
     history = load_history(callback.history_path)
@@ -253,9 +252,8 @@ def main(argv: list[str] | None = None) -> None:
 
     print()
     print_layers(history)
-    print(
-        f"\nvalidation loss {loss:.3f} nats per byte; byte frequencies alone give {unigram_loss(train, validation):.3f}"
-    )
+    loss, unigram = float(trainer.callback_metrics["val_loss"]), unigram_loss(train, validation)
+    print(f"\nvalidation loss {loss:.3f} nats per byte; byte frequencies alone give {unigram:.3f}")
     print(f"the model writes: {lit.continue_text('def ')!r}\n")
     print(f"figure            {figure}")
     print(f"every reading     {callback.history_path}")

@@ -1,0 +1,69 @@
+"""What the README and the documentation name exists, and their code runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hdi_callback.monitoring.metrics import DEFAULT_METRICS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in code_blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_the_configuration_that_the_documentation_shows_makes_the_callback():
+    import yaml
+
+    from hdi_callback import HDICallback
+
+    (block,) = code_blocks(ROOT / "docs" / "getting-started.md", "yaml")
+    (shown,) = yaml.safe_load(block)["trainer"]["callbacks"]
+    assert shown["class_path"] == "hdi_callback.HDICallback"
+    HDICallback(**shown["init_args"])
+
+
+def test_every_test_that_is_named_exists():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for page in PAGES:
+        named = set(re.findall(r"\btest_\w+\b(?!\.py|`)(?=`)|\btest_\w{20,}\b", page.read_text()))
+        missing = {name for name in named if f"def {name}(" not in tests}
+        assert missing == set(), page
+        assert set(re.findall(r"\b(test_\w+\.py)", page.read_text())) <= files, page
+    assert len(re.findall(r"`(?:\w+\.py::)?test_\w+`", (ROOT / "docs" / "mathematics.md").read_text())) > 20
+
+
+@page_by_page
+def test_every_link_and_picture_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", page.read_text()):
+        if not target.startswith("https://"):
+            assert (page.parent / target).is_file(), target
+
+
+@page_by_page
+def test_every_make_target_that_is_named_exists(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    assert set(re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", page.read_text(), flags=re.M)) <= {
+        pair for target in targets for pair in ((target, ""), ("", target))
+    }
+
+
+@pytest.mark.parametrize("tag", [*(f"{metric}/<layer>" for metric in DEFAULT_METRICS), "hdi/mean", "hdi/min"])
+def test_every_default_curve_is_explained(tag):
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / "reading-the-curves.md").read_text(), flags=re.M)
+    assert any(f"`{tag}`" in heading for heading in headings)
