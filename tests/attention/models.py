@@ -219,6 +219,22 @@ class TokensMixed(Separate):
         return self.out_proj(attend(q + q.roll(1, 1), k, v))
 
 
+class ValuesSquashed(Separate):
+    """What is averaged is not linear in the values."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(attend(q, k, v.tanh()))
+
+
+class KeysIgnored(Separate):
+    """The mean of the values, whatever the keys."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(attend(q, 0 * k, v) + 0 * q.flatten(2))
+
+
 class Strided(Separate):
     """Every fourth row belongs to a head."""
 

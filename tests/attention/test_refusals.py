@@ -36,6 +36,8 @@ LOOK_ALIKES = {
             by_hand.KeysMixed,
             by_hand.KeysRolled,
             by_hand.TokensMixed,
+            by_hand.ValuesSquashed,
+            by_hand.KeysIgnored,
             by_hand.Strided,
             by_hand.TwiceAsMany,
             by_hand.HalfAsMany,
