@@ -93,13 +93,13 @@ def test_the_gpt_example_ends_with_a_table_and_a_figure(gpt):
 
 
 def test_the_vit_learns_digits_and_its_heads_are_watched(root, tmp_path):
-    printed = run(root, tmp_path, "train_vit_digits.py", "--epochs", "4", "--layers", "2", "--every-n-steps", "30")
+    printed = run(root, tmp_path, "train_vit_digits.py", "--epochs", "8", "--layers", "2", "--every-n-steps", "30")
     accuracy = float(re.search(r"validation accuracy ([\d.]+)", printed).group(1))
     assert accuracy > 0.6, "ten classes, so guessing gives 0.1"
     history = load_history(tmp_path / "run" / "version_0" / "hdi" / "history.jsonl")
     assert set(history["layer"]) == {f"model.encoder.layers.{place}.self_attn" for place in range(2)}
-    assert list(history["step"].unique()) == [0, 30, 60, 84]
-    assert history.loc[history["step"] < 84, "head_correlation"].notna().all()
+    assert list(history["step"].unique()) == [0, 30, 60, 90, 120, 150, 168]
+    assert history.loc[history["step"] < 168, "head_correlation"].notna().all()
 
 
 @pytest.mark.parametrize("example", ["train_gpt.py", "train_vit_digits.py"])
