@@ -160,6 +160,25 @@ class LitGPT(L.LightningModule):
         return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
+def build(
+    *,
+    steps: int = 600,
+    layers: int = 4,
+    heads: int = 6,
+    width: int = 192,
+    length: int = 128,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> tuple[LitGPT, DataLoader, DataLoader]:
+    """Make everything that a trainer needs: the model, and the batches for training and for validation."""
+    L.seed_everything(seed, verbose=False)
+    train, validation = read_standard_library()
+    train_batches = DataLoader(Windows(train, length), batch_size, shuffle=True, drop_last=True)
+    val_batches = DataLoader(Windows(validation[: 256 * length + 1], length), 64)
+    model = GPT(layers=layers, heads=heads, width=width, length=length)
+    return LitGPT(model, steps=steps), train_batches, val_batches
+
+
 # --- What it shows
 
 
@@ -212,15 +231,20 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = read_arguments(argv)
     quiet()
-    L.seed_everything(options.seed, verbose=False)
-
-    train, validation = read_standard_library()
-    train_batches = DataLoader(Windows(train, options.length), options.batch_size, shuffle=True, drop_last=True)
-    val_batches = DataLoader(Windows(validation[: 256 * options.length + 1], options.length), 64)
-    model = GPT(layers=options.layers, heads=options.heads, width=options.width, length=options.length)
-    lit = LitGPT(model, steps=options.steps)
-    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    lit, train_batches, val_batches = build(
+        steps=options.steps,
+        layers=options.layers,
+        heads=options.heads,
+        width=options.width,
+        length=options.length,
+        batch_size=options.batch_size,
+        seed=options.seed,
+    )
+    train, validation = train_batches.dataset.text, val_batches.dataset.text
+    size = sum(parameter.numel() for parameter in lit.parameters()) / 1e6
     print(f"{size:.1f} million parameters, {len(train):,} bytes of Python source")
+    with torch.no_grad():
+        untrained = float(lit.loss(torch.stack([val_batches.dataset[i] for i in range(len(val_batches.dataset))])))
 
     board = TensorBoardLogger(options.out.parent, name=options.out.name)
     loggers = [board]
@@ -245,6 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer.fit(lit, train_batches, val_batches)
 
     if not options.no_wandb:
+        offline_run = Path(os.path.relpath(loggers[1].experiment.dir)).parent
         loggers[1].experiment.finish()
     history = load_history(callback.history_path)
     figure = Path(board.log_dir) / "head_diversity.png"
@@ -253,7 +278,9 @@ def main(argv: list[str] | None = None) -> None:
     print()
     print_layers(history)
     loss, unigram = float(trainer.callback_metrics["val_loss"]), unigram_loss(train, validation)
-    print(f"\nvalidation loss {loss:.3f} nats per byte; byte frequencies alone give {unigram:.3f}")
+    print(
+        f"\nvalidation loss {loss:.3f} nats per byte; untrained {untrained:.3f}; byte frequencies alone give {unigram:.3f}"
+    )
     print(f"the model writes: {lit.continue_text('def ')!r}\n")
     print(f"figure            {figure}")
     print(f"every reading     {callback.history_path}")
@@ -261,6 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"TensorBoard       {programs}/tensorboard --logdir {options.out}   (see its page Custom Scalars)")
     if not options.no_wandb:
         print(f"W&B               {programs}/wandb leet {board.log_dir}/wandb   (in the terminal, without an account)")
+        print(f"                  {programs}/wandb sync {offline_run}   (to the website, with an account)")
 
 
 if __name__ == "__main__":

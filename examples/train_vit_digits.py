@@ -2,7 +2,8 @@
 
     python examples/train_vit_digits.py
 
-takes less than a minute on two CPU cores. The encoder is torch's own `nn.TransformerEncoder`.
+takes less than a minute on two CPU cores. The encoder is torch's own `nn.TransformerEncoder`. It writes a TensorBoard log
+and an offline W&B run, and ends with a table of the layers and a figure of their trajectories.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
+import wandb
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
@@ -87,9 +89,12 @@ def main(argv: list[str] | None = None) -> None:
         "--every-n-steps", type=int, default=20, help="optimizer steps between two readings of the heads"
     )
     parser.add_argument("--layers", type=int, default=3, help="attention layers")
+    parser.add_argument("--heads", type=int, default=4, help="heads per layer")
+    parser.add_argument("--width", type=int, default=64, help="width of the model; the heads share it")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     parser.add_argument("--out", type=Path, default=Path("runs/vit"), help="folder of the run")
+    parser.add_argument("--no-wandb", action="store_true", help="write no offline W&B run")
     options = parser.parse_args(argv)
 
     # Leave out what concerns a cluster, or somebody else's future.
@@ -100,18 +105,28 @@ def main(argv: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     L.seed_everything(options.seed, verbose=False)
     train_batches, val_batches = digits(options.batch_size)
-    callback = HDICallback(every_n_steps=options.every_n_steps)  # this is the line to add
+
     board = TensorBoardLogger(options.out.parent, name=options.out.name)
+    loggers = [board]
+    if not options.no_wandb:
+        Path(board.log_dir).mkdir(parents=True)
+        wandb.setup(wandb.Settings(mode="offline", silent=True))
+        loggers.append(WandbLogger(save_dir=board.log_dir, project="hdi_callback", offline=True))
+
+    callback = HDICallback(every_n_steps=options.every_n_steps)  # this is the line to add
     trainer = L.Trainer(
         max_epochs=options.epochs,
         callbacks=[callback],
-        logger=board,
+        logger=loggers,
         log_every_n_steps=5,
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(LitViT(ViT(layers=options.layers)), train_batches, val_batches)
+    model = ViT(layers=options.layers, heads=options.heads, width=options.width)
+    trainer.fit(LitViT(model), train_batches, val_batches)
 
+    if not options.no_wandb:
+        loggers[1].experiment.finish()
     history = load_history(callback.history_path)
     figure = Path(board.log_dir) / "head_diversity.png"
     plot_trajectories(history).savefig(figure, dpi=110)

@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hdi_callback import load_history
-from hdi_callback.monitoring.history import read_records
 from tests.wandb_files import read_wandb
 
-METRICS = ["hdi", "hdi_worst_pair", "hdi_effective_heads", "head_covariance", "head_correlation"]
+EXAMPLES = ["train_gpt.py", "train_vit_digits.py"]
+OF_WEIGHTS = ["hdi", "hdi_worst_pair", "hdi_effective_heads"]
+OF_OUTPUTS = ["head_covariance", "head_correlation"]
+
+Curve = list[tuple[int, float]]
+
+
+@dataclass
+class Run:
+    """A finished run: its folder, what it printed, and what must be in its logs."""
+
+    folder: Path
+    printed: str
+    layers: list[str]
+    due: list[int]
+
+    def history(self) -> dict[str, Curve]:
+        """The curves, straight from the lines of the history file."""
+        curves: dict[str, Curve] = {}
+        for text in (self.folder / "hdi" / "history.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            if line["kind"] != "reading":
+                continue
+            values = {name: layer["values"] for name, layer in line["layers"].items()}
+            index = [value["hdi"] for value in values.values()]
+            point = {"hdi/mean": sum(index) / len(index), "hdi/min": min(index)}
+            for metric in OF_WEIGHTS + OF_OUTPUTS:
+                point |= {f"{metric}/{name}": value[metric] for name, value in values.items() if metric in value}
+            for tag, value in point.items():
+                curves.setdefault(tag, []).append((line["step"], value))
+        return curves
 
 
 def run(root: Path, folder: Path, example: str, *arguments: str) -> str:
@@ -26,83 +57,91 @@ def run(root: Path, folder: Path, example: str, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory):
-    """A few dozen steps of the GPT example: its folder and what it printed."""
     root, folder = Path(__file__).parents[2], tmp_path_factory.mktemp("gpt")
     printed = run(
         root, folder, "train_gpt.py", "--steps", "90", "--every-n-steps", "20", "--layers", "2", "--heads", "4",
         "--width", "64", "--length", "64", "--batch-size", "16",
     )  # fmt: skip
-    return folder / "run" / "version_0", printed
-
-
-def expected(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What the loggers must hold, from the history alone."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for record in read_records(folder / "hdi" / "history.jsonl"):
-        for tag, value in record.scalars(METRICS).items():
-            curves.setdefault(tag, []).append((record.step, value))
-    return curves
-
-
-def test_the_history_has_every_tag_at_every_due_step(gpt):
-    folder, _ = gpt
     layers = [f"model.blocks.{place}.attention" for place in range(2)]
-    due = [0, 20, 40, 60, 80, 90]
-    curves = expected(folder)
-    assert set(curves) == {f"{metric}/{layer}" for metric in METRICS for layer in layers} | {"hdi/mean", "hdi/min"}
+    return Run(folder / "run" / "version_0", printed, layers, due=[0, 20, 40, 60, 80, 90])
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    root, folder = Path(__file__).parents[2], tmp_path_factory.mktemp("vit")
+    printed = run(root, folder, "train_vit_digits.py", "--epochs", "8", "--layers", "2", "--every-n-steps", "30")
+    layers = [f"model.encoder.layers.{place}.self_attn" for place in range(2)]
+    return Run(folder / "run" / "version_0", printed, layers, due=[0, 30, 60, 90, 120, 150, 168])
+
+
+@pytest.fixture(params=["gpt", "vit"])
+def example(request):
+    return request.getfixturevalue(request.param)
+
+
+def check_same(written: dict[str, Curve], wanted: dict[str, Curve]) -> None:
+    for tag, points in wanted.items():
+        assert [step for step, _ in written[tag]] == [step for step, _ in points], tag
+        values = [value for _, value in points]
+        assert [value for _, value in written[tag]] == pytest.approx(values, rel=1e-6, abs=1e-7), tag
+
+
+def test_the_history_has_every_tag_at_every_due_step(example):
+    tags = {f"{metric}/{layer}" for metric in OF_WEIGHTS + OF_OUTPUTS for layer in example.layers}
+    curves = example.history()
+    assert set(curves) == tags | {"hdi/mean", "hdi/min"}
     for tag, points in curves.items():
-        # No forward follows the last step, so head outputs are not there.
-        assert [step for step, _ in points] == (due[:-1] if tag.startswith("head_") else due), tag
+        # No forward follows the last step, so that its reading has the weights alone.
+        due = example.due[:-1] if tag.split("/")[0] in OF_OUTPUTS else example.due
+        assert [step for step, _ in points] == due, tag
 
 
-def test_tensorboard_holds_what_the_history_holds(gpt):
-    folder, _ = gpt
-    events = EventAccumulator(str(folder)).Reload()
-    for tag, points in expected(folder).items():
-        written = [(event.step, event.value) for event in events.Scalars(tag)]
-        assert [step for step, _ in written] == [step for step, _ in points], tag
-        assert [value for _, value in written] == pytest.approx([value for _, value in points], rel=1e-6), tag
+def test_tensorboard_holds_what_the_history_holds(example):
+    events = EventAccumulator(str(example.folder)).Reload()
+    wanted = example.history()
+    check_same({tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in wanted}, wanted)
 
 
-def test_wandb_holds_what_the_history_holds(gpt):
-    folder, _ = gpt
-    rows = read_wandb(folder).history
-    for tag, points in expected(folder).items():
-        written = [(row["trainer/global_step"], row[tag]) for row in rows if tag in row]
-        assert [step for step, _ in written] == [step for step, _ in points], tag
-        assert [value for _, value in written] == pytest.approx([value for _, value in points], rel=1e-6), tag
+def test_wandb_holds_what_the_history_holds(example):
+    rows = read_wandb(example.folder).history
+    wanted = example.history()
+    check_same({tag: [(row["trainer/global_step"], row[tag]) for row in rows if tag in row] for tag in wanted}, wanted)
+
+
+def test_the_examples_end_with_a_figure(example):
+    from matplotlib.image import imread
+
+    assert str(example.folder / "head_diversity.png") in example.printed
+    assert imread(example.folder / "head_diversity.png")[..., :3].std() > 0.02
 
 
 def test_the_gpt_learns_more_than_the_frequencies_of_bytes(gpt):
-    _, printed = gpt
-    loss, unigram = map(float, re.search(r"validation loss ([\d.]+) .* alone give ([\d.]+)", printed).groups())
-    assert loss < unigram
+    told = re.search(r"validation loss ([\d.]+) .* untrained ([\d.]+); .* alone give ([\d.]+)", gpt.printed)
+    loss, untrained, unigram = map(float, told.groups())
+    assert loss < unigram < untrained
 
 
-def test_the_gpt_example_ends_with_a_table_and_a_figure(gpt):
-    from matplotlib.image import imread
-
-    folder, printed = gpt
-    last = load_history(folder / "hdi" / "history.jsonl").groupby("layer").last()
+def test_the_gpt_example_ends_with_a_table(gpt):
+    last = load_history(gpt.folder / "hdi" / "history.jsonl").groupby("layer").last()
     for name, row in last.iterrows():
-        line = next(line for line in printed.splitlines() if str(name).removeprefix("model.") in line and "│" in line)
+        line = next(
+            line for line in gpt.printed.splitlines() if str(name).removeprefix("model.") in line and "│" in line
+        )
         assert f"{row['hdi']:.3f}" in line
         assert f"{row['hdi_chance']:.3f}" in line
-    assert str(folder / "head_diversity.png") in printed
-    assert imread(folder / "head_diversity.png")[..., :3].std() > 0.02
 
 
-def test_the_vit_learns_digits_and_its_heads_are_watched(root, tmp_path):
-    printed = run(root, tmp_path, "train_vit_digits.py", "--epochs", "8", "--layers", "2", "--every-n-steps", "30")
-    accuracy = float(re.search(r"validation accuracy ([\d.]+)", printed).group(1))
+def test_the_gpt_example_names_the_run_that_can_be_sent_to_wandb(gpt):
+    (sent,) = re.findall(r"wandb sync (\S+)", gpt.printed)
+    assert list((gpt.folder.parent.parent / sent).glob("*.wandb"))
+
+
+def test_the_vit_learns_digits(vit):
+    accuracy = float(re.search(r"validation accuracy ([\d.]+)", vit.printed).group(1))
     assert accuracy > 0.6, "ten classes, so guessing gives 0.1"
-    history = load_history(tmp_path / "run" / "version_0" / "hdi" / "history.jsonl")
-    assert set(history["layer"]) == {f"model.encoder.layers.{place}.self_attn" for place in range(2)}
-    assert list(history["step"].unique()) == [0, 30, 60, 90, 120, 150, 168]
-    assert history.loc[history["step"] < 168, "head_correlation"].notna().all()
 
 
-@pytest.mark.parametrize("example", ["train_gpt.py", "train_vit_digits.py"])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_explain_themselves(root, example):
     command = [sys.executable, str(root / "examples" / example), "--help"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
