@@ -278,9 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     print()
     print_layers(history)
     loss, unigram = float(trainer.callback_metrics["val_loss"]), unigram_loss(train, validation)
-    print(
-        f"\nvalidation loss {loss:.3f} nats per byte; untrained {untrained:.3f}; byte frequencies alone give {unigram:.3f}"
-    )
+    print(f"\nvalidation loss {loss:.3f} nats per byte; untrained {untrained:.3f}; byte frequencies give {unigram:.3f}")
     print(f"the model writes: {lit.continue_text('def ')!r}\n")
     print(f"figure            {figure}")
     print(f"every reading     {callback.history_path}")

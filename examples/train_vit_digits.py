@@ -2,8 +2,8 @@
 
     python examples/train_vit_digits.py
 
-takes less than a minute on two CPU cores. The encoder is torch's own `nn.TransformerEncoder`. It writes a TensorBoard log
-and an offline W&B run, and ends with a table of the layers and a figure of their trajectories.
+takes less than a minute on two CPU cores. The encoder is torch's own `nn.TransformerEncoder`. It writes a TensorBoard
+log and an offline W&B run, and ends with a table of the layers and a figure of their trajectories.
 """
 
 from __future__ import annotations
