@@ -1,6 +1,7 @@
 """The mathematics of head diversity: tensors in, tensors out."""
 
 from hdi_callback.core.allocation import HeadAllocation, allocate_heads
+from hdi_callback.core.chance import chance_of_overlap
 from hdi_callback.core.covariance import (
     BiasVarianceCovariance,
     HeadCovariance,
@@ -25,6 +26,7 @@ __all__ = [
     "HeadMoments",
     "allocate_heads",
     "bias_variance_covariance",
+    "chance_of_overlap",
     "diversity_penalty",
     "head_covariance",
     "head_diversity",

@@ -45,6 +45,8 @@ class HeadDiversity:
         ceiling: an upper bound of the HDI for these ranks (Welch type, not always attained).
         normalised_index: index / ceiling.
         rank: ``(H,)``, numerical ranks, whole numbers as floats.
+        effective_rank: ``(H,)``, participation ratio ``(tr G)^2 / ||G||_F^2`` of the squared singular values of each
+            head, ``G = W_h W_h^T``: how many directions a head really uses, in [1, d_k]; 0 for a dead head.
         dead: ``(H,)``, True where a head is all but zero.
         energy_index: 1 - mean energy overlap.
         energy_overlap: ``(H, H)``, RV coefficient (linear CKA) of every pair.
@@ -69,6 +71,7 @@ class HeadDiversity:
     ceiling: Tensor
     normalised_index: Tensor
     rank: Tensor
+    effective_rank: Tensor
     dead: Tensor
     energy_index: Tensor
     energy_overlap: Tensor
@@ -253,6 +256,7 @@ def _summarise(overlap: Tensor, energy: Tensor, rank: Tensor, dead: Tensor, widt
         ceiling=ceiling,
         normalised_index=(1 - mean) / ceiling,
         rank=rank,
+        effective_rank=participation,
         dead=dead,
         energy_index=1 - energy_mean,
         energy_overlap=energy_overlap,

@@ -526,3 +526,16 @@ def test_canonical_correlations_by_householder_and_svd_give_the_index_of_keys():
     measured = head_diversity_from_covariance(covariance, tokens=400)
     assert float(measured.index) == pytest.approx(1 - np.mean(squared), abs=1e-12)
     assert float(measured.worst) == pytest.approx(max(squared), abs=1e-12)
+
+
+def test_the_effective_rank_is_the_participation_ratio_of_the_squared_singular_values():
+    weight = gaussian(3, 5, 16, seed=3)
+    weight[1] *= torch.tensor([8.0, 1, 1, 1, 1])[:, None]
+    weight[2] = 0
+    spectrum = torch.from_numpy(np.linalg.svd(weight.numpy(), compute_uv=False)).square()
+    expected = spectrum.sum(-1).square() / spectrum.square().sum(-1)
+    measured = head_diversity(weight).effective_rank
+    assert measured[:2].tolist() == pytest.approx(expected[:2].tolist(), rel=1e-9)
+    assert measured[2] == 0
+    orthogonal = torch.linalg.qr(gaussian(16, 5, seed=4)).Q.mT[None]
+    assert float(head_diversity(orthogonal).effective_rank) == pytest.approx(5, rel=1e-9)
