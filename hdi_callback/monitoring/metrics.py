@@ -49,7 +49,7 @@ def _mean_over_pairs(matrix: Tensor) -> Tensor:
 
 
 def _smallest_effective_rank(diversity: Any) -> Tensor:
-    smallest = diversity.effective_rank.masked_fill(diversity.dead, float("inf")).amin(-1)
+    smallest: Tensor = diversity.effective_rank.masked_fill(diversity.dead, float("inf")).amin(-1)
     return smallest.masked_fill(diversity.dead.all(-1), float("nan"))
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 from hdi_callback.core import HeadCovariance, HeadDiversity
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS
 
+NOT_FINITE = "the weights are not finite"
+"""Why a layer has no index whose weights hold NaN or infinity."""
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -233,6 +236,6 @@ def _tabulate(reading: Reading) -> Record:
             index = "hdi" if measurement.source == "key" else f"hdi_{measurement.source}"
             if index in columns and index not in layer.values:
                 finite = math.isfinite(columns[f"{index}_effective_heads"][row])
-                absent[f"{index}/{name}"] = "fewer than two live heads" if finite else "the weights are not finite"
+                absent[f"{index}/{name}"] = "fewer than two live heads" if finite else NOT_FINITE
     axis = reading.step if reading.axis is None else reading.axis
     return Record(reading.step, layers, absent, reading.epoch, axis, reading.time)

@@ -1,0 +1,381 @@
+"""Rules over the readings of a run -> `Alert`.
+
+A rule sees the readings of one layer and says what it finds, or nothing. The engine here remembers which findings are
+standing, so that each is told once when it begins, once more if it gets worse, and once when it is over. Everything a
+rule needs is in the readings that it is given, so that a run can be judged while it goes on, after a resumption, or
+from its history file (`replay`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal, get_args
+
+from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.readings import Record
+
+Level = Literal["notice", "warning", "critical"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+_READINGS_KEPT = 64
+
+
+def is_at_least(level: Level, least: Level) -> bool:
+    """Tell whether a level is as serious as another, or more.
+
+    Args:
+        level: the level in question.
+        least: what it is held against.
+
+    Returns:
+        True if it is.
+
+    Example:
+        >>> is_at_least("critical", "warning"), is_at_least("notice", "warning")
+        (True, False)
+    """
+    return LEVELS.index(level) >= LEVELS.index(least)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule says of a layer at one reading.
+
+    Attributes:
+        what: what happened, as the middle of a sentence: ``heads 2 and 5 are nearly one head (alignment .93)``.
+        level: ``"notice"``, ``"warning"`` or ``"critical"``.
+        value: the number that was judged.
+        threshold: the number that it was held against.
+        metric: the metric that the number is of, if it is one.
+        heads: the heads concerned; empty if it is the whole layer.
+        since: first step at which it was so, if that was before this reading.
+        certainty: how sure this is, as a part of a sentence.
+        remedy: what to try, as a part of a sentence.
+    """
+
+    what: str
+    level: Level = "warning"
+    value: float | None = None
+    threshold: float | None = None
+    metric: str | None = None
+    heads: tuple[int, ...] = ()
+    since: int | None = None
+    certainty: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that happened to the heads of a layer, as a sentence and as data.
+
+    Attributes:
+        step: optimizer steps taken before the reading that showed it.
+        layer: name of the layer.
+        rule: name of the rule.
+        level: ``"notice"``, ``"warning"`` or ``"critical"``.
+        message: one sentence: when, where, what, since when, how sure, and what to try.
+        finding: the same as data.
+        is_resolved: True if this tells the end of an earlier alert.
+    """
+
+    step: int
+    layer: str
+    rule: str
+    level: Level
+    message: str
+    finding: Finding
+    is_resolved: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the alert as plain data, as the history keeps it.
+
+        Returns:
+            What `from_dict` takes.
+        """
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Alert:
+        """Make an alert from plain data.
+
+        Args:
+            data: what `to_dict` gave.
+
+        Returns:
+            The alert.
+        """
+        names = Alert.__dataclass_fields__
+        known = {name: value for name, value in data.items() if name in names}
+        finding = {name: value for name, value in data["finding"].items() if name in Finding.__dataclass_fields__}
+        return Alert(**{**known, "finding": Finding(**{**finding, "heads": tuple(finding.get("heads", ()))})})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One reading of one layer, as a rule sees it.
+
+    Attributes:
+        step: optimizer steps taken before the reading.
+        values: metric name -> number; what could not be measured is not there.
+        arrays: see `LayerRecord`; readings before the latest keep the pairs alone, the first of a run all of them.
+        absent: why the index could not be measured, or an empty string.
+    """
+
+    step: int
+    values: Mapping[str, float]
+    arrays: Mapping[str, list[Any]] = field(default_factory=dict)
+    absent: str = ""
+
+
+class Series:
+    """The readings of one layer so far: the first, and the latest 64.
+
+    Attributes:
+        layer: name of the layer.
+        facts: what is known of the layer: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ...
+        siblings: number of layers that are watched.
+        first: the first reading of the run.
+        rows: the latest readings, in order.
+    """
+
+    def __init__(self, layer: str, facts: Mapping[str, Any], siblings: int, first: Row) -> None:
+        self.layer, self.facts, self.siblings, self.first = layer, facts, siblings, first
+        self.rows: deque[Row] = deque(maxlen=_READINGS_KEPT)
+
+    def append(self, row: Row) -> None:
+        """Add a reading.
+
+        Args:
+            row: the reading.
+        """
+        if self.rows:
+            last = self.rows[-1]
+            pairs = {name: array for name, array in last.arrays.items() if name.endswith("_pair")}
+            self.rows[-1] = replace(last, arrays=pairs)
+        self.rows.append(row)
+
+    @property
+    def latest(self) -> Row:
+        """The reading to judge."""
+        return self.rows[-1]
+
+    def value(self, metric: str) -> float:
+        """Give a metric at the latest reading.
+
+        Args:
+            metric: its name.
+
+        Returns:
+            The number.
+
+        Raises:
+            KeyError: if it was not measured; a rule that names it in `needs` is not asked then.
+        """
+        return self.latest.values[metric]
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """Give a metric over the readings that have it.
+
+        Args:
+            metric: its name.
+
+        Returns:
+            Steps and numbers, in order, the latest last.
+        """
+        rows = [row for row in self.rows if metric in row.values]
+        return [row.step for row in rows], [row.values[metric] for row in rows]
+
+    def since(self, is_so: Callable[[Row], bool]) -> int:
+        """Find since when something has been so without a break, as far back as readings are kept.
+
+        Args:
+            is_so: asked of one reading after the other, from the latest back.
+
+        Returns:
+            The step of the first reading of the streak; of the latest if it is not so there.
+        """
+        step = self.latest.step
+        for row in reversed(self.rows):
+            if not is_so(row):
+                break
+            step = row.step
+        return step
+
+
+class Rule(ABC):
+    """Says what it finds in the readings of a layer; a rule of your own is a small class.
+
+    Attributes:
+        name: what it looks for, in a few words; there is one alert for each layer and rule until it is over.
+        needs: metrics without which it is not asked, and then neither begins nor ends an alert.
+        layers: patterns of layer names that it is for; all by default.
+
+    Example:
+        >>> class FewEffectiveHeads(Rule):
+        ...     name = "few effective heads"
+        ...     needs = ("hdi_effective_heads",)
+        ...
+        ...     def judge(self, series, active):
+        ...         heads = series.value("hdi_effective_heads")
+        ...         if heads < (2.5 if active else 2):  # two limits, so that it does not flicker
+        ...             return Finding(f"{heads:.1f} effective heads are left", value=heads, threshold=2)
+    """
+
+    name: ClassVar[str]
+    needs: Sequence[str] = ()
+    layers: Sequence[str] | None = None
+
+    @abstractmethod
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Judge the latest reading of a layer.
+
+        Args:
+            series: its readings so far.
+            active: the alert of this rule that stands for this layer, if there is one.
+
+        Returns:
+            What is found; `None` if there is nothing (or no longer anything) to tell.
+        """
+
+
+class Alerts:
+    """Ask rules about every reading, and tell each finding once.
+
+    Args:
+        rules: the rules, or a function that gives the rules for a layer by its name.
+        layers: what is known of each layer, as `AttentionLayer.facts` gives it.
+        faults: contains the exceptions of rules; without it they are raised.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule] | Callable[[str], Sequence[Rule]],
+        layers: Iterable[Mapping[str, Any]] = (),
+        faults: Faults | None = None,
+    ) -> None:
+        self._facts = {str(facts["name"]): facts for facts in layers}
+        self._rules_of: dict[str, list[Rule]] = {}
+        self._rules = rules
+        self._faults = faults
+        self._series: dict[str, Series] = {}
+        self._active: dict[tuple[str, str], Alert] = {}
+
+    @property
+    def active(self) -> list[Alert]:
+        """The alerts that stand, in the order in which they began."""
+        return list(self._active.values())
+
+    def judge(self, record: Record) -> list[Alert]:
+        """Judge one reading.
+
+        Args:
+            record: its numbers; readings come in the order of steps.
+
+        Returns:
+            What is new: alerts that begin, get worse or are over.
+        """
+        news: list[Alert] = []
+        for name, layer in record.layers.items():
+            row = Row(record.step, layer.values, layer.arrays, record.absent.get(f"hdi/{name}", ""))
+            series = self._series.get(name)
+            if series is None:
+                siblings = len(record.layers)
+                series = self._series[name] = Series(name, self._facts.get(name, {}), siblings, row)
+            series.append(row)
+            for rule in self._rules_for(name):
+                if not all(metric in row.values for metric in rule.needs):
+                    continue
+                active = self._active.get((name, rule.name))
+                alert = self._ask(rule, series, active)
+                if alert is None:
+                    continue
+                if alert.is_resolved:
+                    del self._active[name, rule.name]
+                else:
+                    self._active[name, rule.name] = alert
+                news.append(alert)
+        return news
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs.
+
+        Returns:
+            Plain data.
+        """
+        return {
+            "active": [alert.to_dict() for alert in self._active.values()],
+            "series": {
+                name: [_row_to_dict(row) for row in (series.first, *series.rows)]
+                for name, series in self._series.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off; layers that are no longer watched are dropped.
+
+        Args:
+            state: what `state_dict` gave.
+        """
+        is_known = self._facts.__contains__ if self._facts else lambda name: True
+        alerts = [Alert.from_dict(item) for item in state["active"]]
+        self._active = {(alert.layer, alert.rule): alert for alert in alerts if is_known(alert.layer)}
+        self._series = {}
+        for name, rows in state["series"].items():
+            if not is_known(name):
+                continue
+            first, *others = (Row(**row) for row in rows)
+            series = Series(name, self._facts.get(name, {}), len(state["series"]), first)
+            series.rows.extend(others)
+            self._series[name] = series
+
+    def _rules_for(self, name: str) -> list[Rule]:
+        if name not in self._rules_of:
+            rules = self._rules(name) if callable(self._rules) else self._rules
+            self._rules_of[name] = [
+                rule
+                for rule in rules
+                if rule.layers is None or any(fnmatchcase(name, pattern) for pattern in rule.layers)
+            ]
+        return self._rules_of[name]
+
+    def _ask(self, rule: Rule, series: Series, active: Alert | None) -> Alert | None:
+        """Ask a rule about the latest reading; give an alert if there is something to tell."""
+        try:
+            finding = rule.judge(series, active)
+        except Exception as error:
+            if self._faults is None:
+                raise
+            self._faults.tell(f"the alert rule {rule.name!r}", error)
+            return None
+        if finding is None:
+            return None if active is None else _resolved(active, series.latest.step)
+        if active is not None and is_at_least(active.level, finding.level):
+            return None
+        if finding.since is None:
+            finding = replace(finding, since=series.latest.step)
+        step = series.latest.step
+        return Alert(step, series.layer, rule.name, finding.level, _sentence(step, series.layer, finding), finding)
+
+
+def _sentence(step: int, layer: str, finding: Finding) -> str:
+    parts = [finding.what]
+    if finding.since is not None and finding.since < step:
+        parts.append(f"since step {finding.since}")
+    if finding.certainty:
+        parts.append(finding.certainty)
+    if finding.remedy:
+        parts.append(f"try {finding.remedy}")
+    return f"step {step}, {layer}: {'; '.join(parts)}"
+
+
+def _resolved(alert: Alert, step: int) -> Alert:
+    message = f"step {step}, {alert.layer}: over: {alert.finding.what} (told at step {alert.step})"
+    return replace(alert, step=step, message=message, is_resolved=True)
+
+
+def _row_to_dict(row: Row) -> dict[str, Any]:
+    return {"step": row.step, "values": dict(row.values), "arrays": dict(row.arrays), "absent": row.absent}

@@ -1,0 +1,65 @@
+"""A run judged after the fact, from its history file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
+from hdi_callback.monitoring.history import read_lines, read_records
+from hdi_callback.monitoring.rules import choose_rules
+
+
+def replay(
+    path: str | os.PathLike[str],
+    rules: Sequence[Rule] | None = None,
+    *,
+    thresholds: Mapping[str, Mapping[str, float | None]] | None = None,
+) -> list[Alert]:
+    """Judge a run from its history file, so that thresholds can be tuned without training again.
+
+    Args:
+        path: a history file.
+        rules: the rules to ask; by default those of `HDICallback`.
+        thresholds: for the default rules: pattern of layer names -> limits, as `HDICallback` takes them.
+
+    Returns:
+        Every alert in the order in which it would have been told.
+
+    Raises:
+        MisconfigurationError: if there is no such file, both rules and thresholds are given, or a threshold is
+            unknown.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from hdi_callback.monitoring.history import History
+        >>> from hdi_callback.monitoring.readings import LayerRecord, Record
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "history.jsonl"
+        >>> history = History(path)
+        >>> for step, alignment in ((50, 0.2), (100, 0.95)):
+        ...     values = {"hdi_alignment": alignment, "hdi_energy_alignment": alignment}
+        ...     history.write(Record(step, {"attn": LayerRecord(values)}))
+        >>> [(alert.step, alert.rule, alert.level) for alert in replay(path)]
+        [(100, 'mean alignment', 'critical')]
+    """
+    if rules is not None and thresholds is not None:
+        raise MisconfigurationError("`thresholds` are those of the default rules: give either rules or thresholds.")
+    runs = [line for line in read_lines(path) if line["kind"] == "run"]
+    alerts = Alerts(choose_rules("default" if rules is None else rules, thresholds), runs[-1]["layers"] if runs else ())
+    return [alert for record in read_records(path) for alert in alerts.judge(record)]
+
+
+def read_alerts(path: str | os.PathLike[str]) -> list[Alert]:
+    """Read the alerts that were told during a run.
+
+    Args:
+        path: a history file.
+
+    Returns:
+        The alerts in their order.
+
+    Raises:
+        MisconfigurationError: if there is no such file, or it is of a newer format.
+    """
+    return [Alert.from_dict(line) for line in read_lines(path) if line["kind"] == "alert"]
