@@ -15,10 +15,12 @@ from hdi_callback.core.diversity import (
     head_diversity,
     head_diversity_from_covariance,
 )
+from hdi_callback.core.separation import Folding, fold_head, fresh_head
 from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bases, principal_cosines
 
 __all__ = [
     "BiasVarianceCovariance",
+    "Folding",
     "HeadAllocation",
     "HeadBases",
     "HeadCovariance",
@@ -28,6 +30,8 @@ __all__ = [
     "bias_variance_covariance",
     "chance_of_overlap",
     "diversity_penalty",
+    "fold_head",
+    "fresh_head",
     "head_covariance",
     "head_diversity",
     "head_diversity_from_covariance",

@@ -1,0 +1,96 @@
+"""Heads taken apart: what is orthogonal, what keeps its scale, and what the layer computes afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hdi_callback.core import fold_head, fresh_head, head_diversity
+from hdi_callback.errors import ShapeError
+from tests.core.test_subspaces import gaussian
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_fresh_head_is_orthogonal_to_all_others_where_there_is_room():
+    weight = gaussian(4, 6, 40, seed=1)
+    weight[3] = 2 * weight[0]
+    fresh = fresh_head(weight, 3, generator=seeded())
+    assert (weight[:3] @ fresh.mT).abs().max() < 1e-12
+    assert float(fresh.norm()) == pytest.approx(float(weight[:3].norm(dim=(1, 2)).mean()))
+    assert torch.linalg.matrix_rank(fresh) == 6
+    again, other = fresh_head(weight, 3, generator=seeded()), fresh_head(weight, 3, generator=seeded(1))
+    assert torch.equal(fresh, again), "the generator decides"
+    assert not torch.allclose(fresh, other), "and it is random within the room that there is"
+
+
+def test_where_there_is_no_room_a_fresh_head_takes_what_the_others_use_least():
+    weight = gaussian(4, 8, 24, seed=2)
+    weight[3] = weight[0]
+    before, after = head_diversity(weight), weight.clone()
+    after[3] = fresh_head(weight, 3, generator=seeded())
+    worst_of_random = min(
+        float(head_diversity(torch.cat([weight[:3], gaussian(1, 8, 24, seed=s)])).overlap[3, :3].sum())
+        for s in range(50)
+    )
+    assert float(before.worst) == pytest.approx(1)
+    assert float(head_diversity(after).overlap[3, :3].sum()) < worst_of_random
+
+
+def test_the_global_random_state_is_left_alone():
+    state = torch.get_rng_state()
+    fresh_head(gaussian(3, 4, 16), 1, generator=seeded())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("shape", "head"), [((1, 4, 16), 0), ((3, 4, 16), 3), ((4, 16), 0)])
+def test_a_head_that_is_not_there_cannot_be_drawn(shape, head):
+    with pytest.raises(ShapeError, match="fresh head needs"):
+        fresh_head(torch.ones(shape), head)
+
+
+def attend(x, weights, value, bias):
+    return weights @ (x @ value.mT + bias)
+
+
+@pytest.mark.parametrize("same_values", [True, False])
+def test_folding_leaves_the_function_of_heads_that_attend_alike(same_values):
+    x, weights = gaussian(7, 12, seed=3), torch.softmax(gaussian(7, 7, seed=4), -1)
+    stay, out_stay, out_leave = gaussian(4, 12, seed=5), gaussian(4, 12, seed=6), gaussian(4, 12, seed=7)
+    leave = stay if same_values else gaussian(4, 4, seed=8) @ stay
+    biases = (gaussian(4, seed=9), gaussian(4, seed=10))
+    folded = fold_head((stay, leave), (out_stay, out_leave), biases)
+    before = attend(x, weights, stay, biases[0]) @ out_stay + attend(x, weights, leave, biases[1]) @ out_leave
+    after = attend(x, weights, stay, biases[0]) @ folded.output + folded.bias
+    assert (before - after).abs().max() < 1e-10
+    assert folded.lost < 1e-12
+
+
+def test_what_cannot_be_folded_is_said():
+    stay, leave = torch.eye(8, dtype=torch.float64)[:4], torch.eye(8, dtype=torch.float64)[4:]
+    output = gaussian(4, 8)
+    assert float(fold_head((stay, leave), (output, output)).lost) == pytest.approx(1)
+    half = torch.cat([stay[:2], leave[:2]])
+    assert 0.1 < float(fold_head((stay, half), (output, output)).lost) < 0.95
+
+
+def test_after_folding_and_a_fresh_subspace_the_layer_computes_what_it_did():
+    torch.manual_seed(0)
+    H, k, d, x = 3, 4, 24, torch.randn(5, 9, 24, dtype=torch.float64)
+    q, key, v = (torch.randn(H, k, d, dtype=torch.float64) for _ in range(3))
+    out = torch.randn(H, k, d, dtype=torch.float64)
+    for weight in (q, key, v):
+        weight[2] = weight[1]
+
+    def layer():
+        heads = [x[:, None] @ weight.mT for weight in (q, key, v)]  # (batch, H, length, k)
+        return (F.scaled_dot_product_attention(*heads) @ out).sum(1)
+
+    before = layer()
+    out[1], out[2] = fold_head((v[1], v[2]), (out[1], out[2])).output, 0
+    key[2], q[2] = fresh_head(key, 2, generator=seeded()), fresh_head(q, 2, generator=seeded())
+    assert (layer() - before).abs().max() < 1e-10
+    assert float(head_diversity(key).worst) < 0.5
