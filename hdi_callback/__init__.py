@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from hdi_callback.attention import AttentionLayer, find_attention, register_layout
 from hdi_callback.core import allocate_heads, head_covariance, head_diversity, principal_cosines
+from hdi_callback.monitoring import interventions, rules
+from hdi_callback.monitoring.alerts import Alert, Finding, Rule
 from hdi_callback.monitoring.history import load_history
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.replay import replay
 
 if TYPE_CHECKING:
     from hdi_callback.integrations.lightning import HDICallback
@@ -21,16 +24,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alert",
     "AttentionLayer",
+    "Finding",
     "HDICallback",
     "HeadDiversityMonitor",
+    "Rule",
     "allocate_heads",
     "find_attention",
     "head_covariance",
     "head_diversity",
+    "interventions",
     "load_history",
     "principal_cosines",
     "register_layout",
+    "replay",
+    "rules",
 ]
 
 _LAZY = {"HDICallback": "hdi_callback.integrations.lightning"}  # these import a trainer

@@ -27,3 +27,7 @@ class UnsupportedAttentionWarning(HDIWarning):
 
 class MonitoringWarning(HDIWarning):
     """Something went wrong while monitoring; the training run goes on."""
+
+
+class HeadCollapseWarning(HDIWarning):
+    """The heads of an attention layer have collapsed: an alert of the critical level."""

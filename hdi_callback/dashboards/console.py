@@ -1,12 +1,21 @@
-"""What was found, printed once at the start of training."""
+"""What people read while a run goes on: the layers that were found, then alerts and what was done about them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from hdi_callback.errors import HeadCollapseWarning
 
 if TYPE_CHECKING:
     from hdi_callback.attention import AttentionLayer, Refusal
+    from hdi_callback.monitoring.alerts import Alert
+    from hdi_callback.monitoring.watch import Outcome
+
+_Item = TypeVar("_Item")
+_MOST_LINES = 60
+_MOST_NAMES = 3
 
 
 def print_layers(
@@ -48,7 +57,8 @@ def _print_table(title: str, layers: Sequence[AttentionLayer], refused: Sequence
     console = Console()
     if not console.is_terminal:
         return False
-    table = Table(title=title, title_justify="left")
+    console.print(title)
+    table = Table()
     for heading, justify in (("layer", "left"), ("heads", "right"), ("width", "right"), ("layout", "left")):
         table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
     for layer in layers:
@@ -64,3 +74,66 @@ def _lines(title: str, layers: Sequence[AttentionLayer], refused: Sequence[Refus
     lines += [f"  {layer.name}: {_heads(layer)} heads of width {_width(layer)}, {layer.kind}" for layer in layers]
     lines += [f"  {refusal.name}: not watched: {refusal.reason}" for refusal in refused]
     return lines
+
+
+class AlertLines:
+    """Print alerts and what was done about them, one line for each kind at a reading; critical ones warn as well.
+
+    Notices are left to the dashboards and the history. After 60 lines of alerts it says where the others are, and falls
+    silent; what interventions do is always printed.
+
+    Args:
+        say: prints a line.
+        elsewhere: where all alerts can be read.
+    """
+
+    name = "printing alerts"
+
+    def __init__(self, say: Callable[[str], None] = print, elsewhere: str = "the history file") -> None:
+        self._say, self._elsewhere = say, elsewhere
+        self._lines = 0
+
+    def follow(self, outcome: Outcome) -> None:
+        """Print what is new at one reading.
+
+        Args:
+            outcome: the reading and what came of it.
+        """
+        alerts = [alert for alert in outcome.alerts if alert.level != "notice"]
+        for group in _groups(alerts, lambda alert: (alert.rule, alert.level, alert.is_resolved)):
+            self._print_alerts(group)
+        for actions in _groups(outcome.actions, lambda action: (action.intervention, action.is_dry_run)):
+            self._say(f"hdi_callback {_gather([action.message for action in actions], [a.layer for a in actions])}")
+        critical = [alert for alert in alerts if alert.level == "critical" and not alert.is_resolved]
+        if critical:
+            message = _gather([alert.message for alert in critical], [alert.layer for alert in critical])
+            warnings.warn(message, HeadCollapseWarning, stacklevel=2)
+
+    def _print_alerts(self, alerts: Sequence[Alert]) -> None:
+        self._lines += 1
+        if self._lines > _MOST_LINES:
+            return
+        word = "resolved" if alerts[0].is_resolved else alerts[0].level
+        self._say(
+            f"hdi_callback {word}: {_gather([alert.message for alert in alerts], [alert.layer for alert in alerts])}"
+        )
+        if self._lines == _MOST_LINES:
+            self._say(f"hdi_callback prints no further alerts; all of them are in {self._elsewhere}.")
+
+
+def _groups(items: Iterable[_Item], kind: Callable[[_Item], object]) -> list[list[_Item]]:
+    """Put together what is of one kind, in the order in which the kinds come."""
+    groups: dict[object, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
+    return list(groups.values())
+
+
+def _gather(messages: Sequence[str], layers: Sequence[str]) -> str:
+    """Say the first in full, and of the others where they are."""
+    others = list(layers[1:])
+    if not others:
+        return messages[0]
+    named = ", ".join(others[:_MOST_NAMES])
+    more = f" and {len(others) - _MOST_NAMES} more" if len(others) > _MOST_NAMES else ""
+    return f"{messages[0]} (and so in {named}{more})"

@@ -1,10 +1,16 @@
-"""TensorBoard: one chart per metric with all layers in it, beside the curve of each layer."""
+"""TensorBoard: one chart per metric with all layers in it, beside the curve of each layer; alerts as text and marks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hdi_callback.monitoring.watch import Outcome
+
+# The curve on which an alert is marked: the index, unless the rule judges pairs.
+_MARKED = {"hdi_worst_alignment": "hdi_worst_pair", "hdi_energy_worst_alignment": "hdi_worst_pair"}
 
 
 def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "") -> None:
@@ -15,5 +21,31 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "") -> Non
         metrics: names of metrics.
         prefix: what stands before every tag.
     """
-    charts = {metric: ["Multiline", [f"^{re.escape(prefix + metric)}/.*"]] for metric in metrics}
+    charts = {
+        metric: ["Multiline", [f"^{re.escape(prefix + metric)}/.*", f"^{re.escape(f'{prefix}alert/{metric}')}/.*"]]
+        for metric in metrics
+    }
     writer.add_custom_scalars({f"{prefix}head diversity": charts})
+
+
+def write_alerts(writer: Any, outcome: Outcome, prefix: str = "") -> None:
+    """Write alerts and interventions as text, and mark each alert on the curve that it is about.
+
+    The text is under ``hdi_alerts`` and ``hdi_interventions``, the marks are scalars under ``alert/<metric>/<layer>``.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`.
+        outcome: a reading and what came of it.
+        prefix: what stands before every tag.
+    """
+    axis = outcome.record.axis
+    if outcome.alerts:
+        lines = [f"- **{'resolved' if item.is_resolved else item.level}** {item.message}" for item in outcome.alerts]
+        writer.add_text(f"{prefix}hdi_alerts", "\n".join(lines), axis)
+    if outcome.actions:
+        writer.add_text(f"{prefix}hdi_interventions", "\n".join(f"- {item.message}" for item in outcome.actions), axis)
+    for alert in outcome.alerts:
+        metric = _MARKED.get(alert.finding.metric or "", "hdi")
+        value = outcome.record.layers[alert.layer].values.get(metric)
+        if value is not None and alert.level != "notice" and not alert.is_resolved:
+            writer.add_scalar(f"{prefix}alert/{metric}/{alert.layer}", value, axis)

@@ -1,22 +1,52 @@
-"""Weights & Biases: what the summary of a run keeps of the curves."""
+"""Weights & Biases: what the summary of a run keeps of the curves, and alerts that reach people by mail or chat."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hdi_callback.monitoring.watch import Outcome
+
+_LEVELS = {"warning": "WARN", "critical": "ERROR"}
+_SECONDS_BETWEEN = 300  # of two alerts with the same title
 
 
-def define_metrics(run: Any, metrics: Sequence[str], prefix: str = "") -> None:
+def define_metrics(run: Any, metrics: Sequence[str], layers: Iterable[str], prefix: str = "") -> None:
     """Let the summary of the run keep the lowest index and the highest overlap, as those are what one looks for.
+
+    Each curve is defined by its full name, because a pattern would yield to the ``*`` of Lightning's own logger.
 
     Args:
         run: a `wandb` run.
         metrics: names of metrics.
+        layers: names of layers.
         prefix: what stands before every tag.
     """
     extremes = {"hdi": "min", "hdi_worst_pair": "max", "head_correlation": "max"}
+    names = list(layers)
     for metric in metrics:
         if metric in extremes:
-            run.define_metric(
-                f"{prefix}{metric}/*", step_metric="trainer/global_step", summary=f"{extremes[metric]},last"
-            )
+            for name in [*names, *(("mean", "min") if metric == "hdi" else ())]:
+                run.define_metric(
+                    f"{prefix}{metric}/{name}",
+                    step_metric="trainer/global_step",
+                    summary=f"{extremes[metric]},last",
+                )
+
+
+def send_alerts(run: Any, outcome: Outcome) -> None:
+    """Send what is new as `wandb` alerts: one for each rule and level at a reading, and each at most every 5 minutes.
+
+    Args:
+        run: a `wandb` run, also offline.
+        outcome: a reading and what came of it.
+    """
+    texts: dict[tuple[str, str], list[str]] = {}
+    for alert in outcome.alerts:
+        if alert.level != "notice" and not alert.is_resolved:
+            texts.setdefault((f"Attention heads: {alert.rule}", _LEVELS[alert.level]), []).append(alert.message)
+    for action in outcome.actions:
+        texts.setdefault((f"Attention heads: {action.intervention}", "INFO"), []).append(action.message)
+    for (title, level), messages in texts.items():
+        run.alert(title=title, text="\n".join(messages), level=level, wait_duration=_SECONDS_BETWEEN)

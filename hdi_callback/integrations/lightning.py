@@ -6,24 +6,30 @@ import itertools
 import re
 import sys
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
 
+from hdi_callback.attention import AttentionLayer
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
+from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.metrics import choose_metrics
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_arguments
-from hdi_callback.monitoring.readings import Readout, Record
+from hdi_callback.monitoring.rules import choose_rules
 from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.watch import Follower, Outcome, Watch
+
+T = TypeVar("T")
 
 
 class HDICallback(pl.Callback):
@@ -37,6 +43,10 @@ class HDICallback(pl.Callback):
     Every reading goes to every logger of the trainer, at its own cadence, into `trainer.callback_metrics` (so that
     ``EarlyStopping(monitor="hdi/min")`` works), and into a history file, see `load_history`.
 
+    Rules judge every reading. Their alerts are printed, written to TensorBoard as text and as marks on the curves, sent
+    through `wandb.alert` and kept in the history; a critical one is a Python warning too. Nothing is done about them
+    unless interventions are given; then the host waits for the numbers of each reading.
+
     Args:
         every_n_steps: optimizer steps between readings, as `trainer.global_step` counts them.
         metrics: names of the curves to log; by default ``hdi``, ``hdi_worst_pair``, ``hdi_effective_heads``,
@@ -47,6 +57,11 @@ class HDICallback(pl.Callback):
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         history: write the history file, to ``hdi/history.jsonl`` under the run's log directory, or to the path given.
+        alerts: ``"default"``, rules of your own (see `Rule`), or `None` for no alerts.
+        thresholds: limits of the default rules by pattern of layer names: ``{"decoder.*": {"mean": 0.7, "pair":
+            None}}``; see `Thresholds`.
+        on_alert: a function that is called with each `Alert`, on the first rank.
+        interventions: what to do about alerts; nothing by default.
         prog_bar: show ``hdi/mean`` and ``hdi/min`` in the progress bar.
         name: put before every tag as ``<name>/``; needed when one trainer has two of these callbacks.
         strict: make a model without any readable attention layer an error instead of a warning.
@@ -71,6 +86,10 @@ class HDICallback(pl.Callback):
         rank_tol: float = 1e-6,
         method: Literal["whiten", "svd", "exact"] = "whiten",
         history: bool | str = True,
+        alerts: Literal["default"] | list[Rule] | None = "default",
+        thresholds: dict[str, dict[str, float | None]] | None = None,
+        on_alert: Callable[[Alert], Any] | None = None,
+        interventions: list[Intervention] | None = None,
         prog_bar: bool = False,
         name: str | None = None,
         strict: bool = False,
@@ -86,13 +105,15 @@ class HDICallback(pl.Callback):
         self._method: Method = method
         self._history_choice, self._prog_bar, self._verbose = history, prog_bar, verbose
         self._name = name
+        self._rules = None if alerts is None else choose_rules(alerts, thresholds)
+        self._on_alert = on_alert
+        self._interventions = _check_interventions(interventions, alerts)
         self._trainer: weakref.ref[Any] | None = None
         self._monitor: HeadDiversityMonitor | None = None
+        self._watch: Watch | None = None
         self._history: History | None = None
-        self._restored_path: Path | None = None
+        self._restored: dict[str, Any] | None = None
         self._faults = Faults()
-        self._is_reading_owed = False
-        self._on_the_way: deque[Readout] = deque()
 
     @property
     def history_path(self) -> Path | None:
@@ -105,6 +126,11 @@ class HDICallback(pl.Callback):
         return self._monitor
 
     @property
+    def active_alerts(self) -> list[Alert]:
+        """The alerts that stand now."""
+        return [] if self._watch is None or self._watch.alerts is None else self._watch.alerts.active
+
+    @property
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint."""
         return self._generate_state_key(name=self._name, **self._layer_choice)
@@ -115,8 +141,9 @@ class HDICallback(pl.Callback):
         Returns:
             Plain data.
         """
-        path = self.history_path
-        return {"format": 1, "last_step": self._schedule.last, "history": None if path is None else str(path)}
+        if self._watch is None:
+            return self._restored or {"format": 2, "last_step": None, "history": None}
+        return self._watch.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up where a checkpoint left off.
@@ -124,8 +151,9 @@ class HDICallback(pl.Callback):
         Args:
             state_dict: what `state_dict` gave.
         """
-        self._schedule.last = state_dict["last_step"]
-        self._restored_path = None if state_dict["history"] is None else Path(state_dict["history"])
+        self._restored = state_dict
+        if self._watch is not None:
+            self._watch.load_state_dict(state_dict)
 
     # The hooks, in the order in which the trainer calls them.
 
@@ -142,7 +170,7 @@ class HDICallback(pl.Callback):
             )
         if self._trainer is None or self._trainer() is not trainer:
             self._trainer = weakref.ref(trainer)
-            self._schedule.last, self._history, self._restored_path = None, None, None
+            self._schedule.last, self._history, self._restored, self._watch = None, None, None, None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers and install the hooks, before anything has been compiled or run."""
@@ -155,53 +183,75 @@ class HDICallback(pl.Callback):
             method=self._method,
             strict=self._strict,
         )
-        self._is_reading_owed = False
-        self._on_the_way.clear()
+        if self._verbose and trainer.is_global_zero:  # before a progress bar is drawn
+            console.print_layers(
+                self._monitor.layers, self._monitor.refused, every_n_steps=self._schedule.every, say=rank_zero_info
+            )
+            for intervention in self._interventions:
+                rank_zero_info(f"hdi_callback intervenes: {intervention.describe()}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what was found, open the history and lay out the charts."""
+        """Open the history, lay out the charts and begin to watch."""
         monitor = self._installed
-        if self._verbose and trainer.is_global_zero:
-            console.print_layers(
-                monitor.layers, monitor.refused, every_n_steps=self._schedule.every, say=rank_zero_info
-            )
-        folder = trainer.log_dir or trainer.default_root_dir  # a collective call: every rank makes it
-        if trainer.is_global_zero and self._keeps_history(trainer):
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective call: every rank makes it
+        facts = [layer.facts() for layer in monitor.layers]
+        if trainer.is_global_zero and self._keeps_history(trainer) and self._history is None:
+            self._history = History(self._choose_path(folder))
+        first_watch = self._watch
+        self._watch = Watch(
+            monitor,
+            self._schedule,
+            history=self._history,
+            alerts=None if self._rules is None else Alerts(self._rules, facts, self._faults),
+            interventions=self._interventions,
+            training=_LightningTraining(trainer, monitor.layers, folder),
+            followers=self._followers(trainer),
+            share=lambda thing: trainer.strategy.broadcast(thing),
+            faults=self._faults,
+        )
+        state = self._restored if first_watch is None else first_watch.state_dict()
+        if state is not None:
+            with self._faults.contained("resuming head diversity"):
+                self._watch.load_state_dict(state)
+        if self._history is not None:
             with self._faults.contained("opening the history file"):
-                if self._history is None:
-                    self._history = History(self._choose_path(Path(folder)))
-                self._history.begin(trainer.global_step, [layer.facts() for layer in monitor.layers])
+                last = -1 if self._schedule.last is None else self._schedule.last
+                self._history.begin(trainer.global_step, facts, last_reading=last)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             with self._faults.contained(f"laying out the charts of {type(logger).__name__}"):
                 experiment = getattr(logger, "experiment", None)
                 if hasattr(experiment, "add_custom_scalars"):
                     tensorboard.lay_out_charts(experiment, self._metrics, self._prefix)
                 elif hasattr(experiment, "define_metric"):
-                    wandb.define_metrics(experiment, self._metrics, self._prefix)
+                    names = [layer.name for layer in monitor.layers]
+                    wandb.define_metrics(experiment, self._metrics, names, self._prefix)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Arm the capture when a reading is due."""
-        if not self._is_reading_owed and self._schedule.is_due(trainer.global_step):
-            self._is_reading_owed = True
-            self._installed.arm()
+        self._watching.before_forward(trainer.global_step)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read while the weights are still those of the forward, and the activations are gone."""
-        if self._is_reading_owed:
-            self._read(trainer)
+        self._watching.after_backward(trainer.global_step, epoch=trainer.current_epoch, axis=_logging_step(trainer))
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let interventions act on the gradients."""
+        self._watching.before_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the readings that have arrived."""
-        if self._is_reading_owed:  # a batch without a backward
-            self._read(trainer)
-        while self._on_the_way and self._on_the_way[0].is_ready():
-            record = self._publish(trainer, self._on_the_way.popleft())
-            if self._prog_bar and record is not None:
-                pl_module.log_dict(self._named(record.summary()), prog_bar=True, logger=False)
+        """Make known the readings that have arrived."""
+        outcomes = self._watching.after_step(
+            trainer.global_step, epoch=trainer.current_epoch, axis=_logging_step(trainer)
+        )
+        if self._prog_bar:
+            for outcome in outcomes:
+                pl_module.log_dict(self._named(outcome.record.summary()), prog_bar=True, logger=False)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave evaluation alone."""
@@ -215,23 +265,33 @@ class HDICallback(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the final weights, and log all that is still on the way."""
-        if self._schedule.last != trainer.global_step:
-            self._read(trainer)
-        self._finish(trainer)
+        self._watching.finish(trainer.global_step, epoch=trainer.current_epoch, axis=_logging_step(trainer))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Log what has been measured, and leave no hook behind."""
-        self._finish(trainer)
+        if self._watch is not None:
+            self._watch.flush()
+        self._leave()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave no hook behind."""
-        if self._monitor is not None:
-            self._monitor.close()
+        self._leave()
 
     @property
     def _installed(self) -> HeadDiversityMonitor:
         assert self._monitor is not None, "the trainer calls on_fit_start first"
         return self._monitor
+
+    @property
+    def _watching(self) -> Watch:
+        assert self._watch is not None, "the trainer calls on_train_start first"
+        return self._watch
+
+    def _leave(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self._monitor is not None:
+            self._monitor.close()
 
     @property
     def _prefix(self) -> str:
@@ -247,8 +307,9 @@ class HDICallback(pl.Callback):
     def _choose_path(self, folder: Path) -> Path:
         if self._history_choice is not True:
             return Path(str(self._history_choice))
-        if self._restored_path is not None and self._restored_path.is_file():
-            return self._restored_path
+        restored = None if self._restored is None else self._restored.get("history")
+        if restored is not None and Path(restored).is_file():
+            return Path(restored)
         stem = "history" if self._name is None else f"history-{self._name.replace('/', '-')}"
         path = folder / "hdi" / f"{stem}.jsonl"
         # Loggers without versions share one folder between runs; each run keeps its own file.
@@ -257,38 +318,107 @@ class HDICallback(pl.Callback):
             path = path.with_name(f"{stem}-{next(copies)}.jsonl")
         return path
 
-    def _read(self, trainer: pl.Trainer) -> None:
-        step = trainer.global_step
-        self._is_reading_owed = False
-        self._schedule.done(step)
-        with self._faults.contained("measuring head diversity"):
-            reading = self._installed.measure(step, epoch=trainer.current_epoch, axis=_logging_step(trainer))
-            self._on_the_way.append(Readout(reading))
+    def _followers(self, trainer: pl.Trainer) -> list[Follower]:
+        # On every rank, as early stopping decides on every rank.
+        followers: list[Follower] = [_CallbackMetrics(trainer, self._metrics, self._prefix)]
+        if not trainer.is_global_zero:
+            return followers
+        followers += [_Logger(logger, self._metrics, self._prefix) for logger in trainer.loggers]
+        elsewhere = "the loggers" if self._history is None else str(self._history.path)
+        followers.append(console.AlertLines(trainer.print, elsewhere))
+        if self._on_alert is not None:
+            followers.append(_OnAlert(self._on_alert))
+        return followers
 
-    def _publish(self, trainer: pl.Trainer, readout: Readout) -> Record | None:
-        """Turn one reading into numbers and hand them to all who wait for them."""
-        try:
-            record = readout.record()
-        except Exception as error:
-            self._faults.tell("reading out head diversity", error)
-            return None
-        if self._history is not None:
-            with self._faults.contained(f"writing {self._history.path}"):
-                self._history.write(record)
-        tags = self._named(record.scalars(self._metrics))
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            with self._faults.contained(f"logging to {type(logger).__name__}"):
-                logger.log_metrics(tags, step=record.axis)
-        # On every rank, as early stopping decides on every rank. `log_dict` would recompute all of these at each
-        # refresh of the progress bar, and is forbidden after the last batch.
-        trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in tags.items()})
-        return record
 
-    def _finish(self, trainer: pl.Trainer) -> None:
-        while self._on_the_way:
-            self._publish(trainer, self._on_the_way.popleft())
-        if self._monitor is not None:
-            self._monitor.close()
+class _CallbackMetrics:
+    """Keeps the latest numbers where early stopping and checkpoints look for them."""
+
+    name = "updating callback_metrics"
+
+    def __init__(self, trainer: pl.Trainer, metrics: Sequence[str], prefix: str) -> None:
+        self._trainer, self._metrics, self._prefix = trainer, list(metrics), prefix
+
+    def follow(self, outcome: Outcome) -> None:
+        # `log_dict` would recompute all of these at each refresh of the progress bar, and is forbidden after the last
+        # batch.
+        tags = outcome.record.scalars(self._metrics)
+        self._trainer.callback_metrics.update({self._prefix + tag: torch.tensor(value) for tag, value in tags.items()})
+
+
+class _Logger:
+    """Writes curves and alerts to one logger of the trainer."""
+
+    def __init__(self, logger: Any, metrics: Sequence[str], prefix: str) -> None:
+        self._logger, self._metrics, self._prefix = logger, list(metrics), prefix
+        self.name = f"logging to {type(logger).__name__}"
+
+    def follow(self, outcome: Outcome) -> None:
+        tags = outcome.record.scalars(self._metrics)
+        named = {self._prefix + tag: value for tag, value in tags.items()}
+        self._logger.log_metrics(named, step=outcome.record.axis)
+        if not outcome.alerts and not outcome.actions:
+            return
+        experiment = getattr(self._logger, "experiment", None)
+        if hasattr(experiment, "add_text") and hasattr(experiment, "add_scalar"):
+            tensorboard.write_alerts(experiment, outcome, self._prefix)
+        elif hasattr(experiment, "alert"):
+            wandb.send_alerts(experiment, outcome)
+
+
+class _OnAlert:
+    """Calls a function of the user's."""
+
+    def __init__(self, function: Callable[[Alert], Any]) -> None:
+        self._function = function
+        self.name = f"on_alert ({getattr(function, '__name__', type(function).__name__)})"
+
+    def follow(self, outcome: Outcome) -> None:
+        for alert in outcome.alerts:
+            self._function(alert)
+
+
+class _LightningTraining:
+    """What interventions may do to a Lightning trainer."""
+
+    def __init__(self, trainer: pl.Trainer, layers: Sequence[AttentionLayer], folder: Path) -> None:
+        self._trainer, self._folder = trainer, folder
+        self.layers: Mapping[str, AttentionLayer] = {layer.name: layer for layer in layers}
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self._trainer.optimizers
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        # Such optimizers take the scale off themselves, inside their step.
+        takes_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return float(scaler.get_scale()) if scaler is not None and takes_scaled else 1.0
+
+    def stop(self) -> None:
+        self._trainer.should_stop = True
+
+    def save_checkpoint(self, name: str) -> str:
+        path = self._folder / "hdi" / f"{name}.ckpt"
+        self._trainer.save_checkpoint(path)  # every rank takes part
+        return str(path)
+
+
+def _check_interventions(interventions: Sequence[Intervention] | None, alerts: Any) -> tuple[Intervention, ...]:
+    if interventions is None:
+        return ()
+    if not isinstance(interventions, list | tuple):
+        raise MisconfigurationError(
+            f"`interventions` must be a list, got {interventions!r}: write [{interventions!r}]."
+        )
+    strangers = [item for item in interventions if not isinstance(item, Intervention)]
+    if strangers:
+        raise MisconfigurationError(
+            f"`interventions` must hold interventions such as StopTraining(), got {strangers[0]!r}."
+        )
+    if interventions and alerts is None:
+        raise MisconfigurationError('Interventions answer alerts, and alerts=None raises none: write alerts="default".')
+    return tuple(interventions)
 
 
 def _require_one_namespace() -> None:

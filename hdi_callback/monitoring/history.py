@@ -1,8 +1,8 @@
 """The run's history on disk: one JSON object a line, only ever appended to, readable while training goes on.
 
-Three kinds of line: ``run`` (a training run starts or resumes at a step, with its layers), ``reading`` (the numbers of
-one step) and, for rules and interventions, lines of their own kind. A resumed run goes back to the step of its
-checkpoint: what an interrupted run had written beyond that step stays in the file, and the readers here pass it over.
+Four kinds of line: ``run`` (a training run starts or resumes at a step, with its layers), ``reading`` (the numbers of
+one step), ``alert`` and ``intervention``. A resumed run goes back to the last reading that its checkpoint knows: what
+an interrupted run had written beyond that stays in the file, and the readers here pass it over.
 """
 
 from __future__ import annotations
@@ -41,15 +41,21 @@ class History:
         self._readings = 0
         self._unwritten: list[str] = []
 
-    def begin(self, step: int, layers: Iterable[dict[str, Any]], **facts: Any) -> None:
+    def begin(
+        self, step: int, layers: Iterable[dict[str, Any]], *, last_reading: int | None = None, **facts: Any
+    ) -> None:
         """Mark the start of a run, or its resumption, at `step`.
 
         Args:
             step: optimizer steps taken before.
             layers: what is known of each layer: ``name``, ``num_heads``, ...
+            last_reading: step of the last reading that the run knows of (-1: of none), `step` by default; what the file
+                holds beyond it is void.
             facts: further plain data.
         """
-        self._append({"kind": "run", "format": FORMAT, "step": step, "layers": list(layers), **facts})
+        bound = step if last_reading is None else last_reading
+        line = {"kind": "run", "format": FORMAT, "step": step, "last_reading": bound, "layers": list(layers), **facts}
+        self._append(line)
 
     def write(self, record: Record) -> None:
         """Append one reading.
@@ -86,8 +92,8 @@ class History:
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Read the lines of a history file that count, in the order of writing.
 
-    A torn line is passed over, and so are lines that a later resumption made void (steps beyond the one it started
-    from).
+    A torn line is passed over, and so are lines that a later resumption made void (beyond the last reading that it
+    knew of).
 
     Args:
         path: a history file.
@@ -115,7 +121,8 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                     f"`{file}` has history format {line['format']}; this version reads up to {FORMAT}. "
                     "Upgrade hdi-callback."
                 )
-            lines = [kept for kept in lines if kept["kind"] == "run" or kept.get("step", 0) <= line["step"]]
+            known = line.get("last_reading", line["step"])
+            lines = [kept for kept in lines if kept["kind"] == "run" or kept.get("step", 0) <= known]
         lines.append(line)
     yield from lines
 

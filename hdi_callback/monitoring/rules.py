@@ -314,7 +314,7 @@ class DeadHeads(Rule):
             "hdi_dead_heads",
             dead,
             series.since(lambda row: row.values.get("hdi_dead_heads", 0) > 0),
-            "the weight itself says so",
+            "certain, as read from the weight",
             "less weight decay on the attention, or a reading of its gradients",
         )
 
@@ -374,7 +374,7 @@ class NonFinite(Rule):
         return Finding(
             f"the key weights hold NaN or infinity{before}",
             "critical",
-            certainty="the weights themselves say so",
+            certainty="certain, as read from the weights",
             remedy="a checkpoint from before, with gradient clipping or a lower learning rate",
         )
 

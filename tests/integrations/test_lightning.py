@@ -15,7 +15,7 @@ from torch import nn
 
 from hdi_callback import HDICallback, load_history
 from hdi_callback.core import head_diversity
-from hdi_callback.errors import MisconfigurationError, MonitoringWarning
+from hdi_callback.errors import HeadCollapseWarning, MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import read_lines, read_records
 from tests.models import LIT_LAYERS, Classifier, LitClassifier, batches
 
@@ -464,7 +464,8 @@ def test_weights_that_are_not_finite_are_absent_with_the_reason_and_training_goe
         model.net.blocks[0].attn.k_proj.weight[0, 0] = math.nan
     callback, logger = HDICallback(every_n_steps=2), Remember()
     trainer = trainer_for(tmp_path, callback, logger=logger)
-    trainer.fit(model, batches(count=4))
+    with pytest.warns(HeadCollapseWarning, match="hold NaN or infinity"):
+        trainer.fit(model, batches(count=4))
     assert trainer.global_step == 4
     first = logger.readings()[0]
     assert f"hdi/{LIT_LAYERS[0]}" not in first

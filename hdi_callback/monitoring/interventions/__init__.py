@@ -1,0 +1,18 @@
+"""What may be done about an alert. None of it happens unless it was asked for."""
+
+from hdi_callback.monitoring.interventions.heads import DiversityPenalty, ReviveHeads
+from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileItStands
+from hdi_callback.monitoring.interventions.run import Call, SaveCheckpoint, ScaleLearningRate, StopTraining
+
+__all__ = [
+    "Action",
+    "Call",
+    "DiversityPenalty",
+    "Intervention",
+    "ReviveHeads",
+    "SaveCheckpoint",
+    "ScaleLearningRate",
+    "StopTraining",
+    "Training",
+    "WhileItStands",
+]

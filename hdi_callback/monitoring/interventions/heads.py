@@ -1,0 +1,217 @@
+"""Interventions on the heads themselves: push them apart, or give one a new subspace to look in."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdi_callback.attention import AttentionLayer, Role
+from hdi_callback.core import diversity_penalty, fold_head, fresh_head, head_diversity
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert
+from hdi_callback.monitoring.interventions.intervention import Action, Intervention, WhileItStands
+from hdi_callback.monitoring.interventions.parameters import owner_of, parameters_of, refuse_sharded
+
+
+class DiversityPenalty(WhileItStands):
+    r"""Push the heads of a layer apart while an alert stands.
+
+    Adds the gradient of ``weight * mean overlap`` (`diversity_penalty`) to that of the loss, once for each optimizer
+    step: after the backward, the reduction over ranks and the unscaling, before clipping. So accumulation, mixed
+    precision and data parallelism see what they would if it were part of the loss.
+
+    Exactly aligned heads are a stationary point of the penalty, so where a pair is identical its gradient is taken
+    beside the weights, at a distance of `noise`; the weights themselves are not touched. The directions come from a
+    generator of its own, the same on every rank.
+
+    Args:
+        weight: what the mean overlap, in [0, 1], is multiplied by.
+        roles: the weights that are pushed apart: ``"key"``, ``"query"``, ``"value"``.
+        noise: size of the displacement, relative to the norm of a head.
+        options: see `Intervention`.
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+    """
+
+    name = "DiversityPenalty"
+
+    def __init__(
+        self, weight: float = 0.1, *, roles: Sequence[Role] = ("key",), noise: float = 1e-2, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        if not weight > 0 or not noise > 0:
+            raise MisconfigurationError(
+                f"`weight` and `noise` of DiversityPenalty must be positive, got {weight!r} and {noise!r}."
+            )
+        if isinstance(roles, str) or not roles or not set(roles) <= {"key", "query", "value"}:
+            raise MisconfigurationError(
+                f'`roles` of DiversityPenalty must be a list of "key", "query" and "value", got {roles!r}.'
+            )
+        self.weight, self.roles, self.noise = weight, tuple(roles), noise
+
+    def check(self) -> None:
+        """Refuse weights that are spread over ranks."""
+        for layer in self.training.layers.values():
+            refuse_sharded(layer, self.name)
+
+    def begin(self) -> str:
+        """Say what begins."""
+        return f"began to push the {' and '.join(self.roles)} heads apart (weight {self.weight:g})"
+
+    def end(self) -> str:
+        """Say what ends."""
+        return "stopped pushing the heads apart"
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Add the penalty's gradient to that of the loss."""
+        if not self.lasts:
+            return
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name in self.standing:
+            if name in self.training.layers:
+                layer = self.training.layers[name]
+                parameters = [item for item in parameters_of(layer) if item.requires_grad and id(item) in stepped]
+                self._add_gradient(layer, parameters, self.training.loss_scale(optimizer))
+
+    def _add_gradient(self, layer: AttentionLayer, parameters: list[nn.Parameter], scale: float) -> None:
+        if not parameters:
+            return
+        with torch.enable_grad(), _without_autocast(parameters[0].device):
+            penalty = torch.stack([self._penalty(layer.weight(role)) for role in self.roles]).sum()
+            if not penalty.requires_grad:
+                return
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                self.weight * penalty, parameters, allow_unused=True
+            )
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients):
+                if gradient is None:
+                    continue
+                # Broken weights have no gradient to follow, and asking the host about it would make it wait.
+                gradient = torch.where(gradient.isfinite().all(), scale * gradient, 0)
+                if parameter.grad is None:
+                    parameter.grad = gradient.to(parameter.dtype)
+                else:
+                    parameter.grad += gradient.to(parameter.grad.dtype)
+
+    def _penalty(self, weight: Tensor) -> Tensor:
+        if weight.shape[0] < 2:
+            return weight.new_zeros(())
+        detached = weight.detach().float()
+        size = torch.linalg.vector_norm(detached, dim=(-2, -1), keepdim=True)
+        generator = torch.Generator().manual_seed(weight.shape[0])
+        draw = torch.randn(weight.shape, generator=generator).to(detached)
+        aside = self.noise * size * draw / weight[0].numel() ** 0.5
+        # A pair that shares its subspace gets no gradient where it stands.
+        nearest = head_diversity(detached).nearest_overlap
+        is_clone = (nearest > 1 - 1e-4)[:, None, None]
+        return diversity_penalty(weight.float() + aside * is_clone)
+
+
+class ReviveHeads(Intervention):
+    """Give the redundant head of a pair a new subspace to look in.
+
+    Of the two heads the one that contributes less gets fresh key and query weights, as far from the other heads' as
+    there is room, and at their scale. What it contributed is given to the other head, and its own output slice set to
+    zero, so that the layer computes what it did if the two attended alike; how much of it could not be given over is
+    said. Its entries in the optimizer's state are cleared. Under grouped-query attention a key head is revived together
+    with its query heads.
+
+    Args:
+        seed: of the random numbers, which come from a generator of its own, the same on every rank.
+        options: see `Intervention`; by default it answers the rules "worst pair" and "tied heads".
+    """
+
+    name = "ReviveHeads"
+    rules = ("worst pair", "tied heads")
+    at_most = 16
+    _ROLES: ClassVar[tuple[Role, ...]] = ("query", "key", "value", "output")
+
+    def __init__(self, *, seed: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.seed = seed
+
+    def check(self) -> None:
+        """Refuse layers whose heads cannot be written in place."""
+        for layer in self.training.layers.values():
+            refuse_sharded(layer, self.name)
+            for role in self._ROLES:
+                if role not in layer.slices or owner_of(layer, layer.weight(role)) is None:
+                    raise MisconfigurationError(
+                        f"ReviveHeads cannot write the {role} heads of `{layer.name}` in place ({layer.kind}): leave "
+                        f"the layer out with layers=[...]."
+                    )
+
+    @torch.no_grad()
+    def act(self, alert: Alert) -> Action | None:
+        """Revive one head of the pair; of heads that are all alike, all but one."""
+        layer = self.training.layers.get(alert.layer)
+        if layer is None or layer.num_key_heads < 2:
+            return None
+        heads = alert.finding.heads or tuple(range(layer.num_key_heads))
+        strength = self._strength(layer)
+        stays = max(heads, key=lambda head: float(strength[head]))
+        leaving = [head for head in heads if head != stays]
+        if self.dry_run:
+            return self._action(alert, f"given head {_listed(leaving)} fresh key and query weights", heads=leaving)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {alert.step} {alert.layer}".encode()))
+        lost = max(self._revive(layer, head, stays, generator) for head in leaving)
+        return self._action(
+            alert,
+            f"gave head {_listed(leaving)} fresh key and query weights, and its part in the output to head {stays} "
+            f"({100 * lost:.0f} % of it could not be given over)",
+            heads=leaving,
+            stays=stays,
+            lost=lost,
+        )
+
+    def _strength(self, layer: AttentionLayer) -> Tensor:
+        """How much each key head can contribute: the norm of its map from input to output."""
+        values, outputs = layer.weight("value").double(), layer.weight("output").double()
+        group = layer.num_heads // layer.num_key_heads
+        maps = values.repeat_interleave(group, 0).mT @ outputs  # (H, d_in, d)
+        return maps.square().sum((-2, -1)).view(-1, group).sum(-1)
+
+    def _revive(self, layer: AttentionLayer, head: int, stays: int, generator: torch.Generator) -> float:
+        values, outputs = layer.weight("value"), layer.weight("output")
+        group = layer.num_heads // layer.num_key_heads
+        lost = 0.0
+        for member in range(group):
+            leaving, staying = head * group + member, stays * group + member
+            folded = fold_head((values[stays], values[head]), (outputs[staying], outputs[leaving]))
+            outputs[staying] = folded.output
+            outputs[leaving] = 0
+            lost = max(lost, float(folded.lost))
+            self._forget(layer, outputs[leaving])
+            queries = layer.weight("query")
+            queries[leaving] = fresh_head(queries, leaving, generator=generator)
+            self._forget(layer, queries[leaving])
+        keys = layer.weight("key")
+        keys[head] = fresh_head(keys, head, generator=generator)
+        self._forget(layer, keys[head])
+        return lost
+
+    def _forget(self, layer: AttentionLayer, part: Tensor) -> None:
+        """Clear the optimizer's state of a part of a parameter."""
+        owner = owner_of(layer, part)
+        if owner is None:
+            return
+        for optimizer in self.training.optimizers:
+            for kept in optimizer.state.get(owner, {}).values():
+                if isinstance(kept, Tensor) and kept.shape == owner.shape and kept.stride() == owner.stride():
+                    offset = kept.storage_offset() + part.storage_offset() - owner.storage_offset()
+                    kept.as_strided(part.shape, part.stride(), offset).zero_()
+
+
+def _listed(heads: Sequence[int]) -> str:
+    return ", ".join(str(head) for head in heads)
+
+
+def _without_autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, enabled=False)

@@ -1,0 +1,302 @@
+"""What every intervention has in common: when it acts, how often, and what it says of it.
+
+What it does to a training goes through `Training`, which each integration provides, so that the same interventions
+serve Lightning, transformers and a plain loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Protocol
+
+from torch.optim import Optimizer
+
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import LEVELS, Alert, Level, is_at_least
+
+
+class Training(Protocol):
+    """What an intervention may do to a training; each integration has one.
+
+    Attributes:
+        layers: the attention layers that are watched, by name.
+        optimizers: the optimizers of the run.
+    """
+
+    @property
+    def layers(self) -> Mapping[str, AttentionLayer]:
+        """Layers by name."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers."""
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        """Tell the factor that is on the gradients when `Intervention.before_optimizer_step` is called.
+
+        Args:
+            optimizer: the one that is about to step.
+
+        Returns:
+            1 where they have been unscaled.
+        """
+
+    def stop(self) -> None:
+        """End the training after this step."""
+
+    def save_checkpoint(self, name: str) -> str:
+        """Save a checkpoint.
+
+        Args:
+            name: what to call it, without a suffix.
+
+        Returns:
+            Where it was saved.
+        """
+
+
+@dataclass(frozen=True)
+class Action:
+    """What an intervention did, as a sentence and as data.
+
+    Attributes:
+        step: optimizer steps taken before it.
+        intervention: name of the intervention.
+        layer: the layer whose alert it answered.
+        message: one sentence.
+        is_dry_run: True if it only would have been done.
+        facts: numbers that go with it.
+    """
+
+    step: int
+    intervention: str
+    layer: str
+    message: str
+    is_dry_run: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the action as plain data, as the history keeps it.
+
+        Returns:
+            Its fields.
+        """
+        return asdict(self)
+
+
+class Intervention(ABC):
+    """Does something about the alerts that it is for.
+
+    Args:
+        on: the least serious level that it answers.
+        rules: names of the rules whose alerts it answers; `None` for those of the class.
+        layers: patterns of layer names whose alerts it answers; all by default.
+        at_most: how often it acts in a run; `None` for that of the class.
+        dry_run: only say what would have been done.
+
+    Attributes:
+        name: what it is called in the logs.
+        rules: names of rules that it answers unless told otherwise; `None` for all.
+        at_most: how often it acts unless told otherwise.
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+    """
+
+    name: ClassVar[str]
+    rules: Sequence[str] | None = None
+    at_most: int = 1
+
+    def __init__(
+        self,
+        *,
+        on: Level = "warning",
+        rules: Sequence[str] | None = None,
+        layers: Sequence[str] | None = None,
+        at_most: int | None = None,
+        dry_run: bool = False,
+    ) -> None:
+        if on not in LEVELS:
+            raise MisconfigurationError(f"`on` of {self.name} must be one of {', '.join(LEVELS)}, got {on!r}.")
+        for argument, value in (("rules", rules), ("layers", layers)):
+            if isinstance(value, str):
+                raise MisconfigurationError(f"`{argument}` must be a list, got {value!r}: write [{value!r}].")
+        if at_most is not None and at_most < 1:
+            raise MisconfigurationError(f"`at_most` of {self.name} must be at least 1, got {at_most!r}.")
+        self.on, self.layers, self.dry_run = on, layers, dry_run
+        if rules is not None:
+            self.rules = rules
+        if at_most is not None:
+            self.at_most = at_most
+        self.count = 0
+        self._training: Training | None = None
+
+    @property
+    def training(self) -> Training:
+        """The training that it acts on."""
+        assert self._training is not None, "the watch attaches interventions before it asks them"
+        return self._training
+
+    def describe(self) -> str:
+        """Say when it acts and how often.
+
+        Returns:
+            A part of a sentence.
+        """
+        of = "" if self.rules is None else f" of {', '.join(self.rules)}"
+        dry = ", dry run" if self.dry_run else ""
+        return f"{self.name}: on {self.on} or worse{of}, at most {self.at_most} times{dry}"
+
+    def attach(self, training: Training) -> None:
+        """Take up work on a training, before its first step.
+
+        Args:
+            training: what it may act on.
+
+        Raises:
+            MisconfigurationError: if it cannot work on this model; says why.
+        """
+        self._training = training
+        if not self.dry_run:
+            self.check()
+
+    def detach(self) -> None:  # noqa: B027
+        """Leave the training; nothing of it stays behind."""
+
+    def check(self) -> None:  # noqa: B027
+        """Refuse a model that it cannot work on; called before training starts."""
+
+    def answer(self, alert: Alert) -> Action | None:
+        """Answer an alert.
+
+        Args:
+            alert: an alert that begins, gets worse or is over.
+
+        Returns:
+            What was done, or `None`.
+        """
+        if not self._is_for(alert):
+            return None
+        if alert.is_resolved:
+            return self.undo(alert)
+        if self.count >= self.at_most:
+            return None
+        self.count += 1  # before it acts, so that a checkpoint that it saves knows of it
+        action = self.act(alert)
+        if action is None:
+            self.count -= 1
+        return action
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """Act on the gradients, after the backward and any unscaling, before clipping and the optimizer's step.
+
+        Args:
+            optimizer: the one that is about to step.
+        """
+
+    @abstractmethod
+    def act(self, alert: Alert) -> Action | None:
+        """Act on an alert that begins or gets worse; only say so in a dry run.
+
+        Args:
+            alert: the alert.
+
+        Returns:
+            What was done; `None` if there was nothing to do, which is not counted.
+        """
+
+    def undo(self, alert: Alert) -> Action | None:
+        """Undo, when an alert is over, what lasts.
+
+        Args:
+            alert: the alert that is over.
+
+        Returns:
+            What was done, or `None`.
+        """
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs.
+
+        Returns:
+            Plain data.
+        """
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off.
+
+        Args:
+            state: what `state_dict` gave.
+        """
+        self.count = state["count"]
+
+    def _is_for(self, alert: Alert) -> bool:
+        return (
+            is_at_least(alert.level, self.on)
+            and (self.rules is None or alert.rule in self.rules)
+            and (self.layers is None or any(fnmatchcase(alert.layer, pattern) for pattern in self.layers))
+        )
+
+    def _action(self, alert: Alert, done: str, **facts: Any) -> Action:
+        """Say what was done, and because of what."""
+        verb = "would have " if self.dry_run else ""
+        because = "is over" if alert.is_resolved else alert.level
+        message = f"step {alert.step}, {alert.layer}: {self.name} {verb}{done} ({alert.rule}: {because})"
+        return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts)
+
+
+class WhileItStands(Intervention):
+    """Lasts from an alert until it is over, layer by layer."""
+
+    at_most = 100
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.standing: dict[str, list[str]] = {}  # layer -> the rules whose alerts stand
+
+    def act(self, alert: Alert) -> Action | None:
+        """Begin, with the first alert of the layer."""
+        rules = self.standing.setdefault(alert.layer, [])
+        begins = not rules
+        if alert.rule not in rules:
+            rules.append(alert.rule)
+        return self._action(alert, self.begin()) if begins else None
+
+    def undo(self, alert: Alert) -> Action | None:
+        """End, with the last alert of the layer."""
+        rules = self.standing.get(alert.layer, [])
+        if alert.rule not in rules:
+            return None
+        rules.remove(alert.rule)
+        if rules:
+            return None
+        del self.standing[alert.layer]
+        return self._action(alert, self.end())
+
+    @property
+    def lasts(self) -> bool:
+        """Whether there is something to do at the next step."""
+        return bool(self.standing) and not self.dry_run
+
+    @abstractmethod
+    def begin(self) -> str:
+        """Say what begins."""
+
+    @abstractmethod
+    def end(self) -> str:
+        """Say what ends."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs."""
+        return {**super().state_dict(), "standing": {layer: list(rules) for layer, rules in self.standing.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off."""
+        super().load_state_dict(state)
+        self.standing = {layer: list(rules) for layer, rules in state["standing"].items()}

@@ -1,0 +1,154 @@
+"""Interventions on the run as a whole: stop it, save it, slow it down, call somebody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert, Level
+from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileItStands
+from hdi_callback.monitoring.interventions.parameters import parameters_of
+
+
+class StopTraining(Intervention):
+    """End the training; by default on the first critical alert.
+
+    Args:
+        on: the least serious level that it answers.
+        options: see `Intervention`.
+    """
+
+    name = "StopTraining"
+
+    def __init__(self, *, on: Level = "critical", **options: Any) -> None:
+        super().__init__(on=on, **options)
+
+    def act(self, alert: Alert) -> Action:
+        """End the training after this step."""
+        if not self.dry_run:
+            self.training.stop()
+        return self._action(alert, "stopped the training")
+
+
+class SaveCheckpoint(Intervention):
+    """Save a checkpoint at a warning, before the collapse deepens; at most three."""
+
+    name = "SaveCheckpoint"
+    at_most = 3
+
+    def act(self, alert: Alert) -> Action:
+        """Save a checkpoint that is named for the step."""
+        name = f"heads-{alert.rule.replace(' ', '-')}-step={alert.step}"
+        path = name if self.dry_run else self.training.save_checkpoint(name)
+        return self._action(alert, f"saved {path}", path=path)
+
+
+class Call(Intervention):
+    """Call a function of your own with the alert.
+
+    Args:
+        function: takes the `Alert`; what it returns goes into the action's facts as text.
+        options: see `Intervention`.
+    """
+
+    name = "Call"
+    at_most = 1000
+
+    def __init__(self, function: Callable[[Alert], Any], **options: Any) -> None:
+        super().__init__(**options)
+        if not callable(function):
+            raise MisconfigurationError(f"`function` of Call must be callable, got {function!r}.")
+        self.function = function
+
+    def act(self, alert: Alert) -> Action:
+        """Call the function."""
+        called = getattr(self.function, "__name__", type(self.function).__name__)
+        result = None if self.dry_run else self.function(alert)
+        return self._action(alert, f"called {called}", result=None if result is None else str(result))
+
+
+class ScaleLearningRate(WhileItStands):
+    """Take smaller steps while an alert stands; undone when it is over.
+
+    The factor is applied around each optimizer step and taken back after it, so that schedulers and checkpoints see the
+    learning rate that they set. For one layer alone its parameters are moved by that share of the step, which for every
+    optimizer whose step is proportional to the learning rate (weight decay included) is the same.
+
+    Args:
+        factor: what the learning rate is multiplied by, in (0, 1].
+        scope: ``"all"`` parameters of the run, or those of the collapsing ``"layer"``.
+        options: see `Intervention`.
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+    """
+
+    name = "ScaleLearningRate"
+
+    def __init__(self, factor: float = 0.1, *, scope: Literal["all", "layer"] = "all", **options: Any) -> None:
+        super().__init__(**options)
+        if not 0 < factor <= 1:
+            raise MisconfigurationError(f"`factor` of ScaleLearningRate must lie in (0, 1], got {factor!r}: write 0.1.")
+        if scope not in ("all", "layer"):
+            raise MisconfigurationError(f'`scope` of ScaleLearningRate must be "all" or "layer", got {scope!r}.')
+        self.factor, self.scope = factor, scope
+        self._handles: list[Any] = []
+        self._rates: list[Any] = []
+        self._before: list[tuple[nn.Parameter, Tensor]] = []
+
+    def attach(self, training: Training) -> None:
+        """Watch the steps of every optimizer."""
+        super().attach(training)
+        self.detach()
+        for optimizer in training.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._shrink))
+            self._handles.append(optimizer.register_step_post_hook(self._restore))
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self) -> str:
+        """Say what begins."""
+        return f"multiplied the learning rate{self._of} by {self.factor:g}"
+
+    def end(self) -> str:
+        """Say what ends."""
+        return f"gave the learning rate{self._of} back"
+
+    @property
+    def _of(self) -> str:
+        return "" if self.scope == "all" else " of the layer"
+
+    def _shrink(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.lasts:
+            return
+        if self.scope == "all":
+            self._rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.factor
+            return
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        concerned = {
+            id(parameter): parameter
+            for layer in self.standing
+            if layer in self.training.layers
+            for parameter in parameters_of(self.training.layers[layer])
+            if id(parameter) in stepped
+        }
+        self._before = [(parameter, parameter.detach().clone()) for parameter in concerned.values()]
+
+    @torch.no_grad()
+    def _restore(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates):
+            group["lr"] = rate
+        for parameter, before in self._before:
+            parameter.copy_(torch.lerp(before, parameter, self.factor))
+        self._rates, self._before = [], []
