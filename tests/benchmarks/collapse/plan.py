@@ -1,0 +1,69 @@
+"""The runs: which are looked at while rules are tuned, and which confirm them afterwards."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tests.benchmarks.collapse.forces import KINDS
+from tests.benchmarks.collapse.models import Shape
+
+HEALTHY = "healthy"
+EVERY = 5  # steps between two readings
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run, reproducible from what stands here."""
+
+    kind: str
+    seed: int
+    shape: Shape
+    learning_rate: float
+    warm_up: int
+    weight_decay: float
+    steps: int = 420
+    batch: int = 16
+    start: int = 0
+    layer: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.replace(', ', '-').replace(' ', '-')}-{self.seed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan(part: Literal["looked-at", "confirming"]) -> list[Spec]:
+    """Lay down every run. The seeds of the two parts have nothing in common."""
+    first, healthy, each = (0, 24, 3) if part == "looked-at" else (10_000, 60, 10)
+    specs = [_draw(HEALTHY, first + number) for number in range(healthy)]
+    for place, kind in enumerate(KINDS, 1):
+        specs += [_draw(kind, first + 100 * place + number) for number in range(each)]
+    return specs
+
+
+def _draw(kind: str, seed: int) -> Spec:
+    draw = random.Random(seed)
+    task: Literal["text", "digits"] = "text" if seed % 2 else "digits"
+    heads = draw.choice([4, 4, 8])
+    width = draw.choice([48, 64, 96] if heads == 4 else [64, 96])
+    layers = draw.choice([2, 2, 3])
+    shape = Shape(
+        task,
+        layers,
+        heads,
+        draw.choice([heads, heads, heads // 2]) if heads == 8 else heads,
+        width,
+        draw.choice(["pre", "pre", "post"]),
+        draw.choice(["learned", "rotary"]),
+    )
+    # Up to the edge of stability: 1e-2 without warm-up diverges in some of these models, and 6e-3 learns in nearly all.
+    rate = draw.choice([5e-4, 1e-3, 2e-3, 4e-3, 6e-3])
+    warm_up, decay = draw.choice([0, 40]), draw.choice([0.0, 0.1, 0.5])
+    if kind == "high learning rate":
+        rate, warm_up = draw.choice([2e-2, 4e-2, 8e-2]), 0
+    start = draw.randrange(100, 160)
+    return Spec(kind, seed, shape, rate, warm_up, decay, start=start, layer=draw.randrange(layers))

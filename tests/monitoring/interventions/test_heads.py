@@ -1,0 +1,302 @@
+"""Interventions on the heads: gradients against autograd, and functions before and after."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hdi_callback import find_attention
+from hdi_callback.core import diversity_penalty, head_diversity
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.interventions import DiversityPenalty, ReviveHeads
+from tests.benchmarks.collapse.models import Attention as GroupedAttention
+from tests.benchmarks.collapse.models import Shape
+from tests.models import Classifier
+from tests.monitoring.interventions.training import Open, alert
+
+
+def batch(seed: int = 0, rows: int = 8):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(16, (rows, 12), generator=draw), torch.randint(5, (rows,), generator=draw)
+
+
+def classifier(seed: int = 0) -> Classifier:
+    torch.manual_seed(seed)
+    return Classifier()
+
+
+def key_heads(model: Classifier, block: int = 0) -> torch.Tensor:
+    return model.blocks[block].attn.k_proj.weight.unflatten(0, (4, 8))
+
+
+# --- the penalty
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["at once", "accumulated"])
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["free", "clipped"])
+def test_the_gradient_is_that_of_the_penalty_in_the_loss(steps, clip):
+    model, by_hand = classifier(), classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    penalty = DiversityPenalty(0.7, roles=["key", "query"])
+    penalty.attach(Open(model, optimizer))
+    penalty.answer(alert("blocks.1.attn"))
+    for seed in range(steps):
+        tokens, label = batch(seed)
+        (F.cross_entropy(model(tokens), label) / steps).backward()
+        (F.cross_entropy(by_hand(tokens), label) / steps).backward()
+    attn = by_hand.blocks[1].attn
+    sum(0.7 * diversity_penalty(linear.weight.unflatten(0, (4, 8))) for linear in (attn.k_proj, attn.q_proj)).backward()
+    penalty.before_optimizer_step(optimizer)
+    if clip is not None:
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), clip) for each in (model, by_hand)]
+        assert norms[0] == pytest.approx(float(norms[1]), rel=1e-6)
+    for left, right in zip(model.parameters(), by_hand.parameters()):
+        torch.testing.assert_close(left.grad, right.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_scaled_gradients_get_a_scaled_penalty():
+    grads = []
+    for scale in (1.0, 1024.0):
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        penalty = DiversityPenalty()
+        penalty.attach(Open(model, optimizer, scale=scale))
+        penalty.answer(alert())
+        penalty.before_optimizer_step(optimizer)
+        grads.append(model.blocks[0].attn.k_proj.weight.grad)
+        assert model.blocks[1].attn.k_proj.weight.grad is None
+        assert model.blocks[0].attn.v_proj.weight.grad is None
+    torch.testing.assert_close(1024 * grads[0], grads[1])
+
+
+def test_no_gradient_is_given_to_what_is_frozen_or_belongs_to_another_optimizer():
+    model = classifier()
+    first, second = model.blocks[0].attn, model.blocks[1].attn
+    first.k_proj.weight.requires_grad_(False)
+    one, other = torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)
+    penalty = DiversityPenalty()
+    penalty.attach(Open(model, one, other))
+    penalty.answer(alert("blocks.0.attn"))
+    penalty.answer(alert("blocks.1.attn"))
+    penalty.before_optimizer_step(one)
+    assert [parameter.grad for parameter in model.parameters() if parameter.grad is not None] == []
+    penalty.before_optimizer_step(other)
+    assert [name for name, item in model.named_parameters() if item.grad is not None] == ["blocks.1.attn.k_proj.weight"]
+
+
+@pytest.mark.parametrize("kind", ["copies", "one subspace"])
+def test_exact_clones_are_pushed_apart_and_the_weights_and_the_random_state_are_left_alone(kind):
+    model = classifier()
+    with torch.no_grad():
+        turn = torch.eye(8) if kind == "copies" else torch.randn(8, 8)
+        key_heads(model)[2] = turn @ key_heads(model)[0]
+    plain = torch.autograd.grad(diversity_penalty(key_heads(model)), model.blocks[0].attn.k_proj.weight)[0]
+    heads = plain.unflatten(0, (4, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    penalty = DiversityPenalty(1.0)
+    penalty.attach(Open(model, optimizer))
+    penalty.answer(alert())
+    state, weights = torch.get_rng_state(), key_heads(model).detach().clone()
+    before = float(head_diversity(weights).overlap[0, 2])
+    assert before > 1 - 1e-4
+    for step in range(200):
+        optimizer.zero_grad()
+        penalty.before_optimizer_step(optimizer)
+        if step == 0:
+            assert torch.equal(key_heads(model), weights)
+        optimizer.step()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert float(head_diversity(key_heads(model)).overlap[0, 2]) < 0.7
+    assert heads.isfinite().all()
+
+
+def test_without_the_noise_clones_would_stay_clones():
+    weight = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
+    weight[2] = weight[0]
+    weight.requires_grad_()
+    (gradient,) = torch.autograd.grad(diversity_penalty(weight), weight)
+    torch.testing.assert_close(gradient[2], gradient[0])
+
+
+def test_weights_that_are_not_finite_get_no_gradient():
+    model = classifier()
+    with torch.no_grad():
+        key_heads(model)[1, 0, 0] = float("nan")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    penalty = DiversityPenalty()
+    penalty.attach(Open(model, optimizer))
+    penalty.answer(alert())
+    penalty.before_optimizer_step(optimizer)
+    assert not model.blocks[0].attn.k_proj.weight.grad.any()
+
+
+# --- revival
+
+
+class Wrapped(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attn = attention
+
+    def forward(self, x):
+        out = self.attn(x, x, x) if isinstance(self.attn, nn.MultiheadAttention) else self.attn(x)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def make(kind: str) -> Wrapped:
+    torch.manual_seed(0)
+    if kind == "packed":
+        return Wrapped(nn.MultiheadAttention(32, 4, bias=False, batch_first=True))
+    if kind == "grouped":
+        return Wrapped(GroupedAttention(Shape(heads=8, key_heads=4, width=64)))
+    if kind == "many":
+        return Wrapped(GroupedAttention(Shape(heads=4, key_heads=4, width=64)))
+    raise AssertionError(kind)
+
+
+def make_clones(layer, first: int, second: int) -> None:
+    group = layer.num_heads // layer.num_key_heads
+    with torch.no_grad():
+        for role in ("key", "value"):
+            layer.weight(role)[second] = layer.weight(role)[first]
+        for member in range(group):
+            layer.weight("query")[second * group + member] = layer.weight("query")[first * group + member]
+
+
+@pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
+def test_a_clone_gets_a_subspace_of_its_own_and_the_layer_computes_what_it_did(kind):
+    model = make(kind)
+    (layer,) = find_attention(model)
+    make_clones(layer, 1, 3)
+    x = torch.randn(4, 9, layer.weight("key").shape[-1])
+    with torch.no_grad():
+        before = model(x)
+    revive = ReviveHeads()
+    revive.attach(Open(model, torch.optim.AdamW(model.parameters())))
+    state = torch.get_rng_state()
+    action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.no_grad():
+        after = model(x)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6)
+    assert float(head_diversity(layer.weight("key")).worst) < 0.7
+    assert action.facts["lost"] < 1e-5
+    assert set(action.facts["heads"]) | {action.facts["stays"]} == {1, 3}
+    left = action.facts["heads"][0]
+    group = layer.num_heads // layer.num_key_heads
+    assert not layer.weight("output")[left * group : (left + 1) * group].any()
+    norms = layer.weight("key").detach().norm(dim=(1, 2))
+    assert float(norms[left]) == pytest.approx(float(norms.mean()), rel=0.3)
+
+
+def test_the_head_that_contributes_more_stays():
+    model = make("many")
+    (layer,) = find_attention(model)
+    make_clones(layer, 1, 3)
+    with torch.no_grad():
+        layer.weight("output")[1] *= 0.1
+    revive = ReviveHeads()
+    revive.attach(Open(model))
+    assert revive.answer(alert("attn", rule="worst pair", heads=(1, 3))).facts["stays"] == 3
+
+
+def test_the_revived_head_learns_again():
+    model = make("many")
+    (layer,) = find_attention(model)
+    make_clones(layer, 1, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    revive = ReviveHeads()
+    revive.attach(Open(model, optimizer))
+    (head,) = revive.answer(alert("attn", rule="worst pair", heads=(1, 3))).facts["heads"]
+    start = layer.weight("key")[head].detach().clone()
+    for seed in range(5):
+        x = torch.randn(4, 9, 64, generator=torch.Generator().manual_seed(seed))
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert layer.weight("output")[head].any()
+    assert not torch.allclose(layer.weight("key")[head], start)
+
+
+@pytest.mark.parametrize("kind", ["packed", "grouped"])
+def test_the_optimizer_forgets_the_revived_head_and_no_other(kind):
+    model = make(kind)
+    (layer,) = find_attention(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 9, layer.weight("key").shape[-1])).square().sum().backward()
+    optimizer.step()
+    make_clones(layer, 1, 3)
+    before = {id(p): {k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()}
+    revive = ReviveHeads()
+    revive.attach(Open(model, optimizer))
+    (head,) = revive.answer(alert("attn", rule="worst pair", heads=(1, 3))).facts["heads"]
+    group = layer.num_heads // layer.num_key_heads
+    with torch.no_grad():  # look at the state through the layer's own eyes: put it in place of the weights
+        for name in ("exp_avg", "exp_avg_sq"):
+            for parameter in model.parameters():
+                parameter.data.copy_(optimizer.state[parameter][name])
+            after = {role: layer.weight(role).clone() for role in ("query", "key", "value", "output")}
+            for parameter in model.parameters():
+                parameter.data.copy_(before[id(parameter)][name])
+            for role, width in (("query", group), ("key", 1), ("output", group)):
+                old = layer.weight(role)
+                gone = slice(head * width, (head + 1) * width)
+                assert not after[role][gone].any(), role
+                keep = torch.ones(len(old), dtype=torch.bool)
+                keep[gone] = False
+                assert torch.equal(after[role][keep], old[keep]), role
+            assert torch.equal(after["value"], layer.weight("value"))
+
+
+def test_of_heads_that_are_all_alike_all_but_one_are_revived():
+    model = make("many")
+    (layer,) = find_attention(model)
+    for head in (1, 2, 3):
+        make_clones(layer, 0, head)
+    revive = ReviveHeads()
+    revive.attach(Open(model))
+    action = revive.answer(alert("attn", rule="tied heads"))
+    assert len(action.facts["heads"]) == 3
+    assert float(head_diversity(layer.weight("key")).worst) < 1e-6, "four heads of 16 in 64 dimensions fit"
+
+
+def test_what_could_not_be_given_over_is_said():
+    model = make("many")
+    (layer,) = find_attention(model)
+    with torch.no_grad():
+        layer.weight("key")[3] = layer.weight("key")[1]
+    revive = ReviveHeads()
+    revive.attach(Open(model))
+    action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
+    assert 0.5 < action.facts["lost"] <= 1
+    assert "could not be given over" in action.message
+
+
+def test_alerts_of_other_rules_are_not_answered_by_default():
+    revive = ReviveHeads()
+    revive.attach(Open(make("many")))
+    assert revive.answer(alert("attn", rule="mean alignment")) is None
+    assert revive.answer(alert("attn", rule="forecast")) is None
+
+
+def test_every_rank_draws_the_same_heads():
+    weights = []
+    for _ in range(2):
+        model = make("many")
+        (layer,) = find_attention(model)
+        make_clones(layer, 1, 3)
+        revive = ReviveHeads(seed=3)
+        revive.attach(Open(model))
+        torch.rand(7)  # ranks differ in their own random states
+        revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
+        weights.append(layer.weight("key").detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_heads_that_cannot_be_written_in_place_are_refused_before_training():
+    model = make("many")
+    nn.utils.parametrizations.weight_norm(model.attn.k_proj)
+    with pytest.raises(MisconfigurationError, match="cannot write the key heads of `attn` in place"):
+        ReviveHeads().attach(Open(model))

@@ -1,0 +1,205 @@
+"""Interventions on the run as a whole: when they act, how often, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.interventions import (
+    Call,
+    DiversityPenalty,
+    SaveCheckpoint,
+    ScaleLearningRate,
+    StopTraining,
+)
+from tests.models import Classifier
+from tests.monitoring.interventions.training import Open, alert
+
+
+def attached(intervention, *optimizers, model=None):
+    training = Open(model or Classifier(), *optimizers)
+    intervention.attach(training)
+    return training
+
+
+# --- when, and how often
+
+
+def test_the_least_level_the_rules_and_the_layers_decide():
+    stop = StopTraining(on="critical", rules=["mean alignment"], layers=["blocks.1.*"])
+    training = attached(stop)
+    for other in (
+        alert("blocks.1.attn", level="warning"),
+        alert("blocks.0.attn", level="critical"),
+        alert("blocks.1.attn", level="critical", rule="worst pair"),
+        alert("blocks.1.attn", level="critical", is_resolved=True),
+    ):
+        assert stop.answer(other) is None
+        assert not training.is_stopped
+    action = stop.answer(alert("blocks.1.attn", level="critical"))
+    assert training.is_stopped
+    assert action.message == "step 100, blocks.1.attn: StopTraining stopped the training (mean alignment: critical)"
+
+
+def test_an_intervention_acts_at_most_as_often_as_it_says():
+    save = SaveCheckpoint(at_most=2)
+    training = attached(save)
+    actions = [save.answer(alert(step=step)) for step in (10, 20, 30)]
+    assert training.saved == ["heads-mean-alignment-step=10", "heads-mean-alignment-step=20"]
+    assert [action is None for action in actions] == [False, False, True]
+    assert "at most 2 times" in save.describe()
+
+
+def test_a_dry_run_says_what_would_have_happened_and_does_nothing():
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    called = []
+    for intervention in (
+        StopTraining(on="warning", dry_run=True),
+        SaveCheckpoint(dry_run=True),
+        ScaleLearningRate(dry_run=True),
+        DiversityPenalty(dry_run=True),
+        Call(called.append, dry_run=True),
+    ):
+        training = attached(intervention, optimizer, model=model)
+        action = intervention.answer(alert())
+        assert "would have" in action.message
+        assert action.is_dry_run
+        assert (training.is_stopped, training.saved, called) == (False, [], [])
+        before = [parameter.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        intervention.before_optimizer_step(optimizer)
+        optimizer.step()
+        for parameter, old in zip(model.parameters(), before):
+            assert torch.equal(parameter, old - 1), f"{intervention.name} changed a step"
+        intervention.detach()
+
+
+def test_a_function_is_called_with_the_alert():
+    seen = []
+    call = Call(seen.append, on="notice")
+    attached(call)
+    told = alert(level="notice")
+    action = call.answer(told)
+    assert seen == [told]
+    assert "called append" in action.message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StopTraining(on="serious"), "one of notice, warning, critical"),
+        (lambda: StopTraining(rules="mean alignment"), r"write \['mean alignment'\]"),
+        (lambda: StopTraining(layers="blocks.*"), r"write \['blocks"),
+        (lambda: SaveCheckpoint(at_most=0), "at least 1"),
+        (lambda: ScaleLearningRate(2.0), r"\(0, 1\], got 2.0"),
+        (lambda: ScaleLearningRate(scope="group"), '"all" or "layer"'),
+        (lambda: DiversityPenalty(0.0), "must be positive"),
+        (lambda: DiversityPenalty(roles="key"), "must be a list"),
+        (lambda: DiversityPenalty(roles=["output"]), "must be a list"),
+        (lambda: Call("log"), "must be callable"),
+    ],
+)
+def test_misuse_is_refused_before_training(make, message):
+    with pytest.raises(MisconfigurationError, match=message):
+        make()
+
+
+# --- the learning rate
+
+
+def gradients(model, seed: int = 0) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=draw)
+
+
+def copies(number: int):
+    models = []
+    for _ in range(number):
+        torch.manual_seed(0)
+        models.append(Classifier())
+    return models
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_learning_rate_of_all_is_scaled_while_the_alert_stands_and_no_longer(kind):
+    touched, by_hand = copies(2)
+    optimizer, reference = kind(touched.parameters(), lr=0.1), kind(by_hand.parameters(), lr=0.1)
+    scale = ScaleLearningRate(0.25)
+    training = Open(touched, optimizer)
+    scale.attach(training)
+
+    def both(factor: float, seed: int) -> None:
+        gradients(touched, seed)
+        gradients(by_hand, seed)
+        reference.param_groups[0]["lr"] = 0.1 * factor
+        optimizer.step()
+        reference.step()
+        for left, right in zip(touched.parameters(), by_hand.parameters()):
+            assert torch.equal(left, right)
+        assert optimizer.param_groups[0]["lr"] == 0.1, "schedulers and checkpoints see the rate that they set"
+
+    both(1, 0)
+    assert scale.answer(alert()).message.endswith("multiplied the learning rate by 0.25 (mean alignment: warning)")
+    assert scale.answer(alert("blocks.1.attn")) is not None
+    both(0.25, 1)
+    assert "gave the learning rate back" in scale.answer(alert(is_resolved=True)).message
+    both(0.25, 2)  # the other layer's alert stands
+    scale.answer(alert("blocks.1.attn", is_resolved=True))
+    both(1, 3)
+    scale.detach()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_one_layer_alone_takes_smaller_steps(kind):
+    touched, by_hand = copies(2)
+    inside = {id(parameter) for parameter in by_hand.blocks[0].attn.parameters()}
+    groups = [[p for p in by_hand.parameters() if (id(p) in inside) == flag] for flag in (True, False)]
+    reference = kind([{"params": groups[0], "lr": 0.025}, {"params": groups[1], "lr": 0.1}], lr=0.1)
+    optimizer = kind(touched.parameters(), lr=0.1)
+    scale = ScaleLearningRate(0.25, scope="layer")
+    scale.attach(Open(touched, optimizer))
+    scale.answer(alert("blocks.0.attn"))
+    for seed in range(3):
+        gradients(touched, seed)
+        gradients(by_hand, seed)
+        optimizer.step()
+        reference.step()
+    for left, right in zip(touched.parameters(), by_hand.parameters()):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+    scale.detach()
+
+
+def test_two_rules_of_one_layer_count_once():
+    scale = ScaleLearningRate()
+    attached(scale, torch.optim.SGD(Classifier().parameters(), lr=1.0))
+    assert scale.answer(alert(rule="forecast")) is not None
+    assert scale.answer(alert(rule="mean alignment")) is None
+    assert scale.answer(alert(rule="forecast", is_resolved=True)) is None
+    assert scale.lasts
+    assert scale.answer(alert(rule="mean alignment", is_resolved=True)) is not None
+    assert not scale.lasts
+    scale.detach()
+
+
+@pytest.mark.parametrize("make", [StopTraining, SaveCheckpoint, ScaleLearningRate, DiversityPenalty])
+def test_what_stands_and_how_often_it_acted_survive_a_resumption(make):
+    first, second = make(on="warning", at_most=2), make(on="warning", at_most=2)
+    model = Classifier()
+    for intervention in (first, second):
+        attached(intervention, torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+    first.answer(alert())
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.count == 1
+    assert getattr(second, "standing", None) == getattr(first, "standing", None)
+    assert second.answer(alert("blocks.1.attn")) is not None
+    assert second.answer(alert("blocks.1.attn", rule="worst pair", step=200)) is None
+    for intervention in (first, second):
+        intervention.detach()

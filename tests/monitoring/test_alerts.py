@@ -1,0 +1,172 @@
+"""The engine: one alert for each layer and rule until it is over, live, resumed or from a file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hdi_callback import Alert, Finding, Rule, replay
+from hdi_callback.errors import MisconfigurationError, MonitoringWarning
+from hdi_callback.monitoring.alerts import Alerts
+from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules import MeanAlignment, choose_rules
+
+
+class FewEffectiveHeads(Rule):
+    name = "few effective heads"
+    needs = ("hdi_effective_heads",)
+
+    def judge(self, series, active):
+        heads = series.value("hdi_effective_heads")
+        if heads < (2.5 if active else 2):
+            return Finding(f"{heads:.1f} effective heads are left", value=heads, threshold=2)
+        return None
+
+
+def record(step: int, **layers: dict[str, float]) -> Record:
+    return Record(step, {name: LayerRecord(values) for name, values in layers.items()})
+
+
+def heads(step: int, number: float) -> Record:
+    return record(step, attn={"hdi_effective_heads": number})
+
+
+def told(alerts: Alerts, records) -> list[tuple[int, bool]]:
+    return [(alert.step, alert.is_resolved) for item in records for alert in alerts.judge(item)]
+
+
+def test_a_rule_of_ones_own_is_told_once_and_over_once():
+    alerts = Alerts([FewEffectiveHeads()])
+    assert told(alerts, [heads(step, n) for step, n in ((0, 3), (1, 1.9), (2, 1.5), (3, 2.2), (4, 2.6), (5, 1))]) == [
+        (1, False),
+        (4, True),
+        (5, False),
+    ]
+    assert [alert.message for alert in alerts.active] == ["step 5, attn: 1.0 effective heads are left"]
+
+
+def test_layers_are_judged_apart():
+    alerts = Alerts([FewEffectiveHeads()])
+    news = alerts.judge(record(7, a={"hdi_effective_heads": 1.0}, b={"hdi_effective_heads": 3.0}))
+    assert [alert.layer for alert in news] == ["a"]
+    news = alerts.judge(record(8, a={"hdi_effective_heads": 1.0}, b={"hdi_effective_heads": 1.0}))
+    assert [alert.layer for alert in news] == ["b"]
+
+
+def test_what_was_not_measured_neither_begins_nor_ends_an_alert():
+    alerts = Alerts([FewEffectiveHeads()])
+    assert told(alerts, [record(0, attn={}), heads(1, 1), record(2, attn={}), record(3), heads(4, 1), heads(5, 9)]) == [
+        (1, False),
+        (5, True),
+    ]
+
+
+def test_a_rule_for_some_layers_is_not_asked_about_others():
+    rule = FewEffectiveHeads()
+    rule.layers = ["decoder.*"]
+    low = {"hdi_effective_heads": 1.0}
+    news = Alerts([rule]).judge(record(1, **{"encoder.0": low, "decoder.0": low}))
+    assert [alert.layer for alert in news] == ["decoder.0"]
+
+
+def test_an_exception_in_a_rule_costs_one_warning_and_leaves_the_others_at_work():
+    class Broken(Rule):
+        name = "broken"
+
+        def judge(self, series, active):
+            raise ZeroDivisionError("no heads")
+
+    alerts = Alerts([Broken(), FewEffectiveHeads()], faults=Faults())
+    with pytest.warns(MonitoringWarning, match="alert rule 'broken' failed .ZeroDivisionError: no heads") as seen:
+        assert told(alerts, [heads(1, 1), heads(2, 1), heads(3, 3)]) == [(1, False), (3, True)]
+    assert len(seen) == 1
+    with pytest.raises(ZeroDivisionError):
+        Alerts([Broken()]).judge(heads(1, 1))
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_resumed_run_tells_what_an_uninterrupted_one_tells(cut):
+    values = [0.1, 0.2, 0.45, 0.55, 0.52, 0.45, 0.3, 0.6, 0.91, 0.95, 0.2, 0.1]
+    records = [record(step, attn={"hdi_alignment": a, "hdi_energy_alignment": a}) for step, a in enumerate(values, 1)]
+    rules = choose_rules("default")
+    whole = Alerts(rules)
+    expected = [alert for item in records for alert in whole.judge(item)]
+    assert len(expected) > 2
+    first, second = Alerts(rules), Alerts(rules)
+    before = [alert for item in records[:cut] for alert in first.judge(item)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))  # plain data, whatever the checkpoint's format
+    assert before + [alert for item in records[cut:] for alert in second.judge(item)] == expected
+
+
+def test_a_state_of_another_model_is_dropped_layer_by_layer():
+    first = Alerts([FewEffectiveHeads()], [{"name": "attn"}])
+    first.judge(heads(1, 1))
+    other = Alerts([FewEffectiveHeads()], [{"name": "mixer"}])
+    other.load_state_dict(first.state_dict())
+    assert other.active == []
+
+
+def test_a_series_keeps_sixty_four_readings_and_the_first():
+    seen = []
+
+    class Look(Rule):
+        name = "look"
+
+        def judge(self, series, active):
+            seen.append((series.first.step, len(series.rows), series.latest.step, series.rows[0].arrays))
+
+    arrays = {"rank": [1, 1], "worst_pair": [0, 1]}
+    alerts = Alerts([Look()])
+    for step in range(100):
+        alerts.judge(Record(step, {"attn": LayerRecord({"hdi": 0.5}, arrays)}))
+    assert seen[0] == (0, 1, 0, arrays)
+    assert seen[-1] == (0, 64, 99, {"worst_pair": [0, 1]})
+
+
+def test_an_alert_is_the_same_after_a_trip_through_plain_data():
+    (alert,) = Alerts([FewEffectiveHeads()]).judge(heads(1, 1))
+    assert Alert.from_dict(json.loads(json.dumps(alert.to_dict()))) == alert
+
+
+# --- from the file
+
+
+@pytest.fixture
+def collapse(tmp_path):
+    history = History(tmp_path / "history.jsonl")
+    history.begin(0, [{"name": "attn", "width": 32}], last_reading=-1)
+    for step, alignment in ((10, 0.1), (20, 0.55), (30, 0.8), (40, 0.95), (50, 0.2)):
+        history.write(record(step, attn={"hdi_alignment": alignment, "hdi_energy_alignment": 0.0}))
+    return history.path
+
+
+def test_a_history_file_is_judged_after_the_fact(collapse):
+    assert [(alert.step, alert.level, alert.is_resolved) for alert in replay(collapse)] == [
+        (20, "warning", False),
+        (40, "critical", False),
+        (50, "critical", True),
+    ]
+
+
+def test_limits_are_tuned_without_training_again(collapse):
+    assert [alert.step for alert in replay(collapse, thresholds={"attn": {"mean": 0.7}})] == [30, 40, 50]
+    assert [alert.step for alert in replay(collapse, thresholds={"at*": {"mean": None, "critical": None}})] == []
+    assert [alert.step for alert in replay(collapse, [MeanAlignment(0.9, critical=None)])] == [40, 50]
+    with pytest.raises(MisconfigurationError, match="either rules or thresholds"):
+        replay(collapse, [MeanAlignment()], thresholds={"*": {"mean": 0.2}})
+
+
+def test_alerts_of_a_history_are_read_back_and_those_that_a_resumption_made_void_are_not(tmp_path):
+    history, alerts = History(tmp_path / "history.jsonl"), Alerts([FewEffectiveHeads()])
+    history.begin(0, [], last_reading=-1)
+    (first,) = alerts.judge(heads(10, 1))
+    history.note("alert", **first.to_dict())
+    (second,) = alerts.judge(heads(20, 3))
+    history.note("alert", **second.to_dict())
+    assert read_alerts(history.path) == [first, second]
+    history.begin(20, [], last_reading=10)  # the checkpoint was made at step 20, before its reading
+    assert read_alerts(history.path) == [first]
