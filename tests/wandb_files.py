@@ -19,10 +19,11 @@ WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 @dataclass
 class WandbRun:
-    """What the run file holds: logged rows, and how metrics were defined."""
+    """What the run file holds: logged rows, how metrics were defined, and alerts."""
 
     history: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    alerts: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_wandb(folder: Path) -> WandbRun:
@@ -42,6 +43,8 @@ def read_wandb(folder: Path) -> WandbRun:
         elif kind == "metric":
             told = MessageToDict(record.metric, preserving_proto_field_name=True)
             run.metrics.append({"name": "", "glob_name": "", "summary": {}, **told})
+        elif kind == "alert":
+            run.alerts.append(MessageToDict(record.alert, preserving_proto_field_name=True))
     return run
 
 

@@ -373,7 +373,7 @@ def _sentence(step: int, layer: str, finding: Finding) -> str:
 
 
 def _resolved(alert: Alert, step: int) -> Alert:
-    message = f"step {step}, {alert.layer}: over: {alert.finding.what} (told at step {alert.step})"
+    message = f"step {step}, {alert.layer}: {alert.rule}: over ({alert.level} of step {alert.step})"
     return replace(alert, step=step, message=message, is_resolved=True)
 
 
