@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.subspaces import (
+    _bases,
+    _flatness,
     _normalise,
+    _require_method,
     _require_rank_tol,
     _whitener,
     head_overlap,
-    orthonormal_bases,
     shared_energy,
 )
 from hdi_callback.errors import ShapeError
@@ -46,7 +48,9 @@ class HeadDiversity:
         normalised_index: index / ceiling.
         rank: ``(H,)``, numerical ranks, whole numbers as floats.
         effective_rank: ``(H,)``, participation ratio ``(tr G)^2 / ||G||_F^2`` of the squared singular values of each
-            head, ``G = W_h W_h^T``: how many directions a head really uses, in [1, d_k]; 0 for a dead head.
+            head, ``G = W_h W_h^T``: over how many directions its energy is spread, in [1, d_k]; 0 for a dead head.
+        flatness: ``(H,)``, spectral flatness ``det(G)^(1/d_k) / (tr(G)/d_k)``: 1 if a head uses all its directions
+            alike; falls to 0 if it loses some, and only mildly if others grow. 0 for a dead head.
         dead: ``(H,)``, True where a head is all but zero.
         energy_index: 1 - mean energy overlap.
         energy_overlap: ``(H, H)``, RV coefficient (linear CKA) of every pair.
@@ -72,6 +76,7 @@ class HeadDiversity:
     normalised_index: Tensor
     rank: Tensor
     effective_rank: Tensor
+    flatness: Tensor
     dead: Tensor
     energy_index: Tensor
     energy_overlap: Tensor
@@ -113,10 +118,14 @@ def head_diversity(
         >>> float(head_diversity(weight).index), float(head_diversity(weight).effective_heads)
         (1.0, 2.0)
     """
-    bases = orthonormal_bases(weight, rank_tol=rank_tol, method=method)
-    scaled, _ = _normalise(weight, rank_tol)
-    energy = shared_energy(scaled.to(bases.rows.dtype))
-    return _summarise(head_overlap(bases.rows, bases.rank), energy, bases.rank, bases.dead, weight.shape[-1])
+    _require_method(method)
+    scaled, dead = _normalise(weight, rank_tol)
+    gram = scaled @ scaled.mT
+    out = torch.float64 if method == "exact" or weight.dtype == torch.float64 else torch.float32
+    bases = _bases(scaled, dead, gram, rank_tol, method, out)
+    energy = shared_energy(scaled.to(out))
+    overlap = head_overlap(bases.rows, bases.rank)
+    return _summarise(overlap, energy, bases.rank, _flatness(gram), dead, weight.shape[-1])
 
 
 @torch.no_grad()
@@ -169,7 +178,7 @@ def head_diversity_from_covariance(
     overlap = (shared / (rank[..., :, None] * rank[..., None, :]).sqrt().clamp_min(1)).clamp(0, 1)
     # Two independent samples of n tokens correlate like random subspaces of R^(n-1).
     width = float("nan") if tokens is None else float(tokens - 1)
-    return _summarise(overlap, blocks.square().sum((-2, -1)), rank, dead, width)
+    return _summarise(overlap, blocks.square().sum((-2, -1)), rank, _flatness(own), dead, width)
 
 
 def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -210,7 +219,9 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     return mean
 
 
-def _summarise(overlap: Tensor, energy: Tensor, rank: Tensor, dead: Tensor, width: float) -> HeadDiversity:
+def _summarise(
+    overlap: Tensor, energy: Tensor, rank: Tensor, flatness: Tensor, dead: Tensor, width: float
+) -> HeadDiversity:
     """Reduce the matrices of a layer. `energy` holds the squared norms of the cross products of heads of norm 1."""
     H = overlap.shape[-1]
     rank = rank.to(overlap.dtype)
@@ -257,6 +268,7 @@ def _summarise(overlap: Tensor, energy: Tensor, rank: Tensor, dead: Tensor, widt
         normalised_index=(1 - mean) / ceiling,
         rank=rank,
         effective_rank=participation,
+        flatness=torch.where(dead, 0, flatness.to(overlap.dtype)),
         dead=dead,
         energy_index=1 - energy_mean,
         energy_overlap=energy_overlap,

@@ -65,15 +65,19 @@ def orthonormal_bases(weight: Tensor, *, rank_tol: float = 1e-6, method: Method 
         >>> bases.rank.tolist(), bases.dead.tolist()
         ([2.0, 2.0], [False, False])
     """
-    if method not in get_args(Method):
-        raise MisconfigurationError(f"`method` must be one of {get_args(Method)}, got {method!r}.")
+    _require_method(method)
     scaled, dead = _normalise(weight, rank_tol)
-    wide = scaled.dtype
     out = torch.float64 if method == "exact" or weight.dtype == torch.float64 else torch.float32
+    return _bases(scaled, dead, scaled @ scaled.mT, rank_tol, method, out)
+
+
+def _bases(scaled: Tensor, dead: Tensor, gram: Tensor, rank_tol: float, method: Method, out: torch.dtype) -> HeadBases:
+    """Compute the bases of heads of norm 1 from themselves and their Gram matrices."""
+    wide = scaled.dtype
     if method == "svd":
         rows = _svd_rows(scaled.to(out), rank_tol)
     else:
-        whitener = _whitener(scaled @ scaled.mT, rank_tol)
+        whitener = _whitener(gram, rank_tol)
         # TF32 rounds the weight itself, which moves the subspace of an ill-conditioned head: on CUDA stay in float64.
         multiply_in = wide if scaled.is_cuda else out
         rows = (whitener.to(multiply_in) @ scaled.to(multiply_in)).to(out)
@@ -179,6 +183,23 @@ def _normalise(weight: Tensor, rank_tol: float) -> tuple[Tensor, Tensor]:
     dead = ((norm < rank_tol * largest) | (largest == 0)) & largest.isfinite()
     norm = torch.where(largest.isfinite(), norm.masked_fill(dead, 1), torch.nan)
     return (wide / norm[..., None, None]).masked_fill(dead[..., None, None], 0), dead
+
+
+def _flatness(gram: Tensor) -> Tensor:
+    """Geometric over arithmetic mean of the eigenvalues of Gram matrices (..., k, k); a zero counts as 1e-14."""
+    k = gram.shape[-1]
+    size = torch.linalg.matrix_norm(gram)
+    shift = torch.where(size > 0, _FINEST_RANK_TOL**2 * size, 1.0)[..., None, None]
+    shifted = gram + shift * torch.eye(k, dtype=gram.dtype, device=gram.device)
+    factor, info = torch.linalg.cholesky_ex(shifted, check_errors=False)
+    trace = shifted.diagonal(dim1=-2, dim2=-1).sum(-1)
+    flatness = (2 * factor.diagonal(dim1=-2, dim2=-1).log().mean(-1)).exp() / (trace / k)
+    return torch.where(info == 0, flatness, torch.nan)
+
+
+def _require_method(method: str) -> None:
+    if method not in get_args(Method):
+        raise MisconfigurationError(f"`method` must be one of {get_args(Method)}, got {method!r}.")
 
 
 def _require_rank_tol(rank_tol: float) -> None:

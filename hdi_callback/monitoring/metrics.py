@@ -48,8 +48,8 @@ def _mean_over_pairs(matrix: Tensor) -> Tensor:
     return (matrix.sum((-2, -1)) - matrix.diagonal(dim1=-2, dim2=-1).sum(-1)) / (H * (H - 1) or float("nan"))
 
 
-def _smallest_effective_rank(diversity: Any) -> Tensor:
-    smallest: Tensor = diversity.effective_rank.masked_fill(diversity.dead, float("inf")).amin(-1)
+def _smallest_flatness(diversity: Any) -> Tensor:
+    smallest: Tensor = diversity.flatness.masked_fill(diversity.dead, float("inf")).amin(-1)
     return smallest.masked_fill(diversity.dead.all(-1), float("nan"))
 
 
@@ -76,11 +76,7 @@ def _diversity_metrics(role: str) -> list[Metric]:
         ),
         metric("_dead_heads", lambda d: d.dead.sum(-1), "How many heads are all but zero, from {of}."),
         metric("_min_rank", lambda d: d.rank.amin(-1), "Smallest numerical rank of a head, from {of}."),
-        metric(
-            "_min_effective_rank",
-            _smallest_effective_rank,
-            "Fewest directions that a live head really uses (participation ratio), from {of}.",
-        ),
+        metric("_min_flatness", _smallest_flatness, "Smallest spectral flatness of a live head, from {of}."),
     ]
 
 

@@ -71,8 +71,8 @@ class LayerRecord:
     Attributes:
         values: metric name -> number; what could not be measured is not there.
         arrays: two heads each: ``worst_pair``, ``worst_alignment_pair``, ``energy_worst_pair`` and
-            ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap``, ``rank`` and
-            ``effective_rank``. For roles other than key with the role in front.
+            ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap``, ``rank``,
+            ``effective_rank`` and ``flatness``. For roles other than key with the role in front.
         matrices: ``overlap``, ``energy_overlap`` and ``output_overlap``, ``(H, H)``, on the host.
     """
 
@@ -207,7 +207,7 @@ def _tensors(reading: Reading) -> list[Tensor]:
 
 
 _PAIRS = ("worst_pair", "worst_alignment_pair", "energy_worst_pair", "energy_worst_alignment_pair")
-_ARRAYS = (*_PAIRS, "nearest", "nearest_overlap", "rank", "effective_rank")
+_ARRAYS = (*_PAIRS, "nearest", "nearest_overlap", "rank", "effective_rank", "flatness")
 _MATRICES = ("overlap", "energy_overlap", "output_overlap")
 
 

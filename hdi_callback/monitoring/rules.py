@@ -26,6 +26,14 @@ _MEAN: dict[Lens, str] = {"subspace": "hdi_alignment", "energy": "hdi_energy_ali
 _WORST: dict[Lens, str] = {"subspace": "hdi_worst_alignment", "energy": "hdi_energy_worst_alignment"}
 _WORST_PAIR: dict[Lens, str] = {"subspace": "worst_alignment_pair", "energy": "energy_worst_alignment_pair"}
 
+_MOVES: dict[tuple[Level, Lens], str] = {
+    ("warning", "subspace"): "all heads are closing up",
+    ("critical", "subspace"): "all heads are nearly one",
+    ("warning", "energy"): "one direction has taken over all heads",
+}
+
+_TOGETHER = 0.5  # a mean alignment that the mean's own rule tells of
+
 HYSTERESIS = 0.1
 """An alert on alignment is over this far below the limit that began it."""
 
@@ -39,23 +47,24 @@ class Thresholds:
 
     Attributes:
         mean: mean alignment of a layer's heads in the subspace lens that is a warning.
-        energy_mean: the same in the energy lens.
-        critical: mean alignment, in either lens, that is critical.
+        energy_mean: the same in the energy lens. Healthy language models come close to it: what they learn first is
+            often one direction for all heads.
+        critical: mean alignment in the subspace lens that is critical.
         pair: alignment of a pair in the subspace lens that is a warning.
-        energy_pair: the same in the energy lens.
-        forecast: alignment that a trend must be about to reach to be a warning.
-        rank: share of the directions that a head used at first; fewer are a warning.
+        energy_pair: the same in the energy lens; off, as pairs of healthy heads reach .99.
+        forecast: alignment in the subspace lens that a trend must be about to reach to be a warning.
+        rank: spectral flatness of a head that is a warning, if it has fallen to a tenth of what it was at first.
         tied: probability, under independent initialisation, of heads as alike as they are at step 0.
         trend: rise of ``-log(1 - alignment)`` that is worth a notice.
     """
 
     mean: float | None = 0.5
-    energy_mean: float | None = 0.5
+    energy_mean: float | None = 0.95
     critical: float | None = 0.9
-    pair: float | None = 0.9
-    energy_pair: float | None = 0.9
+    pair: float | None = 0.8
+    energy_pair: float | None = None
     forecast: float | None = 0.9
-    rank: float | None = 0.25
+    rank: float | None = 0.01
     tied: float | None = 1e-6
     trend: float | None = 0.05
 
@@ -66,16 +75,15 @@ class MeanAlignment(Rule):
     Args:
         subspace: limit of the subspace lens that is a warning.
         energy: limit of the energy lens that is a warning.
-        critical: limit, for either lens, that is critical.
+        critical: limit of the subspace lens that is critical.
     """
 
     name = "mean alignment"
     needs = ("hdi_alignment", "hdi_energy_alignment")
 
-    def __init__(self, subspace: float | None = 0.5, energy: float | None = 0.5, critical: float | None = 0.9) -> None:
+    def __init__(self, subspace: float | None = 0.5, energy: float | None = 0.95, critical: float | None = 0.9) -> None:
         limits: list[tuple[Level, Lens, float | None]] = [
             ("critical", "subspace", critical),
-            ("critical", "energy", critical),
             ("warning", "subspace", subspace),
             ("warning", "energy", energy),
         ]
@@ -100,8 +108,7 @@ class MeanAlignment(Rule):
         left = "" if heads is None or lens == "energy" else f", {heads:.1f} effective heads are left"
         weighed = ", weighed by energy" if lens == "energy" else ""
         return Finding(
-            f"all heads are {'nearly one' if level == 'critical' else 'closing up'} "
-            f"(mean alignment {_number(value)}{weighed}{_earlier(series, metric)}{left})",
+            f"{_MOVES[level, lens]} (mean alignment {_number(value)}{weighed}{_earlier(series, metric)}{left})",
             level,
             value,
             limit,
@@ -123,7 +130,7 @@ class WorstPair(Rule):
     name = "worst pair"
     needs = ("hdi_worst_alignment", "hdi_energy_worst_alignment")
 
-    def __init__(self, subspace: float | None = 0.9, energy: float | None = 0.9) -> None:
+    def __init__(self, subspace: float | None = 0.8, energy: float | None = None) -> None:
         limits: dict[Lens, float | None] = {"subspace": subspace, "energy": energy}
         self.limits = {lens: limit for lens, limit in limits.items() if limit is not None}
 
@@ -134,8 +141,8 @@ class WorstPair(Rule):
         margin = HYSTERESIS if active else 0
         reached = []
         for lens, limit in self.limits.items():
-            # Where all heads are one, the mean says so, and a pair is nothing to name.
-            if active is None and series.latest.values.get(_MEAN[lens], 0) >= limit:
+            # Where all heads close up, the mean says so, and a pair is nothing to name.
+            if active is None and series.latest.values.get(_MEAN[lens], 0) >= _TOGETHER:
                 continue
             value = series.value(_WORST[lens])
             if value >= limit - margin:
@@ -160,20 +167,21 @@ class WorstPair(Rule):
 
 
 class AlignmentForecast(Rule):
-    """The heads of a layer are on the way to one another, and will be there soon.
+    """The heads of a layer, or two of them, are on the way to one another and will be there soon.
 
     A straight line through ``y = -log(1 - a)`` over the last 20 readings, whose slope is well above its standard error
     (for autocorrelated residuals: inflated by ``sqrt((1 + r) / (1 - r))``), which rises, does not slow down, and
-    reaches the limit within 100 readings; three times in a row.
+    reaches the limit within 100 readings; three times in a row. Of the subspace lens alone: in the energy lens healthy
+    heads move together as fast.
 
     Args:
-        limit: the mean alignment that is forecast.
+        limit: the alignment that is forecast.
         deviations: standard errors by which the slope must exceed zero.
         rise: smallest rise of the alignment over the 20 readings.
     """
 
     name = "forecast"
-    needs = ("hdi_alignment", "hdi_energy_alignment")
+    needs = ("hdi_alignment", "hdi_worst_alignment")
     readings: ClassVar[int] = 20
     horizon: ClassVar[int] = 100
     hits: ClassVar[int] = 3
@@ -182,32 +190,37 @@ class AlignmentForecast(Rule):
         self.limit, self.deviations, self.rise = limit, deviations, rise
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find the lens that will be there first."""
+        """Find the mean or the pair that will be there first."""
+        if active is not None:
+            assert active.finding.metric is not None
+            steps, curve = series.curve(active.finding.metric)
+            fit = _line(steps, curve, self.readings)
+            # It is over when the rise has ended, not when the alignment has arrived.
+            is_rising = fit is not None and fit.slope > fit.error
+            return active.finding if is_rising or curve[-1] >= self.limit - HYSTERESIS else None
         found = []
-        for lens in _LENSES:
-            steps, curve = series.curve(_MEAN[lens])
-            if active is not None and active.finding.metric == _MEAN[lens]:
-                fit = _line(steps, curve, self.readings)
-                # It is over when the rise has ended, not when the alignment has arrived.
-                is_rising = fit is not None and fit.slope > fit.error
-                if is_rising or curve[-1] >= self.limit - HYSTERESIS:
-                    return active.finding
-                continue
+        if series.value(_MEAN["subspace"]) >= _TOGETHER:
+            return None
+        for metric in self.needs:
+            steps, curve = series.curve(metric)
             fit = self._hit(steps, curve)
             if fit is not None and all(self._hit(steps[:-back], curve[:-back]) for back in range(1, self.hits)):
-                found.append((self._arrival(fit, curve[-1]), lens, fit, steps, curve))
-        if not found or active is not None:
+                found.append((self._arrival(fit, curve[-1]), metric, fit, steps, curve))
+        if not found:
             return None
-        arrival, lens, fit, steps, curve = min(found, key=lambda item: item[0])
+        arrival, metric, fit, steps, curve = min(found, key=lambda item: item[0])
         start = len(steps) - self.readings
+        pair = _pair(series.latest, "subspace") if metric == _WORST["subspace"] else ()
+        who = f"heads {pair[0]} and {pair[1]}" if pair else "all heads"
         return Finding(
-            f"the heads are moving together (mean alignment {_number(curve[-1])}"
-            f"{', weighed by energy' if lens == 'energy' else ''}, {_number(curve[start])} {steps[-1] - steps[start]} "
-            f"steps ago) and at this rate reach {_number(self.limit)} near step {round(steps[-1] + arrival)}",
+            f"{who} are moving together (alignment {_number(curve[-1])}, {_number(curve[start])} "
+            f"{steps[-1] - steps[start]} steps ago) and at this rate reach {_number(self.limit)} near step "
+            f"{round(steps[-1] + arrival)}",
             "warning",
             curve[-1],
             self.limit,
-            _MEAN[lens],
+            metric,
+            pair,
             since=steps[start],
             certainty=f"the slope is {fit.slope / max(fit.error, 1e-12):.1f} standard errors from zero",
             remedy=_SEPARATE,
@@ -320,40 +333,44 @@ class DeadHeads(Rule):
 
 
 class FallingRank(Rule):
-    """A head uses far fewer directions than it did at first.
+    """A head loses directions: its numerical rank has fallen, or its spectrum has become very uneven.
+
+    The unevenness is the spectral flatness of the head (geometric over arithmetic mean of its squared singular values).
+    It falls when directions are lost, and only mildly when others grow, as they do in healthy training.
 
     Args:
-        share: the number of directions (participation ratio) over that of the first reading that is a warning.
+        flatness: the flatness that is a warning, if it is a tenth of that of the first reading or less.
     """
 
     name = "falling rank"
-    needs = ("hdi_min_effective_rank",)
+    needs = ("hdi_min_flatness", "hdi_min_rank")
+    fall: ClassVar[float] = 0.1
 
-    def __init__(self, share: float = 0.25) -> None:
-        self.share = share
+    def __init__(self, flatness: float = 0.01) -> None:
+        self.flatness = flatness
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find the heads whose numerical rank has fallen, or whose effective rank is below the share."""
+        """Find the heads that have lost directions since the first reading."""
         now, first = series.latest.arrays, series.first.arrays
-        limit = self.share * (1 + HYSTERESIS if active else 1)
-        shares = {
-            head: (after / before, after, before)
-            for head, (after, before) in enumerate(zip(now.get("effective_rank", []), first.get("effective_rank", [])))
-            if before >= 2 and after > 0
-        }
-        heads = tuple(head for head, (share, *_) in shares.items() if share <= limit)
+        margin = 2 if active else 1
+        heads = []
+        for head, (after, before) in enumerate(zip(now.get("flatness", ()), first.get("flatness", ()))):
+            has_lost_rank = 0 < now["rank"][head] < first["rank"][head]
+            is_uneven = 0 < after <= margin * min(self.flatness, self.fall * before)
+            if has_lost_rank or is_uneven:
+                heads.append(head)
         if not heads:
             return None
-        worst = min(heads, key=lambda head: shares[head][0])
-        share, after, before = shares[worst]
+        worst = min(heads, key=lambda head: now["flatness"][head])
         return Finding(
-            f"{_named(heads)} {'uses' if len(heads) == 1 else 'use'} few directions "
-            f"(head {worst}: {after:.1f}, {before:.1f} at step {series.first.step})",
+            f"{_named(heads)} {'has' if len(heads) == 1 else 'have'} lost directions (head {worst}: spectral flatness "
+            f"{now['flatness'][worst]:.1g}, {first['flatness'][worst]:.1g} at step {series.first.step}; effective rank "
+            f"{now['effective_rank'][worst]:.1f}, {first['effective_rank'][worst]:.1f} then)",
             "warning",
-            share,
-            self.share,
-            "hdi_min_effective_rank",
-            heads,
+            now["flatness"][worst],
+            self.flatness,
+            "hdi_min_flatness",
+            tuple(heads),
             None,
             _EVIDENCE,
             "a lower learning rate, or less weight decay on the attention",
@@ -478,7 +495,7 @@ def choose_rules(
 
     Example:
         >>> rules_for = choose_rules("default", {"decoder.0.*": {"mean": 0.8}})
-        >>> [rule.limits[2] for rule in rules_for("decoder.0.attn") if rule.name == "mean alignment"]
+        >>> [rule.limits[1] for rule in rules_for("decoder.0.attn") if rule.name == "mean alignment"]
         [('warning', 'subspace', 0.8)]
     """
     if rules == "default":

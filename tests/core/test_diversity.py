@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -539,3 +540,23 @@ def test_the_effective_rank_is_the_participation_ratio_of_the_squared_singular_v
     assert measured[2] == 0
     orthogonal = torch.linalg.qr(gaussian(16, 5, seed=4)).Q.mT[None]
     assert float(head_diversity(orthogonal).effective_rank) == pytest.approx(5, rel=1e-9)
+
+
+def test_the_flatness_is_the_geometric_over_the_arithmetic_mean_of_the_squared_singular_values():
+    weight = gaussian(4, 5, 16, seed=3)
+    weight[1] *= torch.tensor([8.0, 1, 1, 1, 1])[:, None]
+    weight[2] = 0
+    spectrum = np.linalg.svd(weight.numpy(), compute_uv=False) ** 2
+    expected = scipy.stats.gmean(spectrum[[0, 1, 3]], axis=-1) / spectrum[[0, 1, 3]].mean(-1)
+    measured = head_diversity(weight).flatness
+    assert measured[[0, 1, 3]].tolist() == pytest.approx(expected.tolist(), rel=1e-9)
+    assert measured[2] == 0
+    turned = torch.linalg.qr(gaussian(5, 5, seed=5)).Q @ weight[0] @ torch.linalg.qr(gaussian(16, 16, seed=6)).Q
+    assert float(head_diversity(7 * turned[None]).flatness) == pytest.approx(float(measured[0]), rel=1e-9)
+
+
+def test_the_flatness_of_a_deficient_head_is_all_but_zero():
+    weight = gaussian(2, 5, 16, seed=3)
+    weight[1, 4] = weight[1, 0]
+    measured = head_diversity(weight).flatness
+    assert measured[1] < 0.01 < 0.3 < measured[0]
