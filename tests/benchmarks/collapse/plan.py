@@ -39,31 +39,32 @@ class Spec:
 def plan(part: Literal["looked-at", "confirming"]) -> list[Spec]:
     """Lay down every run. The seeds of the two parts have nothing in common."""
     first, healthy, each = (0, 24, 3) if part == "looked-at" else (10_000, 60, 10)
-    specs = [_draw(HEALTHY, first + number) for number in range(healthy)]
+    specs = [draw(HEALTHY, first + number) for number in range(healthy)]
     for place, kind in enumerate(KINDS, 1):
-        specs += [_draw(kind, first + 100 * place + number) for number in range(each)]
+        specs += [draw(kind, first + 100 * place + number) for number in range(each)]
     return specs
 
 
-def _draw(kind: str, seed: int) -> Spec:
-    draw = random.Random(seed)
+def draw(kind: str, seed: int) -> Spec:
+    """Draw the model and the schedule of one run from its seed."""
+    dice = random.Random(seed)
     task: Literal["text", "digits"] = "text" if seed % 2 else "digits"
-    heads = draw.choice([4, 4, 8])
-    width = draw.choice([48, 64, 96] if heads == 4 else [64, 96])
-    layers = draw.choice([2, 2, 3])
+    heads = dice.choice([4, 4, 8])
+    width = dice.choice([48, 64, 96] if heads == 4 else [64, 96])
+    layers = dice.choice([2, 2, 3])
     shape = Shape(
         task,
         layers,
         heads,
-        draw.choice([heads, heads, heads // 2]) if heads == 8 else heads,
+        dice.choice([heads, heads, heads // 2]) if heads == 8 else heads,
         width,
-        draw.choice(["pre", "pre", "post"]),
-        draw.choice(["learned", "rotary"]),
+        dice.choice(["pre", "pre", "post"]),
+        dice.choice(["learned", "rotary"]),
     )
     # Up to the edge of stability: 1e-2 without warm-up diverges in some of these models, and 6e-3 learns in nearly all.
-    rate = draw.choice([5e-4, 1e-3, 2e-3, 4e-3, 6e-3])
-    warm_up, decay = draw.choice([0, 40]), draw.choice([0.0, 0.1, 0.5])
+    rate = dice.choice([5e-4, 1e-3, 2e-3, 4e-3, 6e-3])
+    warm_up, decay = dice.choice([0, 40]), dice.choice([0.0, 0.1, 0.5])
     if kind == "high learning rate":
-        rate, warm_up = draw.choice([2e-2, 4e-2, 8e-2]), 0
-    start = draw.randrange(100, 160)
-    return Spec(kind, seed, shape, rate, warm_up, decay, start=start, layer=draw.randrange(layers))
+        rate, warm_up = dice.choice([2e-2, 4e-2, 8e-2]), 0
+    start = dice.randrange(100, 160)
+    return Spec(kind, seed, shape, rate, warm_up, decay, start=start, layer=dice.randrange(layers))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.monitoring.alerts import Alerts
+from hdi_callback.monitoring.alerts import Alerts, Rule
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.rules import choose_rules
@@ -54,6 +54,7 @@ def train(
     interventions: Sequence[Intervention] = (),
     *,
     force_until: float = math.inf,
+    rules: Sequence[Rule] | None = None,
 ) -> dict[str, Any]:
     """Train one model as its spec says, and give its losses."""
     torch.set_num_threads(1)
@@ -75,7 +76,7 @@ def train(
             monitor,
             Schedule(EVERY),
             history=None if history is None else History(history, matrix_every=0),
-            alerts=Alerts(choose_rules("default"), facts),
+            alerts=Alerts(choose_rules("default" if rules is None else rules), facts),
             interventions=interventions,
             training=loop,
         )
@@ -83,7 +84,10 @@ def train(
             watch.history.begin(0, facts, last_reading=-1)
         for step in range(spec.steps):
             watch.before_forward(step)
-            loss = force.on_loss(model.loss(*data.draw()), step)
+            loss = model.loss(*data.draw())
+            curve.append(float(loss.detach()))
+            if step < force_until:
+                loss = force.on_loss(loss, step)
             loss.backward()
             watch.after_backward(step)
             watch.before_optimizer_step(optimizer)
@@ -94,7 +98,6 @@ def train(
             if step < force_until:
                 force.after_step(step)
             watch.after_step(step + 1)
-            curve.append(float(loss.detach()))
             if loop.is_stopped:
                 break
         watch.finish(len(curve))
