@@ -53,6 +53,7 @@ class Thresholds:
         pair: alignment of a pair in the subspace lens that is a warning.
         energy_pair: the same in the energy lens; off, as pairs of healthy heads reach .99.
         forecast: alignment in the subspace lens that a trend must be about to reach to be a warning.
+        jump: mean alignment in the energy lens that is a warning if it is reached by a late, sudden rise.
         rank: spectral flatness of a head that is a warning, if it has fallen to a tenth of what it was at first.
         tied: probability, under independent initialisation, of heads as alike as they are at step 0.
         trend: rise of ``-log(1 - alignment)`` that is worth a notice.
@@ -64,7 +65,8 @@ class Thresholds:
     pair: float | None = 0.8
     energy_pair: float | None = None
     forecast: float | None = 0.9
-    rank: float | None = 0.01
+    jump: float | None = 0.65
+    rank: float | None = 0.005
     tied: float | None = 1e-6
     trend: float | None = 0.05
 
@@ -305,6 +307,52 @@ class AlignmentTrend(Rule):
         return math.log(2 * k * k * series * 64 / self.false_alarms) / (2 * k) - 1.166
 
 
+class SharedDirection(Rule):
+    """One direction takes over all heads, late and suddenly: the energy alignment leaves a level that it had kept.
+
+    Healthy heads come to share a direction early in training, as fast and as far. So the level alone says little, and
+    this asks for a quiet stretch before: over 20 readings that ended 15 readings ago the alignment moved by at most .2,
+    and since then it has risen by .4 or more.
+
+    Args:
+        limit: mean alignment in the energy lens.
+    """
+
+    name = "shared direction"
+    needs = ("hdi_energy_alignment",)
+    quiet: ClassVar[int] = 20
+    recent: ClassVar[int] = 15
+    calm: ClassVar[float] = 0.2
+    rise: ClassVar[float] = 0.4
+
+    def __init__(self, limit: float = 0.65) -> None:
+        self.limit = limit
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Find a late jump of the energy alignment."""
+        now = series.value(_MEAN["energy"])
+        if active is not None:
+            return active.finding if now >= self.limit - HYSTERESIS else None
+        steps, curve = series.curve(_MEAN["energy"])
+        before = curve[-(self.quiet + self.recent) - 1 : -self.recent]
+        is_told = series.latest.values.get(_MEAN["subspace"], 0) >= _TOGETHER
+        if now < self.limit or len(before) <= self.quiet or is_told:
+            return None
+        if max(before) - min(before) > self.calm or now - max(before) < self.rise:
+            return None
+        return Finding(
+            f"one direction is taking over all heads (mean alignment {_number(now)} weighed by energy, at most "
+            f"{_number(max(before))} until step {steps[-self.recent - 1]})",
+            "warning",
+            now,
+            self.limit,
+            _MEAN["energy"],
+            since=steps[-self.recent - 1],
+            certainty=_EVIDENCE,
+            remedy="a lower learning rate, or a look at what the keys of this layer have in common",
+        )
+
+
 class DeadHeads(Rule):
     """Heads whose key weight is all but zero, beside others that are not."""
 
@@ -346,7 +394,7 @@ class FallingRank(Rule):
     needs = ("hdi_min_flatness", "hdi_min_rank")
     fall: ClassVar[float] = 0.1
 
-    def __init__(self, flatness: float = 0.01) -> None:
+    def __init__(self, flatness: float = 0.005) -> None:
         self.flatness = flatness
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
@@ -454,8 +502,8 @@ def default_rules(thresholds: Thresholds = Thresholds()) -> list[Rule]:
         The rules.
 
     Example:
-        >>> [rule.name for rule in default_rules(Thresholds(trend=None, forecast=None))]
-        ['mean alignment', 'worst pair', 'dead heads', 'falling rank', 'weights not finite', 'tied heads']
+        >>> [rule.name for rule in default_rules(Thresholds(trend=None, forecast=None, jump=None, tied=None))]
+        ['mean alignment', 'worst pair', 'dead heads', 'falling rank', 'weights not finite']
     """
     limits = thresholds
     rules: list[Rule] = []
@@ -467,6 +515,8 @@ def default_rules(thresholds: Thresholds = Thresholds()) -> list[Rule]:
         rules.append(AlignmentForecast(limits.forecast))
     if limits.trend is not None:
         rules.append(AlignmentTrend(limits.trend))
+    if limits.jump is not None:
+        rules.append(SharedDirection(limits.jump))
     rules.append(DeadHeads())
     if limits.rank is not None:
         rules.append(FallingRank(limits.rank))

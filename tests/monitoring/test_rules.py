@@ -21,6 +21,7 @@ from hdi_callback.monitoring.rules import (
     FallingRank,
     MeanAlignment,
     NonFinite,
+    SharedDirection,
     Thresholds,
     TiedHeads,
     WorstPair,
@@ -179,6 +180,38 @@ def test_a_forecast_is_over_when_the_rise_is_and_not_when_it_has_come_true():
     assert [alert.is_resolved for alert in arrived] == [False]
     turned = judge(AlignmentForecast(), curve([*rising(40, 0.02), *[0.3] * 30]))
     assert [alert.is_resolved for alert in turned] == [False, True]
+
+
+# --- a shared direction
+
+
+def energy(values) -> list[Record]:
+    return [record(10 * place, hdi_energy_alignment=value) for place, value in enumerate(values)]
+
+
+def test_a_late_sudden_rise_of_the_energy_alignment_is_told_and_over_when_it_falls():
+    values = [0.1] * 40 + [0.1 + 0.05 * place for place in range(15)] + [0.5, 0.5]
+    alerts = judge(SharedDirection(), energy(values))
+    assert [(alert.step, alert.is_resolved) for alert in alerts] == [(510, False), (550, True)]
+    assert (
+        "one direction is taking over all heads (mean alignment .65 weighed by energy, at most .10 until step 360"
+        in (alerts[0].message)
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [min(0.9, 0.06 * place) for place in range(60)],
+        [0.1] * 12 + [min(0.9, 0.1 + 0.06 * place) for place in range(48)],
+        [0.1 + 0.01 * place for place in range(80)],
+        [0.3] * 40 + [0.6] * 20,
+        [0.1 + 0.25 * (place % 2) for place in range(40)] + [0.8] * 20,
+    ],
+    ids=["early", "early after a warm-up", "slow", "not far", "not quiet before"],
+)
+def test_what_healthy_training_does_in_the_energy_lens_is_left_alone(values):
+    assert judge(SharedDirection(), energy(values)) == []
 
 
 # --- the trend
