@@ -128,8 +128,60 @@ class HeadMoments:
         Returns:
             The covariance, without standard errors.
         """
-        nan = self.count.new_full((), torch.nan)
-        return _summarise(self, self.trace(output_weight), nan, nan)
+        return _summarise(self.count, self.trace(output_weight), self.scatter.square().sum((1, 3)))
+
+
+@dataclass(frozen=True)
+class HeadSums:
+    r"""Sums over tokens about the mean of all tokens: what adds up over ranks that hold different tokens.
+
+    Once every rank knows the mean of all tokens, each adds up its own; no ``(H d_v)^2`` matrix has to travel:
+
+    .. math:: n T_{hg} = \sum_r \sum_{t \in r} \langle z_h(t) - \bar z_h, z_g(t) - \bar z_g \rangle
+
+    Attributes:
+        count: number of tokens, a scalar tensor.
+        products: ``(H, H)``, the inner sums above.
+        scatter: ``(H, d_v, H, d_v)``, sum over tokens of the outer products of the centred outputs; `None` if the
+            overlap of the outputs before the output projection is not wanted.
+    """
+
+    count: Tensor
+    products: Tensor
+    scatter: Tensor | None = None
+
+    @classmethod
+    def of(cls, outputs: Tensor, output_weight: Tensor, mean: Tensor, *, with_scatter: bool = False) -> HeadSums:
+        """Add up the tokens at hand.
+
+        Args:
+            outputs: ``(tokens, H, d_v)``; none at all is allowed.
+            output_weight: ``(H, d_v, d)``.
+            mean: ``(H, d_v)``, mean over the tokens of all ranks.
+            with_scatter: keep the scatter as well.
+
+        Returns:
+            Their sums, in float32 or wider.
+        """
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        centred = (outputs.to(wide) - mean.to(wide)).flatten(1)
+        scatter = (centred.mT @ centred).reshape(*mean.shape, *mean.shape)
+        products = (scatter * _mixing(output_weight.to(wide))).sum((1, 3))
+        return cls(products.new_full((), outputs.shape[0]), products, scatter if with_scatter else None)
+
+    def __add__(self, other: HeadSums) -> HeadSums:
+        """Join disjoint sets of tokens."""
+        both = None if self.scatter is None or other.scatter is None else self.scatter + other.scatter
+        return HeadSums(self.count + other.count, self.products + other.products, both)
+
+    def covariance(self) -> HeadCovariance:
+        """Compute the covariance term of all tokens that were added up.
+
+        Returns:
+            The covariance, without standard errors; without a scatter, also without `output_overlap`.
+        """
+        shared = None if self.scatter is None else self.scatter.square().sum((1, 3))
+        return _summarise(self.count, self.products / self.count, shared)
 
 
 @torch.no_grad()
@@ -167,14 +219,13 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, *, lengths: Sequence
         )
     moments = HeadMoments.of(outputs)
     trace = moments.trace(output_weight)
-    nan = moments.count.new_full((), torch.nan)
-    errors = (nan, nan)
+    errors: tuple[Tensor, Tensor] | None = None
     if lengths is not None and sum(lengths) != outputs.shape[0]:
         raise ShapeError(f"`lengths` must add up to the {outputs.shape[0]} tokens, got {sum(lengths)}.")
     lengths = [length for length in lengths or [] if length]  # leaving out nothing is no replicate
     if len(lengths) > 1:
         errors = _jackknife(outputs, output_weight, moments, trace, lengths)
-    return _summarise(moments, trace, *errors)
+    return _summarise(moments.count, trace, moments.scatter.square().sum((1, 3)), errors)
 
 
 def _mixing(output_weight: Tensor) -> Tensor:
@@ -193,16 +244,19 @@ def _terms(trace: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _summarise(
-    moments: HeadMoments, trace: Tensor, covariance_error: Tensor, correlation_error: Tensor
+    count: Tensor, trace: Tensor, shared: Tensor | None, errors: tuple[Tensor, Tensor] | None = None
 ) -> HeadCovariance:
+    """Reduce the traces; `shared` holds the squared norms of the blocks of the scatter before the projection."""
     H = trace.shape[-1]
-    trace = torch.where(moments.count > 1, trace, torch.nan)
+    nan = trace.new_full((), torch.nan)
+    trace = torch.where(count > 1, trace, nan)
     variance, covariance = _terms(trace)
     correlation = covariance / variance
     factor = trace.sum() / H**2 / variance
-    shared = moments.scatter.square().sum((1, 3))
+    shared = nan.expand(H, H) if shared is None else shared
     own = shared.diagonal()
     overlap = shared / (own[:, None] * own[None, :]).sqrt()
+    covariance_error, correlation_error = errors or (nan, nan)
     return HeadCovariance(
         trace=trace,
         variance=variance,
@@ -212,7 +266,7 @@ def _summarise(
         # Heads that cancel leave rounding of either sign: cap before inverting.
         effective_heads=1 / factor.clamp_min(1 / H),
         output_overlap=overlap,
-        tokens=moments.count,
+        tokens=count,
         covariance_error=covariance_error,
         correlation_error=correlation_error,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from hdi_callback.attention import ROLES, AttentionLayer, Capture, Refusal, Role, Taps, survey
-from hdi_callback.core import HeadCovariance, head_covariance, head_diversity
+from hdi_callback.attention.wrappers import inner_model, users_name
+from hdi_callback.core import HeadCovariance, HeadDiversity, head_covariance, head_diversity
+from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning, UnsupportedAttentionWarning
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, choose_metrics
+from hdi_callback.monitoring.ranks import Meeting, Ranks
 from hdi_callback.monitoring.readings import Measurement, Reading
 
 Method = Literal["whiten", "svd", "exact"]
@@ -42,6 +45,8 @@ class HeadDiversityMonitor:
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         strict: make a model without any readable attention layer an error instead of a warning.
+        process_group: the ranks that measure together, each its share of the weights and its own tokens: ``"auto"`` for
+            all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
 
     Raises:
         MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set.
@@ -69,6 +74,7 @@ class HeadDiversityMonitor:
         rank_tol: float = 1e-6,
         method: Method = "whiten",
         strict: bool = False,
+        process_group: Any = "auto",
     ) -> None:
         check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
         self.metrics = choose_metrics(metrics)
@@ -77,12 +83,19 @@ class HeadDiversityMonitor:
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
         self._wants_errors = any(name.endswith("_error") for name in self.metrics)
         self._rank_tol, self._method = rank_tol, method
+        model = inner_model(model)
         found = survey(model, include=include, exclude=exclude)
-        self.layers: tuple[AttentionLayer, ...] = tuple(found.layers)
+        self.layers = tuple(replace(layer, name=users_name(layer.name)) for layer in found.layers)
         self.refused: tuple[Refusal, ...] = tuple(found.refused)
         self._say_what_is_left_out(model, strict)
         self.faults = Faults()
         self._taps = Taps(self.layers, max_tokens=max_tokens) if COVARIANCE in sources else None
+        self._tapped = [
+            layer for layer in self.layers if self._taps is not None and layer.name not in self._taps.absent
+        ]
+        self._meeting = Meeting(process_group)
+        sizes = [(one.name, one.num_heads, one.num_key_heads, one.head_dim, one.value_dim) for one in self.layers]
+        self._subject = (self._roles, self.metrics, rank_tol, method, sizes)
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +133,8 @@ class HeadDiversityMonitor:
     def measure(self, step: int, *, epoch: int | None = None, axis: int | None = None) -> Reading:
         """Measure the weights as they are now, and the head outputs captured since `arm`.
 
-        Does not wait for the device; `Reading.record` does.
+        Does not wait for the device; `Reading.record` does. In a distributed run every rank calls it at the same
+        steps, and every rank gets the whole reading.
 
         Args:
             step: optimizer steps taken so far.
@@ -131,26 +145,53 @@ class HeadDiversityMonitor:
             The reading. What could not be measured is named in `Reading.absent`, with the reason.
         """
         absent: dict[str, str] = {}
-        measurements: list[Measurement] = []
-        for role in self._roles:
-            measurements += self._measure_weights(role, absent)
-        if self._taps is not None:
-            self._taps.disarm()
-            measurements += self._measure_outputs(self._taps, absent)
-            self._taps.release()
+        captures = self._collect(absent)
+        with torch.no_grad():
+            measurements = self._measure_together(captures, absent) or self._measure_alone(captures, absent)
         names = tuple(layer.name for layer in self.layers)
         return Reading(step, names, tuple(measurements), absent, epoch, axis)
 
-    @torch.no_grad()
-    def _measure_weights(self, role: Role, absent: dict[str, str]) -> list[Measurement]:
-        groups: dict[tuple[torch.Size, torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+    def _collect(self, absent: dict[str, str]) -> dict[str, Capture] | None:
+        """Take over what the taps hold; `None` if no forward was to be captured."""
+        if self._taps is None:
+            return None
+        self._taps.disarm()
+        captures = dict(self._taps.captures) if self._taps.was_armed else None
+        if captures is not None:
+            absent.update({f"{COVARIANCE}/{name}": reason for name, reason in self._taps.absent.items()})
+            if not captures and self.layers:
+                self.faults.say(
+                    "nothing captured",
+                    "No head outputs were captured in a forward that was to be captured, so the covariance term is "
+                    "absent. If the model is compiled, add the monitor before its first call; weights are read all the "
+                    "same.",
+                )
+        self._taps.release()
+        return captures
+
+    def _measure_alone(self, captures: dict[str, Capture] | None, absent: dict[str, str]) -> list[Measurement]:
+        measurements: list[Measurement] = []
+        for role in self._roles:
+            measurements += self._measure_weights(role, absent)
+        measured: dict[tuple[int, torch.device], list[tuple[str, HeadCovariance]]] = {}
         for layer in self.layers:
-            try:
-                weight = layer.weight(role).detach()
-            except Exception as error:
-                self._leave_out(absent, layer.name, f"its {role} weight cannot be read ({error})")
+            capture = None if captures is None else captures.get(layer.name)
+            if capture is None:
                 continue
-            groups.setdefault((weight.shape, weight.device, weight.dtype), []).append((layer.name, weight))
+            lengths = capture.lengths if self._wants_errors else None
+            with self._left_out(absent, layer, COVARIANCE), _without_autocast(capture.outputs.device):
+                values = head_covariance(capture.outputs, layer.weight("output").detach(), lengths=lengths)
+                measured.setdefault((layer.num_heads, values.trace.device), []).append((layer.name, values))
+        return measurements + [_join(group) for group in measured.values()]
+
+    def _measure_weights(self, role: Role, absent: dict[str, str], ranks: Ranks | None = None) -> list[Measurement]:
+        """Measure the weights of one role; over several ranks, every one of them measures its share of the layers."""
+        groups: dict[tuple[torch.Size, torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        for place, layer in enumerate(self.layers):
+            with self._left_out(absent, layer, role):
+                weight = layer.weight(role).detach()
+                if ranks is None or place % ranks.size == ranks.rank:
+                    groups.setdefault((weight.shape, weight.device, weight.dtype), []).append((layer.name, weight))
         measurements = []
         for (_, device, _), members in groups.items():
             for chunk in _chunks(members):
@@ -167,38 +208,93 @@ class HeadDiversityMonitor:
                     measurements.append(Measurement(names, role, values))
         return measurements
 
-    @torch.no_grad()
-    def _measure_outputs(self, taps: Taps, absent: dict[str, str]) -> list[Measurement]:
-        measured: dict[tuple[int, torch.device], list[tuple[str, HeadCovariance]]] = {}
-        captures: dict[str, Capture] = dict(taps.captures)
-        if taps.was_armed and not captures and self.layers:
+    def _measure_together(
+        self, captures: dict[str, Capture] | None, absent: dict[str, str]
+    ) -> list[Measurement] | None:
+        """Measure as one of several ranks; `None` if this rank is alone."""
+        try:
+            ranks = self._meeting.attend(self._subject, self.faults.say)
+            return self._add_up(ranks, captures, absent) if ranks.size > 1 else None
+        except Exception as error:  # such as a backend that does not know the device; it fails on every rank alike
+            self._meeting.part()
+            self.faults.tell("measuring head diversity over several ranks", error)
+            return None
+
+    # Whatever fails before a sum leaves zeros or NaN in it, so that every rank takes part with the same shapes.
+    def _add_up(self, ranks: Ranks, captures: dict[str, Capture] | None, absent: dict[str, str]) -> list[Measurement]:
+        """Measure a share of the weights and the tokens at hand, and add them up over the ranks."""
+        held = captures or {}
+        device = next((capture.outputs.device for capture in held.values()), self._device())
+        means = self._share_means(ranks, held, device)
+        mine = {layer.name for layer in self.layers[ranks.rank :: ranks.size]}
+        sheets = [_WeightSheet(role, self.layers, device) for role in self._roles]
+        for sheet in sheets:
+            sheet.fill(self._measure_weights(sheet.role, sheet.absent, ranks), mine)
+            absent.update(sheet.absent)
+        sums = self._sum_outputs(held, means, device, absent)
+        flat = [tensor for sheet in sheets for tensor in sheet.tensors()]
+        added = iter(ranks.sum(flat + [tensor for item in sums for tensor in _tensors(item)], device))
+        measurements = [found for sheet in sheets for found in sheet.read(added)]
+        if captures is None:  # this rank was not armed, and so neither were the others
+            return measurements
+        measured: dict[int, list[tuple[str, HeadCovariance]]] = {}
+        for layer, item in zip(self._tapped, sums):
+            total = HeadSums(*(next(added) for _ in _tensors(item)))
+            measured.setdefault(layer.num_heads, []).append((layer.name, total.covariance()))
+        if self._wants_errors:
             self.faults.say(
-                "nothing captured",
-                "No head outputs were captured in a forward that was to be captured, so the covariance term is absent. "
-                "If the model is compiled, add the monitor before its first call; weights are read all the same.",
+                "errors over ranks", "Standard errors are not computed over several ranks; they are absent."
             )
-        for layer in self.layers:
-            if layer.name not in captures:
-                if layer.name in taps.absent:
-                    absent[f"head outputs/{layer.name}"] = taps.absent[layer.name]
-                continue
-            capture = captures[layer.name]
-            try:
-                with _without_autocast(capture.outputs.device):
-                    values = head_covariance(
-                        capture.outputs,
-                        layer.weight("output").detach(),
-                        lengths=capture.lengths if self._wants_errors else None,
-                    )
-            except Exception as error:
-                self._leave_out(absent, f"head outputs/{layer.name}", f"they cannot be measured ({error})")
+        return measurements + [_join(group) for group in measured.values()]
+
+    def _share_means(self, ranks: Ranks, held: Mapping[str, Capture], device: torch.device) -> list[Tensor]:
+        """Compute the mean head outputs of each tapped layer over the tokens of all ranks."""
+        parts: list[Tensor] = []
+        for layer in self._tapped:
+            shape = (layer.num_heads, layer.value_dim)
+            outputs = held[layer.name].outputs if layer.name in held else torch.zeros(0, *shape, device=device)
+            count = torch.full((), float(outputs.shape[0]), device=device)
+            parts += [count, outputs.to(torch.promote_types(outputs.dtype, torch.float32)).sum(0)]
+        added = ranks.sum(parts, device)
+        return [total / count.clamp_min(1) for count, total in zip(added[::2], added[1::2])]
+
+    def _sum_outputs(
+        self, held: Mapping[str, Capture], means: Sequence[Tensor], device: torch.device, absent: dict[str, str]
+    ) -> list[HeadSums]:
+        """Add up the tokens at hand about the mean of all; zeros where there are none."""
+        wants_overlap = "head_output_overlap" in self.metrics
+        sums = []
+        for layer, mean in zip(self._tapped, means):
+            H = layer.num_heads
+            found = HeadSums(
+                torch.zeros((), device=device),
+                torch.zeros(H, H, device=device),
+                torch.zeros(*mean.shape, *mean.shape, device=device) if wants_overlap else None,
+            )
+            if layer.name in held:
+                outputs = held[layer.name].outputs
+                with self._left_out(absent, layer, COVARIANCE), _without_autocast(outputs.device):
+                    weight = layer.weight("output").detach()
+                    found = HeadSums.of(outputs, weight, mean.to(outputs.device), with_scatter=wants_overlap)
+            sums.append(found)
+        return sums
+
+    @contextmanager
+    def _left_out(self, absent: dict[str, str], layer: AttentionLayer, source: str) -> Iterator[None]:
+        """Leave a layer out of the reading if the block fails."""
+        try:
+            yield
+        except Exception as error:
+            if source == COVARIANCE:
+                self._leave_out(absent, f"{COVARIANCE}/{layer.name}", f"they cannot be measured ({error})")
             else:
-                group = (layer.num_heads, values.trace.device)
-                measured.setdefault(group, []).append((layer.name, values))
-        return [
-            Measurement(tuple(name for name, _ in group), COVARIANCE, _stack([values for _, values in group]))
-            for group in measured.values()
-        ]
+                self._leave_out(absent, layer.name, f"its {source} weight cannot be read ({error})")
+
+    def _device(self) -> torch.device:
+        for layer in self.layers:
+            for parameter in layer.module.parameters():
+                return parameter.device
+        return torch.device("cpu")
 
     def _leave_out(self, absent: dict[str, str], what: str, reason: str) -> None:
         absent[what] = reason
@@ -246,14 +342,80 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _stack(results: list[HeadCovariance]) -> HeadCovariance:
+def _join(results: Sequence[tuple[str, HeadCovariance]]) -> Measurement:
     """Join the results of several layers along a new first dimension."""
-    return HeadCovariance(
-        **{
-            item.name: torch.stack([getattr(result, item.name) for result in results])
-            for item in fields(HeadCovariance)
+    stacked = {
+        item.name: torch.stack([getattr(result, item.name) for _, result in results]) for item in fields(HeadCovariance)
+    }
+    return Measurement(tuple(name for name, _ in results), COVARIANCE, HeadCovariance(**stacked))
+
+
+def _tensors(sums: HeadSums) -> list[Tensor]:
+    return [tensor for tensor in (sums.count, sums.products, sums.scatter) if tensor is not None]
+
+
+class _WeightSheet:
+    """Room for the results of one role in all layers: every rank fills in its share, and the rest comes by adding up.
+
+    Its shapes follow from the numbers of heads alone, so that they are the same on every rank whatever fails on one.
+    """
+
+    def __init__(self, role: Role, layers: Sequence[AttentionLayer], device: torch.device) -> None:
+        self.role = role
+        self.absent: dict[str, str] = {}
+        self._groups: dict[int, list[str]] = {}
+        for layer in layers:
+            heads = layer.num_key_heads if role in ("key", "value") else layer.num_heads
+            self._groups.setdefault(heads, []).append(layer.name)
+        self._blanks: list[dict[str, Tensor]] = []
+        self._kinds: dict[str, torch.dtype] = {}
+        for heads, names in self._groups.items():
+            model = head_diversity(torch.empty(len(names), heads, 1, 1, device="meta"))
+            of_model = {item.name: getattr(model, item.name) for item in fields(HeadDiversity)}
+            self._kinds = {name: value.dtype for name, value in of_model.items()}
+            self._blanks.append(
+                {name: torch.zeros(value.shape, dtype=torch.float64, device=device) for name, value in of_model.items()}
+            )
+
+    def fill(self, measurements: Sequence[Measurement], mine: Collection[str]) -> None:
+        """Write down what this rank measured; NaN for what it should have measured and could not."""
+        found = {
+            name: (measurement.values, row)
+            for measurement in measurements
+            for row, name in enumerate(measurement.layers)
         }
-    )
+        for names, blanks in zip(self._groups.values(), self._blanks):
+            for place, name in enumerate(names):
+                if name not in mine:
+                    continue
+                for field, blank in blanks.items():
+                    if name in found:
+                        values, row = found[name]
+                        blank[place] = getattr(values, field)[row]
+                    else:
+                        blank[place] = torch.nan if self._kinds[field].is_floating_point else -1
+
+    def tensors(self) -> list[Tensor]:
+        """Everything on the sheet, in a fixed order."""
+        return [blank for blanks in self._blanks for blank in blanks.values()]
+
+    def read(self, added: Iterator[Tensor]) -> list[Measurement]:
+        """Read the sheet again after it was added up; a layer that is absent here is left out."""
+        measurements = []
+        for names, blanks in zip(self._groups.values(), self._blanks):
+            sums = {field: next(added) for field in blanks}
+            rows = [row for row, name in enumerate(names) if name not in self.absent]
+            if rows:
+                values = {
+                    field: torch.stack([total[row] for row in rows]).to(self._kept(field))
+                    for field, total in sums.items()
+                }
+                measurements.append(Measurement(tuple(names[row] for row in rows), self.role, HeadDiversity(**values)))
+        return measurements
+
+    def _kept(self, field: str) -> torch.dtype:
+        kind = self._kinds[field]
+        return torch.float64 if kind.is_floating_point else kind
 
 
 def _chunks(members: list[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:

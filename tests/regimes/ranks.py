@@ -1,0 +1,86 @@
+"""Two processes of one gloo group, started once and given one function after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 90  # seconds, until a function on two ranks counts as hanging
+
+
+@dataclass
+class Told:
+    """What one rank has to tell of a function.
+
+    Attributes:
+        answer: what it returned.
+        warnings: the warnings that it gave.
+    """
+
+    answer: Any = None
+    warnings: list[str] = field(default_factory=list)
+
+
+class TwoRanks:
+    """Two ranks that wait for work; they are started anew after a function that failed or hung."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Told]:
+        """Run a function of a module on both ranks, as ``function(rank, *args)``."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        told = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(PATIENCE):
+                self.stop()
+                raise AssertionError(f"rank {rank} hangs in {function.__name__}")
+            answer = pipe.recv()
+            if isinstance(answer, str):
+                self.stop()
+                raise AssertionError(f"rank {rank} failed in {function.__name__}:\n{answer}")
+            told.append(answer)
+        return told
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp()) / "store"
+        for rank in range(2):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, store: Path, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    while True:
+        function, args = pipe.recv()
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                answer = function(rank, *args)
+            pipe.send(Told(answer, [str(item.message) for item in seen if "hdi" in item.category.__module__]))
+        except BaseException:
+            pipe.send(traceback.format_exc())

@@ -1,0 +1,211 @@
+"""Readings over the ranks of a data-parallel run against those of one process that has all the tokens."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hdi_callback import HeadDiversityMonitor
+from hdi_callback.core import head_covariance, head_diversity
+from hdi_callback.core.covariance import HeadSums
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.ranks import _meetings as meetings
+from tests.models import LAYERS, LENGTH, Classifier
+
+METRICS = ["hdi", "hdi_worst_pair", "hdi_query", "head_covariance", "head_correlation", "head_output_overlap"]
+SHARES = (slice(0, 5), slice(5, 7))
+"""The sequences of each rank: uneven on purpose."""
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(16, (7, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def classifier() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(blocks=3)
+
+
+def monitor_of(model: nn.Module, **options) -> HeadDiversityMonitor:
+    return HeadDiversityMonitor(model, **({"metrics": METRICS, "max_tokens": 10_000} | options))
+
+
+def reading_alone() -> dict[str, float]:
+    """What one process reads that sees the joined batch."""
+    model = classifier()
+    with monitor_of(model) as monitor:
+        monitor.arm()
+        model(batch())
+        return monitor.measure(0).record().scalars(METRICS)
+
+
+# --- what the ranks do
+
+
+def read_under_ddp(rank: int, lone_forward: bool) -> dict:
+    model = DistributedDataParallel(classifier())
+    collectives, shares = [], []
+    with (
+        monitor_of(model) as monitor,
+        mock.patch.object(dist, "all_reduce", side_effect=_counted(dist.all_reduce, collectives)),
+        mock.patch(
+            "hdi_callback.monitoring.monitor.head_diversity",
+            side_effect=_counted(head_diversity, shares),
+        ),
+    ):
+        records = []
+        for step in range(2):
+            monitor.arm()
+            if not lone_forward or rank == 0:
+                (model.module if lone_forward else model)(batch()[SHARES[rank]]).sum().backward()
+            records.append(monitor.measure(step).record())
+    return {
+        "tags": [record.scalars(METRICS) for record in records],
+        "absent": records[-1].absent,
+        "pairs": [layer.arrays["worst_pair"] for layer in records[-1].layers.values()],
+        "collectives": len(collectives),
+        "layers measured": [shape[0] for shape in shares if shape.numel()],
+    }
+
+
+def _counted(function, calls):
+    def call(tensor, *args, **kwargs):
+        if tensor.device.type != "meta":  # shapes are read off a meta tensor
+            calls.append(tensor.shape)
+        return function(tensor, *args, **kwargs)
+
+    return call
+
+
+def read_with_a_layer_that_one_rank_lacks(rank: int) -> dict:
+    model = classifier()
+    with monitor_of(model) as monitor:
+        monitor.arm()
+        if rank == 1:
+            model.blocks[1].attn.k_proj = nn.Identity()
+            model.blocks = model.blocks[:2]  # no forward reaches the last layer
+        else:
+            model(batch())
+        return monitor.measure(0).record().scalars(METRICS)
+
+
+def read_where_one_rank_has_no_monitor(rank: int) -> dict | None:
+    if rank == 1:
+        next(meetings)  # so that the next monitors of both ranks meet again
+        return None
+    with mock.patch("hdi_callback.monitoring.ranks._PATIENCE", timedelta(seconds=1)), monitor_of(classifier()) as one:
+        return [one.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
+
+
+def read_different_models(rank: int) -> dict:
+    torch.manual_seed(rank)
+    with monitor_of(Classifier(blocks=1 + rank)) as monitor:
+        return monitor.measure(0).record().scalars(["hdi"])
+
+
+def read_alone_on_request(rank: int) -> int:
+    collectives = []
+    with (
+        mock.patch.object(dist, "all_reduce", side_effect=_counted(dist.all_reduce, collectives)),
+        monitor_of(classifier(), process_group=None) as monitor,
+    ):
+        monitor.measure(0)
+    return len(collectives)
+
+
+def read_over_a_collective_that_fails(rank: int) -> dict:
+    with (
+        mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("no such backend")),
+        monitor_of(classifier()) as monitor,
+    ):
+        return [monitor.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
+
+
+# --- what must come of it
+
+
+def test_a_reading_over_ranks_is_that_of_the_joined_batch(two_ranks):
+    alone, told = reading_alone(), two_ranks(read_under_ddp, False)
+    for rank in told:
+        assert rank.warnings == []
+        for tags in rank.answer["tags"]:
+            assert tags == pytest.approx(alone, abs=1e-6)
+            assert set(tags) == set(alone)
+    assert told[0].answer == told[1].answer | {"layers measured": told[0].answer["layers measured"]}
+
+
+def test_each_layer_is_measured_once_and_two_sums_make_a_reading(two_ranks):
+    told = two_ranks(read_under_ddp, False)
+    # Three layers, two roles, two readings: the first rank has layers 0 and 2, the second has layer 1.
+    assert [rank.answer["layers measured"] for rank in told] == [[2] * 4, [1] * 4]
+    assert [rank.answer["collectives"] for rank in told] == [4, 4]
+
+
+def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):
+    model = classifier()
+    with monitor_of(model) as monitor:
+        monitor.arm()
+        model(batch()[SHARES[0]])
+        alone = monitor.measure(0).record().scalars(METRICS)
+    told = two_ranks(read_under_ddp, True)
+    for rank in told:
+        assert rank.answer["tags"][-1] == pytest.approx(alone, abs=1e-6)
+
+
+def test_what_fails_on_one_rank_does_not_hold_up_the_other(two_ranks):
+    told = two_ranks(read_with_a_layer_that_one_rank_lacks)
+    first, second = (rank.answer for rank in told)
+    # The second rank had to measure layer 1 and could not, so that nobody has it; all the rest is there.
+    lost = {"hdi/blocks.1.attn", "hdi_worst_pair/blocks.1.attn"}
+    whole = reading_alone()
+    assert set(whole) - set(first) == lost
+    for tag, value in second.items():
+        if tag not in ("hdi/mean", "hdi/min"):
+            assert value == pytest.approx(whole[tag], abs=1e-6)
+    assert "hdi/blocks.2.attn" in second
+
+
+def test_a_rank_whose_companions_have_no_monitor_says_so_and_reads_alone(two_ranks):
+    first, second = two_ranks(read_where_one_rank_has_no_monitor)
+    assert [f"hdi/blocks.{place}.attn" in first.answer for place in range(3)] == [True] * 3
+    assert len(first.warnings) == 1
+    assert "every rank the same monitor" in first.warnings[0]
+    assert second.warnings == []
+
+
+def test_ranks_with_different_models_say_so_and_read_alone(two_ranks):
+    for rank, told in enumerate(two_ranks(read_different_models)):
+        assert len(told.answer) == 1 + rank + 2
+        assert ["do not watch the same layers" in line for line in told.warnings] == [True]
+
+
+def test_a_collective_that_fails_costs_one_warning(two_ranks):
+    for told in two_ranks(read_over_a_collective_that_fails):
+        assert {f"hdi/{name}" for name in LAYERS} < set(told.answer)
+        assert ["over several ranks failed" in line for line in told.warnings] == [True]
+
+
+def test_measuring_alone_can_be_asked_for(two_ranks):
+    assert [told.answer for told in two_ranks(read_alone_on_request)] == [0, 0]
+    with pytest.raises(MisconfigurationError, match='write "auto"'):
+        HeadDiversityMonitor(classifier(), process_group="gloo")
+
+
+@pytest.mark.parametrize("cuts", [(30, 10, 2), (42, 0, 0), (41, 1, 0)])
+def test_sums_over_disjoint_tokens_make_the_covariance_of_all(cuts):
+    generator = torch.Generator().manual_seed(1)
+    # A common mean far above the spread: sums of products about the origin would lose the covariance in float32.
+    outputs = torch.randn(42, 3, 4, generator=generator) @ torch.randn(4, 4, generator=generator) + 1000
+    weight = torch.randn(3, 4, 12, generator=generator)
+    truth = head_covariance(outputs.double(), weight.double())
+    mean = outputs.double().mean(0)
+    parts = [HeadSums.of(part, weight, mean, with_scatter=True) for part in outputs.split(list(cuts))]
+    joined = (parts[2] + parts[0] + parts[1]).covariance()
+    for name in ("covariance", "correlation", "variance_factor", "trace", "output_overlap", "tokens"):
+        assert torch.allclose(getattr(joined, name).double(), getattr(truth, name), rtol=1e-4), name
