@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types docs check bench lower-bounds clean
+.PHONY: demo test lint types docs check bench evidence lower-bounds clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -37,6 +37,13 @@ check: lint types test docs  ## Everything that continuous integration runs.
 bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 	$(BIN)/python -m tests.benchmarks.bench_reading --output docs/benchmarks/reading.md
 	$(BIN)/python -m tests.benchmarks.bench_step --output docs/benchmarks/step.md
+
+evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that collapse (under two hours; resumable).
+	$(BIN)/python -m tests.benchmarks.collapse.run --part looked-at
+	$(BIN)/python -m tests.benchmarks.collapse.run --part confirming
+	$(BIN)/python -m tests.benchmarks.collapse.report --output docs/benchmarks/alerts.md
+	$(BIN)/python -m tests.benchmarks.collapse.interventions --output docs/benchmarks/interventions.md
+	$(BIN)/python -m tests.benchmarks.low_diversity --output docs/benchmarks/low-diversity.md
 
 lower-bounds:  ## Run the tests against the oldest dependencies that pyproject.toml admits (Python 3.10 or 3.11).
 	$(PYTHON) -m venv .venv-lower

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -28,8 +28,6 @@ from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_
 from hdi_callback.monitoring.rules import choose_rules
 from hdi_callback.monitoring.schedule import Schedule
 from hdi_callback.monitoring.watch import Follower, Outcome, Watch
-
-T = TypeVar("T")
 
 
 class HDICallback(pl.Callback):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
@@ -22,8 +22,6 @@ from hdi_callback.monitoring.interventions import Action, Intervention, Training
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.readings import Readout, Record
 from hdi_callback.monitoring.schedule import Schedule
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Watch:
         interventions: Sequence[Intervention] = (),
         training: Training | None = None,
         followers: Sequence[Follower] = (),
-        share: Callable[[T], T] = lambda thing: thing,
+        share: Callable[[Any], Any] = lambda thing: thing,
         faults: Faults | None = None,
     ) -> None:
         if interventions and (alerts is None or training is None):
@@ -90,7 +88,7 @@ class Watch:
         self.monitor, self.schedule, self.history, self.alerts = monitor, schedule, history, alerts
         self.interventions, self.followers = tuple(interventions), tuple(followers)
         self.faults = Faults() if faults is None else faults
-        self._share: Callable[[Any], Any] = share
+        self._share = share
         self._is_reading_owed = False
         self._on_the_way: deque[Readout] = deque()
         for intervention in self.interventions:

@@ -32,11 +32,11 @@ from hdi_callback.core import head_diversity
 from tests.benchmarks.collapse.models import Data, Model, Shape
 
 RESULTS = Path("runs/low-diversity")
-SEEDS = {"looked-at": (1, 2), "confirming": (11, 12, 13, 14, 15, 16)}
-TASKS = ("recall", "two offsets", "sorting", "digits", "text")
+SEEDS = {"looked-at": (1,), "confirming": (11, 12, 13, 14, 15)}
+TASKS = ("recall", "offsets", "sorting", "digits", "text")
 ROLES: dict[str, tuple[Role, ...]] = {"keys": ("key",), "keys and queries": ("key", "query")}
 HEADS, WIDTH, LAYERS = 4, 64, 2
-DIMENSIONS = (16, 20, 28, 40)  # of 64; the head width is 16
+DIMENSIONS = (16, 32)  # of 64; the head width is 16
 VOCABULARY = 32
 
 
@@ -70,7 +70,7 @@ def plan(seeds: Sequence[int]) -> list[Job]:
 
 
 def recall(batch: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pairs of a key and a value, then pairs of keys: the answer to each is the sum of both values.
+    """Pairs of a key and a value, then pairs of keys: the answer to each is the larger of both values.
 
     Two keys have to be looked up at once.
     """
@@ -80,18 +80,19 @@ def recall(batch: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     facts = torch.stack([keys, values + half], -1).flatten(1)  # (batch, 16)
     asked = torch.randint(pairs, (batch, 12, 2), generator=draw)
     questions = keys.gather(1, asked.flatten(1)).view(batch, 12, 2)
-    answers = values.gather(1, asked.flatten(1)).view(batch, 12, 2).sum(-1) % half
+    answers = values.gather(1, asked.flatten(1)).view(batch, 12, 2).amax(-1)
     x = torch.cat([facts, questions.flatten(1)], -1)
     y = torch.full_like(x, -100)
     y[:, 17::2] = answers  # at the second key of each question
     return x, y
 
 
-def two_offsets(batch: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The sum of the tokens three and seven places back."""
-    x = torch.randint(VOCABULARY // 2, (batch, 40), generator=draw)
+def offsets(batch: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The sum of the numbers from 0 to 3 that stand two, five, nine and fourteen places back."""
+    places = (2, 5, 9, 14)
+    x = torch.randint(4, (batch, 40), generator=draw)
     y = torch.full_like(x, -100)
-    y[:, 7:] = (x[:, 4:-3] + x[:, :-7]) % (VOCABULARY // 2)
+    y[:, 14:] = sum(x[:, 14 - place : 40 - place] for place in places)
     return x, y
 
 
@@ -106,9 +107,9 @@ def sorting(batch: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 SYNTHETIC: dict[str, Callable[[int, torch.Generator], tuple[Tensor, Tensor]]] = {
-    "recall": recall, "two offsets": two_offsets, "sorting": sorting,
+    "recall": recall, "offsets": offsets, "sorting": sorting,
 }  # fmt: skip
-STEPS = {"recall": 700, "two offsets": 500, "sorting": 400, "digits": 300, "text": 400}
+STEPS = {"recall": 500, "offsets": 400, "sorting": 400, "digits": 300, "text": 400}
 
 
 # --- the runs
@@ -157,7 +158,7 @@ def train(job: Job, steps: int | None = None) -> dict[str, float]:
             with torch.no_grad():
                 return float(model.loss(*fixed))
     else:
-        data = Data(kind, job.seed, 16)
+        data = Data(kind, job.seed, 12)
         batch = data.draw
 
         def validate() -> float:
@@ -216,8 +217,9 @@ def report(results: Sequence[dict], seeds: Sequence[int]) -> list[str]:
         f"{', '.join(map(str, SEEDS['looked-at']))}. {LAYERS} layers, {HEADS} heads of {WIDTH // HEADS} in {WIDTH}.",
         "Losses in nats; differences are paired by seed, with their 95 % intervals (Student).",
         "",
-        "| task | confined | m | HDI, one for all | HDI, one each | loss, free | one each - free | one for all - one each |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | confined | m | HDI: all in one | each its own | loss, free | each its own - free | "
+        "all in one - each its own |",
+        "|---" * 8 + "|",
     ]
     pooled = []
     for task in TASKS:
