@@ -398,7 +398,7 @@ class _LightningTraining:
 
     def save_checkpoint(self, name: str) -> str:
         path = self._folder / "hdi" / f"{name}.ckpt"
-        self._trainer.save_checkpoint(path)  # every rank takes part
+        self._trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
         return str(path)
 
 

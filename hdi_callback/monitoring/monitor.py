@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import TracebackType
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from hdi_callback.attention import ROLES, AttentionLayer, Capture, Refusal, Role, Taps, survey
+from hdi_callback.attention.sharding import Sharding, as_if_whole, is_first_holder, whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.core import HeadCovariance, HeadDiversity, head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadSums
-from hdi_callback.errors import MisconfigurationError, MonitoringWarning, UnsupportedAttentionWarning
+from hdi_callback.errors import HDIError, MisconfigurationError, MonitoringWarning, UnsupportedAttentionWarning
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, choose_metrics
-from hdi_callback.monitoring.ranks import Meeting, Ranks
+from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement, Reading
 
 Method = Literal["whiten", "svd", "exact"]
@@ -84,9 +85,14 @@ class HeadDiversityMonitor:
         self._wants_errors = any(name.endswith("_error") for name in self.metrics)
         self._rank_tol, self._method = rank_tol, method
         model = inner_model(model)
-        found = survey(model, include=include, exclude=exclude)
-        self.layers = tuple(replace(layer, name=users_name(layer.name)) for layer in found.layers)
-        self.refused: tuple[Refusal, ...] = tuple(found.refused)
+        with as_if_whole(model) as uncounted:
+            found = survey(model, include=include, exclude=exclude)
+            layers = [replace(layer, name=users_name(layer.name)) for layer in found.layers]
+            self.layers = tuple(layer for layer in layers if layer.module not in uncounted)
+            self.facts = tuple(layer.facts() for layer in self.layers)
+        uncountable = [_uncountable(layer) for layer in layers if layer.module in uncounted]
+        self.refused: tuple[Refusal, ...] = (*found.refused, *uncountable)
+        self._sharding = Sharding(model)
         self._say_what_is_left_out(model, strict)
         self.faults = Faults()
         self._taps = Taps(self.layers, max_tokens=max_tokens) if COVARIANCE in sources else None
@@ -172,7 +178,7 @@ class HeadDiversityMonitor:
     def _measure_alone(self, captures: dict[str, Capture] | None, absent: dict[str, str]) -> list[Measurement]:
         measurements: list[Measurement] = []
         for role in self._roles:
-            measurements += self._measure_weights(role, absent)
+            measurements += self._measure_weights(role, absent, Ranks())
         measured: dict[tuple[int, torch.device], list[tuple[str, HeadCovariance]]] = {}
         for layer in self.layers:
             capture = None if captures is None else captures.get(layer.name)
@@ -180,33 +186,47 @@ class HeadDiversityMonitor:
                 continue
             lengths = capture.lengths if self._wants_errors else None
             with self._left_out(absent, layer, COVARIANCE), _without_autocast(capture.outputs.device):
-                values = head_covariance(capture.outputs, layer.weight("output").detach(), lengths=lengths)
+                weight = self._weight(layer, "output", Ranks())
+                values = head_covariance(whole(capture.outputs), weight, lengths=lengths)
                 measured.setdefault((layer.num_heads, values.trace.device), []).append((layer.name, values))
         return measurements + [_join(group) for group in measured.values()]
 
-    def _measure_weights(self, role: Role, absent: dict[str, str], ranks: Ranks | None = None) -> list[Measurement]:
-        """Measure the weights of one role; over several ranks, every one of them measures its share of the layers."""
-        groups: dict[tuple[torch.Size, torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+    def _measure_weights(self, role: Role, absent: dict[str, str], ranks: Ranks) -> list[Measurement]:
+        """Measure the weights of one role; of several ranks, every one measures its share of the layers."""
+        pending: dict[tuple[torch.Size, torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        measurements: list[Measurement] = []
         for place, layer in enumerate(self.layers):
             with self._left_out(absent, layer, role):
-                weight = layer.weight(role).detach()
-                if ranks is None or place % ranks.size == ranks.rank:
-                    groups.setdefault((weight.shape, weight.device, weight.dtype), []).append((layer.name, weight))
-        measurements = []
-        for (_, device, _), members in groups.items():
-            for chunk in _chunks(members):
-                names = tuple(name for name, _ in chunk)
-                try:
-                    # Under the user's autocast the products would run in half precision.
-                    with _without_autocast(device):
-                        stacked = torch.stack([weight for _, weight in chunk])
-                        values = head_diversity(stacked, rank_tol=self._rank_tol, method=self._method)
-                except Exception as error:
-                    for name in names:
-                        self._leave_out(absent, name, f"its {role} weight cannot be measured ({error})")
-                else:
-                    measurements.append(Measurement(names, role, values))
+                weight = self._weight(layer, role, ranks)  # on every rank, as it may be a collective call
+                kind, limit = (weight.shape, weight.device, weight.dtype), _layers_per_call(weight)
+                if place % ranks.size == ranks.rank:
+                    pending.setdefault(kind, []).append((layer.name, weight))
+                del weight  # else two layers would be whole while the next one is gathered
+                if len(pending.get(kind, ())) >= limit:
+                    measurements += self._measure_at_once(pending.pop(kind), role, absent)
+        for members in pending.values():
+            measurements += self._measure_at_once(members, role, absent)
         return measurements
+
+    def _measure_at_once(
+        self, members: Sequence[tuple[str, Tensor]], role: Role, absent: dict[str, str]
+    ) -> list[Measurement]:
+        names = tuple(name for name, _ in members)
+        try:
+            # Under the user's autocast the products would run in half precision.
+            with _without_autocast(members[0][1].device):
+                stacked = torch.stack([weight for _, weight in members])
+                values = head_diversity(stacked, rank_tol=self._rank_tol, method=self._method)
+        except Exception as error:
+            for name in names:
+                self._leave_out(absent, name, f"its {role} weight cannot be measured ({error})")
+            return []
+        return [Measurement(names, role, values)]
+
+    def _weight(self, layer: AttentionLayer, role: Role, ranks: Ranks) -> Tensor:
+        if ranks.size == 1 and number_of_processes() > 1 and self._sharding.is_sharded(layer, role):
+            raise HDIError("other ranks hold parts of it, and they take no readings with this one")
+        return self._sharding.weight(layer, role)
 
     def _measure_together(
         self, captures: dict[str, Capture] | None, absent: dict[str, str]
@@ -224,14 +244,14 @@ class HeadDiversityMonitor:
     def _add_up(self, ranks: Ranks, captures: dict[str, Capture] | None, absent: dict[str, str]) -> list[Measurement]:
         """Measure a share of the weights and the tokens at hand, and add them up over the ranks."""
         held = captures or {}
-        device = next((capture.outputs.device for capture in held.values()), self._device())
+        device = self._device()
         means = self._share_means(ranks, held, device)
         mine = {layer.name for layer in self.layers[ranks.rank :: ranks.size]}
         sheets = [_WeightSheet(role, self.layers, device) for role in self._roles]
         for sheet in sheets:
             sheet.fill(self._measure_weights(sheet.role, sheet.absent, ranks), mine)
             absent.update(sheet.absent)
-        sums = self._sum_outputs(held, means, device, absent)
+        sums = self._sum_outputs(ranks, held, means, device, absent)
         flat = [tensor for sheet in sheets for tensor in sheet.tensors()]
         added = iter(ranks.sum(flat + [tensor for item in sums for tensor in _tensors(item)], device))
         measurements = [found for sheet in sheets for found in sheet.read(added)]
@@ -251,15 +271,24 @@ class HeadDiversityMonitor:
         """Compute the mean head outputs of each tapped layer over the tokens of all ranks."""
         parts: list[Tensor] = []
         for layer in self._tapped:
-            shape = (layer.num_heads, layer.value_dim)
-            outputs = held[layer.name].outputs if layer.name in held else torch.zeros(0, *shape, device=device)
-            count = torch.full((), float(outputs.shape[0]), device=device)
-            parts += [count, outputs.to(torch.promote_types(outputs.dtype, torch.float32)).sum(0)]
+            count = torch.zeros((), device=device)
+            total = torch.zeros(layer.num_heads, layer.value_dim, device=device)
+            if layer.name in held:
+                outputs = held[layer.name].outputs
+                own = whole(outputs.to(torch.promote_types(outputs.dtype, torch.float32)).sum(0))
+                if is_first_holder(outputs):
+                    count, total = torch.full_like(count, outputs.shape[0]), own
+            parts += [count, total]
         added = ranks.sum(parts, device)
         return [total / count.clamp_min(1) for count, total in zip(added[::2], added[1::2])]
 
     def _sum_outputs(
-        self, held: Mapping[str, Capture], means: Sequence[Tensor], device: torch.device, absent: dict[str, str]
+        self,
+        ranks: Ranks,
+        held: Mapping[str, Capture],
+        means: Sequence[Tensor],
+        device: torch.device,
+        absent: dict[str, str],
     ) -> list[HeadSums]:
         """Add up the tokens at hand about the mean of all; zeros where there are none."""
         wants_overlap = "head_output_overlap" in self.metrics
@@ -271,11 +300,13 @@ class HeadDiversityMonitor:
                 torch.zeros(H, H, device=device),
                 torch.zeros(*mean.shape, *mean.shape, device=device) if wants_overlap else None,
             )
-            if layer.name in held:
-                outputs = held[layer.name].outputs
-                with self._left_out(absent, layer, COVARIANCE), _without_autocast(outputs.device):
-                    weight = layer.weight("output").detach()
+            with self._left_out(absent, layer, COVARIANCE), _without_autocast(device):
+                # Both may be collective calls, so that every rank makes them.
+                weight = self._weight(layer, "output", ranks)
+                outputs = whole(held[layer.name].outputs) if layer.name in held else None
+                if outputs is not None and is_first_holder(held[layer.name].outputs):
                     found = HeadSums.of(outputs, weight, mean.to(outputs.device), with_scatter=wants_overlap)
+                del weight, outputs
             sums.append(found)
         return sums
 
@@ -418,10 +449,16 @@ class _WeightSheet:
         return torch.float64 if kind.is_floating_point else kind
 
 
-def _chunks(members: list[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
-    """Cut a group into pieces whose stacked copies stay bounded."""
-    weight = members[0][1]
+def _layers_per_call(weight: Tensor) -> int:
+    """How many layers are measured at once, so that their stacked copies stay bounded."""
     # Bases and their product are kept in float32 or wider beside the copy of the weights.
-    per_chunk = max(1, _CHUNK_BYTES // max(1, weight.numel() * 16))
-    for start in range(0, len(members), per_chunk):
-        yield members[start : start + per_chunk]
+    return max(1, _CHUNK_BYTES // max(1, weight.numel() * 16))
+
+
+def _uncountable(layer: AttentionLayer) -> Refusal:
+    message = (
+        f"The heads of `{layer.name}` ({type(layer.module).__name__}) cannot be told apart: its projections are split "
+        "over ranks, and it does not say how wide a head is, so that its number of heads may be that of one rank. Give "
+        f"it an attribute `head_dim`, or skip it with exclude=[{layer.name!r}]."
+    )
+    return Refusal(layer.name, type(layer.module).__name__, message)

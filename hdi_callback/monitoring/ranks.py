@@ -54,6 +54,15 @@ class Ranks:
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
+def number_of_processes() -> int:
+    """Count the processes of the run.
+
+    Returns:
+        1 outside `torch.distributed`.
+    """
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 class Meeting:
     """Find the ranks that measure together, and make sure once that all of them came.
 
@@ -84,7 +93,7 @@ class Meeting:
         Returns:
             The ranks; this process alone where the others do not measure the same.
         """
-        if self._choice is None or not dist.is_available() or not dist.is_initialized():
+        if self._choice is None or number_of_processes() == 1:
             return Ranks()
         if self._ranks is None:
             group = dist.group.WORLD if self._choice == "auto" else self._choice

@@ -297,9 +297,9 @@ def test_interventions_compose_and_what_stands_is_undone_when_it_is_over(tmp_pat
     lines = [line for line in read_lines(callback.history_path) if line["kind"] == "intervention"]
     done = [line["message"].split(": ")[1].split(" (")[0] for line in lines]
     assert "ScaleLearningRate multiplied the learning rate by 0.5" in done
-    assert "DiversityPenalty began to push the key heads apart" in done
+    assert "DiversityPenalty started to push the key heads apart" in done
     assert done[-2:] == [
-        "ScaleLearningRate gave the learning rate back",
+        "ScaleLearningRate restored the learning rate",
         "DiversityPenalty stopped pushing the heads apart",
     ]
     (optimizer,) = trainer.optimizers

@@ -62,7 +62,7 @@ class DiversityPenalty(WhileItStands):
 
     def begin(self) -> str:
         """Say what begins."""
-        return f"began to push the {' and '.join(self.roles)} heads apart (weight {self.weight:g})"
+        return f"started to push the {' and '.join(self.roles)} heads apart (weight {self.weight:g})"
 
     def end(self) -> str:
         """Say what ends."""
@@ -119,7 +119,7 @@ class ReviveHeads(Intervention):
 
     Of the two heads the one that contributes less gets fresh key and query weights, as far from the other heads' as
     there is room, and at their scale. What it contributed is given to the other head, and its own output slice set to
-    zero, so that the layer computes what it did if the two attended alike; how much of it could not be given over is
+    zero, so that the layer computes what it did if the two attended alike; how much of it could not be handed over is
     said. Its entries in the optimizer's state are cleared. Under grouped-query attention a key head is revived together
     with its query heads.
 
@@ -159,13 +159,13 @@ class ReviveHeads(Intervention):
         stays = max(heads, key=lambda head: float(strength[head]))
         leaving = [head for head in heads if head != stays]
         if self.dry_run:
-            return self._action(alert, f"given head {_listed(leaving)} fresh key and query weights", heads=leaving)
+            return self._action(alert, f"assigned fresh key and query weights to head {_listed(leaving)}", heads=leaving)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {alert.step} {alert.layer}".encode()))
         lost = max(self._revive(layer, head, stays, generator) for head in leaving)
         return self._action(
             alert,
-            f"gave head {_listed(leaving)} fresh key and query weights, and its part in the output to head {stays} "
-            f"({100 * lost:.0f} % of it could not be given over)",
+            f"assigned fresh key and query weights to head {_listed(leaving)}, and its part in the output to head "
+            f"{stays} ({100 * lost:.0f} % of it could not be handed over)",
             heads=leaving,
             stays=stays,
             lost=lost,

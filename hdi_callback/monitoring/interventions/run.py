@@ -121,7 +121,7 @@ class ScaleLearningRate(WhileItStands):
 
     def end(self) -> str:
         """Say what ends."""
-        return f"gave the learning rate{self._of} back"
+        return f"restored the learning rate{self._of}"
 
     @property
     def _of(self) -> str:

@@ -271,7 +271,7 @@ def test_what_could_not_be_given_over_is_said():
     revive.attach(Open(model))
     action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
     assert 0.5 < action.facts["lost"] <= 1
-    assert "could not be given over" in action.message
+    assert "could not be handed over" in action.message
 
 
 def test_alerts_of_other_rules_are_not_answered_by_default():

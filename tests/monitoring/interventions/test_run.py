@@ -148,7 +148,7 @@ def test_the_learning_rate_of_all_is_scaled_while_the_alert_stands_and_no_longer
     assert scale.answer(alert()).message.endswith("multiplied the learning rate by 0.25 (mean alignment: warning)")
     assert scale.answer(alert("blocks.1.attn")) is not None
     both(0.25, 1)
-    assert "gave the learning rate back" in scale.answer(alert(is_resolved=True)).message
+    assert "restored the learning rate" in scale.answer(alert(is_resolved=True)).message
     both(0.25, 2)  # the other layer's alert stands
     scale.answer(alert("blocks.1.attn", is_resolved=True))
     both(1, 3)
