@@ -60,7 +60,7 @@ class Run:
 
     @property
     def arrival(self) -> int | None:
-        """Step at which the collapse is complete."""
+        """Step at which the collapse is complete, once it has begun."""
         metrics = _COLLAPSE.get(self.kind, _SUBSPACE)
         names = list(self.records[0].layers) if self.kind == "high learning rate" else [self.layer]
         return next(
@@ -68,7 +68,8 @@ class Run:
                 record.step
                 for record in self.records
                 for name in names
-                if any(record.layers[name].values.get(metric, 0) >= _ARRIVED for metric in metrics)
+                if record.step >= self.begin
+                and any(record.layers[name].values.get(metric, 0) >= _ARRIVED for metric in metrics)
             ),
             None,
         )
