@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.sharding import as_part
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Capture:
     """A sample of the head outputs of one forward.
 
     Attributes:
-        outputs: ``(tokens, H, d_v)``, detached.
+        outputs: ``(tokens, H, d_v)``, detached; a DTensor where the heads are spread over ranks.
         lengths: how many of the tokens belong to each sequence, in their order.
         seen: number of tokens that the sample was taken from.
     """
@@ -167,6 +168,8 @@ class _Tap:
 
     def _keep(self, outputs: Tensor) -> None:
         H, width = self.layer.num_heads, self.layer.value_dim
+        if not outputs.is_nested and outputs.shape[-1] != H * width:
+            outputs = as_part(outputs, self.layer.output_projection)
         if outputs.is_nested:
             self.failure = "nested tensors are not captured"
         elif outputs.shape[-1] != H * width:

@@ -84,9 +84,8 @@ class HeadDiversityMonitor:
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
         self._wants_errors = any(name.endswith("_error") for name in self.metrics)
         self._rank_tol, self._method = rank_tol, method
-        model = inner_model(model)
         with as_if_whole(model) as uncounted:
-            found = survey(model, include=include, exclude=exclude)
+            found = survey(inner_model(model), include=include, exclude=exclude)
             layers = [replace(layer, name=users_name(layer.name)) for layer in found.layers]
             self.layers = tuple(layer for layer in layers if layer.module not in uncounted)
             self.facts = tuple(layer.facts() for layer in self.layers)

@@ -1,0 +1,285 @@
+"""Whole weights where every rank holds a part of them: FSDP2, FSDP1, DTensor tensor parallelism, DeepSpeed ZeRO-3.
+
+One role of one layer is made whole at a time, and let go again. Gathering is a collective call: every rank that holds a
+part asks for the same layers in the same order. For finding the layers no weight is gathered at all; `as_if_whole` puts
+stand-ins of the right shapes, without memory, in the place of the parts.
+
+Nothing here imports FSDP, DTensor or DeepSpeed: their parameters are known by what they carry.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention.heads import AttentionLayer, Role
+
+_HEAD_COUNTS = (
+    "num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads", "num_head", "nheads", "n_h",
+    "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_heads",
+)  # fmt: skip
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_k", "key_value_proj_dim")
+
+
+class Sharding:
+    """How the weights of a model are spread over ranks, and how to read them whole.
+
+    Args:
+        model: the model; its wrappers may come and go later, but FSDP1's must be there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._units = [module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
+
+    def is_sharded(self, layer: AttentionLayer, role: Role) -> bool:
+        """Tell whether reading a weight is a collective call.
+
+        Args:
+            layer: the layer.
+            role: the role of the weight.
+
+        Returns:
+            True if a part of the weight lies on other ranks.
+        """
+        if self._unit_of(layer, role) is not None:
+            return True
+        return any(_is_part(parameter) for _, _, parameter in _parameters_behind(layer, role))
+
+    def weight(self, layer: AttentionLayer, role: Role) -> Tensor:
+        """Read the whole weight of a role, as `AttentionLayer.weight` does where nothing is sharded.
+
+        Args:
+            layer: the layer.
+            role: ``"query"``, ``"key"``, ``"value"`` or ``"output"``.
+
+        Returns:
+            ``(heads or key heads, width, in_features)``, detached; a live view where nothing is sharded.
+        """
+        unit = self._unit_of(layer, role)
+        with ExitStack() as stack:
+            must_copy = False
+            if unit is not None:
+                if getattr(unit, "_is_root", False) is None:  # else the unit would take itself for the root
+                    with type(self._units[0]).summon_full_params(self._units[0], recurse=False, writeback=False):  # type: ignore[attr-defined]
+                        pass
+                stack.enter_context(type(unit).summon_full_params(unit, recurse=False, writeback=False))  # type: ignore[attr-defined]
+                must_copy = True
+            parts = [(owner, name, value) for owner, name, value in _parameters_behind(layer, role) if _is_part(value)]
+            partitioned = [value for _, _, value in parts if hasattr(value, "ds_id")]
+            if partitioned:
+                stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(partitioned))
+                must_copy = True
+            for owner, name, value in parts:
+                if _is_dtensor(value):
+                    stack.enter_context(_replaced(owner, name, _whole(value)))
+            weight = layer.weight(role).detach()
+            # What FSDP1 and DeepSpeed gather is gone when the block ends.
+            return weight.clone() if must_copy else weight
+
+    def _unit_of(self, layer: AttentionLayer, role: Role) -> nn.Module | None:
+        """The innermost FSDP1 unit around the module that holds a weight."""
+        if not self._units:
+            return None
+        owners = {id(owner) for owner in _owners_behind(layer, role)}
+        around = [unit for unit in self._units if any(id(module) in owners for module in unit.modules())]
+        return min(around, key=lambda unit: sum(1 for _ in unit.modules()), default=None)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor of which other ranks may hold a part.
+
+    Args:
+        tensor: any tensor; a collective call if it is a DTensor.
+
+    Returns:
+        All of it.
+    """
+    return _whole(tensor) if _is_dtensor(tensor) else tensor
+
+
+def is_first_holder(tensor: Tensor) -> bool:
+    """Tell whether this rank speaks for the ranks that have parts of the same tensor.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        True on one of these ranks, and for a tensor that is not distributed.
+    """
+    return not _is_dtensor(tensor) or not any(tensor.device_mesh.get_coordinate() or ())  # type: ignore[attr-defined]
+
+
+def as_part(outputs: Tensor, projection: nn.Module | None) -> Tensor:
+    """Recognise the local heads of a tensor-parallel layer before its output projection does.
+
+    Args:
+        outputs: ``(..., features)``, what a rank passes to the projection.
+        projection: the output projection.
+
+    Returns:
+        The DTensor of all heads if the projection takes its input in parts, the same tensor otherwise.
+    """
+    weight = getattr(projection, "weight", None)
+    if weight is None or not _is_dtensor(weight) or _is_dtensor(outputs):
+        return outputs
+    dims = [dim for dim, placement in enumerate(weight.placements) if placement.is_shard(1)]
+    if len(dims) != 1 or outputs.shape[-1] * weight.device_mesh.size(dims[0]) != weight.shape[1]:
+        return outputs
+    mesh = weight.device_mesh
+    mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dims[0]]]
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(outputs, mesh, [Shard(outputs.dim() - 1)], run_check=False)
+
+
+@contextmanager
+def as_if_whole(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """Let a sharded model look whole while its layers are looked for; nothing is gathered.
+
+    Parameters become stand-ins of their whole shapes. A tensor-parallel module that states its head width and counts
+    its own heads alone is made to count all of them.
+
+    Args:
+        model: the model.
+
+    Yields:
+        The tensor-parallel modules whose heads cannot be counted for sure, as they do not state their width.
+    """
+    uncounted: set[nn.Module] = set()
+    with ExitStack() as stack:
+        managed = _managed_by_fsdp2(model)
+        for module in model.modules():
+            degrees = {
+                (int(value.shape[0]), degree)
+                for child in module.children()
+                for value in child.parameters(recurse=False)
+                if value.dim() == 2 and (degree := _tensor_parallel_degree(value, id(value) in managed)) > 1
+            }
+            if degrees:
+                _count_all_heads(module, degrees, stack, uncounted)
+        for owner, name, shape, like in list(_shapes(model)):
+            stand_in = torch.empty((), dtype=like.dtype, device=like.device).expand(shape)
+            stack.enter_context(_replaced(owner, name, nn.Parameter(stand_in, requires_grad=False)))
+        yield uncounted
+
+
+def _count_all_heads(
+    module: nn.Module, degrees: set[tuple[int, int]], stack: ExitStack, uncounted: set[nn.Module]
+) -> None:
+    widths = {value for name in _HEAD_WIDTHS if isinstance(value := getattr(module, name, None), int)}
+    if len(widths) != 1:
+        if any(isinstance(getattr(module, name, None), int) for name in _HEAD_COUNTS):
+            uncounted.add(module)
+        return
+    (width,) = widths
+    for name in _HEAD_COUNTS:
+        count = module.__dict__.get(name)
+        if not isinstance(count, int) or isinstance(count, bool):
+            continue
+        if any(count * width * degree == rows for rows, degree in degrees) and not any(
+            count * width == rows for rows, _ in degrees
+        ):
+            stack.callback(module.__dict__.__setitem__, name, count)
+            module.__dict__[name] = count * next(iter(degrees))[1]
+
+
+def _tensor_parallel_degree(value: Tensor, is_managed: bool) -> int:
+    """Over how many ranks the rows of a matrix are split for computing; not for storing, as FSDP does."""
+    if not _is_dtensor(value):
+        return 1
+    split = [dim for dim, placement in enumerate(value.placements) if placement.is_shard(0)]  # type: ignore[attr-defined]
+    return math.prod(value.device_mesh.size(dim) for dim in (split[1:] if is_managed else split))  # type: ignore[attr-defined]
+
+
+def _managed_by_fsdp2(model: nn.Module) -> set[int]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", ())
+    return {id(value) for module in model.modules() if isinstance(module, kind) for value in module.parameters()}
+
+
+def _shapes(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Size, Tensor]]:
+    """Every parameter that is not whole here: owner, name, whole shape, and the part."""
+    for module in model.modules():
+        for name, value in module.named_parameters(recurse=False):
+            if _is_dtensor(value):
+                yield module, name, value.shape, value.to_local()  # type: ignore[attr-defined]
+            elif hasattr(value, "ds_id"):
+                yield module, name, torch.Size(value.ds_shape), value  # type: ignore[attr-defined]
+        handle = getattr(module, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None:
+            continue
+        for info, shape in zip(flat._param_infos, flat._shapes):
+            yield info.module, info.param_name, torch.Size(shape), flat
+        for shared in flat._shared_param_infos:
+            place = next(
+                place
+                for place, info in enumerate(flat._param_infos)
+                if info.module is shared.prim_module and info.param_name == shared.prim_param_name
+            )
+            yield shared.module, shared.param_name, torch.Size(flat._shapes[place]), flat
+
+
+@contextmanager
+def _replaced(owner: nn.Module, name: str, value: Tensor) -> Iterator[None]:
+    """Put a tensor in the place of a parameter, behind the back of hooks and registrations."""
+    # FSDP1 without original parameters keeps plain tensors among the attributes.
+    place: dict[str, Any] = owner._parameters if name in owner._parameters else owner.__dict__
+    absent = object()
+    before = place.get(name, absent)
+    place[name] = value
+    try:
+        yield
+    finally:
+        if before is absent:
+            del place[name]
+        else:
+            place[name] = before
+
+
+def _owners_behind(layer: AttentionLayer, role: Role) -> list[nn.Module]:
+    """The modules that hold a weight: that at the end of its path, with all its parts (adapters, parametrizations)."""
+    part = layer.slices[role]
+    owner = part.module
+    for step in part.parameter.split(".")[:-1]:
+        child = getattr(owner, step, None)
+        if not isinstance(child, nn.Module):
+            break
+        owner = child
+    return list(owner.modules())
+
+
+def _parameters_behind(layer: AttentionLayer, role: Role) -> list[tuple[nn.Module, str, Tensor]]:
+    last = layer.slices[role].parameter.rpartition(".")[2]
+    found: list[tuple[nn.Module, str, Tensor]] = [
+        (owner, name, value)
+        for owner in _owners_behind(layer, role)
+        for name, value in owner.named_parameters(recurse=False)
+    ]
+    # Where the weight stands for itself, its bias need not travel.
+    named = [item for item in found if item[1] == last]
+    return named if len(named) == 1 and len({id(owner) for owner, _, _ in found}) == 1 else found
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return _is_dtensor(tensor) or hasattr(tensor, "ds_id")
+
+
+def _whole(tensor: Any) -> Tensor:
+    tensor = tensor.detach()
+    mesh_device = tensor.device_mesh.device_type
+    if tensor.device.type != mesh_device:  # offloaded to the host, where the mesh cannot talk
+        tensor = tensor.to(mesh_device)
+    gathered: Tensor = tensor.full_tensor()
+    return gathered

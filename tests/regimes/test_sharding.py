@@ -1,0 +1,252 @@
+"""Readings of models whose weights are spread over ranks, against those of the same model in one process."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback import HeadDiversityMonitor
+from hdi_callback.attention import find_attention
+from hdi_callback.attention.sharding import Sharding, as_if_whole
+from tests.models import HEADS, WIDTH, Classifier
+from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of, reading_alone
+
+WIDTHS = WIDTH // HEADS
+
+
+class Fused(nn.Module):
+    """Attention with one projection for all, known by a trial forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def fused_classifier() -> Classifier:
+    model = classifier()
+    torch.manual_seed(4)
+    for block in model.blocks:
+        block.attn = Fused()
+    return model
+
+
+MAKERS = {"separate": classifier, "fused": fused_classifier}
+
+
+# --- what the ranks do
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp1(model: nn.Module, *, by_block: bool, keeps_parameters: bool) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    options = {"use_orig_params": keeps_parameters, "device_id": torch.device("cpu")}
+    if by_block:
+        model.blocks = nn.Sequential(*(FullyShardedDataParallel(block, **options) for block in model.blocks))
+    return FullyShardedDataParallel(model, **options)
+
+
+SHARDERS = {
+    "fsdp2": fsdp2,
+    "fsdp1 by block": lambda model: fsdp1(model, by_block=True, keeps_parameters=True),
+    "fsdp1 flat by block": lambda model: fsdp1(model, by_block=True, keeps_parameters=False),
+    "fsdp1 whole": lambda model: fsdp1(model, by_block=False, keeps_parameters=True),
+}
+
+
+def read_sharded(rank: int, sharder: str, maker: str, is_early: bool) -> dict:
+    model = MAKERS[maker]()
+    if is_early and sharder == "fsdp2":  # which shards in place
+        monitor = monitor_of(model)
+        wrapped = SHARDERS[sharder](model)
+    else:
+        wrapped = SHARDERS[sharder](model)
+        monitor = monitor_of(wrapped)
+    before = [parameter.numel() for parameter in wrapped.parameters()]
+    with monitor:
+        weights_at_first = monitor.measure(0).record().scalars(["hdi"])
+        for step in (1, 2):
+            monitor.arm()
+            wrapped(batch()[SHARES[rank]]).sum().backward()
+            record = monitor.measure(step).record()
+        largest = _largest_at_once(monitor)
+    return {
+        "tags": record.scalars(METRICS),
+        "at first": weights_at_first,
+        "absent": record.absent,
+        "is untouched": [parameter.numel() for parameter in wrapped.parameters()] == before,
+        "facts": [fact["width"] for fact in monitor.facts],
+        "largest at once": largest,
+    }
+
+
+def _largest_at_once(monitor: HeadDiversityMonitor) -> int:
+    """How many layers' whole weights are alive at the same time while the first rank reads all of them."""
+    alive, most, original = [], 0, Sharding.weight
+
+    def weight(self, layer, role):
+        nonlocal most
+        found = original(self, layer, role)
+        alive.append(weakref.ref(found))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return found
+
+    with mock.patch.object(Sharding, "weight", weight), mock.patch("hdi_callback.monitoring.monitor._CHUNK_BYTES", 1):
+        monitor.measure(9)
+    return most
+
+
+def read_tensor_parallel(rank: int, is_early: bool, counts: str) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = classifier()
+    monitor = monitor_of(model) if is_early else None
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"out_proj": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block.attn, init_device_mesh("cpu", (2,)), plan)
+        block.attn.num_heads //= 2  # as the forward counts the heads of its rank
+        if counts == "with a width":
+            block.attn.head_dim = WIDTHS
+    with monitor or monitor_of(model) as monitor:
+        monitor.arm()
+        model(batch()).sum().backward()
+        record = monitor.measure(0).record()
+    return {
+        "tags": record.scalars(METRICS),
+        "heads": [layer.num_heads for layer in monitor.layers],
+        "heads of the rank": [block.attn.num_heads for block in model.blocks],
+        "absent": record.absent,
+    }
+
+
+def read_sharded_alone(rank: int) -> dict:
+    with monitor_of(fsdp2(classifier()), process_group=None) as monitor:
+        return monitor.measure(0).record().absent
+
+
+# --- what must come of it
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("sharder", SHARDERS)
+def test_sharded_weights_read_as_whole_ones(two_ranks, sharder, maker):
+    model = MAKERS[maker]()
+    with monitor_of(model) as monitor:
+        monitor.arm()
+        model(batch())
+        whole = monitor.measure(0).record().scalars(METRICS)
+    for told in two_ranks(read_sharded, sharder, maker, False):
+        assert told.warnings == []
+        assert told.answer["absent"] == {}
+        assert told.answer["tags"] == pytest.approx(whole, abs=1e-6)
+        assert told.answer["at first"] == pytest.approx(
+            {tag: value for tag, value in whole.items() if tag.startswith("hdi/")}, abs=1e-6
+        )
+        assert told.answer["facts"] == [WIDTH] * 3
+        assert told.answer["is untouched"]
+        assert told.answer["largest at once"] == 1, "the weights are gathered layer by layer"
+
+
+def test_a_monitor_from_before_the_sharding_reads_the_same(two_ranks):
+    for told in two_ranks(read_sharded, "fsdp2", "separate", True):
+        assert told.warnings == []
+        assert told.answer["tags"] == pytest.approx(reading_alone(), abs=1e-6)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_heads_that_are_spread_over_ranks_are_read_together(two_ranks, is_early):
+    for told in two_ranks(read_tensor_parallel, is_early, "with a width"):
+        assert told.warnings == []
+        assert told.answer["heads"] == [HEADS] * 3
+        assert told.answer["heads of the rank"] == [HEADS // 2] * 3
+        assert told.answer["tags"] == pytest.approx(reading_alone(), abs=1e-6)
+
+
+def test_a_rank_that_may_count_its_own_heads_alone_is_refused(two_ranks):
+    """Half the heads, each twice as wide, would fit all shapes."""
+    for told in two_ranks(read_tensor_parallel, False, "without a width"):
+        assert told.answer["heads"] == []
+        assert sum("head_dim" in line for line in told.warnings) == 3
+
+
+def test_a_rank_that_reads_alone_does_not_wait_for_the_parts_of_others(two_ranks):
+    for told in two_ranks(read_sharded_alone):
+        assert [f"blocks.{place}.attn" in told.answer for place in range(3)] == [True] * 3
+        assert "take no readings with this one" in told.answer["blocks.0.attn"]
+
+
+# --- DeepSpeed, which is not installed here: a stand-in that keeps parameters as ZeRO-3 does
+
+
+class Zero3:
+    """Partitions parameters as ZeRO-3 shows them: empty, with an id and their whole shape."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.whole: dict[int, torch.Tensor] = {}
+        self.gathered: list[int] = []
+        for number, parameter in enumerate(model.parameters()):
+            self.whole[number] = parameter.data
+            parameter.ds_id, parameter.ds_shape = number, parameter.shape
+            parameter.data = torch.empty(0)
+        self.zero = SimpleNamespace(GatheredParameters=self._gather)
+
+    @contextmanager
+    def _gather(self, parameters):
+        self.gathered.append(len(parameters))
+        for parameter in parameters:
+            parameter.data = self.whole[parameter.ds_id].clone()
+        yield
+        for parameter in parameters:
+            parameter.data.zero_()  # its memory goes to somebody else
+            parameter.data = torch.empty(0)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_weights_of_zero_3_are_gathered_through_deepspeed(monkeypatch, maker):
+    with monitor_of(MAKERS[maker]()) as monitor:
+        whole = monitor.measure(0).record().scalars(["hdi", "hdi_query"])
+    model = MAKERS[maker]()
+    engine = Zero3(model)
+    monkeypatch.setitem(sys.modules, "deepspeed", engine)
+    with monitor_of(model, metrics=["hdi", "hdi_query"]) as monitor:
+        assert monitor.measure(0).record().scalars(["hdi", "hdi_query"]) == pytest.approx(whole, abs=1e-7)
+    assert engine.gathered == [1] * 6, "one parameter at a time"
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+
+
+def test_looking_for_layers_gathers_nothing_and_leaves_nothing(monkeypatch):
+    model = classifier()
+    engine = Zero3(model)
+    monkeypatch.setitem(sys.modules, "deepspeed", engine)
+    before = list(model.parameters())
+    with as_if_whole(model):
+        layers = find_attention(model)
+        stand_in = model.blocks[0].attn.k_proj.weight
+        assert stand_in.shape == (WIDTH, WIDTH)
+        assert stand_in.untyped_storage().nbytes() == 4, "one number for all of them"
+    assert len(layers) == 3
+    assert engine.gathered == []
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
