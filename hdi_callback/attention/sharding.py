@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -137,6 +137,30 @@ def as_part(outputs: Tensor, projection: nn.Module | None) -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
     return DTensor.from_local(outputs, mesh, [Shard(outputs.dim() - 1)], run_check=False)
+
+
+def on_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Apply a function of rows to a tensor, part by part where its features are spread over ranks.
+
+    Args:
+        function: takes ``(..., features)`` to ``(rows, features)``, whatever the number of features.
+        tensor: any tensor.
+
+    Returns:
+        ``(rows, features)``, spread as `tensor` is.
+
+    Raises:
+        ValueError: if something else than the features is spread.
+    """
+    if not _is_dtensor(tensor):
+        return function(tensor)
+    from torch.distributed.tensor import DTensor, Shard
+
+    parts: Any = tensor
+    placements = [Shard(1) if place.is_shard(parts.dim() - 1) else place for place in parts.placements]
+    if not all(place.is_shard(1) or place.is_replicate() for place in placements):
+        raise ValueError(f"they are spread over ranks as {parts.placements}")
+    return DTensor.from_local(function(parts.to_local()), parts.device_mesh, placements, run_check=False)
 
 
 @contextmanager

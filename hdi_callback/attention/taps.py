@@ -12,6 +12,7 @@ projection. They are therefore those without attention dropout.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.sharding import as_part
+from hdi_callback.attention.sharding import as_part, on_parts
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Taps:
         return {**self._never, **failed}
 
     @property
+    def missed(self) -> Sequence[str]:
+        """Layers that could have been captured and were not seen, though nothing failed."""
+        return [name for name, tap in self._taps.items() if tap.is_empty and name not in self._never]
+
+    @property
     def was_armed(self) -> bool:
         """Whether a forward was to be captured since the last `release`."""
         return self._is_armed
@@ -95,7 +101,7 @@ class Taps:
         """Capture the next forward of every layer; forgets what was captured before."""
         self._is_armed = True
         for name, tap in self._taps.items():
-            tap.capture, tap.failure = None, None
+            tap.forget()
             tap.is_armed = name not in self._never
 
     def disarm(self) -> None:
@@ -107,7 +113,8 @@ class Taps:
         """Let go of what was captured."""
         self._is_armed = False
         for tap in self._taps.values():
-            tap.capture, tap.is_armed = None, False
+            tap.forget()
+            tap.is_armed = False
 
     def suspend(self) -> None:
         """Take the hooks off for an evaluation, as their mere presence switches off torch's fast path there."""
@@ -141,10 +148,29 @@ class _Tap:
 
     def __init__(self, layer: AttentionLayer, max_tokens: int) -> None:
         self.layer = layer
-        self.max_tokens = max_tokens
         self.is_armed = False
-        self.capture: Capture | None = None
         self.failure: str | None = None
+        self._sampler = Sampler(max_tokens)
+        self._rows: Tensor | None = None
+        self._shape: tuple[int, ...] = ()
+
+    @property
+    def capture(self) -> Capture | None:
+        """What was taken in the last armed forward."""
+        if self._rows is None:
+            return None
+        lengths = self._sampler.kept(self._shape)
+        rows = self._rows[: sum(lengths)].view(-1, self.layer.num_heads, self.layer.value_dim)
+        return Capture(rows, lengths, math.prod(self._shape[:-1]))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it took nothing, and knows no reason."""
+        return self._rows is None and self.failure is None
+
+    def forget(self) -> None:
+        """Let go of what was taken."""
+        self._rows, self.failure = None, None
 
     def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the input of the output projection."""
@@ -175,30 +201,63 @@ class _Tap:
         elif outputs.shape[-1] != H * width:
             self.failure = f"its output projection received {outputs.shape[-1]} features, expected {H} x {width}"
         else:
-            self.capture = sample_tokens(outputs, H, self.max_tokens)
+            self._rows, self._shape = on_parts(self._sampler.take, outputs), tuple(outputs.shape)
 
 
-def sample_tokens(outputs: Tensor, num_heads: int, max_tokens: int) -> Capture:
-    """Take every n-th token, with a stride that shares no factor with the sequence length.
+class Sampler:
+    """Take tokens spread evenly over all sequences and positions, all of them if they are few.
 
-    A stride with a common factor would see the same few positions of every sequence.
+    Of N tokens it takes floor(j N / P) for j = 0 ... P-1, with P the largest prime up to the limit: of B sequences of
+    length T these are the positions T frac(j B / P), which lie evenly in the sequence unless P divides B. A plain
+    stride with a common factor would see the same few positions of every sequence.
 
     Args:
-        outputs: ``(..., length, H * d_v)``.
-        num_heads: H.
-        max_tokens: largest number of tokens to keep.
-
-    Returns:
-        The sample, detached and copied.
+        max_tokens: largest number of tokens to keep, at least 2.
     """
-    flat = outputs.detach().reshape(-1, outputs.shape[-1])
-    seen = flat.shape[0]
-    length = outputs.shape[-2] if outputs.dim() > 2 else seen
-    stride = max(1, -(-seen // max_tokens))
-    while stride > 1 and math.gcd(stride, length) > 1:
-        stride += 1
-    lengths = tuple(-(-(start + length) // stride) + (-start // stride) for start in range(0, seen, max(1, length)))
-    return Capture(flat[::stride].clone().view(-1, num_heads, flat.shape[-1] // num_heads), lengths, seen)
+
+    def __init__(self, max_tokens: int) -> None:
+        self._limit = max_tokens
+        self._prime = next(n for n in range(max_tokens, 1, -1) if all(n % f for f in range(2, math.isqrt(n) + 1)))
+
+    def take(self, outputs: Tensor) -> Tensor:
+        """Take the sample.
+
+        Inside a compiled graph it always has as many rows as the limit, of which `kept` tells how many mean anything:
+        nothing there may depend on the number of tokens, or each sequence length would be compiled anew.
+
+        Args:
+            outputs: ``(..., length, features)``.
+
+        Returns:
+            ``(tokens, features)``, detached and copied.
+        """
+        flat = outputs.detach().reshape(-1, outputs.shape[-1])
+        if torch.compiler.is_compiling():
+            places = torch.arange(self._limit, device=flat.device)
+            count = torch.full((), flat.shape[0], device=flat.device)
+            places = torch.where(count <= self._limit, places, places * count // self._prime)
+            return flat[places.clamp(max=flat.shape[0] - 1)]
+        seen = flat.shape[0]
+        if seen <= self._limit:
+            return flat.clone()
+        return flat[torch.arange(self._prime, device=flat.device) * seen // self._prime]
+
+    def kept(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Count the tokens of each sequence in the sample.
+
+        Args:
+            shape: that of the outputs.
+
+        Returns:
+            One number for each sequence, in their order.
+        """
+        seen = math.prod(shape[:-1])
+        if not seen:
+            return ()
+        length = shape[-2] if len(shape) > 2 else seen
+        kept = seen if seen <= self._limit else self._prime
+        starts = [-(-start * kept // seen) for start in range(0, seen + 1, length)]
+        return tuple(stop - start for start, stop in itertools.pairwise(starts))
 
 
 @torch.no_grad()

@@ -164,15 +164,26 @@ class HeadDiversityMonitor:
         captures = dict(self._taps.captures) if self._taps.was_armed else None
         if captures is not None:
             absent.update({f"{COVARIANCE}/{name}": reason for name, reason in self._taps.absent.items()})
-            if not captures and self.layers:
-                self.faults.say(
-                    "nothing captured",
-                    "No head outputs were captured in a forward that was to be captured, so the covariance term is "
-                    "absent. If the model is compiled, add the monitor before its first call; weights are read all the "
-                    "same.",
-                )
+            missed = self._taps.missed
+            absent.update(
+                {f"{COVARIANCE}/{name}": "its output projection was not seen to be called" for name in missed}
+            )
+            if missed:
+                self._say_what_was_missed(missed)
         self._taps.release()
         return captures
+
+    def _say_what_was_missed(self, names: Sequence[str]) -> None:
+        if len(names) == len(self.layers):
+            what = "No head outputs were captured"
+        else:
+            what = f"No head outputs of {_listed(names)} were captured"
+        self.faults.say(
+            "nothing captured",
+            f"{what} in a forward that was to be captured, so their covariance is absent there; weights are read all "
+            "the same. Either it was not called in that forward, or it was compiled and called before the monitor was "
+            "there: then make the monitor before the first call, or write torch.compiler.reset() after making it.",
+        )
 
     def _measure_alone(self, captures: dict[str, Capture] | None, absent: dict[str, str]) -> list[Measurement]:
         measurements: list[Measurement] = []
@@ -260,6 +271,7 @@ class HeadDiversityMonitor:
         for layer, item in zip(self._tapped, sums):
             total = HeadSums(*(next(added) for _ in _tensors(item)))
             measured.setdefault(layer.num_heads, []).append((layer.name, total.covariance()))
+            absent.pop(f"{COVARIANCE}/{layer.name}", None)  # other ranks may have captured it
         if self._wants_errors:
             self.faults.say(
                 "errors over ranks", "Standard errors are not computed over several ranks; they are absent."
@@ -452,6 +464,11 @@ def _layers_per_call(weight: Tensor) -> int:
     """How many layers are measured at once, so that their stacked copies stay bounded."""
     # Bases and their product are kept in float32 or wider beside the copy of the weights.
     return max(1, _CHUNK_BYTES // max(1, weight.numel() * 16))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _uncountable(layer: AttentionLayer) -> Refusal:

@@ -1,0 +1,159 @@
+"""Monitors of compiled models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from hdi_callback import HeadDiversityMonitor
+from hdi_callback.errors import MonitoringWarning
+from tests.models import LAYERS, LENGTH, Classifier
+
+METRICS = ["hdi", "head_covariance", "head_correlation"]
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def tokens(batch: int = 4, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randint(16, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def classifier() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier()
+
+
+def torch_classifier() -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return nn.Sequential(nn.Embedding(16, 32), nn.TransformerEncoder(block, 2, enable_nested_tensor=False))
+
+
+def compiled_whole(model: Classifier) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_place(model: Classifier) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_by_block(model: Classifier) -> nn.Module:
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = torch.compile(block, backend="eager")
+    return model
+
+
+def compiled_blocks_in_place(model: Classifier) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
+WAYS = [compiled_whole, compiled_in_place, compiled_by_block, compiled_blocks_in_place]
+
+
+def read(monitor: HeadDiversityMonitor, model: nn.Module, x: torch.Tensor) -> dict[str, float]:
+    monitor.arm()
+    model(x).sum().backward()
+    return monitor.measure(0).record().scalars(METRICS)
+
+
+@pytest.mark.parametrize("is_monitored_first", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_reads_as_the_eager_one_under_the_users_names(dynamo, way, is_monitored_first):
+    model = classifier()
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        truth = read(monitor, model, tokens())
+    assert {f"head_covariance/{name}" for name in LAYERS} < set(truth)
+    if is_monitored_first:
+        monitor = HeadDiversityMonitor(model, metrics=METRICS)
+        compiled = way(model)
+    else:
+        compiled = way(model)
+        monitor = HeadDiversityMonitor(compiled, metrics=METRICS)
+    with monitor:
+        for _ in range(2):
+            compiled(tokens()).sum().backward()
+        unarmed = dynamo["stats"]["unique_graphs"]
+        for _ in range(3):
+            assert read(monitor, compiled, tokens()) == pytest.approx(truth, abs=1e-5)
+            compiled(tokens()).sum().backward()
+        pieces = 2 if "block" in way.__name__ else 1
+        assert dynamo["stats"]["unique_graphs"] - unarmed <= pieces, "one recompilation for each compiled piece"
+    assert not dynamo["graph_break"]
+
+
+@pytest.mark.parametrize("make", [classifier, torch_classifier])
+@pytest.mark.parametrize("max_tokens", [16, 10_000])
+def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make, max_tokens):
+    """Else a monitor would use up the compiler's limit of recompilations, and the model would run uncompiled."""
+    shapes = [(3, 12), (3, 13), (4, 14), (5, 17), (2, 20)]
+
+    def graphs(is_armed: bool) -> int:
+        torch._dynamo.reset()
+        dynamo.clear()
+        model = make()
+        with HeadDiversityMonitor(model, max_tokens=max_tokens) as monitor:
+            compiled = torch.compile(model, backend="eager")
+            for shape in shapes:
+                if is_armed:
+                    monitor.arm()
+                compiled(tokens(*shape))
+                if is_armed:
+                    record = monitor.measure(0).record()
+                    assert sum(tag.startswith("head_cov") for tag in record.scalars(METRICS)) == 2
+        assert not dynamo["graph_break"]
+        return dynamo["stats"]["unique_graphs"]
+
+    assert graphs(is_armed=True) <= graphs(is_armed=False)
+
+
+def test_a_monitor_that_rests_during_evaluation_sees_training_again(dynamo):
+    model = classifier()
+    compiled = torch.compile(model, backend="eager")
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        for _ in range(2):
+            monitor.suspend()
+            model.eval()
+            with torch.no_grad():
+                compiled(tokens())
+            model.train()
+            monitor.resume()
+            assert len(read(monitor, compiled, tokens())) == 2 * 3 + 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_ran_compiled_before_the_monitor_came_is_told_once_with_a_remedy_that_helps(way):
+    model = classifier()
+    compiled = way(model)
+    compiled(tokens()).sum().backward()
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        with pytest.warns(MonitoringWarning, match=r"torch\.compiler\.reset\(\)") as seen:
+            readings = [read(monitor, compiled, tokens()) for _ in range(3)]
+        assert len(seen) == 1
+        for tags in readings:
+            assert set(tags) == {*(f"hdi/{name}" for name in LAYERS), "hdi/mean", "hdi/min"}
+        torch.compiler.reset()
+        assert {f"head_covariance/{name}" for name in LAYERS} < set(read(monitor, compiled, tokens()))
+
+
+def test_reading_a_compiled_model_compiles_nothing_more(dynamo):
+    model = classifier()
+    compiled = torch.compile(model, backend="eager")
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        for step in range(3):
+            monitor.arm()
+            compiled(tokens())
+            if step == 1:
+                before = dynamo["stats"]["unique_graphs"]
+            monitor.measure(step)
+        assert dynamo["stats"]["unique_graphs"] == before
