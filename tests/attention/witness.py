@@ -1,14 +1,14 @@
 """What attention really received and gave, seen where it is computed and without any of the package's code.
 
-Four places are watched: `scaled_dot_product_attention`; transformers' attention functions, eager ones included;
-`multi_head_attention_forward`; and products of tensors around a softmax, as attention is written by hand.
+Every call of every module is recorded, and every function of torch that runs: `scaled_dot_product_attention`, and
+products of two activations around a softmax, as attention is written by hand. `multi_head_attention_forward` is looked
+into. No name of a module, a parameter or a setting is read.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,11 +19,23 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
-@dataclass
-class Computation:
-    """One computation of attention; all tensors ``(batch, heads, length, width)``.
+@dataclass(eq=False)
+class Call:
+    """One call of a module: what it was given and gave, and when (in counts of events) it began and ended."""
 
-    Keys and values have fewer heads than queries where they were seen before being repeated.
+    module: nn.Module
+    inputs: list[Tensor]
+    start: int
+    outputs: list[Tensor] = field(default_factory=list)
+    end: int | None = None
+
+
+@dataclass(eq=False)
+class Computation:
+    """One computation of attention; all tensors ``(..., length, width)``, usually ``(batch, heads, length, width)``.
+
+    Keys and values have fewer heads than queries where they were seen before being repeated. `others` are further pairs
+    of queries and keys whose products were added to the scores (those of relative positions, as a rule).
     """
 
     query: Tensor
@@ -31,109 +43,64 @@ class Computation:
     value: Tensor
     output: Tensor
     place: str
+    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    calls: tuple[Call, ...] = ()
+    time: int = 0
 
 
 @dataclass
 class Witness:
-    """The computations of a forward in their order, and the last input and output of every module."""
+    """The computations of a forward in their order, all calls, and the last input and output of every module."""
 
     computations: list[Computation] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
-    depth: int = 0
+    stack: list[Call] = field(default_factory=list)
+    time: int = 0
 
-    def watch(self, function: Callable, place: str, record: Callable) -> Callable:
-        """Wrap a function so that `record` sees its answer and arguments, unless a watched one called it."""
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            index = len(self.computations)
-            self.depth += 1
-            try:
-                answer = function(*args, **kwargs)
-            finally:
-                self.depth -= 1
-            if self.depth == 0 and len(self.computations) == index:
-                four = record(answer, *args, **kwargs)
-                self.computations.append(Computation(*(tensor.detach() for tensor in four), place))
-            return answer
-
-        return watched
-
-
-def _of_torch(answer, query, key, value, *args, **kwargs):
-    return query, key, value, answer
-
-
-def _of_transformers(answer, module, query, key, value, *args, **kwargs):
-    return query, key, value, answer[0].transpose(1, 2)
-
-
-class _Products(TorchFunctionMode):
-    """Attention by hand: a product of two tensors of four dimensions, a softmax, and a product with its answer."""
-
-    def __init__(self, seen: Witness) -> None:
-        super().__init__()
-        self.seen = seen
-        self.scores: tuple[Tensor, Tensor] | None = None
-        self.weights: tuple[int, ...] | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = func(*args, **(kwargs or {}))
-        if self.seen.depth:
-            return answer
-        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and answer.dim() == 4:
-            left, right = args
-            if self.weights is not None and left.shape == self.weights:
-                query, key = self.scores
-                four = (query, key.mT, right, answer)
-                self.seen.computations.append(Computation(*(tensor.detach() for tensor in four), "products"))
-                self.scores = self.weights = None
-            else:
-                self.scores = (left, right)
-        elif func in (F.softmax, torch.softmax, Tensor.softmax) and answer.dim() == 4 and self.scores is not None:
-            self.weights = tuple(answer.shape)
-        return answer
+    def tick(self) -> int:
+        self.time += 1
+        return self.time
 
 
 @contextmanager
-def witness(model: nn.Module) -> Iterator[Witness]:
-    """Watch every computation of attention, and what each module of the model is given and gives."""
+def witness(model: nn.Module, *, shake: dict[nn.Module, float] | None = None) -> Iterator[Witness]:
+    """Watch every computation of attention, and what each module of the model is given and gives.
+
+    `shake`: modules whose inputs are disturbed by noise of this size relative to their own, so that the samples differ
+    in every direction even where the model gives all of them the same, as learned queries are.
+    """
     seen = Witness()
+    noise = torch.Generator().manual_seed(7)
 
-    def take_input(module, args):
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if shake and module in shake:
+            args, kwargs = _shaken(args, shake[module], noise), _shaken(kwargs, shake[module], noise)
+        inputs = [tensor.detach().clone() for tensor in _tensors((args, kwargs))]
+        call = Call(module, inputs, seen.tick())
+        seen.calls.append(call)
+        seen.stack.append(call)
         if args and isinstance(args[0], Tensor):
-            seen.inputs[module] = args[0].detach()
+            seen.inputs[module] = inputs[0]
+        return args, kwargs
 
-    def take_output(module, args, output):
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        while seen.stack:  # calls that an exception ended are on the stack still
+            call = seen.stack.pop()
+            call.end = seen.tick()
+            if call.module is module:
+                call.outputs = [tensor.detach().clone() for tensor in _tensors(output)]
+                break
         if isinstance(output, Tensor):
             seen.outputs[module] = output.detach()
 
-    original = F.multi_head_attention_forward
-    sdpa = seen.watch(F.scaled_dot_product_attention, "scaled_dot_product_attention", _of_torch)
-
-    def with_weights(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("need_weights", True):
-            # Torch computes the weights by other means; the same call without them goes where it can be seen.
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                original(*args, **(kwargs | {"need_weights": False}))
-            seen.depth += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                seen.depth -= 1
-        return original(*args, **kwargs)
-
-    handles = [module.register_forward_pre_hook(take_input) for module in model.modules()]
-    handles += [module.register_forward_hook(take_output) for module in model.modules()]
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    handles += [module.register_forward_hook(leave, with_kwargs=True) for module in model.modules()]
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(F, "multi_head_attention_forward", with_weights))
-            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", sdpa))
-            for patch in _of_transformers_functions(seen):
-                stack.enter_context(patch)
-            stack.enter_context(_Products(seen))
+        with _Products(seen):
             yield seen
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -141,18 +108,179 @@ def witness(model: nn.Module) -> Iterator[Witness]:
             handle.remove()
 
 
-def _of_transformers_functions(seen: Witness) -> Iterator[Any]:
-    if "transformers.modeling_utils" not in sys.modules:
-        return
-    functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-    watched = {
-        name: seen.watch(function, f"transformers {name}", _of_transformers) for name, function in functions.items()
-    }
-    yield mock.patch.dict(functions._local_mapping, watched)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models.") and "eager_attention_forward" in vars(module):
-            eager = seen.watch(module.eager_attention_forward, "transformers eager", _of_transformers)
-            yield mock.patch.object(module, "eager_attention_forward", eager)
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)
+
+
+def _shaken(values: Any, size: float, noise: torch.Generator) -> Any:
+    """Disturb what may be a sequence of vectors; rotations come as tuples, masks have one head or none."""
+    if isinstance(values, Tensor) and values.is_floating_point() and values.dim() in (2, 3, 4) and values.shape[-1] > 1:
+        if values.dim() == 4 and 1 in values.shape[:2]:
+            return values
+        scale = float(values.float().std()) or 1.0
+        return values + (size * scale * torch.randn(values.shape, generator=noise)).to(values.dtype)
+    if type(values) is dict:
+        return {
+            name: _shaken(value, size, noise) if isinstance(value, Tensor) and "mask" not in name else value
+            for name, value in values.items()
+        }
+    if type(values) is tuple:
+        return tuple(_shaken(value, size, noise) if isinstance(value, Tensor) else value for value in values)
+    return values
+
+
+@dataclass(eq=False)
+class _Product:
+    """A product of two activations: ``left (..., T, w) @ right (..., S, w).mT``."""
+
+    left: Tensor
+    right: Tensor
+    is_swapped: bool = False  # the softmax runs over the left one's tokens
+
+
+_BY_TWO = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+_ADDED = (torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_)
+_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
+
+
+class _Products(TorchFunctionMode):
+    """Follow products from the scores through the softmax to the values, by marks that tensors hand on."""
+
+    def __init__(self, seen: Witness) -> None:
+        super().__init__()
+        self.seen = seen
+        self.is_paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._look_into(func, args, kwargs)
+        answer = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            query, key, value = (_argument(args, kwargs, i, name) for i, name in enumerate(("query", "key", "value")))
+            self._record(answer, [_Product(query, key)], value, "scaled_dot_product_attention")
+        elif func in _BY_TWO:
+            self._multiplied(answer, *(list(args) + list(kwargs.values()))[:2])
+        elif func in _ADDED:
+            given = list(args) + [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
+            self._multiplied(answer, given[1], given[2])
+        elif func is torch.einsum:
+            self._summed(answer, args)
+        elif not isinstance(answer, Tensor) and not isinstance(answer, (tuple, list)):
+            return answer
+        else:
+            self._handed_on(func, answer, args, kwargs)
+        return answer
+
+    def _look_into(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # Torch's own check for a mode would lead back here.
+        with mock.patch.object(F, "has_torch_function", lambda *_: False), self:
+            if not kwargs.get("need_weights", True):
+                return func(*args, **kwargs)
+            # Torch computes the weights by other means; the same call without them goes where it can be seen.
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                func(*args, **(kwargs | {"need_weights": False}))
+        self.is_paused = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.is_paused = False
+
+    def _multiplied(self, answer: Tensor, left: Any, right: Any) -> None:
+        """Take ``(..., T, w) @ (..., w, S)``."""
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor) or left.dim() < 3 or right.dim() < 3:
+            return
+        if weights := _marks(left, "_weights"):
+            self._record(answer, weights, right, "products")
+        elif weights := _marks(right, "_weights"):
+            self._record(answer.mT, weights, left.mT, "products")
+        elif not _is_parameter(left) and not _is_parameter(right):
+            answer._scores = [_Product(left.detach(), right.detach().mT)]
+
+    def _summed(self, answer: Tensor, args: Any) -> None:
+        """Take a sum of products of two tensors for the matrix product that it is."""
+        operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+        if not isinstance(args[0], str) or len(operands) != 2 or "..." in args[0]:
+            if isinstance(args[0], str) and len(operands) == 2:
+                self._multiplied(answer, operands[0], operands[1])
+            return
+        terms, _, out = args[0].replace(" ", "").partition("->")
+        one, other = terms.split(",")
+        left, right = operands
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+            return
+        if _marks(right, "_weights") and not _marks(left, "_weights"):
+            one, other, left, right = other, one, right, left
+        batch = [i for i in out if i in one and i in other]
+        summed = [i for i in one if i in other and i not in out]
+        rows = [i for i in one if i not in other]
+        columns = [i for i in other if i not in one]
+        if len(summed) != 1 or len(rows) != 1 or len(columns) != 1 or len(batch) != len(out) - 2:
+            return
+        first = left.permute([one.index(i) for i in batch + rows + summed])
+        second = right.permute([other.index(i) for i in batch + columns + summed])
+        if weights := _marks(left, "_weights"):
+            result = answer.permute([out.index(i) for i in batch + rows + columns])
+            self._record(result, weights, second.mT, "products")
+        elif not _is_parameter(left) and not _is_parameter(right) and first.dim() >= 3:
+            answer._scores = [_Product(first.detach(), second.detach())]
+
+    def _record(self, answer: Tensor, products: list[_Product], value: Tensor, place: str) -> None:
+        pairs = [(p.right, p.left) if p.is_swapped else (p.left, p.right) for p in products]
+        pairs = [(query.detach().clone(), key.detach().clone()) for query, key in pairs]
+        (query, key), *others = pairs
+        computation = Computation(query, key, value.detach().clone(), answer.detach().clone(), place, others)
+        computation.calls, computation.time = tuple(self.seen.stack), self.seen.tick()
+        self.seen.computations.append(computation)
+
+    def _handed_on(self, func: Any, answer: Any, args: Any, kwargs: Any) -> None:
+        given = list(_tensors((args, kwargs)))
+        if not given:
+            return
+        scores = [mark for tensor in given for mark in _marks(tensor, "_scores")]
+        weights = [mark for tensor in given for mark in _marks(tensor, "_weights")]
+        if func in _SOFTMAX and scores:
+            dim = _argument(args, kwargs, 1, "dim")
+            if isinstance(dim, int) and dim % given[0].dim() != given[0].dim() - 1:
+                scores = [_Product(mark.left, mark.right, True) for mark in scores]
+            weights, scores = scores, []
+        is_parameter = all(_is_parameter(tensor) for tensor in given)
+        if not scores and not weights and not is_parameter:
+            return
+        for tensor in _tensors(answer):
+            if any(tensor is one for one in given):
+                continue
+            if scores:
+                tensor._scores = _distinct(scores)
+            if weights:
+                tensor._weights = _distinct(weights)
+            if is_parameter:
+                tensor._is_parameter = True
+
+
+def _argument(args: Any, kwargs: Any, index: int, name: str) -> Any:
+    return args[index] if len(args) > index else kwargs.get(name)
+
+
+def _marks(tensor: Tensor, name: str) -> list[_Product]:
+    return getattr(tensor, name, [])
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or getattr(tensor, "_is_parameter", False)
+
+
+def _distinct(marks: list[_Product]) -> list[_Product]:
+    return list({id(mark.left): mark for mark in marks}.values())[:8]
 
 
 def without_biases(model: nn.Module) -> nn.Module:
