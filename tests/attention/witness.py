@@ -183,7 +183,7 @@ class _Products(TorchFunctionMode):
 
     def _look_into(self, func: Any, args: Any, kwargs: Any) -> Any:
         # Torch's own check for a mode would lead back here.
-        with mock.patch.object(F, "has_torch_function", lambda *_: False), self:
+        with mock.patch.object(F, "has_torch_function", return_value=False), self:
             if not kwargs.get("need_weights", True):
                 return func(*args, **kwargs)
             # Torch computes the weights by other means; the same call without them goes where it can be seen.

@@ -1,0 +1,142 @@
+"""Examine every architecture, each in a process of its own, and write the table of supported models.
+
+    python -m tests.attention.sweep --output docs/supported-models.md
+
+Results are kept one file per architecture under `runs/zoo`, by the versions of the libraries and the sources of the
+package's attention room and of this sweep, so that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+MEMORY = 8 * 2**30
+
+
+def _key() -> str:
+    """Everything that a result depends on."""
+    import torch
+    import transformers
+
+    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    sources = [*(ROOT / "hdi_callback/attention").glob("*.py"), *Path(__file__).parent.glob("*.py")]
+    for path in sorted([*sources, ROOT / "tests/attention/witness.py"]):
+        if path.name not in ("__main__.py", "table.py"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _examine(name: str, path: Path, key: str) -> None:
+    """Run in a process of its own."""
+    import torch
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    torch.set_num_threads(1)
+    from tests.attention.sweep.examine import examine
+
+    start = time.monotonic()
+    try:
+        report = examine(name)
+    except BaseException as error:
+        import traceback
+
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        report = {
+            "verdict": "sweep failed",
+            "reason": f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
+        }
+    _write(path, report | {"name": name, "key": key, "seconds": round(time.monotonic() - start, 1)})
+    os._exit(0)
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=1))
+    part.replace(path)
+
+
+def sweep(names: list[str], folder: Path, workers: int, timeout: float, is_forced: bool) -> None:
+    """Examine architectures that have no valid result yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key = _key()
+
+    def is_done(name: str) -> bool:
+        path = folder / f"{name}.json"
+        return path.exists() and json.loads(path.read_text()).get("key") == key
+
+    waiting = [name for name in names if is_forced or not is_done(name)]
+    print(f"{len(names)} architectures, {len(names) - len(waiting)} known, {len(waiting)} to examine", flush=True)
+    import torch
+
+    from tests.attention.sweep.architectures import build
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    # The libraries are imported once; what a process imports beyond them goes with it.
+    for common in ("bert", "clip"):
+        build(common)
+    context = multiprocessing.get_context("fork")
+    running: dict[str, tuple[Any, float]] = {}
+    start, done = time.monotonic(), 0
+    while waiting or running:
+        while waiting and len(running) < workers:
+            name = waiting.pop(0)
+            process = context.Process(target=_examine, args=(name, folder / f"{name}.json", key))
+            process.start()
+            running[name] = (process, time.monotonic())
+        time.sleep(0.02)
+        for name, (process, since) in list(running.items()):
+            is_late = time.monotonic() - since > timeout
+            if process.is_alive() and not is_late:
+                continue
+            if is_late:
+                process.kill()
+            process.join()
+            del running[name]
+            done += 1
+            path = folder / f"{name}.json"
+            if is_late or process.exitcode != 0 or not is_done(name):
+                reason = f"took over {timeout:.0f} s" if is_late else f"ended with {process.exitcode}"
+                _write(path, {"name": name, "key": key, "verdict": "sweep failed", "reason": reason})
+            if done % 50 == 0:
+                print(f"{done} in {time.monotonic() - start:.0f} s", flush=True)
+    print(f"examined in {time.monotonic() - start:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="model types; all of them if none is given")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/zoo")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=120)
+    parser.add_argument("--force", action="store_true", help="examine again what is known")
+    parser.add_argument("--output", type=Path, help="where to write the table")
+    arguments = parser.parse_args()
+    from tests.attention.sweep.architectures import architectures
+
+    names = arguments.names or list(architectures())
+    sweep(names, arguments.folder, arguments.workers, arguments.timeout, arguments.force)
+    reports = [json.loads((arguments.folder / f"{name}.json").read_text()) for name in names]
+    from tests.attention.sweep.table import summary, table
+
+    print(summary(reports))
+    if arguments.output is not None:
+        arguments.output.write_text(table(reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

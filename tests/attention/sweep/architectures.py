@@ -1,0 +1,285 @@
+"""Every architecture of transformers, from a config that is shrunken to a few thousand parameters.
+
+Heads, layers, widths and vocabularies are made small by what they are called; nothing here is read by the judge.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+H, G, WIDTH, MODEL = 4, 2, 8, 32
+VOCABULARY = 320
+
+# what is set to what, by the first pattern that fits the name; callables get the default
+_SIZES: list[tuple[str, Any]] = [
+    (r"num_channels|in_channels|num_input_channels|in_chans|n_channels$", None),
+    (r"(^|_)(rank|temporal|spatial_merge_size|sampling_rate|sample_rate|num_labels|hop_length|n_fft)", None),
+    (r"(kv|key_value|key)_heads$|n_head_kv|num_kv_heads", "key heads"),
+    (r"(^|_)(num_)?(attention_|attn_|query_|self_)?n?_?heads?$|nhead|n_heads?$|heads?_num|num_.*attention_heads", "heads"),
+    (r"qk_rope_head_dim|rope_head_dim", 4),
+    (r"(q_lora|kv_lora|lora|o_lora|latent|low_rank).*(rank|dim)", 16),
+    (r"head_dim|head_size|d_kv|dim_head|kv_channels|head_width|d_head|attention_key_dim", WIDTH),
+    (r"(num|n)_(routed_|local_|shared_|global_)?experts_per_tok|moe_topk|moe_top_k|top_k_experts|num_selected_experts", 2),
+    (r"num_experts_per_token|experts_per_token", 2),
+    (r"n_shared_experts|num_shared_experts", 1),
+    (r"(n_group|topk_group|num_expert_groups|n_expert_groups)$", 1),
+    (r"(num|n)_.*experts$|moe_num_experts|num_experts|n_experts", 4),
+    (r"intermediate|ffn|inner_dim|mlp_dim|mlp_hidden|feed_?forward|n_inner|ffw|d_ff", 48),
+    (r"vocab(ulary)?_size|codebook_size|num_codes|num_embeddings|audio_vocab", lambda v: min(v, VOCABULARY)),
+    (r"max_(position|seq|source|target|len|text)|n_positions|max_2d|n_ctx|context_length", lambda v: min(v, 1024)),
+    (r"conv_(dim|hidden)|(conv|stem)_channels", lambda v: min(v, 32)),
+    (r"kernel|stride|padding|dilation|pool|ratio|factor|_id$|_index$|window|expan|reduction|groups?$|steps|scales?$", None),
+    (r"image_size|input_size|img_size", "image"),
+    (r"patch_size", lambda v: min(v, 8)),
+    (r"(num|n)_.*(queries|latents|query_tokens)|num_latents|query_length|num_queries|num_query", lambda v: min(v, 12)),
+    (r"layers?$|depths?$|num_blocks|n_blocks|num_hidden|stages?_layers|num_.*_blocks|_layer$", "layers"),
+    (r"hidden_size|d_model|n_embd|^dim$|embed_dim|hidden_dim|model_dim|embedding_size|proj|_dim$|_dims$|^width$|d_latents|"
+     r"emb_dim|feature_size|out_features_dim|_size$|_width$|channels$|features$|n_embed|d_embed|d_inner|d_proj", "width"),
+]  # fmt: skip
+
+# architectures that need something of their own, with the reason where it is not plain
+OVERRIDES: dict[str, dict[str, Any]] = {}
+
+
+def architectures() -> dict[str, tuple[str, str]]:
+    """Give model type -> (module, config class) for every config class of the auto mappings, each once."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+    found: dict[str, tuple[str, str]] = {}
+    taken: set[str] = set()
+    for model_type, config_class in CONFIG_MAPPING_NAMES.items():
+        if config_class in taken:
+            continue
+        own = [name for name, value in CONFIG_MAPPING_NAMES.items() if value == config_class]
+        name = next((name for name in own if model_type_to_module_name(name) == name.replace("-", "_")), model_type)
+        taken.add(config_class)
+        found[name] = (f"transformers.models.{model_type_to_module_name(name)}", config_class)
+    return dict(sorted(found.items()))
+
+
+def model_class(model_type: str) -> Any:
+    """Find the class to build: the one that the auto mappings name, `AutoModel` first, or the first that takes the config."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    mappings = ["MODEL_MAPPING_NAMES", *sorted(name for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES"))]
+    for mapping in mappings:
+        if mapping.startswith("CONFIG"):
+            continue
+        named = getattr(modeling_auto, mapping).get(model_type)
+        if named:
+            return getattr(transformers, named if isinstance(named, str) else named[0])
+    module, config_class = architectures()[model_type]
+    for path in _modeling_modules(module):
+        kinds = [kind for kind in vars(path).values() if _takes(kind, config_class) and kind.__module__ == path.__name__]
+        kinds.sort(key=lambda kind: (kind.__name__.endswith("PreTrainedModel"), not kind.__name__.endswith("Model")))
+        kinds = [kind for kind in kinds if "forward" in vars(kind)]
+        if kinds:
+            return kinds[0]
+    raise LookupError(f"no model takes a {config_class}")
+
+
+def _takes(kind: Any, config_class: str) -> bool:
+    own = getattr(kind, "config_class", None) if isinstance(kind, type) and issubclass(kind, nn.Module) else None
+    return own is not None and own.__name__ == config_class
+
+
+def _modeling_modules(module: str) -> Iterator[Any]:
+    import pkgutil
+
+    package = importlib.import_module(module)
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.name.startswith("modeling_"):
+            yield importlib.import_module(f"{module}.{info.name}")
+
+
+def config_of(model_type: str) -> Any:
+    """Build the shrunken config of a model type."""
+    module, name = architectures()[model_type]
+    kind = getattr(importlib.import_module("transformers"), name, None)
+    if kind is None:
+        package = importlib.import_module(module)
+        kind = getattr(package, name, None) or getattr(
+            importlib.import_module(f"{module}.configuration_{module.rsplit('.', 1)[-1]}"), name
+        )
+    return shrunken(kind, OVERRIDES.get(model_type, {}))
+
+
+def shrunken(kind: Any, overrides: dict[str, Any] | None = None, values: dict[str, Any] | None = None) -> Any:
+    """Build a config of a class with everything made small, its parts too."""
+    from transformers import PreTrainedConfig
+
+    overrides = overrides or {}
+    own = {name: value for name, value in overrides.items() if not isinstance(value, dict) or "." not in name}
+    plain = {name: value for name, value in own.items() if not isinstance(value, dict)}
+    default = kind(**(values or {}))
+    changed: dict[str, Any] = {}
+    for name, value in vars(default).items():
+        if name.startswith("_") or name in plain:
+            continue
+        if isinstance(value, PreTrainedConfig):
+            inner = overrides.get(name, {})
+            changed[name] = shrunken(type(value), inner if isinstance(inner, dict) else {}, _differences(value))
+        else:
+            small = _small(name, value, default)
+            if small is not None:
+                changed[name] = small
+    changed |= _layer_types(default, changed)
+    changed |= _token_ids(default)
+    changed |= plain
+    changed |= {name: value for name, value in own.items() if isinstance(value, dict) and name not in changed}
+    kept = {name: value for name, value in (values or {}).items() if name not in changed}
+    return kind(**(kept | changed))
+
+
+def _differences(config: Any) -> dict[str, Any]:
+    """What a part's config has that is not its class's default, as far as it is a plain switch."""
+    try:
+        default = type(config)()
+    except Exception:
+        return {}
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if not name.startswith("_") and isinstance(value, (bool, str)) and getattr(default, name, None) != value
+        and name not in ("dtype", "transformers_version", "model_type")
+    }  # fmt: skip
+
+
+def _small(name: str, value: Any, default: Any) -> Any:
+    """Make a value small by what it is called; `None` leaves it."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (list, tuple)):
+        return _small_list(name, list(value), default)
+    if not isinstance(value, int):
+        return None
+    for pattern, size in _SIZES:
+        if not re.search(pattern, name):
+            continue
+        if size is None:
+            return None
+        if callable(size):
+            return size(value)
+        if isinstance(size, int):
+            return size if value > 0 else None
+        if size == "heads":
+            return H if value > 1 else None
+        if size == "key heads":
+            heads = _default_heads(default)
+            return None if value <= 0 else H if value == heads else G if value > 1 else 1
+        if size == "layers":
+            return min(value, 2)
+        if size == "image":
+            return 32
+        if size == "width":
+            return MODEL if value >= MODEL else None
+    return None
+
+
+def _default_heads(default: Any) -> int | None:
+    for name in ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads", "encoder_attention_heads"):
+        value = getattr(default, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _small_list(name: str, values: list[Any], default: Any) -> Any:
+    if not values or not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        if values and all(isinstance(value, (list, tuple)) for value in values) and "size" not in name:
+            return None
+        return None
+    if re.search(r"kernel|stride|pad|dilation|ratio|window|index|indices|pool|out_features|ids?$|scale|factor", name):
+        return None
+    if re.search(r"heads?$|num_heads|nheads", name):
+        low = min(values)
+        return [min(2 * max(1, round(value / low)), 16) for value in values]
+    if re.search(r"depth|layers?$|blocks", name):
+        return [min(value, 1) if len(values) > 2 else min(value, 2) for value in values]
+    if re.search(r"image_size|input_size|img_size", name):
+        return [32 for _ in values]
+    if re.search(r"patch_size", name):
+        return [min(value, 8) for value in values]
+    if re.search(r"hidden|dim|channels|width|size", name) and max(values) >= 32:
+        low = min(values)
+        heads = next(
+            (list(getattr(default, other)) for other in ("num_attention_heads", "num_heads", "encoder_num_heads")
+             if isinstance(getattr(default, other, None), (list, tuple))), None,
+        )  # fmt: skip
+        if heads and len(heads) == len(values):
+            least = min(heads)
+            return [8 * min(2 * max(1, round(value / least)), 16) for value in heads]
+        return [min(16 * max(1, round(value / low)), 128) for value in values]
+    return None
+
+
+def _layer_types(default: Any, changed: dict[str, Any]) -> dict[str, Any]:
+    """Keep one layer of every type, in their first order."""
+    types = getattr(default, "layer_types", None)
+    if not isinstance(types, list) or not types:
+        return {}
+    kinds = list(dict.fromkeys(types))
+    kinds = kinds * 2 if len(kinds) == 1 else kinds
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _token_ids(default: Any) -> dict[str, Any]:
+    """Give every special token an id within the small vocabulary."""
+    small: dict[str, Any] = {}
+    names = [n for n in vars(default) if re.search(r"token_(id|index)$|_token$|(start|end)_id$|_token_ids$", n)]
+    for i, name in enumerate(sorted(names)):
+        value = getattr(default, name)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 100:
+            small[name] = VOCABULARY - 1 - i
+        elif isinstance(value, (list, tuple)) and all(isinstance(v, int) for v in value):
+            small[name] = [min(v, VOCABULARY - 40 - j) for j, v in enumerate(value)]
+    return small
+
+
+def build(model_type: str) -> nn.Module:
+    """Build a small model with random weights, gains and biases, in evaluation mode."""
+    kind = model_class(model_type)
+    config = config_of(model_type)
+    torch.manual_seed(0)
+    model = kind(config)
+    return randomized(model)
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Draw every parameter anew: matrices that keep a vector's length, gains around one, biases around zero."""
+    generator = torch.Generator().manual_seed(1)
+    norms = {
+        id(module.weight)
+        for module in model.modules()
+        if "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
+    }
+    attention_norm_biases = {
+        id(child.bias)
+        for module in model.modules()
+        for name, child in module.named_modules()
+        if re.search(r"(?i)attn|attention", type(module).__name__)
+        and "norm" in type(child).__name__.lower()
+        and isinstance(getattr(child, "bias", None), nn.Parameter)
+    }
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            if id(parameter) in attention_norm_biases:
+                # After a norm over all heads the length of a head's vector is not its own; a shift then hides its direction.
+                parameter.zero_()
+            elif id(parameter) in norms:
+                parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
+            elif parameter.dim() >= 2:
+                fan = max(1, parameter[0].numel())
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * min(fan, 512) ** -0.5)
+            elif parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.float().eval()

@@ -1,0 +1,202 @@
+"""One architecture: build it, run it, and compare what is claimed of every attention layer with what it really does."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hdi_callback.attention import survey
+from tests.attention.sweep import architectures, inputs
+from tests.attention.sweep.judge import claim_of, heads_of, judge, merged
+from tests.attention.witness import Witness, witness
+
+BATCH = 41  # a prime, so that no other size is taken for it; more than twice the widest head
+_ATTENTION = re.compile(r"(?i)attention|attn")
+
+
+def examine(model_type: str) -> dict[str, Any]:
+    """Examine an architecture of transformers."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = architectures.build(model_type)
+    except LookupError as error:
+        return {"verdict": "no model", "reason": str(error)}
+    except Exception as error:
+        return {"verdict": "does not build", "reason": _first_line(error)}
+    return examine_model(model) | {"class": type(model).__name__}
+
+
+def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str, Any]:
+    """Examine a model; `runs` are functions that run it, otherwise its inputs are guessed."""
+    found = survey(model)
+    names = {module: name for name, module in model.named_modules()}
+    claims = {layer.module: layer for layer in found.layers}
+    refusals = {dict(model.named_modules())[refusal.name]: refusal for refusal in found.refused}
+    report: dict[str, Any] = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "claimed": len(claims),
+        "refused": {},
+        "layers": {},
+        "missed": {},
+        "single": [],
+        "errors": [],
+        "ways": [],
+    }
+    errors: list[str] = []
+    for way, seen in _runs(model, claims, refusals, batch, errors, runs):
+        report["ways"].append(way)
+        _take(report, seen, names, claims, refusals, batch)
+    report["errors"] = list(dict.fromkeys(errors))[-3:]
+    report["unseen"] = [layer.name for layer in found.layers if layer.name not in report["layers"]]
+    report["unseen_refused"] = {
+        refusal.name: [refusal.module_type, refusal.reason]
+        for refusal in found.refused
+        if refusal.name not in report["refused"]
+    }
+    report["verdict"], report["reason"] = _verdict(report)
+    return report
+
+
+def _runs(model, claims, refusals, batch, errors, runs) -> Iterator[tuple[str, Witness]]:
+    """Run the model, then those of its parts with attention that has not run, then attention by itself."""
+    ran: set[nn.Module] = set()
+    shake = {module: 0.5 for module in claims}
+
+    def attempt(module: nn.Module, calls: Iterator[Any], most: int) -> Witness | None:
+        for count, call in enumerate(calls):
+            if count >= most:
+                return None
+            try:
+                with torch.no_grad(), warnings.catch_warnings(), witness(module, shake=shake) as seen:
+                    warnings.simplefilter("ignore")
+                    torch.manual_seed(5)
+                    call()
+            except Exception as error:
+                errors.append(f"{type(module).__name__}: {_first_line(error)}")
+                if not seen.computations:
+                    continue
+            if seen.computations:
+                ran.update(one.module for computation in seen.computations for one in computation.calls)
+                return seen
+        return None
+
+    def owners(root: nn.Module) -> list[nn.Module]:
+        """Attention that has not run: claimed, refused, or so called with nothing so called in it."""
+        listed = [m for m in root.modules() if m in claims or m in refusals]
+        covered = {part for module in listed for part in module.modules()}
+        for module in root.modules():
+            if _ATTENTION.search(type(module).__name__) and module not in covered:
+                inner = [part for part in module.modules() if part is not module]
+                if not any(part in covered or _ATTENTION.search(type(part).__name__) for part in inner):
+                    if sum(parameter.dim() >= 2 for parameter in module.parameters()) >= 2:
+                        listed.append(module)
+        return [module for module in listed if not any(part in ran for part in module.modules())]
+
+    if runs:
+        for run in runs:
+            seen = attempt(model, iter([lambda: run(model)]), 1)
+            if seen is not None:
+                yield "forward", seen
+        return
+    seen = attempt(model, (_call(model, kwargs) for kwargs in inputs.for_model(model, batch)), 40)
+    if seen is not None:
+        yield "forward", seen
+    if not owners(model):
+        return
+    from transformers import PreTrainedModel
+
+    for part in model.modules():
+        if part is not model and isinstance(part, PreTrainedModel) and part not in ran and owners(part):
+            seen = attempt(part, (_call(part, kwargs) for kwargs in inputs.for_model(part, batch)), 30)
+            if seen is not None:
+                yield "part", seen
+    kinds: Counter[str] = Counter()
+    for module in owners(model):
+        kinds[type(module).__name__] += 1
+        if kinds[type(module).__name__] > 3:
+            continue
+        layer = claims.get(module)
+        width, head_dim = (layer.weight("query").shape[-1], layer.head_dim) if layer else (None, None)
+        calls = (_call(module, kwargs) for _, kwargs in inputs.for_attention(module, batch, width, head_dim))
+        seen = attempt(module, calls, 60)
+        if seen is not None:
+            yield "alone", seen
+
+
+def _call(module: nn.Module, kwargs: dict[str, Any]) -> Any:
+    return lambda: module(**kwargs)
+
+
+def _take(report, seen, names, claims, refusals, batch) -> None:
+    """Write down what one run showed."""
+    for computation in merged(seen.computations, batch):
+        modules = [call.module for call in computation.calls]
+        owner = next((module for module in reversed(modules) if module in claims), None)
+        if owner is not None:
+            layer = claims[owner]
+            finding = judge(claim_of(layer), seen, computation, batch)
+            facts = {
+                "class": type(owner).__name__,
+                "kind": layer.kind,
+                "right": finding.is_right,
+                "reason": finding.reason,
+                "heads": [finding.heads, finding.key_heads, finding.key_width, finding.value_width],
+                "claim": [layer.num_heads, layer.num_key_heads, layer.head_dim, layer.value_dim],
+                "remarks": list(finding.remarks),
+            }
+            before = report["layers"].get(layer.name)
+            if before is None or _rank(facts) > _rank(before):
+                report["layers"][layer.name] = facts
+            continue
+        refused = next((module for module in reversed(modules) if module in refusals), None)
+        heads = heads_of(computation, batch)
+        where = modules[-1] if modules else None
+        name = names.get(where, "?")
+        if refused is not None:
+            refusal = refusals[refused]
+            report["refused"][refusal.name] = [refusal.module_type, refusal.reason, heads]
+        elif heads is None or heads > 1:
+            report["missed"][name] = [type(where).__name__, str(list(computation.query.shape)), heads]
+        else:
+            report["single"].append(type(where).__name__)
+
+
+def _rank(facts: dict[str, Any]) -> int:
+    """The worst of the computations of a layer is its verdict."""
+    return {False: 2, None: 1, True: 0}[facts["right"]]
+
+
+def _verdict(report: dict[str, Any]) -> tuple[str, str]:
+    layers = report["layers"]
+    wrong = {facts["class"]: facts["reason"] for facts in layers.values() if facts["right"] is False}
+    if wrong:
+        return "wrong", "; ".join(f"{kind}: {reason}" for kind, reason in wrong.items())
+    if report["missed"]:
+        return "missed", "; ".join(sorted({f"{kind} {shape}" for kind, shape, _ in report["missed"].values()}))
+    refused = {kind: reason for kind, reason, *_ in (report["refused"] | report["unseen_refused"]).values()}
+    if refused:
+        return "refused", "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
+    unjudged = {facts["class"]: facts["reason"] for facts in layers.values() if facts["right"] is None}
+    if unjudged:
+        return "not judged", "; ".join(f"{kind}: {reason}" for kind, reason in unjudged.items())
+    if layers:
+        return "right", ""
+    if report["unseen"]:
+        return "does not run", "; ".join(report["errors"][-1:])
+    if report["single"]:
+        return "one head", ", ".join(sorted(set(report["single"])))
+    if not report["ways"]:
+        return "not attention", "no attention in it was found or ran"
+    return "not attention", ""
+
+
+def _first_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,0 +1,209 @@
+"""Inputs for any model: guessed from what its forward takes, from plain to odd, until attention has run."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LENGTH = 7
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def _tokens(batch: int, length: int, vocabulary: int) -> Tensor:
+    return torch.randint(4, max(5, min(100, vocabulary)), (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def read(config: Any, *names: str, default: Any = None) -> Any:
+    """Read the first setting that is there, in the config or in one of its parts."""
+    from transformers import PreTrainedConfig
+
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except Exception:
+            value = None
+        if value is not None:
+            return value
+    for part in vars(config).values() if config is not None else ():
+        if isinstance(part, PreTrainedConfig):
+            value = read(part, *names)
+            if value is not None:
+                return value
+    return default
+
+
+def _size(value: Any) -> tuple[int, int]:
+    if isinstance(value, dict):
+        value = [value.get("height", 32), value.get("width", 32)]
+    if isinstance(value, (list, tuple)):
+        return (int(value[0]), int(value[-1]))
+    return (int(value), int(value))
+
+
+def for_model(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
+    """Give keyword arguments for a whole model, the likeliest first."""
+    signature = inspect.signature(model.forward).parameters
+    names = set(signature)
+    config = getattr(model, "config", None)
+    main = getattr(model, "main_input_name", "input_ids")
+    shapes = _shapes(model, config, batch, names)
+    required = [
+        name
+        for name, parameter in signature.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    base = {"use_cache": False} if "use_cache" in names else {}
+    decoder = [name for name in ("decoder_input_ids",) if name in names]
+    all_known = [name for name in shapes if name in names and not name.startswith(("inputs_embeds", "encoder_"))]
+    plain = [name for name in all_known if name in ("input_ids", "pixel_values", "input_features", "input_values", "bbox")]
+    wanted = [
+        [main, *required, *decoder],
+        [*plain, *required, *decoder],
+        [main, "bbox", *required, *decoder],
+        [*all_known],
+        ["input_ids", *decoder],
+        ["inputs_embeds"],
+        ["hidden_states", *required],
+    ]
+    done: set[tuple[str, ...]] = set()
+    for chosen in wanted:
+        chosen = list(dict.fromkeys(name for name in chosen if name in names and name in shapes))
+        if not chosen or tuple(sorted(chosen)) in done:
+            continue
+        done.add(tuple(sorted(chosen)))
+        options = [shapes[name] for name in chosen]
+        for values in itertools.islice(itertools.product(*options), 24):
+            yield base | {name: value for name, value in zip(chosen, values) if value is not None}
+
+
+def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[str, list[Any]]:
+    vocabulary = read(config, "vocab_size", default=100)
+    vocabulary = vocabulary if isinstance(vocabulary, int) else 100
+    decoder_vocabulary = read(config, "decoder_vocab_size", default=vocabulary)
+    channels = read(config, "num_channels", "in_channels", "in_chans", default=3)
+    channels = channels if isinstance(channels, int) else 3
+    width = read(config, "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", default=32)
+    width = width if isinstance(width, int) else 32
+    size = read(config, "image_size", "img_size", "input_size", default=32)
+    height, breadth = _size(size if isinstance(size, (int, list, tuple, dict)) else 32)
+    frames = read(config, "num_frames", "tubelet_frames", "frames_per_clip", default=2)
+    mels = read(config, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "mel_bins", "input_dim",
+                default=80)  # fmt: skip
+    mels = mels if isinstance(mels, int) else 80
+    source = read(config, "max_source_positions", default=50)
+    source = min(source, 200) if isinstance(source, int) else 50
+    patch = _first_filter(model)
+    grid = torch.tensor([[1, 4, 4]] * batch)
+    images: list[Any] = [_noise(batch, channels, height, breadth), _noise(batch, channels, 64, 64)]
+    if patch is not None and ("grid_thw" in names or any("grid" in name for name in names)):
+        images = [_noise(batch * 16, patch), *images]
+    images += [_noise(batch, frames if isinstance(frames, int) else 2, channels, height, breadth)]
+    images += [_noise(batch, 1, channels, height, breadth), _noise(batch, 16, patch or 48)]
+    ids = _tokens(batch, LENGTH, vocabulary)
+    length = read(config, "max_length", default=128)
+    features = [
+        _noise(batch, mels, 2 * source),
+        _noise(batch, 24, mels),
+        _noise(batch, length if isinstance(length, int) else 128, mels),
+        _noise(batch, mels, 48),
+        _noise(batch, 1, 64, mels),
+        _noise(batch, 1, 1024, 64),
+    ]
+    return {
+        "input_ids": [ids, _tokens(batch, 16, vocabulary)],
+        "decoder_input_ids": [_tokens(batch, LENGTH, decoder_vocabulary)],
+        "pixel_values": images,
+        "pixel_values_videos": [_noise(batch, max(2, frames if isinstance(frames, int) else 2), channels, height, breadth)],
+        "input_values": [_noise(batch, 1600), _noise(batch, length if isinstance(length, int) else 128, mels),
+                         _noise(batch, 1, 3200), _noise(batch, 24, mels)],
+        "input_features": features,
+        "hidden_states": [_noise(batch * 16, patch)] * bool(patch and any("grid" in n for n in names))
+        + [_noise(batch, LENGTH, width), _noise(batch, width, LENGTH)],
+        "grid_thw": [grid],
+        "image_grid_thw": [grid],
+        "bbox": [torch.randint(0, 5, (batch, LENGTH, 4)).cumsum(-1)],
+        "inputs_embeds": [_noise(batch, LENGTH, width)],
+        "inputs": [_noise(batch, 16, width), _noise(batch, channels, height, breadth)],
+        "encoder_hidden_states": [_noise(batch, LENGTH, width)],
+        "query_embeds": [_noise(batch, LENGTH, width)],
+        "query_tokens": [_noise(batch, LENGTH, width)],
+        "visual_feats": [_noise(batch, LENGTH, read(config, "visual_feat_dim", default=32))],
+        "visual_pos": [_noise(batch, LENGTH, 4)],
+        "image_embeds": [_noise(batch, LENGTH, width)],
+        "context": [_noise(batch, LENGTH, width)],
+        "past_values": [_noise(batch, 40)],
+        "audio_values": [_noise(batch, 1, 64, 64)],
+        "codes": [_tokens(batch, LENGTH, 100)],
+        "audio_codes": [_tokens(batch, LENGTH, 100)[:, None], _tokens(batch, LENGTH, 100)[..., None]],
+        "attention_mask": [torch.ones(batch, LENGTH, dtype=torch.long)],
+        "token_type_ids": [torch.zeros(batch, LENGTH, dtype=torch.long)],
+    }  # fmt: skip
+
+
+def _first_filter(model: nn.Module) -> int | None:
+    """Features of one patch: what the first filter or linear map takes."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)) and isinstance(weight, Tensor):
+            return weight[0].numel()
+    return None
+
+
+_ROTATIONS = re.compile(r"position_embeddings|rotary|freqs|rope|cos_sin")
+_FIRST = re.compile(r"^(hidden_states?|x|input|inputs|query|queries|tensor|q|src|hidden|features|input_tensor|embeds)$")
+_SECOND = re.compile(r"key|value|encoder|context|memory|latents|^k$|^v$|kv|cross|image|visual|feat|relative|pos")
+
+
+def for_attention(module: nn.Module, batch: int, width: int | None, head_dim: int | None) -> Iterator[tuple[list, dict]]:
+    """Give arguments for a single attention module, where the model around it does not run."""
+    maps = [m for m in module.modules() if isinstance(getattr(m, "weight", None), Tensor) and m.weight.dim() == 2]
+    taken = [m.weight.shape[0] if type(m).__name__ == "Conv1D" else m.weight.shape[1] for m in maps]
+    widths = list(dict.fromkeys(([width] if width else []) + taken[:3]))[:3]
+    signature = {
+        name: parameter
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    dims = list(dict.fromkeys(d for d in (head_dim, getattr(module, "head_dim", None), 8, 4, 16) if isinstance(d, int)))
+    packed = any("cu_seqlens" in name for name in signature)
+    for d, rotation, given, lengths in itertools.islice(
+        itertools.product(widths, [*dims, None], (False, True), (LENGTH, 16)), 60
+    ):
+        kwargs: dict[str, Any] = {}
+        for index, (name, parameter) in enumerate(signature.items()):
+            is_needed = parameter.default is parameter.empty
+            n = (batch * lengths,) if packed else (batch, lengths)
+            if index == 0:
+                kwargs[name] = _noise(*n, d)
+            elif _ROTATIONS.search(name) and (is_needed or given):
+                if rotation is not None:
+                    angles = torch.arange(lengths)[:, None] * torch.linspace(0.1, 1, rotation // 2 or 1)
+                    angles = torch.cat([angles, angles], -1)
+                    angles = angles.repeat(batch, 1) if packed else angles[None].repeat(batch, 1, 1)
+                    kwargs[name] = (angles.cos(), angles.sin())
+                elif is_needed:
+                    kwargs[name] = None
+            elif "cu_seqlens" in name:
+                kwargs[name] = torch.arange(0, batch * lengths + 1, lengths, dtype=torch.int32)
+            elif "max_seqlen" in name:
+                kwargs[name] = lengths
+            elif name == "position_ids" and is_needed:
+                kwargs[name] = torch.arange(lengths)[None].repeat(batch, 1)
+            elif "mask" in name:
+                if is_needed:
+                    kwargs[name] = None
+            elif (_FIRST.search(name) or _SECOND.search(name)) and (is_needed or given):
+                kwargs[name] = _noise(*n, d)
+            elif is_needed:
+                kwargs[name] = None
+        yield [], kwargs

@@ -1,0 +1,394 @@
+"""Compare what a layer claims with what attention received, head by head.
+
+A claimed head is right if what its weight gives on an input of the layer determines what attention received for that
+head, up to an invertible map that is the same for all samples and a factor per sample: a bias, a norm, a rotation at one
+position. And no other claimed head may do so, so that heads that are swapped or cut across each other are caught. One
+position of many sequences is compared, for a rotation differs from position to position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tests.attention.witness import Call, Computation, Witness
+
+SAME = 2e-3  # relative; float32 leaves about 1e-5
+OTHER = 2e-2
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a layer says of itself: the weight of each role ``(heads, width, in_features)``, and its counts."""
+
+    module: nn.Module
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    value_dim: int
+    weight: Callable[[str], Tensor]
+    output_projection: nn.Module | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Whether a claim holds; where it does not, what contradicts it. `None` where it cannot be compared."""
+
+    is_right: bool | None
+    reason: str = ""
+    heads: int | None = None
+    key_heads: int | None = None
+    key_width: int | None = None
+    value_width: int | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def merged(computations: list[Computation], batch: int) -> list[Computation]:
+    """Join computations that were made sequence by sequence: as many of one call, of equal shapes, as there are sequences."""
+    joined: list[Computation] = []
+    groups: dict[tuple, list[Computation]] = {}
+    for one in computations:
+        shapes = tuple(tuple(tensor.shape) for tensor in (one.query, one.key, one.value, one.output))
+        groups.setdefault((one.calls, shapes), []).append(one)
+    for group in groups.values():
+        if len(group) > 1 and len(group) % batch == 0 and group[0].query.shape[0] == 1:
+            first = group[0]
+            four = (torch.cat([getattr(one, name) for one in group]) for name in ("query", "key", "value", "output"))
+            joined.append(Computation(*four, first.place, [], first.calls, group[-1].time))
+        else:
+            joined.extend(group)
+    return sorted(joined, key=lambda one: one.time)
+
+
+def judge(claim: Claim, seen: Witness, computation: Computation, batch: int) -> Finding:
+    """Compare a claim with a computation that ran within a call of the claimed module."""
+    findings = []
+    for heads in _by_head(computation, batch):
+        findings.append(_judge(claim, seen, computation, heads, batch))
+        if findings[-1].is_right:
+            return findings[-1]
+    if not findings:
+        return Finding(None, f"tensors of shape {tuple(computation.query.shape)} cannot be told apart by sequence")
+    # What came closest says most: a wrong key says more than a wrong way to read the dimensions.
+    return max(findings, key=lambda finding: (finding.heads == claim.num_heads, finding.is_right is False))
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The four tensors as ``(batch, positions, heads, width)``."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+    value: Tensor
+    output: Tensor
+
+
+def _by_head(one: Computation, batch: int) -> Iterator[_Heads]:
+    """Read leading dimensions as sequences, tiles and heads, in every way in which they can be read."""
+    pairs = [(one.query, one.key), *one.others]
+    # Products with what belongs to no sequence (relative positions) are no queries and keys.
+    pairs = [(q, k) for q, k in pairs if q.dim() >= 3 and q.numel() % batch == 0 and k.numel() % batch == 0]
+    lead = list(one.output.shape[:-2])
+    at = next((i for i, size in enumerate(lead) if size % batch == 0 and size > 0), None)
+    if at is None:
+        length, keys = one.output.shape[-2], one.value.shape[-2]
+        if not lead or length % batch or keys % batch:
+            return
+        # Sequences end to end in one dimension.
+        rest = [size for size in lead if size != 1]
+        if len(rest) > 1:
+            return
+
+        def packed(tensor: Tensor) -> Tensor:
+            return tensor.reshape(-1, batch, tensor.shape[-2] // batch, tensor.shape[-1]).permute(1, 2, 0, 3)
+
+        yield _Heads([(packed(q), packed(k)) for q, k in pairs], packed(one.value), packed(one.output))
+        return
+    for first, last in _head_dimensions(lead, at, batch):
+        try:
+            yield _Heads(
+                [(_split(q, at, first, last, batch), _split(k, at, first, last, batch)) for q, k in pairs],
+                _split(one.value, at, first, last, batch),
+                _split(one.output, at, first, last, batch),
+            )
+        except RuntimeError:
+            continue
+
+
+def _head_dimensions(lead: list[int], at: int, batch: int) -> list[tuple[int, int]]:
+    """Give candidates for the dimensions that number heads: a range within ``[*before, rest of batch, *after]``."""
+    count = len(lead) + 1
+    ranges = [(first, last) for first in range(count) for last in range(first + 1, count + 1)]
+    split = [*lead[:at], batch, lead[at] // batch, *lead[at + 1 :]]
+    within = [r for r in ranges if not r[0] <= at < r[1]]  # never the sequences themselves
+    sized = [r for r in within if torch.Size(split[r[0] : r[1]]).numel() > 1]
+    # First the last dimension alone, as it nearly always is; fewer dimensions before more.
+    return sorted(sized, key=lambda r: (r[1] - r[0], -r[1])) or [(at + 1, at + 2)]
+
+
+def _split(tensor: Tensor, at: int, first: int, last: int, batch: int) -> Tensor:
+    """``(*lead, length, width)`` -> ``(batch, tiles * length, heads, width)``"""
+    *lead, length, width = tensor.shape
+    shape = [*lead[:at], batch, lead[at] // batch, *lead[at + 1 :]]
+    heads = list(range(first, last))
+    tiles = [i for i in range(len(shape)) if i != at and i not in heads]
+    n = len(shape)
+    tensor = tensor.reshape(*shape, length, width).permute(at, *tiles, n, *heads, n + 1)
+    return tensor.reshape(batch, -1, torch.Size([shape[i] for i in heads]).numel(), width)
+
+
+def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads, batch: int) -> Finding:
+    if not heads.pairs:
+        return Finding(None, "no product of queries and keys has a part for each sequence")
+    H = heads.output.shape[2]
+    facts = {
+        "heads": H,
+        "key_heads": _distinct_heads(heads.pairs[0][1]),
+        "key_width": heads.pairs[0][1].shape[-1],
+        "value_width": heads.value.shape[-1],
+    }
+    if claim.num_heads != H:
+        return Finding(False, f"it claims {claim.num_heads} heads, attention has {H}", **facts)
+    if (G := facts["key_heads"]) != claim.num_key_heads:
+        return Finding(False, f"it claims {claim.num_key_heads} key heads, attention has {G}", **facts)
+    call = next((call for call in reversed(computation.calls) if call.module is claim.module), None)
+    calls = seen.calls if call is None else [one for one in seen.calls if call.start <= one.start <= (call.end or 1e18)]
+    inputs = [tensor for one in calls if one.start < computation.time for tensor in one.inputs]
+    remarks: list[str] = []
+    roles: list[tuple[str, list[Tensor]]] = [
+        ("key", [key for _, key in heads.pairs]),
+        ("query", [query for query, _ in heads.pairs]),
+        ("value", [heads.value]),
+    ]
+    for role, received in roles:
+        try:
+            weight = claim.weight(role).detach().double()
+        except Exception as error:
+            return Finding(False, f"its {role} weight cannot be read: {error}", **facts)
+        verdicts = [_compare(weight, tensor, inputs, role) for tensor in received]
+        best = next((verdict for verdict in verdicts if verdict.is_right), verdicts[0])
+        if not best.is_right:
+            return Finding(best.is_right, best.reason, **facts)
+        remarks += best.remarks
+    verdict = _compare_output(claim, seen, computation, heads.output, batch)
+    if not verdict.is_right:
+        return Finding(verdict.is_right, verdict.reason, **facts)
+    return Finding(True, remarks=tuple(remarks) + verdict.remarks, **facts)
+
+
+def _distinct_heads(keys: Tensor) -> int:
+    """Count the key heads before they were repeated."""
+    columns = keys.transpose(1, 2).reshape(keys.shape[0], keys.shape[2], -1)
+    return 1 + sum(not torch.equal(columns[:, i], columns[:, i - 1]) for i in range(1, columns.shape[1]))
+
+
+def _tokens(x: Tensor, batch: int, features: int) -> Iterator[Tensor]:
+    """Read an input as ``(batch, tokens, features)``."""
+    if not x.is_floating_point():
+        return
+    if x.shape[-1] == features and x.dim() >= 2 and (x.numel() // features) % batch == 0:
+        if x.dim() == 3 and x.shape[0] % batch and x.shape[1] == batch:
+            x = x.transpose(0, 1)
+        yield x.reshape(batch, -1, features)
+    if x.dim() == 4 and x.shape[1] == features and x.shape[0] == batch:  # pixels
+        yield x.flatten(2).mT
+
+
+def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) -> Finding:
+    """Compare the heads that a weight gives on any of the inputs with those that attention received."""
+    batch, positions, count, width = received.shape
+    G, claimed_width, features = weight.shape
+    if count % G:
+        return Finding(False, f"it claims {G} {role} heads, attention has {count}")
+    if claimed_width > width:
+        return Finding(False, f"it claims {role} heads of width {claimed_width}, attention has {width}")
+    received = received.double()
+    candidates: list[Tensor] = []
+    for x in inputs:
+        for tokens in _tokens(x, batch, features):
+            if not any(tokens.shape == one.shape and torch.equal(tokens, one) for one in candidates):
+                candidates.append(tokens.double())
+    if not candidates:
+        return Finding(None, f"no input of the layer has the {features} features that its {role} weight takes")
+    remarks: tuple[str, ...] = ()
+    checked, failed, closest = 0, 0, float("inf")
+    for position in _spread(positions):
+        vectors = received[:, position]  # (batch, count, width)
+        spread = vectors.std(0).amax(0)
+        if float(spread.max()) < 1e-6 or float(vectors[:, 0].std(0).max()) < 1e-6 * float(spread.max()):
+            continue  # the same in all sequences: a token that is added, or padding
+        checked += 1
+        is_found = False
+        for tokens in candidates:
+            claimed = torch.einsum("bti,hki->bthk", tokens, weight)
+            for at in _nearest_first(tokens.shape[1], position, positions):
+                parts, remark = _parts(vectors, claimed_width, role)
+                for part in parts:
+                    first = determined(part[:, :1], claimed[:, at, :1])
+                    closest = min(closest, float(first))
+                    if float(first) > SAME:
+                        continue
+                    fit = determined(part, claimed[:, at])  # (count, G)
+                    own = torch.arange(count) // (count // G)
+                    mine = fit[torch.arange(count), own]
+                    closest = min(closest, float(mine.max()))
+                    if float(mine.max()) > SAME:
+                        continue
+                    fit[torch.arange(count), own] = float("inf")
+                    if G > 1 and float(fit.min()) < OTHER:
+                        return Finding(None, f"its {role} heads cannot be told apart by these samples")
+                    is_found = True
+                    remarks = remark
+                    break
+                if is_found:
+                    break
+            if is_found:
+                break
+        failed += not is_found
+    if not checked:
+        return Finding(None, f"the {role} is the same in all sequences")
+    if failed:
+        return Finding(
+            False, f"what attention receives as {role} is not what the claimed {role} heads give (off by {closest:.1g})"
+        )
+    return Finding(True, remarks=remarks)
+
+
+def _spread(positions: int, count: int = 3) -> list[int]:
+    return sorted({0, positions // 2, positions - 1}) if positions >= count else list(range(positions))
+
+
+def _nearest_first(tokens: int, position: int, positions: int) -> list[int]:
+    order = sorted(range(tokens), key=lambda at: (at != position, at - position != tokens - positions, at))
+    return order[:400]
+
+
+def _parts(vectors: Tensor, width: int, role: str) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Take what a head receives for itself out of what is padded, or shared by all heads."""
+    if vectors.shape[-1] == width:
+        return [vectors], ()
+    varies = vectors.std(0).amax(0) > 1e-9
+    if int(varies.sum()) == width:
+        return [vectors[..., varies]], (f"{role} padded",)
+    parts = [(vectors[..., :width], vectors[..., width:]), (vectors[..., -width:], vectors[..., :-width])]
+    if role == "key":  # the rotary part of latent attention is one for all heads
+        parts = [(own, rest) for own, rest in parts if torch.equal(rest, rest[:, :1].expand_as(rest))]
+    return [own for own, _ in parts], (f"{role}: {width} of {vectors.shape[-1]} features, the rest apart",)
+
+
+def determined(received: Tensor, claimed: Tensor) -> Tensor:
+    """Measure how far each received head is from being determined by each claimed one.
+
+    For received ``k_t`` and claimed ``u_t``, the smallest relative residual of ``s_t k_t = A u_t + b`` over matrices A,
+    vectors b and, where that is necessary, factors ``s_t``. Without factors it is a regression. With them, the rows of
+    ``diag(s) K`` have to lie in the column space of ``[U, 1]``: with P the projector on its complement, the residual is
+    ``s^T (P o K K^T) s``, smallest at an eigenvector.
+
+    Args:
+        received: ``(samples, heads, width)``.
+        claimed: ``(samples, claimed heads, claimed width)``.
+
+    Returns:
+        ``(heads, claimed heads)``; 0 is determined, 1 is unrelated.
+    """
+    n, h, w = received.shape
+    _, G, du = claimed.shape
+    ones = claimed.new_ones(n, 1)
+    residuals = received.new_full((h, G), float("inf"))
+    centred = received - received.mean(0)
+    total = centred.square().sum((0, 2)).clamp_min(1e-300)
+    units = received / received.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    gram = torch.einsum("shw,thw->hst", units, units)
+    for g in range(G):
+        regressors = torch.cat([claimed[:, g] / claimed[:, g].norm().clamp_min(1e-300), ones / n**0.5], 1)
+        basis, singular, _ = torch.linalg.svd(regressors, full_matrices=False)
+        basis = basis[:, singular > 1e-9 * singular[0]]
+        free = n - basis.shape[1]
+        if free < 6:
+            continue
+        complement = torch.eye(n, dtype=received.dtype) - basis @ basis.T
+        rest = torch.einsum("st,thw->shw", complement, centred)
+        residuals[:, g] = (rest.square().sum((0, 2)) / total).sqrt()
+        if w * free > 1.5 * n:
+            smallest = torch.linalg.eigvalsh(complement * gram)[:, 0].clamp_min(0).sqrt()
+            residuals[:, g] = torch.minimum(residuals[:, g], smallest)
+    return residuals
+
+
+def _compare_output(claim: Claim, seen: Witness, computation: Computation, output: Tensor, batch: int) -> Finding:
+    """Compare what the output projection takes, and the claimed weight with what it gives."""
+    try:
+        weight = claim.weight("output").detach().double()
+    except Exception:
+        return Finding(True, remarks=("no output weight",))
+    H, width, features = weight.shape
+    if width != output.shape[-1]:
+        return Finding(False, f"it claims heads with outputs of width {width}, attention has {output.shape[-1]}")
+    if claim.output_projection is None:
+        gives = [call for call in seen.calls if call.module is claim.module and (call.end or 0) > computation.time]
+        heads = output.double()
+    else:
+        gives = [
+            call for call in seen.calls if call.module is claim.output_projection and call.start > computation.time
+        ]
+        if not gives:
+            return Finding(None, "its output projection is not called")
+        heads, remark = _received_by(gives[0], output.double(), batch)
+        if heads is None:
+            return Finding(False, remark)
+    for call in gives[:1]:
+        for given in call.outputs:
+            for tokens in _tokens(given, batch, features):
+                summed = torch.einsum("bthv,hvd->btd", heads, weight)
+                if summed.shape != tokens.shape:
+                    continue
+                rest = tokens.double() - summed
+                off = float((rest - rest.mean((0, 1))).norm() / (tokens.double() - rest.mean((0, 1))).norm())
+                if off > SAME:
+                    return Finding(False, f"its output weight does not give what the layer gives (off by {off:.1g})")
+                return Finding(True, remarks=() if claim.output_projection is None or not remark else (remark,))
+    return Finding(True, remarks=("output not compared",))
+
+
+def _received_by(call: Call, output: Tensor, batch: int) -> tuple[Tensor | None, str]:
+    """Compare the input of the output projection with the heads' outputs side by side."""
+    _, positions, H, width = output.shape
+    for x in call.inputs:
+        for tokens in _tokens(x, batch, H * width):
+            if tokens.shape[1] != positions:
+                continue
+            heads = tokens.double().unflatten(-1, (H, width))
+            if torch.allclose(heads, output, atol=1e-4 * float(output.abs().max())):
+                return heads, ""
+            for position in _spread(positions):
+                fit = determined(heads[:, position], output[:, position])
+                if float(fit.diagonal().max()) > SAME:
+                    break
+            else:
+                return heads, "a norm before the output projection"
+            if bool((heads * output > -1e-9).all()):
+                return heads, "heads are gated before the output projection"
+            if torch.allclose(heads.sum(-1), output.sum(-1), atol=1e-9):
+                return heads, ""
+    return None, "its output projection does not take the heads' outputs side by side"
+
+
+def claim_of(layer) -> Claim:
+    """What a layer found by the package says of itself."""
+    return Claim(
+        layer.module,
+        layer.num_heads,
+        layer.num_key_heads,
+        layer.head_dim,
+        layer.value_dim,
+        layer.weight,
+        layer.output_projection,
+    )
+
+
+def heads_of(computation: Computation, batch: int) -> int | None:
+    """Count the heads of a computation; `None` where its dimensions cannot be read."""
+    heads = next(_by_head(computation, batch), None)
+    return None if heads is None else int(heads.output.shape[2])
