@@ -20,6 +20,7 @@ from hdi_callback.monitoring.replay import replay
 
 if TYPE_CHECKING:
     from hdi_callback.integrations.lightning import HDICallback
+    from hdi_callback.integrations.transformers import HDITrainerCallback
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "AttentionLayer",
     "Finding",
     "HDICallback",
+    "HDITrainerCallback",
     "HeadDiversityMonitor",
     "Rule",
     "allocate_heads",
@@ -42,7 +44,10 @@ __all__ = [
     "rules",
 ]
 
-_LAZY = {"HDICallback": "hdi_callback.integrations.lightning"}  # these import a trainer
+_LAZY = {  # these import a trainer
+    "HDICallback": "hdi_callback.integrations.lightning",
+    "HDITrainerCallback": "hdi_callback.integrations.transformers",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ OUTSIDE = {
     "attention": {"torch", "typing_extensions"},
     "monitoring": {"torch", "typing_extensions"},
     "dashboards": {"torch"},
-    "integrations": {"torch", "lightning"},
+    "integrations": {"torch", "lightning", "transformers"},
     "__init__": set(),
 }
 

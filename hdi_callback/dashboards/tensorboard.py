@@ -49,3 +49,28 @@ def write_alerts(writer: Any, outcome: Outcome, prefix: str = "") -> None:
         value = outcome.record.layers[alert.layer].values.get(metric)
         if value is not None and alert.level != "notice" and not alert.is_resolved:
             writer.add_scalar(f"{prefix}alert/{metric}/{alert.layer}", value, axis)
+
+
+class Board:
+    """Writes the curves and alerts of a run to a TensorBoard writer, where no trainer's logger does.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`.
+        metrics: names of metrics.
+    """
+
+    name = "writing to TensorBoard"
+
+    def __init__(self, writer: Any, metrics: Sequence[str]) -> None:
+        self.writer, self._metrics = writer, list(metrics)
+        lay_out_charts(writer, self._metrics)
+
+    def follow(self, outcome: Outcome) -> None:
+        """Write one reading and what came of it.
+
+        Args:
+            outcome: the reading.
+        """
+        for tag, value in outcome.record.scalars(self._metrics).items():
+            self.writer.add_scalar(tag, value, outcome.record.axis)
+        write_alerts(self.writer, outcome)

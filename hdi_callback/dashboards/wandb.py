@@ -12,7 +12,13 @@ _LEVELS = {"warning": "WARN", "critical": "ERROR"}
 _SECONDS_BETWEEN = 300  # of two alerts with the same title
 
 
-def define_metrics(run: Any, metrics: Sequence[str], layers: Iterable[str], prefix: str = "") -> None:
+def define_metrics(
+    run: Any,
+    metrics: Sequence[str],
+    layers: Iterable[str],
+    prefix: str = "",
+    step_metric: str = "trainer/global_step",
+) -> None:
     """Let the summary of the run keep the lowest index and the highest overlap, as those are what one looks for.
 
     Each curve is defined by its full name, because a pattern would yield to the ``*`` of Lightning's own logger.
@@ -22,6 +28,7 @@ def define_metrics(run: Any, metrics: Sequence[str], layers: Iterable[str], pref
         metrics: names of metrics.
         layers: names of layers.
         prefix: what stands before every tag.
+        step_metric: the axis of the curves.
     """
     extremes = {"hdi": "min", "hdi_worst_pair": "max", "head_correlation": "max"}
     names = list(layers)
@@ -30,7 +37,7 @@ def define_metrics(run: Any, metrics: Sequence[str], layers: Iterable[str], pref
             for name in [*names, *(("mean", "min") if metric == "hdi" else ())]:
                 run.define_metric(
                     f"{prefix}{metric}/{name}",
-                    step_metric="trainer/global_step",
+                    step_metric=step_metric,
                     summary=f"{extremes[metric]},last",
                 )
 
@@ -50,3 +57,30 @@ def send_alerts(run: Any, outcome: Outcome) -> None:
         texts.setdefault((f"Attention heads: {action.intervention}", "INFO"), []).append(action.message)
     for (title, level), messages in texts.items():
         run.alert(title=title, text="\n".join(messages), level=level, wait_duration=_SECONDS_BETWEEN)
+
+
+class RunLog:
+    """Logs the curves and alerts of a run to a `wandb` run, where no trainer's logger does.
+
+    Args:
+        run: a `wandb` run.
+        metrics: names of metrics.
+        layers: names of layers.
+        step_metric: the axis of the curves, logged with every reading.
+    """
+
+    name = "logging to W&B"
+
+    def __init__(self, run: Any, metrics: Sequence[str], layers: Iterable[str], step_metric: str = "step") -> None:
+        self._run, self._metrics, self._step_metric = run, list(metrics), step_metric
+        define_metrics(run, self._metrics, layers, step_metric=step_metric)
+
+    def follow(self, outcome: Outcome) -> None:
+        """Log one reading and what came of it.
+
+        Args:
+            outcome: the reading.
+        """
+        tags = outcome.record.scalars(self._metrics)
+        self._run.log({**tags, self._step_metric: outcome.record.axis})
+        send_alerts(self._run, outcome)

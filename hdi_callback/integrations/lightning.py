@@ -22,12 +22,12 @@ from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.interventions import Intervention
+from hdi_callback.monitoring.interventions import Intervention, check_interventions
 from hdi_callback.monitoring.metrics import choose_metrics
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_arguments
 from hdi_callback.monitoring.rules import choose_rules
 from hdi_callback.monitoring.schedule import Schedule
-from hdi_callback.monitoring.watch import Follower, Outcome, Watch
+from hdi_callback.monitoring.watch import Follower, OnAlert, Outcome, Watch
 
 
 class HDICallback(pl.Callback):
@@ -105,7 +105,7 @@ class HDICallback(pl.Callback):
         self._name = name
         self._rules = None if alerts is None else choose_rules(alerts, thresholds)
         self._on_alert = on_alert
-        self._interventions = _check_interventions(interventions, alerts)
+        self._interventions = check_interventions(interventions, alerts)
         self._trainer: weakref.ref[Any] | None = None
         self._monitor: HeadDiversityMonitor | None = None
         self._watch: Watch | None = None
@@ -192,7 +192,7 @@ class HDICallback(pl.Callback):
         """Open the history, lay out the charts and begin to watch."""
         monitor = self._installed
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective call: every rank makes it
-        facts = [layer.facts() for layer in monitor.layers]
+        facts = list(monitor.facts)
         if trainer.is_global_zero and self._keeps_history(trainer) and self._history is None:
             self._history = History(self._choose_path(folder))
         first_watch = self._watch
@@ -325,7 +325,7 @@ class HDICallback(pl.Callback):
         elsewhere = "the loggers" if self._history is None else str(self._history.path)
         followers.append(console.AlertLines(trainer.print, elsewhere))
         if self._on_alert is not None:
-            followers.append(_OnAlert(self._on_alert))
+            followers.append(OnAlert(self._on_alert))
         return followers
 
 
@@ -364,18 +364,6 @@ class _Logger:
             wandb.send_alerts(experiment, outcome)
 
 
-class _OnAlert:
-    """Calls a function of the user's."""
-
-    def __init__(self, function: Callable[[Alert], Any]) -> None:
-        self._function = function
-        self.name = f"on_alert ({getattr(function, '__name__', type(function).__name__)})"
-
-    def follow(self, outcome: Outcome) -> None:
-        for alert in outcome.alerts:
-            self._function(alert)
-
-
 class _LightningTraining:
     """What interventions may do to a Lightning trainer."""
 
@@ -400,23 +388,6 @@ class _LightningTraining:
         path = self._folder / "hdi" / f"{name}.ckpt"
         self._trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
         return str(path)
-
-
-def _check_interventions(interventions: Sequence[Intervention] | None, alerts: Any) -> tuple[Intervention, ...]:
-    if interventions is None:
-        return ()
-    if not isinstance(interventions, list | tuple):
-        raise MisconfigurationError(
-            f"`interventions` must be a list, got {interventions!r}: write [{interventions!r}]."
-        )
-    strangers = [item for item in interventions if not isinstance(item, Intervention)]
-    if strangers:
-        raise MisconfigurationError(
-            f"`interventions` must hold interventions such as StopTraining(), got {strangers[0]!r}."
-        )
-    if interventions and alerts is None:
-        raise MisconfigurationError('Interventions answer alerts, and alerts=None raises none: write alerts="default".')
-    return tuple(interventions)
 
 
 def _require_one_namespace() -> None:

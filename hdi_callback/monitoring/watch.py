@@ -52,6 +52,27 @@ class Follower(Protocol):
         """
 
 
+class OnAlert:
+    """Calls a function of the user's with every alert.
+
+    Args:
+        function: takes an `Alert`.
+    """
+
+    def __init__(self, function: Callable[[Alert], Any]) -> None:
+        self._function = function
+        self.name = f"on_alert ({getattr(function, '__name__', type(function).__name__)})"
+
+    def follow(self, outcome: Outcome) -> None:
+        """Call it with what is new at one reading.
+
+        Args:
+            outcome: the reading and what came of it.
+        """
+        for alert in outcome.alerts:
+            self._function(alert)
+
+
 class Watch:
     """Read on schedule, and let follow what follows.
 

@@ -1,7 +1,13 @@
 """What may be done about an alert. None of it happens unless it was asked for."""
 
 from hdi_callback.monitoring.interventions.heads import DiversityPenalty, ReviveHeads
-from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileItStands
+from hdi_callback.monitoring.interventions.intervention import (
+    Action,
+    Intervention,
+    Training,
+    WhileItStands,
+    check_interventions,
+)
 from hdi_callback.monitoring.interventions.run import Call, SaveCheckpoint, ScaleLearningRate, StopTraining
 
 __all__ = [
@@ -15,4 +21,5 @@ __all__ = [
     "StopTraining",
     "Training",
     "WhileItStands",
+    "check_interventions",
 ]

@@ -159,7 +159,9 @@ class ReviveHeads(Intervention):
         stays = max(heads, key=lambda head: float(strength[head]))
         leaving = [head for head in heads if head != stays]
         if self.dry_run:
-            return self._action(alert, f"assigned fresh key and query weights to head {_listed(leaving)}", heads=leaving)
+            return self._action(
+                alert, f"assigned fresh key and query weights to head {_listed(leaving)}", heads=leaving
+            )
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {alert.step} {alert.layer}".encode()))
         lost = max(self._revive(layer, head, stays, generator) for head in leaving)
         return self._action(

@@ -251,6 +251,35 @@ class Intervention(ABC):
         return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts)
 
 
+def check_interventions(interventions: Sequence[Intervention] | None, alerts: Any) -> tuple[Intervention, ...]:
+    """Check the interventions that are asked for.
+
+    Args:
+        interventions: interventions, or `None` for none.
+        alerts: the rules that are asked for, `None` if there are none.
+
+    Returns:
+        The interventions.
+
+    Raises:
+        MisconfigurationError: if something is no intervention, or there are no alerts to answer.
+    """
+    if interventions is None:
+        return ()
+    if not isinstance(interventions, list | tuple):
+        raise MisconfigurationError(
+            f"`interventions` must be a list, got {interventions!r}: write [{interventions!r}]."
+        )
+    strangers = [item for item in interventions if not isinstance(item, Intervention)]
+    if strangers:
+        raise MisconfigurationError(
+            f"`interventions` must hold interventions such as StopTraining(), got {strangers[0]!r}."
+        )
+    if interventions and alerts is None:
+        raise MisconfigurationError('Interventions answer alerts, and alerts=None raises none: write alerts="default".')
+    return tuple(interventions)
+
+
 class WhileItStands(Intervention):
     """Lasts from an alert until it is over, layer by layer."""
 

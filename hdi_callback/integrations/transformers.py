@@ -1,0 +1,274 @@
+"""`HDITrainerCallback`: the watch inside a transformers `Trainer`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import transformers
+from torch import nn
+from torch.optim import Optimizer
+
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.dashboards import console, tensorboard, wandb
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
+from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.interventions import Intervention, check_interventions
+from hdi_callback.monitoring.metrics import choose_metrics
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_arguments
+from hdi_callback.monitoring.rules import choose_rules
+from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.watch import Follower, OnAlert, Watch
+
+_STATE = "hdi_state.json"
+
+
+class HDITrainerCallback(transformers.TrainerCallback):
+    """Watch the diversity of the attention heads of a model that a transformers `Trainer` trains.
+
+    Reads, judges and intervenes as `HDICallback` does. The history is ``hdi/history.jsonl`` under the output
+    directory. Where ``report_to`` names them, TensorBoard gets a run ``runs/hdi`` beside the trainer's own, and the W&B
+    run of the trainer gets the curves and alerts. A checkpoint keeps the state of rules and interventions in
+    ``hdi_state.json``.
+
+    The trainer clips gradients before it calls its callbacks, so that what `DiversityPenalty` adds is not clipped.
+
+    Args:
+        every_n_steps: optimizer steps between readings, as `TrainerState.global_step` counts them.
+        metrics: names of the curves to log, see `HDICallback`.
+        include: patterns of layer names to watch; all by default.
+        exclude: patterns of layer names to leave out.
+        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
+        method: how overlaps are computed, see `head_diversity`.
+        history: write the history file, to its usual place or to the path given.
+        alerts: ``"default"``, rules of your own, or `None` for no alerts.
+        thresholds: limits of the default rules by pattern of layer names.
+        on_alert: a function that is called with each `Alert`, on the first rank.
+        interventions: what to do about alerts; nothing by default.
+        strict: make a model without any readable attention layer an error instead of a warning.
+        verbose: print once at start which layers were found.
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+
+    Example:
+        >>> callback = HDITrainerCallback(every_n_steps=50)  # transformers.Trainer(..., callbacks=[callback])
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        *,
+        metrics: Sequence[str] | None = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        max_tokens: int = 2048,
+        rank_tol: float = 1e-6,
+        method: Method = "whiten",
+        history: bool | str = True,
+        alerts: Literal["default"] | Sequence[Rule] | None = "default",
+        thresholds: dict[str, dict[str, float | None]] | None = None,
+        on_alert: Callable[[Alert], Any] | None = None,
+        interventions: Sequence[Intervention] | None = None,
+        strict: bool = False,
+        verbose: bool = True,
+    ) -> None:
+        Schedule(every_n_steps)
+        check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
+        self._every = every_n_steps
+        self._metrics = choose_metrics(metrics)
+        self._measuring: dict[str, Any] = {
+            "include": include,
+            "exclude": exclude,
+            "max_tokens": max_tokens,
+            "rank_tol": rank_tol,
+            "method": method,
+            "strict": strict,
+        }
+        self._rules = None if alerts is None else choose_rules(alerts, thresholds)
+        self._interventions = check_interventions(interventions, alerts)
+        self._history_choice, self._on_alert, self._verbose = history, on_alert, verbose
+        self._faults = Faults()
+        self._watch: Watch | None = None
+        self._optimizer: Optimizer | None = None
+        self._board: tensorboard.Board | None = None
+
+    @property
+    def history_path(self) -> Path | None:
+        """Where the history of the run is; `None` before training and when there is none."""
+        return None if self._watch is None or self._watch.history is None else self._watch.history.path
+
+    @property
+    def active_alerts(self) -> list[Alert]:
+        """The alerts that stand now."""
+        return [] if self._watch is None or self._watch.alerts is None else self._watch.alerts.active
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the layers, install the hooks, open the history, and take up where a checkpoint left off."""
+        model: nn.Module = kwargs["model"]
+        self._optimizer = _inner(kwargs["optimizer"])
+        monitor = HeadDiversityMonitor(model, metrics=self._metrics, **self._measuring)
+        schedule = Schedule(self._every)
+        is_first = bool(state.is_world_process_zero)
+        restored = self._restored(args, state)
+        history = self._open_history(args, restored) if is_first else None
+        if self._verbose and is_first:
+            console.print_layers(monitor.layers, monitor.refused, every_n_steps=self._every)
+            for intervention in self._interventions:
+                print(f"hdi_callback intervenes: {intervention.describe()}")  # noqa: T201
+        self._watch = Watch(
+            monitor,
+            schedule,
+            history=history,
+            alerts=None if self._rules is None else Alerts(self._rules, monitor.facts, self._faults),
+            interventions=self._interventions,
+            training=_TrainerTraining(args, state, control, monitor.layers, kwargs["optimizer"]),
+            followers=self._followers(args, monitor, history) if is_first else (),
+            share=_from_first_rank,
+            faults=self._faults,
+        )
+        if restored is not None:
+            with self._faults.contained("resuming head diversity"):
+                self._watch.load_state_dict(restored)
+        if history is not None:
+            with self._faults.contained("opening the history file"):
+                last = -1 if schedule.last is None else schedule.last
+                history.begin(state.global_step, monitor.facts, last_reading=last)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Arm the capture when a reading is due."""
+        if self._watch is not None:
+            self._watch.before_forward(state.global_step)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read while the weights are still those of the forward; let interventions act on the gradients."""
+        if self._watch is not None and self._optimizer is not None:
+            self._watch.after_backward(state.global_step, epoch=_epoch(state))
+            self._watch.before_optimizer_step(self._optimizer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make known the readings that have arrived."""
+        if self._watch is not None:
+            self._watch.after_step(state.global_step, epoch=_epoch(state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the state of rules and interventions in the checkpoint."""
+        if self._watch is None:
+            return
+        kept = self._watch.state_dict()  # on every rank, as readings on the way are made known
+        if state.is_world_process_zero:
+            with self._faults.contained("saving the state of head diversity"):
+                (_checkpoint(args, state) / _STATE).write_text(json.dumps(kept))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the final weights, make everything known, and leave no hook behind."""
+        if self._watch is not None:
+            self._watch.finish(state.global_step, epoch=_epoch(state))
+        if self._board is not None:
+            self._board.writer.close()
+
+    def _restored(self, args: Any, state: Any) -> dict[str, Any] | None:
+        if state.global_step == 0:
+            return None
+        named = getattr(args, "resume_from_checkpoint", None)
+        places = [Path(named)] if isinstance(named, str) else []
+        for place in (*places, _checkpoint(args, state)):
+            if (place / _STATE).is_file():
+                found: dict[str, Any] = json.loads((place / _STATE).read_text())
+                return found
+        self._faults.say(
+            "no state", f"The checkpoint at step {state.global_step} holds no {_STATE}; alerts start anew."
+        )
+        return None
+
+    def _open_history(self, args: Any, restored: dict[str, Any] | None) -> History | None:
+        if self._history_choice is False:
+            return None
+        if self._history_choice is not True:
+            return History(str(self._history_choice))
+        if restored is not None and restored.get("history") is not None and Path(restored["history"]).is_file():
+            return History(restored["history"])
+        path, number = Path(args.output_dir) / "hdi" / "history.jsonl", 0
+        while path.exists():  # each run keeps its own file
+            number += 1
+            path = path.with_name(f"history-{number}.jsonl")
+        return History(path)
+
+    def _followers(self, args: Any, monitor: HeadDiversityMonitor, history: History | None) -> list[Follower]:
+        followers: list[Follower] = []
+        wanted = args.report_to or []
+        if "tensorboard" in wanted:
+            with self._faults.contained("opening TensorBoard"):
+                from torch.utils.tensorboard import SummaryWriter
+
+                writer = SummaryWriter(log_dir=str(Path(args.output_dir) / "runs" / "hdi"))
+                self._board = tensorboard.Board(writer, self._metrics)
+                followers.append(self._board)
+        if "wandb" in wanted:
+            with self._faults.contained("joining the W&B run"):
+                import wandb as weights_and_biases
+
+                if weights_and_biases.run is not None:
+                    names = [layer.name for layer in monitor.layers]
+                    run = weights_and_biases.run
+                    followers.append(wandb.RunLog(run, self._metrics, names, "train/global_step"))
+        elsewhere = "TensorBoard and W&B" if history is None else str(history.path)
+        followers.append(console.AlertLines(print, elsewhere))
+        if self._on_alert is not None:
+            followers.append(OnAlert(self._on_alert))
+        return followers
+
+
+class _TrainerTraining:
+    """What interventions may do to a transformers trainer."""
+
+    def __init__(self, args: Any, state: Any, control: Any, layers: Sequence[AttentionLayer], optimizer: Any) -> None:
+        self._args, self._state, self._control = args, state, control
+        self.layers = {layer.name: layer for layer in layers}
+        self.optimizers = [_inner(optimizer)]
+        self._scaler = getattr(optimizer, "scaler", None)
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        # The trainer has taken the scale off if it has clipped.
+        is_scaled = self._scaler is not None and not self._args.max_grad_norm > 0
+        return float(self._scaler.get_scale()) if is_scaled and self._scaler is not None else 1.0
+
+    def stop(self) -> None:
+        self._control.should_training_stop = True
+
+    def save_checkpoint(self, name: str) -> str:
+        self._control.should_save = True  # the trainer saves at the end of this step, under its own name
+        return str(_checkpoint(self._args, self._state))
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _epoch(state: Any) -> int | None:
+    return None if state.epoch is None else int(state.epoch)
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    """Take the wrapper of accelerate off, which has no hooks of its own."""
+    while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise MisconfigurationError(f"{type(optimizer).__name__} is no torch optimizer.")
+        optimizer = inner
+    return optimizer
+
+
+def _from_first_rank(thing: Any) -> Any:
+    import torch.distributed as distributed
+
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return thing
+    box = [thing]
+    distributed.broadcast_object_list(box, src=0)
+    return box[0]
