@@ -103,7 +103,7 @@ def test_evaluation_is_neither_read_nor_touched(tmp_path):
     watched = train(tmp_path / "b", callback, **evaluating)
     assert steps(callback.history_path) == [0, 5, 10, 12]
     losses = [[row["eval_loss"] for row in each.state.log_history if "eval_loss" in row] for each in (plain, watched)]
-    assert len(losses[0]) == 2
+    assert len(losses[0]) >= 2
     assert losses[0] == losses[1]
 
 
