@@ -2,8 +2,12 @@
 
 A tap is a forward-pre-hook with a flag. Without the flag it does nothing; with it, it takes a bounded, detached sample
 of the output projection's input in the first forward, and lowers the flag, so that neither a second forward nor the
-recomputation of activation checkpointing is captured. The flag is the only thing that a compiled graph has to guard:
-installed before the first compiled call, a tap costs no graph break and one recompilation.
+recomputation of activation checkpointing is captured.
+
+In a compiled graph the sample is taken by an operator of its own, which hands its input on unchanged. So nothing is
+traced that depends on the number of tokens, and nothing is written to Python objects, which inside a checkpointed
+region would put an end to compilation for good. The flag is all that the graph has to guard: installed before the first
+compiled call, a tap costs no graph break and one recompilation.
 
 `nn.MultiheadAttention` uses its output projection without calling it. There the tap sits on the attention itself and
 computes the head outputs from what it received, through torch's own function with the identity in place of the output
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +148,29 @@ class Taps:
             self._handles.append(handle)
 
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, _Tap] = weakref.WeakValueDictionary()
+
+
+# An operator without a result would do, were it not for the compilers of torch before 2.13, which leave it out as dead
+# code; so the projection works on what this one hands on.
+@torch.library.custom_op("hdi_callback::take", mutates_args=())
+def _take(passed: Tensor, outputs: Tensor, number: Tensor) -> Tensor:
+    tap = _by_number.get(int(number))
+    if tap is not None:
+        tap.take(lambda: outputs)
+    return passed.clone()
+
+
+@_take.register_fake
+def _(passed: Tensor, outputs: Tensor, number: Tensor) -> Tensor:
+    return torch.empty_like(passed)
+
+
+_take.register_autograd(lambda _, gradient: (gradient, None, None))
+
+
 class _Tap:
     """The hook of one layer, and what it took."""
 
@@ -151,6 +179,9 @@ class _Tap:
         self.is_armed = False
         self.failure: str | None = None
         self._sampler = Sampler(max_tokens)
+        # A tensor, as a graph that is shared by the layers of a model would have to be compiled anew for each number.
+        self._number = torch.tensor(next(_numbers))
+        _by_number[int(self._number)] = self
         self._rows: Tensor | None = None
         self._shape: tuple[int, ...] = ()
 
@@ -172,25 +203,48 @@ class _Tap:
         """Let go of what was taken."""
         self._rows, self.failure = None, None
 
-    def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         """Take the input of the output projection."""
-        if self.is_armed:
-            self._take(lambda: args[0] if args else next(iter(kwargs.values())))
+        if not self.is_armed:
+            return None
+        if torch.compiler.is_compiling():
+            outputs = args[0] if args else next(iter(kwargs.values()))
+            return self._take_in_graph(outputs, outputs, args, kwargs)
+        self.take(lambda: args[0] if args else next(iter(kwargs.values())))
+        return None
 
-    def take_recomputed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def take_recomputed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         """Take what the attention would pass to an output projection that it does not call."""
-        if self.is_armed:
-            self._take(lambda: recompute_head_outputs(module, *args, **kwargs))  # type: ignore[arg-type]
+        if not self.is_armed:
+            return None
+        if torch.compiler.is_compiling():
+            query = args[0] if args else kwargs["query"]
+            outputs = recompute_head_outputs(module, *args, **kwargs)  # type: ignore[arg-type]
+            return self._take_in_graph(query, outputs, args, kwargs)
+        self.take(lambda: recompute_head_outputs(module, *args, **kwargs))  # type: ignore[arg-type]
+        return None
 
-    def _take(self, outputs: Callable[[], Tensor]) -> None:
-        self.is_armed = False
-        if torch.compiler.is_compiling():  # what cannot be traced is the compiler's business
-            self._keep(outputs())
+    def take(self, outputs: Callable[[], Tensor]) -> None:
+        """Take the outputs, if the flag is still up, and lower it."""
+        if not self.is_armed:
             return
+        self.is_armed = False
         try:
             self._keep(outputs())
         except Exception as error:
             self.failure = f"its head outputs cannot be captured ({type(error).__name__}: {error})"
+
+    def _take_in_graph(
+        self, passed: Tensor, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments | None:
+        if type(outputs) is not Tensor:  # the operator knows no other kinds, and would end the forward
+            return None
+        handed_on = torch.ops.hdi_callback.take(passed, outputs.detach(), self._number)
+        # The attention looks whether query, key and value are one: they stay so.
+        return (
+            tuple(handed_on if value is passed else value for value in args),
+            {name: handed_on if value is passed else value for name, value in kwargs.items()},
+        )
 
     def _keep(self, outputs: Tensor) -> None:
         H, width = self.layer.num_heads, self.layer.value_dim
@@ -222,9 +276,6 @@ class Sampler:
     def take(self, outputs: Tensor) -> Tensor:
         """Take the sample.
 
-        Inside a compiled graph it always has as many rows as the limit, of which `kept` tells how many mean anything:
-        nothing there may depend on the number of tokens, or each sequence length would be compiled anew.
-
         Args:
             outputs: ``(..., length, features)``.
 
@@ -232,11 +283,6 @@ class Sampler:
             ``(tokens, features)``, detached and copied.
         """
         flat = outputs.detach().reshape(-1, outputs.shape[-1])
-        if torch.compiler.is_compiling():
-            places = torch.arange(self._limit, device=flat.device)
-            count = torch.full((), flat.shape[0], device=flat.device)
-            places = torch.where(count <= self._limit, places, places * count // self._prime)
-            return flat[places.clamp(max=flat.shape[0] - 1)]
         seen = flat.shape[0]
         if seen <= self._limit:
             return flat.clone()

@@ -155,16 +155,6 @@ def test_a_small_batch_is_kept_whole():
     assert Sampler(10).kept(outputs.shape) == (5, 5)
 
 
-@pytest.mark.parametrize("limit", [2, 5, 12, 40])
-def test_a_sample_in_a_compiled_graph_is_the_same(monkeypatch, limit):
-    outputs = torch.randn(3, 7, 4)
-    eager = Sampler(limit).take(outputs)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    fixed = Sampler(limit).take(outputs)
-    assert len(fixed) == limit
-    assert torch.equal(fixed[: sum(Sampler(limit).kept(outputs.shape))], eager)
-
-
 @pytest.mark.parametrize("shape", [(0, 6, D), (3, 0, D), (1, 1, D), (6, D), (2, 3, 4, D)])
 def test_odd_shapes_are_captured_without_a_word(shape):
     projection = nn.Linear(D, D)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.errors import MonitoringWarning
@@ -93,8 +94,7 @@ def test_a_compiled_model_reads_as_the_eager_one_under_the_users_names(dynamo, w
 
 
 @pytest.mark.parametrize("make", [classifier, torch_classifier])
-@pytest.mark.parametrize("max_tokens", [16, 10_000])
-def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make, max_tokens):
+def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make):
     """Else a monitor would use up the compiler's limit of recompilations, and the model would run uncompiled."""
     shapes = [(3, 12), (3, 13), (4, 14), (5, 17), (2, 20)]
 
@@ -102,7 +102,7 @@ def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make, max_
         torch._dynamo.reset()
         dynamo.clear()
         model = make()
-        with HeadDiversityMonitor(model, max_tokens=max_tokens) as monitor:
+        with HeadDiversityMonitor(model, max_tokens=16) as monitor:
             compiled = torch.compile(model, backend="eager")
             for shape in shapes:
                 if is_armed:
@@ -115,6 +115,36 @@ def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make, max_
         return dynamo["stats"]["unique_graphs"]
 
     assert graphs(is_armed=True) <= graphs(is_armed=False)
+
+
+class Checkpointed(Classifier):
+    """Recomputes its blocks in the backward."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Classifier])
+def test_an_armed_step_leaves_the_model_compiled(kind):
+    """What a checkpointed region does not allow would send the whole model back to eager, for the rest of the run."""
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *args: runs.append(1) or graph(*args)
+
+    torch.manual_seed(0)
+    model = kind()
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        truth = read(monitor, model, tokens())
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(3):
+            assert read(monitor, compiled, tokens()) == pytest.approx(truth, abs=1e-5)
+            runs.clear()
+            compiled(tokens()).sum().backward()
+            assert len(runs) == 1
 
 
 def test_a_monitor_that_rests_during_evaluation_sees_training_again(dynamo):
