@@ -65,7 +65,7 @@ class Thresholds:
     pair: float | None = 0.8
     energy_pair: float | None = None
     forecast: float | None = 0.9
-    jump: float | None = 0.65
+    jump: float | None = 0.8
     rank: float | None = 0.005
     tied: float | None = 1e-6
     trend: float | None = 0.05
@@ -325,7 +325,7 @@ class SharedDirection(Rule):
     calm: ClassVar[float] = 0.2
     rise: ClassVar[float] = 0.4
 
-    def __init__(self, limit: float = 0.65) -> None:
+    def __init__(self, limit: float = 0.8) -> None:
         self.limit = limit
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:

@@ -1,6 +1,6 @@
 """Does a low head diversity hurt? Heads held at graded HDI through training, against controls of the same freedom.
 
-In each layer the key projections of all heads (or keys and queries) are confined to one fixed random subspace of
+In each layer the key projections of all heads are confined to one fixed random subspace of
 dimension m of the layer's input, ``W_h <- W_h P^T P`` after every optimizer step. In m dimensions heads overlap by
 ``d_k / m`` by chance, so m from d down to d_k takes HDI from chance to 0. The control confines each head to a subspace
 of its own of the same dimension: the same number of free parameters and the same rank, and heads as diverse as by
@@ -34,7 +34,7 @@ from tests.benchmarks.collapse.models import Data, Model, Shape
 RESULTS = Path("runs/low-diversity")
 SEEDS = {"looked-at": (1,), "confirming": (11, 12, 13, 14)}
 TASKS = ("recall", "offsets", "sorting", "digits", "text")
-ROLES: dict[str, tuple[Role, ...]] = {"keys": ("key",), "keys and queries": ("key", "query")}
+ROLES: dict[str, tuple[Role, ...]] = {"keys": ("key",)}
 HEADS, WIDTH, LAYERS = 4, 64, 2
 DIMENSIONS = (16, 32)  # of 64; the head width is 16
 VOCABULARY = 32
@@ -62,7 +62,6 @@ def plan(seeds: Sequence[int]) -> list[Job]:
             jobs.append(Job(task, "free", "keys", WIDTH, seed))
             for dimension in DIMENSIONS:
                 jobs += [Job(task, arm, "keys", dimension, seed) for arm in ("shared", "private")]
-            jobs += [Job(task, arm, "keys and queries", DIMENSIONS[0], seed) for arm in ("shared", "private")]
     return jobs
 
 
@@ -223,7 +222,7 @@ def report(results: Sequence[dict], seeds: Sequence[int]) -> list[str]:
     ]
     pooled = []
     for task in TASKS:
-        for roles, dimension in [*(("keys", m) for m in DIMENSIONS), ("keys and queries", DIMENSIONS[0])]:
+        for roles, dimension in [("keys", m) for m in DIMENSIONS]:
             triples = [
                 (by[task, "shared", roles, dimension, seed], by[task, "private", roles, dimension, seed], free)
                 for seed in seeds

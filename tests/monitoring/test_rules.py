@@ -205,8 +205,8 @@ def test_a_late_sudden_rise_of_the_energy_alignment_is_told_and_over_when_it_fal
         [min(0.9, 0.06 * place) for place in range(60)],
         [0.1] * 12 + [min(0.9, 0.1 + 0.06 * place) for place in range(48)],
         [0.1 + 0.01 * place for place in range(80)],
-        [0.3] * 40 + [0.6] * 20,
-        [0.1 + 0.25 * (place % 2) for place in range(40)] + [0.8] * 20,
+        [0.3] * 40 + [0.75] * 20,
+        [0.1 + 0.25 * (place % 2) for place in range(40)] + [0.85] * 20,
     ],
     ids=["early", "early after a warm-up", "slow", "not far", "not quiet before"],
 )

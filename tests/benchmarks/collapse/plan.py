@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 from tests.benchmarks.collapse.forces import KINDS
 from tests.benchmarks.collapse.models import Shape
@@ -36,12 +36,22 @@ class Spec:
         return asdict(self)
 
 
-def plan(part: Literal["looked-at", "confirming"]) -> list[Spec]:
-    """Lay down every run. The seeds of the two parts have nothing in common."""
-    first, healthy, each = (0, 24, 3) if part == "looked-at" else (10_000, 60, 10)
+Part = Literal["looked-at", "confirming", "again"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+def plan(part: Part) -> list[Spec]:
+    """Lay down every run. The seeds of the parts have nothing in common.
+
+    The part "again" is for the one limit that was changed after the confirming runs had been read, that of the rule
+    "shared direction": healthy runs and runs of that kind, in smaller batches.
+    """
+    first, healthy, each = {"looked-at": (0, 24, 3), "confirming": (10_000, 60, 10), "again": (30_000, 60, 10)}[part]
     specs = [draw(HEALTHY, first + number) for number in range(healthy)]
     for place, kind in enumerate(KINDS, 1):
         specs += [draw(kind, first + 100 * place + number) for number in range(each)]
+    if part == "again":
+        specs = [replace(spec, batch=8) for spec in specs if spec.kind in (HEALTHY, "shared direction")]
     return specs
 
 

@@ -25,7 +25,7 @@ from hdi_callback.monitoring.schedule import Schedule
 from hdi_callback.monitoring.watch import Watch
 from tests.benchmarks.collapse.forces import Force
 from tests.benchmarks.collapse.models import Data, Model
-from tests.benchmarks.collapse.plan import EVERY, HEALTHY, Spec, plan
+from tests.benchmarks.collapse.plan import EVERY, HEALTHY, PARTS, Spec, plan
 
 RESULTS = Path("runs/collapse")
 
@@ -134,7 +134,7 @@ def _run(job: tuple[Spec, Path]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["looked-at", "confirming"], required=True)
+    parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--kinds", nargs="*", help=f"only these kinds, such as {HEALTHY}")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--results", type=Path, default=RESULTS)
