@@ -31,7 +31,9 @@ _SIZES: list[tuple[str, Any]] = [
     (r"(n_group|topk_group|num_expert_groups|n_expert_groups)$", 1),
     (r"(num|n)_.*experts$|moe_num_experts|num_experts|n_experts", 4),
     (r"intermediate|ffn|inner_dim|mlp_dim|mlp_hidden|feed_?forward|n_inner|ffw|d_ff", 48),
-    (r"vocab(ulary)?_size|codebook_size|num_codes|num_embeddings|audio_vocab", lambda v: min(v, VOCABULARY)),
+    (r"codebook_size|num_codes|codebook_dim", lambda v: min(v, 256)),
+    (r"vocab(ulary)?_size|num_embeddings|audio_vocab", lambda v: min(v, VOCABULARY)),
+    (r"num_feat_extract|head_num_layers|num_conv_pos|num_prompt|num_bins", None),
     (r"max_(position|seq|source|target|len|text)|n_positions|max_2d|n_ctx|context_length", lambda v: min(v, 1024)),
     (r"conv_(dim|hidden)|(conv|stem)_channels", lambda v: min(v, 32)),
     (r"kernel|stride|padding|dilation|pool|ratio|factor|_id$|_index$|window|expan|reduction|groups?$|steps|scales?$", None),
@@ -43,7 +45,22 @@ _SIZES: list[tuple[str, Any]] = [
      r"emb_dim|feature_size|out_features_dim|_size$|_width$|channels$|features$|n_embed|d_embed|d_inner|d_proj", "width"),
 ]  # fmt: skip
 
-# architectures that need something of their own, with the reason where it is not plain
+# By config class, wherever it is a part: what keeps the small model whole.
+_RESNET = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False, "backbone_kwargs": None}
+COMMON: dict[str, dict[str, Any]] = {
+    "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "attn_layers": ["local", "lsh"]},
+    "XLNetConfig": {"d_head": WIDTH},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "ZayaConfig": {"num_experts_per_tok": 1},
+    "AutoformerConfig": {"_default": {"prediction_length": 4}, "context_length": 12},
+    "InformerConfig": {"_default": {"prediction_length": 4}, "context_length": 12},
+    "TimeSeriesTransformerConfig": {"_default": {"prediction_length": 4}, "context_length": 12},
+    "SqueezeBertConfig": {"q_groups": 1, "k_groups": 1, "v_groups": 1, "post_attention_groups": 1,
+                          "intermediate_groups": 1, "output_groups": 1},
+    "WhisperConfig": {"max_source_positions": 40},
+}  # fmt: skip
+# architectures that need something of their own
 OVERRIDES: dict[str, dict[str, Any]] = {}
 
 
@@ -99,8 +116,8 @@ def _modeling_modules(module: str) -> Iterator[Any]:
             yield importlib.import_module(f"{module}.{info.name}")
 
 
-def config_of(model_type: str) -> Any:
-    """Build the shrunken config of a model type."""
+def config_of(model_type: str, left: frozenset[str] = frozenset()) -> Any:
+    """Build the shrunken config of a model type; `left` names groups of settings that are left as they are."""
     module, name = architectures()[model_type]
     kind = getattr(importlib.import_module("transformers"), name, None)
     if kind is None:
@@ -108,34 +125,55 @@ def config_of(model_type: str) -> Any:
         kind = getattr(package, name, None) or getattr(
             importlib.import_module(f"{module}.configuration_{module.rsplit('.', 1)[-1]}"), name
         )
-    return shrunken(kind, OVERRIDES.get(model_type, {}))
+    return shrunken(kind, OVERRIDES.get(model_type, {}), left=left)
 
 
-def shrunken(kind: Any, overrides: dict[str, Any] | None = None, values: dict[str, Any] | None = None) -> Any:
+def shrunken(
+    kind: Any,
+    overrides: dict[str, Any] | None = None,
+    values: dict[str, Any] | None = None,
+    left: frozenset[str] = frozenset(),
+) -> Any:
     """Build a config of a class with everything made small, its parts too."""
     from transformers import PreTrainedConfig
 
-    overrides = overrides or {}
-    own = {name: value for name, value in overrides.items() if not isinstance(value, dict) or "." not in name}
-    plain = {name: value for name, value in own.items() if not isinstance(value, dict)}
-    default = kind(**(values or {}))
+    overrides = (COMMON.get(kind.__name__, {}) | (overrides or {})).copy()
+    needed = overrides.pop("_default", {})
+    default = kind(**(needed | (values or {})))
     changed: dict[str, Any] = {}
     for name, value in vars(default).items():
-        if name.startswith("_") or name in plain:
+        if name.startswith("_") or (name in overrides and not isinstance(overrides[name], dict)):
             continue
         if isinstance(value, PreTrainedConfig):
-            inner = overrides.get(name, {})
-            changed[name] = shrunken(type(value), inner if isinstance(inner, dict) else {}, _differences(value))
+            inner = overrides.pop(name, {})
+            changed[name] = shrunken(type(value), inner, _differences(value), left)
+        elif isinstance(getattr(type(default), name, None), property):
+            continue
+        elif value is None and "empty" in left:
+            changed |= {name: size for pattern, size in _EMPTY if re.search(pattern, name)}
         else:
-            small = _small(name, value, default)
+            small = None if isinstance(value, (list, tuple)) and "lists" in left else _small(name, value, default)
             if small is not None:
                 changed[name] = small
-    changed |= _layer_types(default, changed)
+    if "types" not in left:
+        changed |= _layer_types(default)
+    changed |= _per_layer(default, changed)
     changed |= _token_ids(default)
-    changed |= plain
-    changed |= {name: value for name, value in own.items() if isinstance(value, dict) and name not in changed}
-    kept = {name: value for name, value in (values or {}).items() if name not in changed}
+    changed |= overrides
+    kept = {name: value for name, value in (needed | (values or {})).items() if name not in changed}
     return kind(**(kept | changed))
+
+
+_EMPTY = [
+    (r"head_dim$", WIDTH),
+    (r"vocab_size$", VOCABULARY),
+    (r"^hidden_size$", MODEL),
+    (r"key_value_heads$", G),
+    (r"intermediate_size$", 48),
+    (r"num_experts$", 4),
+    (r"num_experts_per_tok$|top_k_experts$|moe_topk$", 2),
+    (r"prediction_length$", 4),
+]
 
 
 def _differences(config: Any) -> dict[str, Any]:
@@ -220,14 +258,33 @@ def _small_list(name: str, values: list[Any], default: Any) -> Any:
     return None
 
 
-def _layer_types(default: Any, changed: dict[str, Any]) -> dict[str, Any]:
+def _layer_types(default: Any) -> dict[str, Any]:
     """Keep one layer of every type, in their first order."""
     types = getattr(default, "layer_types", None)
-    if not isinstance(types, list) or not types:
+    if not isinstance(types, (list, tuple)) or not any("attention" in str(kind) for kind in types):
+        return {}
+    if isinstance(getattr(type(default), "layer_types", None), property):
         return {}
     kinds = list(dict.fromkeys(types))
     kinds = kinds * 2 if len(kinds) == 1 else kinds
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _per_layer(default: Any, changed: dict[str, Any]) -> dict[str, Any]:
+    """Shorten what has an entry for each layer; those of the layers that stay."""
+    count, now = getattr(default, "num_hidden_layers", None), changed.get("num_hidden_layers")
+    if not isinstance(count, int) or not isinstance(now, int) or count < 5:
+        return {}
+    types, kept = getattr(default, "layer_types", None), list(range(now))
+    if "layer_types" in changed and isinstance(types, (list, tuple)) and len(types) == count:
+        firsts = [list(types).index(kind) for kind in dict.fromkeys(types)]
+        kept = firsts if len(firsts) == now else kept
+    return {
+        name: [_small(name, values[i], default) or values[i] for i in kept]
+        for name, values in vars(default).items()
+        if isinstance(values, (list, tuple)) and len(values) == count and name != "layer_types"
+        and not isinstance(getattr(type(default), name, None), property) and not name.startswith("_")
+    }  # fmt: skip
 
 
 def _token_ids(default: Any) -> dict[str, Any]:
@@ -243,13 +300,24 @@ def _token_ids(default: Any) -> dict[str, Any]:
     return small
 
 
+_LEFT = [(), ("empty",), ("types",), ("lists",), ("lists", "empty"), ("lists", "types", "empty")]
+
+
 def build(model_type: str) -> nn.Module:
     """Build a small model with random weights, gains and biases, in evaluation mode."""
     kind = model_class(model_type)
-    config = config_of(model_type)
-    torch.manual_seed(0)
-    model = kind(config)
-    return randomized(model)
+    first: Exception | None = None
+    for left in _LEFT:
+        try:
+            config = config_of(model_type, frozenset(left))
+            torch.manual_seed(0)
+            return randomized(kind(config))
+        except ImportError:
+            raise
+        except Exception as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def randomized(model: nn.Module) -> nn.Module:
