@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -91,7 +92,9 @@ class HeadDiversityMonitor:
             self.facts = tuple(layer.facts() for layer in self.layers)
         uncountable = [_uncountable(layer) for layer in layers if layer.module in uncounted]
         self.refused: tuple[Refusal, ...] = (*found.refused, *uncountable)
-        self._sharding = Sharding(model)
+        self._model, self._sharding = model, Sharding(model)
+        self._gone: set[str] = set()
+        self._layers_at_once = sys.maxsize
         self._say_what_is_left_out(model, strict)
         self.faults = Faults()
         self._taps = Taps(self.layers, max_tokens=max_tokens) if COVARIANCE in sources else None
@@ -150,6 +153,8 @@ class HeadDiversityMonitor:
             The reading. What could not be measured is named in `Reading.absent`, with the reason.
         """
         absent: dict[str, str] = {}
+        there = set(self._model.modules())
+        self._gone = {layer.name for layer in self.layers if layer.module not in there}
         captures = self._collect(absent)
         with torch.no_grad():
             measurements = self._measure_together(captures, absent) or self._measure_alone(captures, absent)
@@ -163,8 +168,13 @@ class HeadDiversityMonitor:
         self._taps.disarm()
         captures = dict(self._taps.captures) if self._taps.was_armed else None
         if captures is not None:
-            absent.update({f"{COVARIANCE}/{name}": reason for name, reason in self._taps.absent.items()})
-            missed = self._taps.missed
+            tapped = {layer.name for layer in self._tapped}
+            for name, reason in self._taps.absent.items():
+                if name in tapped:
+                    self._leave_out(absent, f"{COVARIANCE}/{name}", reason, kind="capturing")
+                else:  # known from the start
+                    absent[f"{COVARIANCE}/{name}"] = reason
+            missed = [name for name in self._taps.missed if name not in self._gone]
             absent.update(
                 {f"{COVARIANCE}/{name}": "its output projection was not seen to be called" for name in missed}
             )
@@ -196,6 +206,8 @@ class HeadDiversityMonitor:
                 continue
             lengths = capture.lengths if self._wants_errors else None
             with self._left_out(absent, layer, COVARIANCE), _without_autocast(capture.outputs.device):
+                if len(capture.outputs) < 2:
+                    raise HDIError(f"the armed forward had {len(capture.outputs)} tokens, and two are needed")
                 weight = self._weight(layer, "output", Ranks())
                 values = head_covariance(whole(capture.outputs), weight, lengths=lengths)
                 measured.setdefault((layer.num_heads, values.trace.device), []).append((layer.name, values))
@@ -208,7 +220,8 @@ class HeadDiversityMonitor:
         for place, layer in enumerate(self.layers):
             with self._left_out(absent, layer, role):
                 weight = self._weight(layer, role, ranks)  # on every rank, as it may be a collective call
-                kind, limit = (weight.shape, weight.device, weight.dtype), _layers_per_call(weight)
+                kind = (weight.shape, weight.device, weight.dtype)
+                limit = min(_layers_per_call(weight), self._layers_at_once)
                 if place % ranks.size == ranks.rank:
                     pending.setdefault(kind, []).append((layer.name, weight))
                 del weight  # else two layers would be whole while the next one is gathered
@@ -227,13 +240,31 @@ class HeadDiversityMonitor:
             with _without_autocast(members[0][1].device):
                 stacked = torch.stack([weight for _, weight in members])
                 values = head_diversity(stacked, rank_tol=self._rank_tol, method=self._method)
+        except torch.OutOfMemoryError as error:
+            # Later readings start with what was left for this one.
+            self._layers_at_once = max(1, len(members) // 2)
+            reason = f"its {role} weight cannot be measured ({error})"
         except Exception as error:
-            for name in names:
-                self._leave_out(absent, name, f"its {role} weight cannot be measured ({error})")
-            return []
-        return [Measurement(names, role, values)]
+            reason = f"its {role} weight cannot be measured ({error})"
+            return self._leave_all_out(absent, names, reason, f"measuring {type(error).__name__}")
+        else:
+            return [Measurement(names, role, values)]
+        if len(members) == 1:
+            return self._leave_all_out(absent, names, reason, "out of memory")
+        half = len(members) // 2
+        return [
+            *self._measure_at_once(members[:half], role, absent),
+            *self._measure_at_once(members[half:], role, absent),
+        ]
+
+    def _leave_all_out(self, absent: dict[str, str], names: Sequence[str], reason: str, kind: str) -> list[Measurement]:
+        for name in names:
+            self._leave_out(absent, name, reason, kind)
+        return []
 
     def _weight(self, layer: AttentionLayer, role: Role, ranks: Ranks) -> Tensor:
+        if layer.name in self._gone:
+            raise HDIError("it is no part of the model any more; a new monitor would see what came in its place")
         if ranks.size == 1 and number_of_processes() > 1 and self._sharding.is_sharded(layer, role):
             raise HDIError("other ranks hold parts of it, and they take no readings with this one")
         return self._sharding.weight(layer, role)
@@ -327,10 +358,11 @@ class HeadDiversityMonitor:
         try:
             yield
         except Exception as error:
+            kind = f"reading {source} {type(error).__name__}"
             if source == COVARIANCE:
-                self._leave_out(absent, f"{COVARIANCE}/{layer.name}", f"they cannot be measured ({error})")
+                self._leave_out(absent, f"{COVARIANCE}/{layer.name}", f"they cannot be measured ({error})", kind)
             else:
-                self._leave_out(absent, layer.name, f"its {source} weight cannot be read ({error})")
+                self._leave_out(absent, layer.name, f"its {source} weight cannot be read ({error})", kind)
 
     def _device(self) -> torch.device:
         for layer in self.layers:
@@ -338,9 +370,13 @@ class HeadDiversityMonitor:
                 return parameter.device
         return torch.device("cpu")
 
-    def _leave_out(self, absent: dict[str, str], what: str, reason: str) -> None:
+    def _leave_out(self, absent: dict[str, str], what: str, reason: str, kind: str) -> None:
         absent[what] = reason
-        self.faults.say(what, f"{what}: {reason}. It is left out of the readings; training goes on.")
+        self.faults.say(
+            kind,
+            f"{what}: {reason}. It is left out of such readings, and so is every layer of which this holds; training "
+            "goes on.",
+        )
 
     def _say_what_is_left_out(self, model: nn.Module, strict: bool) -> None:
         for refusal in self.refused:
