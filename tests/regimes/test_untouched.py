@@ -82,8 +82,7 @@ def test_eager_training_is_bit_identical(kind, precision, accumulate):
     require_equal(kind, backend=None, precision=precision, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
-@pytest.mark.parametrize("kind", [Classifier, TorchClassifier])
+@pytest.mark.parametrize(("kind", "precision"), [(Classifier, "32"), (TorchClassifier, "bf16-mixed")])
 def test_compiled_training_is_bit_identical(kind, precision):
     require_equal(kind, backend="aot_eager", precision=precision, accumulate=1, steps=3)
 
@@ -119,16 +118,16 @@ def test_thousands_of_armed_steps_do_not_grow_the_process():
     with HeadDiversityMonitor(model) as monitor:
         gc.collect()
         tracemalloc.start()
-        for step in range(1_001):
+        for step in range(401):
             monitor.arm()
             model(x).sum().backward()
             monitor.measure(step).record()
             model.zero_grad()
-            if step in (200, 1_000):
+            if step in (100, 400):
                 gc.collect()
                 grown.append(tracemalloc.get_traced_memory()[0])
                 tensors.append(sum(type(item) is torch.Tensor for item in gc.get_objects()))
         tracemalloc.stop()
     # 10,000 steps may cost less than a megabyte; one leaked tensor a step would cost several.
-    assert grown[1] - grown[0] < 800 * 100
+    assert grown[1] - grown[0] < 300 * 100
     assert tensors[0] == tensors[1]
