@@ -37,7 +37,7 @@ _TOGETHER = 0.5  # a mean alignment that the mean's own rule tells of
 HYSTERESIS = 0.1
 """An alert on alignment is over this far below the limit that began it."""
 
-_EVIDENCE = "see docs/alerts.md for how often healthy runs come here"
+_HEALTHY_RUNS = 60  # of small models, in docs/benchmarks/alerts.md
 _SEPARATE = "DiversityPenalty, a lower learning rate or more warm-up"
 
 
@@ -69,6 +69,16 @@ class Thresholds:
     rank: float | None = 0.005
     tied: float | None = 1e-6
     trend: float | None = 0.05
+
+
+_TRIED = Thresholds()
+
+
+def _certainty(limit: float, tried: float | None) -> str:
+    """Say how sure an alarm is; a limit that is easier to reach than the tried one has no evidence behind it."""
+    if tried is None or limit < tried:
+        return "this limit has not been tried on healthy runs"
+    return f"none of {_HEALTHY_RUNS} healthy runs of small models came here (docs/alerts.md)"
 
 
 class MeanAlignment(Rule):
@@ -116,7 +126,7 @@ class MeanAlignment(Rule):
             limit,
             metric,
             since=series.since(lambda row: row.values.get(metric, 0) >= limit - HYSTERESIS),
-            certainty=_EVIDENCE,
+            certainty=_certainty(limit, _TRIED.mean if lens == "subspace" else _TRIED.energy_mean),
             remedy=_SEPARATE,
         )
 
@@ -163,7 +173,7 @@ class WorstPair(Rule):
             metric,
             pair,
             series.since(lambda row: row.values.get(metric, 0) >= limit - HYSTERESIS and _pair(row, lens) == pair),
-            _EVIDENCE,
+            _certainty(limit, _TRIED.pair if lens == "subspace" else _TRIED.energy_pair),
             "ReviveHeads or DiversityPenalty" if len(pair) == 2 else "",
         )
 
@@ -348,7 +358,7 @@ class SharedDirection(Rule):
             self.limit,
             _MEAN["energy"],
             since=steps[-self.recent - 1],
-            certainty=_EVIDENCE,
+            certainty=_certainty(self.limit, _TRIED.jump),
             remedy="a lower learning rate, or a look at what the keys of this layer have in common",
         )
 
@@ -420,7 +430,7 @@ class FallingRank(Rule):
             "hdi_min_flatness",
             tuple(heads),
             None,
-            _EVIDENCE,
+            _certainty(-self.flatness, None if _TRIED.rank is None else -_TRIED.rank),
             "a lower learning rate, or less weight decay on the attention",
         )
 
