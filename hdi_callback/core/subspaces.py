@@ -182,7 +182,8 @@ def _normalise(weight: Tensor, rank_tol: float) -> tuple[Tensor, Tensor]:
     largest = norm.amax(-1, keepdim=True)
     dead = ((norm < rank_tol * largest) | (largest == 0)) & largest.isfinite()
     norm = torch.where(largest.isfinite(), norm.masked_fill(dead, 1), torch.nan)
-    return (wide / norm[..., None, None]).masked_fill(dead[..., None, None], 0), dead
+    # `wide` is a copy of the weight by now, so it is changed in place: a float64 copy more would double the memory.
+    return wide.div_(norm[..., None, None]).masked_fill_(dead[..., None, None], 0), dead
 
 
 def _flatness(gram: Tensor) -> Tensor:

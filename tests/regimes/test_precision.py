@@ -70,7 +70,9 @@ def test_weights_and_outputs_of_any_width_are_measured_in_float32_or_wider(dtype
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
         monitor.arm()
         model(tokens()).sum().backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         reading = monitor.measure(0)
+        assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
     check_against_float64(reading.record(), model, {name: outputs[0] for name, outputs in kept.items()})
 
 
