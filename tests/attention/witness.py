@@ -150,6 +150,18 @@ _ADDED = (torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_)
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 
 
+_MAPS = (F.linear, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.rms_norm, F.embedding, F.group_norm, F.batch_norm)
+_SUMS = (torch.logsumexp, Tensor.logsumexp, torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.amax, Tensor.amax)
+
+
+def _ends(func: Any, tensor: Tensor, mark: _Product) -> bool:
+    """What is summed over keys, or mapped but for a mix of heads, is no score any more."""
+    if func in _SUMS:
+        return True
+    lengths = {mark.left.shape[-2], mark.right.shape[-2]}
+    return func in _MAPS and not lengths <= set(tensor.shape[:-1])
+
+
 class _Products(TorchFunctionMode):
     """Follow products from the scores through the softmax to the values, by marks that tensors hand on."""
 
@@ -209,14 +221,20 @@ class _Products(TorchFunctionMode):
     def _summed(self, answer: Tensor, args: Any) -> None:
         """Take a sum of products of two tensors for the matrix product that it is."""
         operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-        if not isinstance(args[0], str) or len(operands) != 2 or "..." in args[0]:
-            if isinstance(args[0], str) and len(operands) == 2:
-                self._multiplied(answer, operands[0], operands[1])
+        if not isinstance(args[0], str) or len(operands) != 2 or "->" not in args[0]:
+            return
+        left, right = operands
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
             return
         terms, _, out = args[0].replace(" ", "").partition("->")
         one, other = terms.split(",")
-        left, right = operands
-        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        if "..." in one and "..." in other:
+            count = left.dim() - len(one) + 3
+            letters = "".join(i for i in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if i not in args[0])[:count]
+            if right.dim() - len(other) + 3 != count:
+                return
+            one, other, out = (term.replace("...", letters) for term in (one, other, out))
+        elif "." in one + other:
             return
         if _marks(right, "_weights") and not _marks(left, "_weights"):
             one, other, left, right = other, one, right, left
@@ -246,8 +264,10 @@ class _Products(TorchFunctionMode):
         given = list(_tensors((args, kwargs)))
         if not given:
             return
-        scores = [mark for tensor in given for mark in _marks(tensor, "_scores")]
-        weights = [mark for tensor in given for mark in _marks(tensor, "_weights")]
+        scores, weights = (
+            [mark for tensor in given for mark in _marks(tensor, name) if not _ends(func, tensor, mark)]
+            for name in ("_scores", "_weights")
+        )
         if func in _SOFTMAX and scores:
             dim = _argument(args, kwargs, 1, "dim")
             if isinstance(dim, int) and dim % given[0].dim() != given[0].dim() - 1:

@@ -310,6 +310,11 @@ def build(model_type: str) -> nn.Module:
     for left in _LEFT:
         try:
             config = config_of(model_type, frozenset(left))
+            if left:
+                with torch.device("meta"):
+                    size = sum(parameter.numel() for parameter in kind(config_of(model_type, frozenset(left))).parameters())
+                if size > 30e6:
+                    raise ValueError(f"{size} parameters where the config is left as it is")
             torch.manual_seed(0)
             return randomized(kind(config))
         except ImportError:

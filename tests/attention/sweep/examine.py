@@ -156,7 +156,7 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
                 report["layers"][layer.name] = facts
             continue
         refused = next((module for module in reversed(modules) if module in refusals), None)
-        heads = heads_of(computation, batch)
+        heads = heads_of(computation, batch, inputs.LENGTH)
         where = modules[-1] if modules else None
         name = names.get(where, "?")
         if refused is not None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 LENGTH = 7
 
 
-def _noise(*shape: int) -> Tensor:
+def _noise(*shape: Any) -> Tensor:
+    shape = tuple(size if isinstance(size, int) and size > 0 else 32 for size in shape)
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
@@ -131,7 +132,7 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         + [_noise(batch, LENGTH, width), _noise(batch, width, LENGTH)],
         "grid_thw": [grid],
         "image_grid_thw": [grid],
-        "bbox": [torch.randint(0, 5, (batch, LENGTH, 4)).cumsum(-1)],
+        "bbox": [torch.randint(0, 5, (batch, LENGTH, 4)).cumsum(-1), torch.rand(batch, LENGTH, 8)],
         "inputs_embeds": [_noise(batch, LENGTH, width)],
         "inputs": [_noise(batch, 16, width), _noise(batch, channels, height, breadth)],
         "encoder_hidden_states": [_noise(batch, LENGTH, width)],
