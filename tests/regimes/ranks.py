@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 90  # seconds, until a function on two ranks counts as hanging
+START = 300  # seconds; a busy machine takes its time to import what two processes need
 
 
 @dataclass
@@ -67,6 +68,11 @@ class TwoRanks:
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
+        for pipe in self._pipes:
+            if not pipe.poll(START):
+                self.stop()
+                raise AssertionError(f"two ranks did not start within {START} seconds")
+            pipe.recv()
 
 
 def _serve(rank: int, store: Path, pipe: Any) -> None:
@@ -75,6 +81,9 @@ def _serve(rank: int, store: Path, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    import tests.regimes.test_sharding  # noqa: F401 - what most functions come from
+
+    pipe.send("ready")
     while True:
         function, args = pipe.recv()
         try:

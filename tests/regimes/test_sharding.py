@@ -133,9 +133,11 @@ def read_tensor_parallel(rank: int, is_early: bool, counts: str) -> dict:
     with monitor or monitor_of(model) as monitor:
         monitor.arm()
         model(batch()).sum().backward()
-        record = monitor.measure(0).record()
+        reading = monitor.measure(0)
+        record = reading.record()
     return {
         "tags": record.scalars(METRICS),
+        "tokens": [found.values.tokens.tolist() for found in reading.measurements if found.source == "head outputs"],
         "heads": [layer.num_heads for layer in monitor.layers],
         "heads of the rank": [block.attn.num_heads for block in model.blocks],
         "absent": record.absent,
@@ -181,6 +183,7 @@ def test_heads_that_are_spread_over_ranks_are_read_together(two_ranks, is_early)
     for told in two_ranks(read_tensor_parallel, is_early, "with a width"):
         assert told.warnings == []
         assert told.answer["heads"] == [HEADS] * 3
+        assert told.answer["tokens"] == [[batch().numel()] * 3], "the ranks of a layer have the same tokens"
         assert told.answer["heads of the rank"] == [HEADS // 2] * 3
         assert told.answer["tags"] == pytest.approx(reading_alone(), abs=1e-6)
 
