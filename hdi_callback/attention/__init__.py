@@ -1,7 +1,7 @@
 """Attention layers: modules in, head weights and head outputs out."""
 
 from hdi_callback.attention.discovery import Refusal, Survey, find_attention, survey
-from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadSlice, Role
+from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadProduct, HeadSlice, Role
 from hdi_callback.attention.layouts import register_layout
 from hdi_callback.attention.taps import Capture, Taps
 
@@ -9,6 +9,7 @@ __all__ = [
     "ROLES",
     "AttentionLayer",
     "Capture",
+    "HeadProduct",
     "HeadSlice",
     "Refusal",
     "Role",

@@ -99,6 +99,10 @@ def survey(model: nn.Module, *, include: Sequence[str] | None = None, exclude: S
         except UnsupportedAttentionError as error:
             refused.append(Refusal(place.name, type(place.module).__name__, str(error)))
             continue
+        except Exception as error:  # one odd module costs one refusal
+            unreadable = place.refuse(f"looking at it raises {type(error).__name__} ({_first_line(error)})")
+            refused.append(Refusal(place.name, type(place.module).__name__, str(unreadable)))
+            continue
         if layer is not None:
             layers.append(layer)
         elif _looks_like_attention(place):
@@ -119,6 +123,11 @@ def survey(model: nn.Module, *, include: Sequence[str] | None = None, exclude: S
         tuple(layer for layer in layers if is_chosen(layer.name)),
         tuple(refusal for refusal in refused if is_chosen(refusal.name)),
     )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "nothing more is said"
 
 
 def _places(model: nn.Module) -> Iterable[Place]:

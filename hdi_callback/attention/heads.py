@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.projections import effective_weight
 from hdi_callback.errors import UnsupportedAttentionError
 
 Role = Literal["query", "key", "value", "output"]
@@ -18,16 +19,30 @@ ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """The heads' part of one linear map: `heads` blocks of `width` features each, one after the other.
+    """The heads' part of one linear map: for each head `width` of its features.
+
+    Feature i of head h is feature ``start + (h // block) * block_stride + (h % block) * stride + i * step`` of the map.
+    By default the heads lie one after the other.
 
     Attributes:
         module: the module that `parameter` starts from.
-        parameter: dotted path of the parameter, followed anew at every reading, so that parametrizations and replaced
-            modules are seen.
-        heads: number of blocks.
-        width: features per block.
-        start: first feature of the first block.
+        parameter: dotted path of the parameter, followed anew at every reading, so that parametrizations, adapters and
+            replaced modules are seen.
+        heads: number of heads.
+        width: features per head.
+        start: first feature of the first head.
         transposed: the parameter is stored ``(in_features, out_features)``, as in GPT-2's ``Conv1D``.
+        stride: features from one head to the next, `width` by default; where query, key and value of a head lie
+            together it is three times that.
+        step: features from one feature of a head to its next.
+        block: heads that lie together, all of them by default.
+        block_stride: features from one such block to the next.
+
+    Example:
+        >>> linear = nn.Linear(16, 24)  # query, key and value of head 0, then those of head 1
+        >>> keys = HeadSlice(linear, "weight", heads=2, width=4, start=4, stride=12)
+        >>> keys.index().tolist()
+        [[4, 5, 6, 7], [16, 17, 18, 19]]
     """
 
     module: nn.Module
@@ -36,33 +51,189 @@ class HeadSlice:
     width: int
     start: int = 0
     transposed: bool = False
+    stride: int | None = None
+    step: int = 1
+    block: int | None = None
+    block_stride: int = 0
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Features that the linear map takes, and that it gives."""
+        shape = self._parameter().shape
+        rows, columns = (int(size) for size in shape)
+        return (rows, columns) if self.transposed else (columns, rows)
+
+    @property
+    def in_features(self) -> int:
+        """Features that the heads' weight takes."""
+        return self.features[0]
 
     def matrix(self) -> Tensor:
-        """Read the whole matrix of the linear map.
+        """Read the whole matrix of the linear map, as it is used: with LoRA, base and update together.
 
         Returns:
-            ``(out_features, in_features)``, a view of the parameter.
+            ``(out_features, in_features)``, a view of the parameter where it is one.
         """
-        weight: Tensor = reduce(getattr, self.parameter.split("."), self.module)  # type: ignore[assignment]
+        weight = effective_weight(*self._owner())
         return weight.mT if self.transposed else weight
 
     def rows(self) -> Tensor:
         """Read heads that are blocks of output features, as those of a query, key or value projection are.
 
         Returns:
-            ``(heads, width, in_features)``, a view of the parameter.
+            ``(heads, width, in_features)``, a view of the matrix where its strides allow one.
         """
-        rows = self.matrix()[self.start : self.start + self.heads * self.width]
-        return rows.view(self.heads, self.width, rows.shape[1])
+        return self._heads_of(self.matrix())
 
     def columns(self) -> Tensor:
         """Read heads that are blocks of input features, as those of an output projection are.
 
         Returns:
-            ``(heads, width, out_features)``, a view of the parameter.
+            ``(heads, width, out_features)``, a view of the matrix where its strides allow one.
         """
-        columns = self.matrix().mT[self.start : self.start + self.heads * self.width]
-        return columns.view(self.heads, self.width, columns.shape[1])
+        return self._heads_of(self.matrix().mT)
+
+    def index(self) -> Tensor:
+        """Number the features of each head within the linear map.
+
+        Returns:
+            ``(heads, width)``, whole numbers.
+        """
+        head, block = torch.arange(self.heads), self._block
+        first = self.start + head // block * self.block_stride + head % block * self._stride
+        return first[:, None] + torch.arange(self.width) * self.step
+
+    def contradiction(self, is_output: bool) -> str | None:
+        """Say in what the shape of the parameter contradicts what is said of it.
+
+        Args:
+            is_output: the heads are blocks of input features.
+
+        Returns:
+            A predicate of "its weight", `None` if there is no contradiction.
+        """
+        parameter = self._parameter()
+        if not isinstance(parameter, Tensor) or parameter.dim() != 2:
+            return "is not a matrix"
+        index, count = self.index(), self.features[0 if is_output else 1]
+        if self.start < 0 or int(index.max()) >= count:
+            return f"has {count} features, fewer than {self.heads} heads of {self.width}"
+        if len(set(index.flatten().tolist())) != index.numel():
+            return "has heads that share features"
+        return None
+
+    @property
+    def _block(self) -> int:
+        return self.heads if self.block is None else self.block
+
+    @property
+    def _stride(self) -> int:
+        return self.width * self.step if self.stride is None else self.stride
+
+    def _owner(self) -> tuple[nn.Module, str]:
+        path, _, name = self.parameter.rpartition(".")
+        owner: nn.Module = reduce(getattr, path.split(".") if path else [], self.module)
+        return owner, name
+
+    def _parameter(self) -> Any:
+        return getattr(*self._owner())
+
+    def _heads_of(self, matrix: Tensor) -> Tensor:
+        columns = matrix.shape[1]
+        if self.step == 1 and self._stride == self.width and self._block == self.heads:
+            return matrix[self.start : self.start + self.heads * self.width].view(self.heads, self.width, columns)
+        by_feature, by_column = matrix.stride()
+        start = matrix.storage_offset() + self.start * by_feature
+        strides = (self.block_stride, self._stride, self.step)
+        sizes = (self.heads // self._block, self._block, self.width, columns)
+        apart = matrix.as_strided(sizes, (*(by_feature * stride for stride in strides), by_column), start)
+        return apart.flatten(0, 1)  # a copy if there are several blocks of several heads
+
+
+@dataclass(frozen=True)
+class HeadProduct:
+    r"""The heads' part of two linear maps, one after the other, as latent attention has it.
+
+    .. math:: W_h = A_h \operatorname{diag}(g) B
+
+    with :math:`A_h` a head's rows of the second map, :math:`B` rows of the first, and :math:`g` the gain of a norm in
+    between. The norm's factor for each token leaves subspaces as they are.
+
+    Attributes:
+        module: the attention that both belong to.
+        outer: heads of the second map.
+        inner: the part of the first map that the second one takes, as a single head.
+        gain: dotted path of the norm's gain, ``""`` if there is none.
+        gain_offset: added to the gain, 1 where a norm keeps its gain less one.
+    """
+
+    module: nn.Module
+    outer: HeadSlice
+    inner: HeadSlice
+    gain: str = ""
+    gain_offset: float = 0.0
+
+    @property
+    def parameter(self) -> str:
+        """Empty, as there is no single parameter: it depends on all that `module` holds."""
+        return ""
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.outer.heads
+
+    @property
+    def width(self) -> int:
+        """Features per head."""
+        return self.outer.width
+
+    @property
+    def in_features(self) -> int:
+        """Features that the first map takes."""
+        return self.inner.in_features
+
+    def rows(self) -> Tensor:
+        """Multiply both maps.
+
+        Returns:
+            ``(heads, width, in_features)``, computed anew.
+        """
+        outer, (inner,) = self.outer.rows(), self.inner.rows()
+        # Neither autocast nor TF32 is to round what is measured.
+        with torch.autocast(inner.device.type, enabled=False):
+            if self.gain:
+                gain: Tensor = reduce(getattr, self.gain.split("."), self.module)  # type: ignore[assignment]
+                outer = outer * (gain + self.gain_offset)
+            product: Tensor = outer @ inner.to(outer.dtype)
+            return product
+
+    def columns(self) -> Tensor:
+        """Refuse: no output projection is read as a product.
+
+        Raises:
+            UnsupportedAttentionError: always.
+        """
+        raise UnsupportedAttentionError("An output projection that is a product of two maps cannot be read.")
+
+    def contradiction(self, is_output: bool) -> str | None:
+        """Say in what the shapes of the parameters contradict what is said of them.
+
+        Args:
+            is_output: the heads are blocks of input features.
+
+        Returns:
+            A predicate of "its weight", `None` if there is no contradiction.
+        """
+        if is_output:
+            return "is a product of two maps"
+        found = self.outer.contradiction(False) or self.inner.contradiction(False)
+        if found is None and (self.inner.heads, self.inner.width) != (1, self.outer.in_features):
+            return f"takes {self.outer.in_features} features of {self.inner.heads} x {self.inner.width}"
+        return found
+
+
+HeadWeight: TypeAlias = HeadSlice | HeadProduct
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +260,7 @@ class AttentionLayer:
     head_dim: int
     value_dim: int
     kind: str
-    slices: Mapping[Role, HeadSlice] = field(repr=False)
+    slices: Mapping[Role, HeadWeight] = field(repr=False)
     output_projection: nn.Module | None = field(default=None, repr=False)
 
     def weight(self, role: Role) -> Tensor:
@@ -131,7 +302,7 @@ class AttentionLayer:
             "num_key_heads": self.num_key_heads,
             "head_dim": self.head_dim,
             "value_dim": self.value_dim,
-            "width": int(self.weight("key").shape[-1]),
+            "width": self.slices["key"].in_features,
             "kind": self.kind,
         }
 
@@ -168,10 +339,7 @@ def _contradiction(layer: AttentionLayer) -> str | None:
     for role, part in layer.slices.items():
         if (part.heads, part.width) != expected[role]:
             return f"its {role} weight is {part.heads} x {part.width}, expected {expected[role]}"
-        matrix = part.matrix()
-        if not isinstance(matrix, torch.Tensor) or matrix.dim() != 2:
-            return f"its {role} weight is not a matrix"
-        features = matrix.shape[1 if role == "output" else 0]
-        if part.start + part.heads * part.width > features:
-            return f"its {role} weight has {features} features, fewer than {part.heads} heads of {part.width}"
+        found = part.contradiction(role == "output")
+        if found is not None:
+            return f"its {role} weight {found}"
     return None if "key" in layer.slices else "it has no key weight"

@@ -14,11 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 
+from hdi_callback.attention import projections
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
+from hdi_callback.attention.projections import is_linear
 from hdi_callback.attention.trial import acts_as_claimed
 from hdi_callback.errors import UnsupportedAttentionError
 
@@ -112,6 +114,15 @@ def torch_attention(place: Place) -> AttentionLayer | None:
     module = place.module
     if not isinstance(module, nn.MultiheadAttention):
         return None
+    around = place.parent
+    if getattr(around, "base_layer", None) is module:
+        name = f"{type(around).__name__} of {type(around).__module__.partition('.')[0]}"
+        raise place.refuse(f"the {name} around it changes its weights within each forward")
+    if type(module).forward is not nn.MultiheadAttention.forward or "forward" in vars(module):
+        raise place.refuse("it is an `nn.MultiheadAttention` with a forward of its own")
+    reason = projections.objection(module.out_proj)
+    if reason is not None:
+        raise place.refuse(f"its `out_proj` is {reason}")
     H, width = module.num_heads, module.head_dim
     starts = {"query": 0, "key": module.embed_dim, "value": 2 * module.embed_dim}
     packed = module._qkv_same_embed_dim
@@ -151,17 +162,17 @@ _HARMLESS_NAMES = re.compile(
 
 def separate_projections(place: Place) -> AttentionLayer | None:
     """One linear map for the queries, one for the keys, one for the values, under any of the usual names."""
-    module = place.module
-    inputs = {role: _child(module, _NAMES[role]) for role in ("query", "key", "value")}
+    inputs = {role: _child(place, _NAMES[role]) for role in ("query", "key", "value")}
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     if query is None or key is None or value is None:
         return None
     output = _output_projection(place)
     _refuse_unknown_parts(place, [query, key, value, output])
-    H = _head_count(place)
+    doubts: list[str] = []
+    H = _head_count(place, doubts)
     width = _even(place, "query", query.features[1], H)
     _agree(place, width, H)
-    G = _key_head_count(place, H, width, key.features[1])
+    G = _key_head_count(place, H, width, key.features[1], doubts)
     value_dim = _even(place, "value", value.features[1], G)
     slices: dict[Role, HeadSlice] = {
         "query": query.slice(H, width),
@@ -169,8 +180,11 @@ def separate_projections(place: Place) -> AttentionLayer | None:
         "value": value.slice(G, value_dim),
     }
     layer = _with_output(place, slices, output, H, G, width, value_dim, _kind("separate", [query, key, value]))
-    if acts_as_claimed(layer) is False:  # names and shapes carry the claim where no trial can be made
+    is_as_claimed = acts_as_claimed(layer)  # names and shapes carry the claim where no trial can be made
+    if is_as_claimed is False:
         raise place.refuse("a trial forward shows that its heads are not the blocks of rows that its shapes suggest")
+    if doubts and is_as_claimed is None:
+        raise place.refuse(f"{doubts[0]}, and which of them holds could not be seen in a trial forward")
     return layer
 
 
@@ -182,25 +196,24 @@ _FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj"
 def fused_projection(place: Place) -> AttentionLayer | None:
     """One linear map whose rows are all queries, then all keys, then all values."""
     module = place.module
-    fused = _child(module, _FUSED_NAMES)
+    fused = _child(place, _FUSED_NAMES)
     if fused is None:
         return None
     output = _output_projection(place)
     _refuse_unknown_parts(place, [fused, output])
-    H = _head_count(place)
+    doubts: list[str] = []  # the trial decides
+    H = _head_count(place, doubts)
     rows = fused.features[1]
     claimed_width = _width_attribute(module)
     if claimed_width is not None and rows != 3 * H * claimed_width:
         width = claimed_width
-        G = _key_head_count(place, H, width, None)
+        G = _key_head_count(place, H, width, None, doubts)
         if rows != (H + 2 * G) * width:
             raise place.refuse(f"its fused projection has {rows} rows, which is not ({H} + 2 x {G}) heads x {width}")
     else:
         if rows % (3 * H):
             raise place.refuse(f"its fused projection has {rows} rows, which is not 3 x {H} heads x a whole width")
         G, width = H, rows // (3 * H)
-        if (claimed := _attribute(module, _KEY_HEAD_COUNTS)) not in (None, H):
-            raise place.refuse(f"it names {claimed} key heads, but its fused projection has rows for {H} of them")
     slices: dict[Role, HeadSlice] = {
         "query": fused.slice(H, width),
         "key": fused.slice(G, width, start=H * width),
@@ -232,34 +245,30 @@ class _Linear:
 
     @property
     def is_transposed(self) -> bool:
-        return _is_transposed(self.module)
+        return projections.is_transposed(self.module)
 
     @property
     def features(self) -> tuple[int, int]:
         """Features that come in, and that go out."""
-        rows, columns = self.module.weight.shape  # type: ignore[misc]
-        return (int(rows), int(columns)) if self.is_transposed else (int(columns), int(rows))
+        return projections.features(self.module)
 
     def slice(self, heads: int, width: int, start: int = 0) -> HeadSlice:
         return HeadSlice(self.owner, f"{self.path}.weight", heads, width, start, self.is_transposed)
 
 
-def _child(module: nn.Module, names: Iterable[str]) -> _Linear | None:
+def _child(place: Place, names: Iterable[str]) -> _Linear | None:
     """Find the one linear map among the direct children that has one of the names."""
-    found = [_Linear(module, name, child) for name in names if _is_linear(child := getattr(module, name, None))]
-    return found[0] if len(found) == 1 else None
+    module = place.module
+    found = [_Linear(module, name, child) for name in names if is_linear(child := _read(module, name))]
+    return _readable(place, found[0]) if len(found) == 1 else None
 
 
-def _is_linear(module: Any) -> TypeGuard[nn.Module]:
-    return isinstance(module, nn.Linear) or _is_transposed(module)
-
-
-def _is_transposed(module: Any) -> TypeGuard[nn.Module]:
-    # GPT-2's Conv1D (transformers.pytorch_utils), known without importing transformers.
-    if not isinstance(module, nn.Module) or type(module).__name__ != "Conv1D" or not hasattr(module, "nf"):
-        return False
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.dim() == 2 and weight.shape[1] == module.nf
+def _readable(place: Place, linear: _Linear) -> _Linear:
+    """Refuse a linear map whose matrix cannot be read."""
+    reason = projections.objection(linear.module)
+    if reason is not None:
+        raise place.refuse(f"its projection `{linear.path}` is {reason}")
+    return linear
 
 
 def _kind(name: str, linears: list[_Linear]) -> str:
@@ -271,13 +280,13 @@ def _output_projection(place: Place) -> _Linear | None:
     module = place.module
     found = []
     for name in _NAMES["output"]:
-        path, child = name, getattr(module, name, None)
+        path, child = name, _read(module, name)
         if isinstance(child, nn.Sequential) and len(child) > 0:
             path, child = f"{name}.0", child[0]
-        if _is_linear(child):
+        if is_linear(child):
             found.append(_Linear(module, path, child))
     if len(found) == 1:
-        return found[0]
+        return _readable(place, found[0])
     if found or place.parent is None:
         return None
     beside = getattr(getattr(place.parent, "output", None), "dense", None)
@@ -286,7 +295,7 @@ def _output_projection(place: Place) -> _Linear | None:
         getattr(place.parent, "self", None),
         getattr(place.parent, "attention", None),
     )
-    return _Linear(place.parent, "output.dense", beside) if is_bert and _is_linear(beside) else None
+    return _readable(place, _Linear(place.parent, "output.dense", beside)) if is_bert and is_linear(beside) else None
 
 
 def _refuse_unknown_parts(place: Place, known: list[_Linear | None]) -> None:
@@ -303,11 +312,23 @@ def _refuse_unknown_parts(place: Place, known: list[_Linear | None]) -> None:
             raise place.refuse(f"its parameter `{name}` may change what its heads receive")
 
 
+def _read(owner: Any, name: str) -> Any:
+    """Read an attribute; what raises is absent, as some configs do for what differs from layer to layer."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
+
+
+def _claims(owner: Any, names: Iterable[str]) -> dict[str, int]:
+    """Read the whole numbers that a module or config has under any of the names."""
+    values = {name: _read(owner, name) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, int) and not isinstance(value, bool)}
+
+
 def _attribute(module: nn.Module, names: Iterable[str]) -> int | None:
     """Read the one whole number that the module has under any of the names; two that differ are no evidence."""
-    values = {
-        value for name in names if isinstance(value := getattr(module, name, None), int) and not isinstance(value, bool)
-    }
+    values = set(_claims(module, names).values())
     return values.pop() if len(values) == 1 else None
 
 
@@ -315,35 +336,44 @@ def _width_attribute(module: nn.Module) -> int | None:
     return _attribute(module, _HEAD_WIDTHS)
 
 
-def _head_count(place: Place) -> int:
-    count = _attribute(place.module, _HEAD_COUNTS)
-    if count is None:
-        config = getattr(place.module, "config", None)
-        count = getattr(config, "num_attention_heads", None) if config is not None else None
-    if not isinstance(count, int) or count < 1:
+def _head_count(place: Place, doubts: list[str]) -> int:
+    """Establish the number of heads from attributes or the config; what contradicts it is in doubt."""
+    own = _claims(place.module, _HEAD_COUNTS)
+    if len(set(own.values())) > 1:
+        raise place.refuse(f"it names several numbers of heads ({_listed(own)})")
+    config = _claims(_read(place.module, "config"), ("num_attention_heads",))
+    count = next(iter({**own, **config}.values() if not own else own.values()), None)
+    if count is None or count < 1:
         raise place.refuse(f"it does not say how many heads it has (looked for {', '.join(_HEAD_COUNTS)})")
+    if any(value != count for value in config.values()):
+        doubts.append(f"it names {count} heads, and its config {next(iter(config.values()))}")
     return count
 
 
-def _key_head_count(place: Place, H: int, width: int, features: int | None) -> int:
+def _key_head_count(place: Place, H: int, width: int, features: int | None, doubts: list[str]) -> int:
     """Establish the number of key heads from attributes, from the config, and from the rows when there are any."""
-    claims = [_attribute(place.module, _KEY_HEAD_COUNTS)]
-    config = getattr(place.module, "config", None)
-    claims.append(getattr(config, "num_key_value_heads", None))
-    groups = getattr(place.module, "num_key_value_groups", None)
-    claims.append(H // groups if isinstance(groups, int) and groups > 0 and H % groups == 0 else None)
-    claimed = next((claim for claim in claims if isinstance(claim, int) and not isinstance(claim, bool)), None)
+    own = _claims(place.module, _KEY_HEAD_COUNTS)
+    config = _claims(_read(place.module, "config"), ("num_key_value_heads",))
+    groups = _claims(place.module, ("num_key_value_groups",))
+    told = [*own.values(), *config.values(), *(H // count for count in groups.values() if count > 0 and H % count == 0)]
     if features is None:
-        if claimed is None:
+        if not told:
             raise place.refuse("it does not say how many key heads it has")
-        return claimed
-    if features % width:
+        G = told[0]
+    elif features % width:
         raise place.refuse(f"its key projection has {features} rows, which is not a number of heads of width {width}")
-    G = features // width
-    if G != H and claimed != G:
-        told = "it names none" if claimed is None else f"it names {claimed}"
-        raise place.refuse(f"its key projection has rows for {G} heads of width {width}, but {told}")
+    else:
+        G = features // width
+        if G != H and G not in told:
+            names = f"it names {told[0]}" if told else "it names none"
+            raise place.refuse(f"its key projection has rows for {G} heads of width {width}, but {names}")
+    if any(count != G for count in told):
+        doubts.append(f"it has {G} key heads by its rows, and {_listed({**config, **groups, **own})}")
     return G
+
+
+def _listed(claims: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in claims.items())
 
 
 def _even(place: Place, role: str, features: int, heads: int) -> int:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hdi_callback.attention.heads import AttentionLayer, Role
+from hdi_callback.attention.heads import AttentionLayer, HeadProduct, HeadSlice, Role
 
 _TOKENS = 8
 _SEEDS = 3  # a draw may saturate a softmax, and then nothing changes; a claim that is wrong never passes
@@ -99,28 +99,26 @@ class _Changes:
         roles: tuple[Role, ...] = ("query", "key", "value")
         for role in roles:
             linear = _linear(layer, role)
-            features = layer.slices[role].matrix().shape[0]
+            features = _outer(layer, role).features[1]
             if linear not in self.answers:
                 # Away from zero, as a query of nearly zero hides its keys.
                 drawn = torch.empty(1, _TOKENS, features).uniform_(0.5, 1.5) * torch.randn(1, _TOKENS, features).sign()
                 self.answers[linear] = drawn.repeat(self.batch, 1, 1)
             if role != "value":
                 # So that products of queries and keys are of order one both with and without a scale.
-                part = layer.slices[role]
-                rows = slice(part.start, part.start + part.heads * part.width)
-                self.answers[linear][..., rows] *= part.width**-0.125
+                part = _outer(layer, role)
+                self.answers[linear][..., part.index()] *= part.width**-0.125
         for element, (case, heads) in enumerate(self.cases, 1):
             changed: Role = "value" if case == "weights" else case
-            part = layer.slices[changed]
-            rows = slice(part.start, part.start + part.heads * part.width)
-            answer = self.answers[_linear(layer, changed)][element, :, rows].view(_TOKENS, part.heads, part.width)
+            rows = _outer(layer, changed).index()
+            answer = self.answers[_linear(layer, changed)][element]
             if case == "value":
-                answer[:, heads] *= 2
+                answer[:, rows[heads].flatten()] *= 2
             elif case == "weights":
-                answer.zero_()
-                answer[self.token] = 1
+                answer[:, rows.flatten()] = 0
+                answer[self.token, rows.flatten()] = 1
             else:
-                answer[self.token, heads] *= -1
+                answer[self.token, rows[heads].flatten()] *= -1
 
     def are_seen_in(self, outputs: Tensor) -> bool:
         """Compare outputs ``(batch, length, H, d_v)`` with what the changes should have done."""
@@ -152,8 +150,14 @@ def _subsets(heads: int) -> list[Tensor]:
     return [mask for bit in bits for mask in (bit, ~bit) if mask.any()]
 
 
-def _linear(layer: AttentionLayer, role: Role) -> nn.Module:
+def _outer(layer: AttentionLayer, role: Role) -> HeadSlice:
+    """The last map on the way to a role."""
     part = layer.slices[role]
+    return part.outer if isinstance(part, HeadProduct) else part
+
+
+def _linear(layer: AttentionLayer, role: Role) -> nn.Module:
+    part = _outer(layer, role)
     return part.module.get_submodule(part.parameter.rpartition(".")[0])
 
 
@@ -199,9 +203,7 @@ def _forward(layer: AttentionLayer, changes: _Changes, is_batch_first: bool) -> 
     memo: dict[int, Any] = {}  # what `deepcopy` takes for copied already
     stubs = []
     for linear, answer in changes.answers.items():
-        features_in = next(
-            part.matrix().shape[1] for role, part in layer.slices.items() if _linear(layer, role) is linear
-        )
+        features_in = next(_outer(layer, role).in_features for role in layer.slices if _linear(layer, role) is linear)
         stubs.append(_Answer(features_in, answer if is_batch_first else answer.transpose(0, 1).contiguous()))
         memo[id(linear)] = stubs[-1]
     if layer.output_projection is not None:

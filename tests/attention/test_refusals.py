@@ -22,7 +22,7 @@ LOOK_ALIKES = {
     by_hand.Differential: "its parameter `lambda_q1` may change what its heads receive",
     by_hand.KnockingHeads: "its part `knock` (Linear) may change what its heads receive",
     by_hand.SaysNothing: "it does not say how many heads it has",
-    by_hand.ContradictsItself: "it does not say how many heads it has",
+    by_hand.ContradictsItself: "it names several numbers of heads (num_heads=4, n_heads=8)",
     by_hand.Contradicts: "it names a head width of 16, but its query projection has 4 heads x 8",
     by_hand.DoesNotDivide: "its query projection has 32 rows, which 5 heads do not divide",
     by_hand.TooFewKeys: "its key projection has rows for 2 heads of width 8, but it names none",

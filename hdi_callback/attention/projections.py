@@ -1,0 +1,189 @@
+"""Linear maps, and the matrix that they really multiply with.
+
+A module that is called a linear map need not multiply with its parameter `weight`: adapters add to it, quantised
+modules decode it first, and a subclass may do anything. Here the matrix is read as it is used, or the module is refused
+by its name.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hdi_callback.errors import UnsupportedAttentionError
+
+
+def is_linear(module: Any) -> TypeGuard[nn.Module]:
+    """Tell whether a module is meant as a linear map: `nn.Linear`, GPT-2's ``Conv1D``, or an adapter around one.
+
+    Args:
+        module: anything.
+
+    Returns:
+        True if so; `objection` tells whether its matrix can be read.
+    """
+    base = _base(module)
+    return isinstance(base, nn.Linear) or is_transposed(base)
+
+
+def is_transposed(module: Any) -> bool:
+    """Tell whether a linear map keeps its matrix as ``(in_features, out_features)``.
+
+    Args:
+        module: a linear map, or anything.
+
+    Returns:
+        True for GPT-2's ``Conv1D`` and adapters around it.
+    """
+    base = _base(module)
+    # Known without importing transformers.
+    if not isinstance(base, nn.Module) or type(base).__name__ != "Conv1D" or not hasattr(base, "nf"):
+        return False
+    weight = getattr(base, "weight", None)
+    return weight is not None and weight.dim() == 2 and weight.shape[1] == base.nf
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Count the features that a linear map takes and gives.
+
+    Args:
+        module: a linear map whose matrix can be read.
+
+    Returns:
+        Features that come in, and that go out.
+    """
+    rows, columns = _base(module).weight.shape
+    return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
+
+
+def objection(module: nn.Module) -> str | None:
+    """Say why the matrix that a linear map multiplies with cannot be read.
+
+    Args:
+        module: a linear map in the sense of `is_linear`.
+
+    Returns:
+        The reason, which begins with "a" and the name of the class; `None` if it can be read.
+    """
+    name = type(module).__name__
+    if _is_adapter(module):
+        return _objection_to_adapter(module)
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return f"a {name} without a matrix `weight`"
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        return f"a {name} with a quantised weight ({str(weight.dtype).removeprefix('torch.')})"
+    is_wrapped: bool = is_traceable_wrapper_subclass(weight)  # as torchao's; DTensors can be made whole
+    if is_wrapped and not hasattr(weight, "full_tensor"):
+        return f"a {name} with a quantised weight ({type(weight.data).__name__})"
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # that of accelerate only moves tensors
+        return f"a {name} whose forward was replaced"
+    # Its weight is the one that is trained; a rounded copy of it is multiplied with.
+    is_known = type(module).forward is nn.Linear.forward or name == "Float8Linear" or is_transposed(module)
+    if is_known or _multiplies(module, weight):
+        return None
+    return f"a {name}, which does not multiply with its weight alone"
+
+
+def effective_weight(module: nn.Module, name: str) -> Tensor:
+    """Read the matrix that a module really multiplies with.
+
+    Args:
+        module: the module that holds the parameter.
+        name: the name of the parameter.
+
+    Returns:
+        The matrix as it is stored, of LoRA the sum of base and updates; a live view where it is a parameter.
+
+    Raises:
+        UnsupportedAttentionError: if it cannot be read.
+    """
+    if name != "weight" or not _is_adapter(module):
+        weight: Tensor = getattr(module, name)
+        return weight
+    reason = _objection_to_adapter(module)
+    if reason is not None:
+        raise UnsupportedAttentionError(f"The weight of a linear map cannot be read: it is {reason}.")
+    weight = effective_weight(_child(module), name)
+    for adapter in _active(module):
+        weight = weight + module.get_delta_weight(adapter).to(weight)  # type: ignore[operator]
+    return weight
+
+
+# --- adapters, as those of peft, known without importing it
+
+
+def _is_adapter(module: Any) -> bool:
+    return isinstance(getattr(module, "base_layer", None), nn.Module) and hasattr(module, "active_adapters")
+
+
+def _child(module: Any) -> nn.Module:
+    child: nn.Module = module.base_layer
+    return child
+
+
+def _base(module: Any) -> Any:
+    while _is_adapter(module):
+        module = module.base_layer
+    return module
+
+
+def _active(module: Any) -> list[str]:
+    """The adapters whose updates are added in a forward."""
+    if module.disable_adapters or module.merged:
+        return []
+    return [name for name in module.active_adapters if name in module.lora_A]
+
+
+def _objection_to_adapter(module: Any) -> str | None:
+    name = type(module).__name__
+    where = f"a {name} of {type(module).__module__.partition('.')[0]}"
+    below = objection(_child(module))
+    if below is not None:
+        return f"{where} around {below}"
+    # Only of these it is known that their update is a matrix that is added to the base's.
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if "LoraLayer" not in kinds or name not in ("Linear", "SVDLinear"):
+        return f"{where}, whose update is not known to be a matrix that is added"
+    odd = [name for name in _active(module) if name in getattr(module, "lora_variant", {})]
+    if odd or any(getattr(module, "use_dora", {}).get(name) for name in _active(module)):
+        kind = type(module.lora_variant[odd[0]]).__name__ if odd else "DoRA"
+        return f"{where} with the variant {kind}, which is more than a matrix that is added"
+    return None
+
+
+# --- subclasses of nn.Linear with a forward of their own
+
+_MULTIPLY: dict[type[nn.Module], bool] = {}
+
+
+def _multiplies(module: nn.Module, weight: Tensor) -> bool:
+    """Tell whether a copy with other numbers in it gives ``x W^T + b``, as some do that only cast their input."""
+    names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    if not names <= {"weight", "bias"}:
+        return False
+    kind = type(module)
+    if kind not in _MULTIPLY:
+        _MULTIPLY[kind] = _tried(module, weight)
+    return _MULTIPLY[kind]
+
+
+def _tried(module: nn.Module, weight: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(weight.shape, generator=generator)
+    bias: Any = getattr(module, "bias", None)
+    shift = None if bias is None else torch.randn(bias.shape, generator=generator)
+    x = torch.randn(3, weight.shape[1], generator=generator)
+    # The parameters are taken for copied already, so that no large one is.
+    memo: dict[int, Any] = {id(weight): nn.Parameter(drawn), id(bias): None if shift is None else nn.Parameter(shift)}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
+            given = copy.deepcopy(module, memo).eval().forward(x)
+        return bool(torch.allclose(given, F.linear(x, drawn, shift), rtol=1e-4, atol=1e-3))
+    except Exception:
+        return False

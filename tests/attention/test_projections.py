@@ -1,0 +1,324 @@
+"""A weight is what a projection multiplies with, whatever is put around it; otherwise the layer is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdi_callback.attention import find_attention, survey
+from tests.attention import models as by_hand
+from tests.attention.models import D, H
+from tests.attention.witness import witness
+
+
+class LoraLayer:
+    """What is known of peft's class of this name."""
+
+
+class Linear(nn.Module, LoraLayer):
+    """LoRA around a linear map, with the attributes that peft gives it."""
+
+    def __init__(self, base_layer: nn.Module, is_transposed: bool = False):
+        super().__init__()
+        rows, columns = base_layer.weight.shape
+        taken, given = (rows, columns) if is_transposed else (columns, rows)
+        self.base_layer, self.is_transposed = base_layer, is_transposed
+        self.lora_A = nn.ModuleDict(
+            {"first": nn.Linear(taken, 2, bias=False), "second": nn.Linear(taken, 2, bias=False)}
+        )
+        self.lora_B = nn.ModuleDict(
+            {"first": nn.Linear(2, given, bias=False), "second": nn.Linear(2, given, bias=False)}
+        )
+        self.scaling = {"first": 2.0, "second": 0.5}
+        self.active_adapters, self.disable_adapters, self.merged = ["first"], False, False
+        self.lora_variant: dict[str, object] = {}
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def get_delta_weight(self, name: str) -> Tensor:
+        delta = self.scaling[name] * self.lora_B[name].weight @ self.lora_A[name].weight
+        return delta.mT if self.is_transposed else delta
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        if self.disable_adapters or self.merged:
+            return y
+        for name in self.active_adapters:
+            y = y + self.scaling[name] * self.lora_B[name](self.lora_A[name](x))
+        return y
+
+
+def given_by(module: nn.Module, taken: int) -> Tensor:
+    """The matrix of a linear map, from what it gives for the unit vectors."""
+    with torch.no_grad():
+        return (module(torch.eye(taken)) - module(torch.zeros(1, taken))).mT
+
+
+@pytest.mark.parametrize("active", [[], ["first"], ["second"], ["first", "second"]])
+@pytest.mark.parametrize("kind", [by_hand.Grouped, by_hand.NanoGPT])
+def test_the_weight_of_a_lora_layer_is_base_and_update(kind, active):
+    module = kind()
+    name = "c_attn" if kind is by_hand.NanoGPT else "k_proj"
+    setattr(module, name, Linear(getattr(module, name)))
+    projection = getattr(module, name)
+    projection.active_adapters = active
+    (layer,) = find_attention(nn.Sequential(module))
+    start = D if kind is by_hand.NanoGPT else 0
+    really = given_by(projection, D)[start : start + layer.num_key_heads * 8]
+    assert torch.allclose(layer.weight("key").flatten(0, 1), really, atol=1e-5)
+    is_base = torch.allclose(really, projection.base_layer.weight[start : start + len(really)], atol=1e-5)
+    assert is_base == (active == []), "an active update is seen"
+
+
+def test_updates_that_are_switched_off_or_merged_are_not_added():
+    module = by_hand.Grouped()
+    module.k_proj = Linear(module.k_proj)
+    (layer,) = find_attention(nn.Sequential(module))
+    for switch in ("disable_adapters", "merged"):
+        setattr(module.k_proj, switch, True)
+        assert torch.equal(layer.weight("key").flatten(0, 1), module.k_proj.base_layer.weight)
+        setattr(module.k_proj, switch, False)
+
+
+def test_updates_train_the_heads_that_are_read():
+    """The gradient of what is read reaches the adapter: an intervention can act on it."""
+    module = by_hand.Grouped()
+    module.k_proj = Linear(module.k_proj)
+    (layer,) = find_attention(nn.Sequential(module))
+    layer.weight("key").square().sum().backward()
+    assert module.k_proj.lora_A["first"].weight.grad.abs().max() > 0
+
+
+def test_a_variant_of_lora_is_refused_by_name():
+    class DoraLinearVariant:
+        pass
+
+    module = by_hand.Grouped()
+    module.k_proj = Linear(module.k_proj)
+    module.k_proj.lora_variant["first"] = DoraLinearVariant()
+    (refusal,) = survey(nn.Sequential(module)).refused
+    assert "`k_proj` is a Linear of tests with the variant DoraLinearVariant" in refusal.reason
+
+
+def test_an_adapter_of_another_kind_is_refused_by_name():
+    class HiraLinear(Linear):
+        pass
+
+    module = by_hand.Grouped()
+    module.q_proj = HiraLinear(module.q_proj)
+    (refusal,) = survey(nn.Sequential(module)).refused
+    assert "a HiraLinear of tests, whose update is not known to be a matrix that is added" in refusal.reason
+
+
+PEFT = importlib.util.find_spec("peft") is not None  # no dependency of the tests, and compared with where it is there
+
+
+if PEFT:
+
+    @pytest.mark.parametrize("kind", ["lora", "rslora", "adalora", "dora", "loha"])
+    def test_peft_is_read_as_it_multiplies_or_refused(kind):
+        import peft
+        import transformers as tf
+
+        torch.manual_seed(0)
+        names = {"target_modules": ["q_proj", "k_proj"]}
+        config = {
+            "lora": lambda: peft.LoraConfig(r=2, **names, init_lora_weights=False),
+            "rslora": lambda: peft.LoraConfig(r=2, use_rslora=True, **names, init_lora_weights=False),
+            "adalora": lambda: peft.AdaLoraConfig(init_r=2, total_step=10, **names, init_lora_weights=False),
+            "dora": lambda: peft.LoraConfig(r=2, use_dora=True, **names, init_lora_weights=False),
+            "loha": lambda: peft.LoHaConfig(r=2, **names, init_weights=False),
+        }[kind]()
+        llama = tf.LlamaConfig(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=99
+        )
+        model = peft.get_peft_model(tf.LlamaModel(llama), config)
+        found = survey(model)
+        if kind in ("dora", "loha"):
+            (refusal,) = found.refused
+            assert "of peft" in refusal.reason
+            return
+        (layer,) = found.layers
+        for role in ("query", "key"):
+            projection = layer.module.get_submodule(f"{role[0]}_proj")
+            really = given_by(projection.eval(), D)
+            assert torch.allclose(layer.weight(role).flatten(0, 1), really, atol=1e-5)
+            assert not torch.allclose(really, projection.base_layer.weight, atol=1e-3)
+
+
+# --- subclasses of nn.Linear
+
+
+class Casts(nn.Linear):
+    """As much code does for mixed precision."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class AddsLowRank(nn.Linear):
+    """LoRA written by hand; the identity at first."""
+
+    def __init__(self, taken, given):
+        super().__init__(taken, given)
+        self.lora_A, self.lora_B = nn.Parameter(torch.randn(2, taken)), nn.Parameter(torch.zeros(given, 2))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.lora_A.mT @ self.lora_B.mT
+
+
+class Normalises(nn.Linear):
+    """Weight standardisation, without a parameter that tells."""
+
+    def forward(self, x):
+        return F.linear(x, F.normalize(self.weight, dim=0), self.bias)
+
+
+class Int8(nn.Linear):
+    """Weights of one byte, decoded in the forward."""
+
+    def __init__(self, taken, given):
+        super().__init__(taken, given)
+        self.weight = nn.Parameter(torch.randint(-128, 127, (given, taken), dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight / 127, self.bias)
+
+
+def with_keys(kind: type[nn.Linear]) -> nn.Module:
+    module = by_hand.Grouped()
+    module.k_proj = kind(D, 16)
+    return nn.Sequential(module)
+
+
+def test_a_subclass_that_multiplies_with_its_weight_is_read():
+    (layer,) = find_attention(with_keys(Casts))
+    assert torch.equal(layer.weight("key").flatten(0, 1), layer.module.k_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (AddsLowRank, "its projection `k_proj` is a AddsLowRank, which does not multiply with its weight alone"),
+        (Normalises, "its projection `k_proj` is a Normalises, which does not multiply with its weight alone"),
+        (Int8, "its projection `k_proj` is a Int8 with a quantised weight (int8)"),
+    ],
+)
+def test_a_subclass_that_does_something_else_is_refused_by_name(kind, reason):
+    (refusal,) = survey(with_keys(kind)).refused
+    assert reason in refusal.reason
+
+
+def test_a_forward_that_was_replaced_is_refused():
+    model = with_keys(nn.Linear)
+    linear = model[0].k_proj
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)
+    (refusal,) = survey(model).refused
+    assert "its projection `k_proj` is a Linear whose forward was replaced" in refusal.reason
+
+
+# --- torch's attention, and what is put around it
+
+
+class Tempered(nn.MultiheadAttention):
+    """Keys of its own making."""
+
+    def forward(self, query, key, value, **options):
+        return super().forward(query, key.flip(-1), value, **options)
+
+
+class Quiet(nn.MultiheadAttention):
+    """A subclass that only has another constructor."""
+
+    def __init__(self):
+        super().__init__(D, H, batch_first=True)
+
+
+def test_a_subclass_of_torch_attention_with_a_forward_of_its_own_is_refused():
+    (refusal,) = survey(nn.Sequential(Tempered(D, H))).refused
+    assert "it is an `nn.MultiheadAttention` with a forward of its own" in refusal.reason
+
+
+def test_a_subclass_of_torch_attention_without_one_is_read():
+    assert [layer.num_heads for layer in find_attention(nn.Sequential(Quiet()))] == [H]
+
+
+def test_torch_attention_within_an_adapter_is_refused():
+    class MultiheadAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.MultiheadAttention(D, H)
+
+    (refusal,) = survey(nn.Sequential(MultiheadAttention())).refused
+    assert refusal.name == "0.base_layer"
+    assert "the MultiheadAttention of tests around it changes its weights within each forward" in refusal.reason
+
+
+# --- counts that contradict each other
+
+
+class Config:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+class Raises:
+    """As configs do where a value differs from layer to layer."""
+
+    num_attention_heads = H
+
+    @property
+    def num_key_value_heads(self):
+        raise ValueError("there is one for each layer")
+
+
+class NeedsMore(by_hand.Grouped):
+    """A forward that nobody can make up the inputs of."""
+
+    def forward(self, x, tables):
+        return super().forward(x + tables["position"])
+
+
+@pytest.mark.parametrize("config", [{"num_attention_heads": 8}, {"num_key_value_heads": 4}])
+def test_counts_that_contradict_the_config_are_refused_unless_a_trial_tells(config):
+    unclear, clear = NeedsMore(), by_hand.Grouped()
+    unclear.config = clear.config = Config(**config)
+    found = survey(nn.ModuleList([unclear, clear]))
+    (refusal,) = found.refused
+    assert refusal.name == "0"
+    assert "which of them holds could not be seen in a trial forward" in refusal.reason
+    (layer,) = found.layers
+    with witness(clear) as seen:
+        clear(torch.randn(2, 5, D))
+    (really,) = seen.computations
+    assert (layer.num_heads, layer.head_dim) == (really.query.shape[1], really.query.shape[-1])
+
+
+def test_key_heads_by_name_that_contradict_the_rows_are_refused():
+    module = NeedsMore(key_heads=4)
+    module.num_kv_heads = 2
+    (refusal,) = survey(nn.Sequential(module)).refused
+    assert "it has 4 key heads by its rows, and num_kv_heads=2" in refusal.reason
+
+
+def test_a_config_that_raises_is_read_around():
+    module = by_hand.Grouped()
+    module.config = Raises()
+    (layer,) = find_attention(nn.Sequential(module))
+    assert (layer.num_heads, layer.num_key_heads) == (4, 2)
+
+
+def test_one_odd_module_costs_one_refusal():
+    class Broken(nn.MultiheadAttention):
+        num_heads = property(lambda self: 1 / 0, lambda self, value: None)
+
+    found = survey(nn.ModuleDict({"odd": Broken(D, H), "good": by_hand.Grouped()}))
+    assert [layer.name for layer in found.layers] == ["good"]
+    (refusal,) = found.refused
+    assert "looking at it raises ZeroDivisionError (division by zero)" in refusal.message
