@@ -1,3 +1,4 @@
+# ruff: noqa: T201
 """Examine every architecture, each in a process of its own, and write the table of supported models.
 
     python -m tests.attention.sweep --output docs/supported-models.md
@@ -22,6 +23,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 MEMORY = 8 * 2**30
+
+
+def _versions() -> str:
+    import torch
+    import transformers
+
+    told = [f"torch {torch.__version__.split('+')[0]}", f"transformers {transformers.__version__}"]
+    return ", ".join(told)
 
 
 def _key() -> str:
@@ -131,11 +140,13 @@ def main() -> None:
     names = arguments.names or list(architectures())
     sweep(names, arguments.folder, arguments.workers, arguments.timeout, arguments.force)
     reports = [json.loads((arguments.folder / f"{name}.json").read_text()) for name in names]
+    for report in reports:
+        report["library"] = "timm" if report["name"].startswith("timm.") else "transformers"
     from tests.attention.sweep.table import summary, table
 
     print(summary(reports))
     if arguments.output is not None:
-        arguments.output.write_text(table(reports))
+        arguments.output.write_text(table(reports, _versions()))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ _SIZES: list[tuple[str, Any]] = [
     (r"num_channels|in_channels|num_input_channels|in_chans|n_channels$", None),
     (r"(^|_)(rank|temporal|spatial_merge_size|sampling_rate|sample_rate|num_labels|hop_length|n_fft)", None),
     (r"(kv|key_value|key)_heads$|n_head_kv|num_kv_heads", "key heads"),
-    (r"(^|_)(num_)?(attention_|attn_|query_|self_)?n?_?heads?$|nhead|n_heads?$|heads?_num|num_.*attention_heads", "heads"),
+    (r"(^|_)(num_)?(attention_|attn_|query_|self_)?n?_?heads?$|nhead|heads?_num|num_.*attention_heads", "heads"),
     (r"qk_rope_head_dim|rope_head_dim", 4),
     (r"(q_lora|kv_lora|lora|o_lora|latent|low_rank).*(rank|dim)", 16),
     (r"head_dim|head_size|d_kv|dim_head|kv_channels|head_width|d_head|attention_key_dim", WIDTH),
-    (r"(num|n)_(routed_|local_|shared_|global_)?experts_per_tok|moe_topk|moe_top_k|top_k_experts|num_selected_experts", 2),
-    (r"num_experts_per_token|experts_per_token", 2),
+    (r"(num|n)_(routed_|local_|shared_|global_)?experts_per_tok|moe_topk|moe_top_k|top_k_experts", 2),
+    (r"experts_per_token|num_selected_experts", 2),
     (r"n_shared_experts|num_shared_experts", 1),
     (r"(n_group|topk_group|num_expert_groups|n_expert_groups)$", 1),
     (r"(num|n)_.*experts$|moe_num_experts|num_experts|n_experts", 4),
@@ -36,13 +36,15 @@ _SIZES: list[tuple[str, Any]] = [
     (r"num_feat_extract|head_num_layers|num_conv_pos|num_prompt|num_bins", None),
     (r"max_(position|seq|source|target|len|text)|n_positions|max_2d|n_ctx|context_length", lambda v: min(v, 1024)),
     (r"conv_(dim|hidden)|(conv|stem)_channels", lambda v: min(v, 32)),
-    (r"kernel|stride|padding|dilation|pool|ratio|factor|_id$|_index$|window|expan|reduction|groups?$|steps|scales?$", None),
+    (r"kernel|stride|padding|dilation|pool|ratio|factor|_id$|_index$|window", None),
+    (r"expan|reduction|groups?$|steps|scales?$", None),
     (r"image_size|input_size|img_size", "image"),
     (r"patch_size", lambda v: min(v, 8)),
     (r"(num|n)_.*(queries|latents|query_tokens)|num_latents|query_length|num_queries|num_query", lambda v: min(v, 12)),
     (r"layers?$|depths?$|num_blocks|n_blocks|num_hidden|stages?_layers|num_.*_blocks|_layer$", "layers"),
-    (r"hidden_size|d_model|n_embd|^dim$|embed_dim|hidden_dim|model_dim|embedding_size|proj|_dim$|_dims$|^width$|d_latents|"
-     r"emb_dim|feature_size|out_features_dim|_size$|_width$|channels$|features$|n_embed|d_embed|d_inner|d_proj", "width"),
+    (r"hidden_size|d_model|n_embd|^dim$|embed_dim|hidden_dim|model_dim|embedding_size|proj", "width"),
+    (r"_dim$|_dims$|^width$", "width"),
+    (r"d_latents|emb_dim|feature_size|_size$|_width$|channels$|features$|n_embed|d_embed|d_inner|d_proj", "width"),
 ]  # fmt: skip
 
 # By config class, wherever it is a part: what keeps the small model whole.
@@ -74,14 +76,15 @@ def architectures() -> dict[str, tuple[str, str]]:
         if config_class in taken:
             continue
         own = [name for name, value in CONFIG_MAPPING_NAMES.items() if value == config_class]
-        name = next((name for name in own if model_type_to_module_name(name) == name.replace("-", "_")), model_type)
+        plain = config_class.removesuffix("Config").lower()
+        name = next((name for name in own if re.sub("[-_]", "", name) == plain), model_type)
         taken.add(config_class)
         found[name] = (f"transformers.models.{model_type_to_module_name(name)}", config_class)
     return dict(sorted(found.items()))
 
 
 def model_class(model_type: str) -> Any:
-    """Find the class to build: the one that the auto mappings name, `AutoModel` first, or the first that takes the config."""
+    """Find the class to build: the one that the auto mappings name, `AutoModel` first, or one that takes the config."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -94,7 +97,9 @@ def model_class(model_type: str) -> Any:
             return getattr(transformers, named if isinstance(named, str) else named[0])
     module, config_class = architectures()[model_type]
     for path in _modeling_modules(module):
-        kinds = [kind for kind in vars(path).values() if _takes(kind, config_class) and kind.__module__ == path.__name__]
+        kinds = [
+            kind for kind in vars(path).values() if _takes(kind, config_class) and kind.__module__ == path.__name__
+        ]
         kinds.sort(key=lambda kind: (kind.__name__.endswith("PreTrainedModel"), not kind.__name__.endswith("Model")))
         kinds = [kind for kind in kinds if "forward" in vars(kind)]
         if kinds:
@@ -150,7 +155,9 @@ def shrunken(
         elif isinstance(getattr(type(default), name, None), property):
             continue
         elif value is None and "empty" in left:
-            changed |= {name: size for pattern, size in _EMPTY if re.search(pattern, name)}
+            filled = next((size for pattern, size in _EMPTY if re.search(pattern, name)), None)
+            if filled is not None:
+                changed[name] = filled
         else:
             small = None if isinstance(value, (list, tuple)) and "lists" in left else _small(name, value, default)
             if small is not None:
@@ -222,7 +229,14 @@ def _small(name: str, value: Any, default: Any) -> Any:
 
 
 def _default_heads(default: Any) -> int | None:
-    for name in ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads", "encoder_attention_heads"):
+    for name in (
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+        "n_heads",
+        "decoder_attention_heads",
+        "encoder_attention_heads",
+    ):
         value = getattr(default, name, None)
         if isinstance(value, int):
             return value
@@ -312,14 +326,16 @@ def build(model_type: str) -> nn.Module:
             config = config_of(model_type, frozenset(left))
             if left:
                 with torch.device("meta"):
-                    size = sum(parameter.numel() for parameter in kind(config_of(model_type, frozenset(left))).parameters())
+                    size = sum(
+                        parameter.numel() for parameter in kind(config_of(model_type, frozenset(left))).parameters()
+                    )
                 if size > 30e6:
                     raise ValueError(f"{size} parameters where the config is left as it is")
             torch.manual_seed(0)
             return randomized(kind(config))
-        except ImportError:
-            raise
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203
+            if isinstance(error, ImportError):
+                raise
             first = first or error
     assert first is not None
     raise first
@@ -346,7 +362,7 @@ def randomized(model: nn.Module) -> nn.Module:
             if not parameter.is_floating_point():
                 continue
             if id(parameter) in attention_norm_biases:
-                # After a norm over all heads the length of a head's vector is not its own; a shift then hides its direction.
+                # After a norm over all heads a vector's length is not its head's own; a shift then hides its direction.
                 parameter.zero_()
             elif id(parameter) in norms:
                 parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tests.attention.sweep.judge import claim_of, heads_of, judge, merged
 from tests.attention.witness import Witness, witness
 
 BATCH = 41  # a prime, so that no other size is taken for it; more than twice the widest head
+_PRIMES = (41, 67, 107, 193, 373)
 _ATTENTION = re.compile(r"(?i)attention|attn")
 
 
@@ -38,7 +40,11 @@ def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str,
     found = survey(model)
     names = {module: name for name, module in model.named_modules()}
     claims = {layer.module: layer for layer in found.layers}
-    refusals = {dict(model.named_modules())[refusal.name]: refusal for refusal in found.refused}
+    parts = dict(model.named_modules())
+    refusals = {parts[refusal.name]: refusal for refusal in found.refused}
+    called: set[nn.Module] = set()
+    widest = max([layer.head_dim for layer in found.layers] + [layer.value_dim for layer in found.layers] + [8])
+    batch = next(prime for prime in _PRIMES if prime >= max(batch, 1.4 * widest + 8))
     report: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "claimed": len(claims),
@@ -50,24 +56,23 @@ def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str,
         "ways": [],
     }
     errors: list[str] = []
-    for way, seen in _runs(model, claims, refusals, batch, errors, runs):
+    for way, seen in _runs(model, claims, refusals, batch, errors, runs, called):
         report["ways"].append(way)
         _take(report, seen, names, claims, refusals, batch)
     report["errors"] = list(dict.fromkeys(errors))[-3:]
     report["unseen"] = [layer.name for layer in found.layers if layer.name not in report["layers"]]
-    report["unseen_refused"] = {
-        refusal.name: [refusal.module_type, refusal.reason]
-        for refusal in found.refused
-        if refusal.name not in report["refused"]
-    }
+    # What ran and computed no attention is none, though it was refused as if it were: linear attention, state spaces.
+    rest = [refusal for refusal in found.refused if refusal.name not in report["refused"]]
+    report["no_attention"] = sorted({r.module_type for r in rest if parts[r.name] in called})
+    report["unseen_refused"] = {r.name: [r.module_type, r.reason] for r in rest if parts[r.name] not in called}
     report["verdict"], report["reason"] = _verdict(report)
     return report
 
 
-def _runs(model, claims, refusals, batch, errors, runs) -> Iterator[tuple[str, Witness]]:
+def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tuple[str, Witness]]:
     """Run the model, then those of its parts with attention that has not run, then attention by itself."""
     ran: set[nn.Module] = set()
-    shake = {module: 0.5 for module in claims}
+    shake = dict.fromkeys(claims, 0.5)
 
     def attempt(module: nn.Module, calls: Iterator[Any], most: int) -> Witness | None:
         for count, call in enumerate(calls):
@@ -82,6 +87,8 @@ def _runs(model, claims, refusals, batch, errors, runs) -> Iterator[tuple[str, W
                 errors.append(f"{type(module).__name__}: {_first_line(error)}")
                 if not seen.computations:
                     continue
+            else:
+                called.update(one.module for one in seen.calls)
             if seen.computations:
                 ran.update(one.module for computation in seen.computations for one in computation.calls)
                 return seen
@@ -94,14 +101,15 @@ def _runs(model, claims, refusals, batch, errors, runs) -> Iterator[tuple[str, W
         for module in root.modules():
             if _ATTENTION.search(type(module).__name__) and module not in covered:
                 inner = [part for part in module.modules() if part is not module]
-                if not any(part in covered or _ATTENTION.search(type(part).__name__) for part in inner):
-                    if sum(parameter.dim() >= 2 for parameter in module.parameters()) >= 2:
-                        listed.append(module)
-        return [module for module in listed if not any(part in ran for part in module.modules())]
+                is_innermost = not any(part in covered or _ATTENTION.search(type(part).__name__) for part in inner)
+                if is_innermost and sum(parameter.dim() >= 2 for parameter in module.parameters()) >= 2:
+                    listed.append(module)
+        done = ran | (called & set(refusals))
+        return [module for module in listed if not any(part in done for part in module.modules())]
 
     if runs:
         for run in runs:
-            seen = attempt(model, iter([lambda: run(model)]), 1)
+            seen = attempt(model, iter([partial(run, model)]), 1)
             if seen is not None:
                 yield "forward", seen
         return
@@ -124,7 +132,7 @@ def _runs(model, claims, refusals, batch, errors, runs) -> Iterator[tuple[str, W
             continue
         layer = claims.get(module)
         width, head_dim = (layer.weight("query").shape[-1], layer.head_dim) if layer else (None, None)
-        calls = (_call(module, kwargs) for _, kwargs in inputs.for_attention(module, batch, width, head_dim))
+        calls = (_call(module, kwargs) for kwargs in inputs.for_attention(module, batch, width, head_dim))
         seen = attempt(module, calls, 60)
         if seen is not None:
             yield "alone", seen

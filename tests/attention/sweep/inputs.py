@@ -66,7 +66,9 @@ def for_model(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
     base = {"use_cache": False} if "use_cache" in names else {}
     decoder = [name for name in ("decoder_input_ids",) if name in names]
     all_known = [name for name in shapes if name in names and not name.startswith(("inputs_embeds", "encoder_"))]
-    plain = [name for name in all_known if name in ("input_ids", "pixel_values", "input_features", "input_values", "bbox")]
+    plain = [
+        name for name in all_known if name in ("input_ids", "pixel_values", "input_features", "input_values", "bbox")
+    ]
     wanted = [
         [main, *required, *decoder],
         [*plain, *required, *decoder],
@@ -108,7 +110,8 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
     images: list[Any] = [_noise(batch, channels, height, breadth), _noise(batch, channels, 64, 64)]
     if patch is not None and ("grid_thw" in names or any("grid" in name for name in names)):
         images = [_noise(batch * 16, patch), *images]
-    images += [_noise(batch, frames if isinstance(frames, int) else 2, channels, height, breadth)]
+    count = frames if isinstance(frames, int) else 2
+    images += [_noise(batch, count, channels, height, breadth)]
     images += [_noise(batch, 1, channels, height, breadth), _noise(batch, 16, patch or 48)]
     ids = _tokens(batch, LENGTH, vocabulary)
     length = read(config, "max_length", default=128)
@@ -124,7 +127,7 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         "input_ids": [ids, _tokens(batch, 16, vocabulary)],
         "decoder_input_ids": [_tokens(batch, LENGTH, decoder_vocabulary)],
         "pixel_values": images,
-        "pixel_values_videos": [_noise(batch, max(2, frames if isinstance(frames, int) else 2), channels, height, breadth)],
+        "pixel_values_videos": [_noise(batch, max(2, count), channels, height, breadth)],
         "input_values": [_noise(batch, 1600), _noise(batch, length if isinstance(length, int) else 128, mels),
                          _noise(batch, 1, 3200), _noise(batch, 24, mels)],
         "input_features": features,
@@ -165,7 +168,9 @@ _FIRST = re.compile(r"^(hidden_states?|x|input|inputs|query|queries|tensor|q|src
 _SECOND = re.compile(r"key|value|encoder|context|memory|latents|^k$|^v$|kv|cross|image|visual|feat|relative|pos")
 
 
-def for_attention(module: nn.Module, batch: int, width: int | None, head_dim: int | None) -> Iterator[tuple[list, dict]]:
+def for_attention(
+    module: nn.Module, batch: int, width: int | None, head_dim: int | None
+) -> Iterator[tuple[list, dict]]:
     """Give arguments for a single attention module, where the model around it does not run."""
     maps = [m for m in module.modules() if isinstance(getattr(m, "weight", None), Tensor) and m.weight.dim() == 2]
     taken = [m.weight.shape[0] if type(m).__name__ == "Conv1D" else m.weight.shape[1] for m in maps]
@@ -207,4 +212,4 @@ def for_attention(module: nn.Module, batch: int, width: int | None, head_dim: in
                 kwargs[name] = _noise(*n, d)
             elif is_needed:
                 kwargs[name] = None
-        yield [], kwargs
+        yield kwargs

@@ -1,9 +1,9 @@
 """Compare what a layer claims with what attention received, head by head.
 
 A claimed head is right if what its weight gives on an input of the layer determines what attention received for that
-head, up to an invertible map that is the same for all samples and a factor per sample: a bias, a norm, a rotation at one
-position. And no other claimed head may do so, so that heads that are swapped or cut across each other are caught. One
-position of many sequences is compared, for a rotation differs from position to position.
+head, up to an invertible map that is the same for all samples and a factor per sample: a bias, a norm, a rotation at
+one position. And no other claimed head may do so, so that heads that are swapped or cut across each other are caught.
+One position of many sequences is compared, for a rotation differs from position to position.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Finding:
 
 
 def merged(computations: list[Computation], batch: int) -> list[Computation]:
-    """Join computations that were made sequence by sequence: as many of one call, of equal shapes, as there are sequences."""
+    """Join computations that were made sequence by sequence: as many of one call, of equal shapes, as sequences."""
     joined: list[Computation] = []
     groups: dict[tuple, list[Computation]] = {}
     for one in computations:
@@ -113,7 +113,7 @@ def _by_head(one: Computation, batch: int) -> Iterator[_Heads]:
                 _split(one.value, at, first, last, batch),
                 _split(one.output, at, first, last, batch),
             )
-        except RuntimeError:
+        except RuntimeError:  # noqa: PERF203
             continue
 
 
@@ -296,7 +296,7 @@ def determined(received: Tensor, claimed: Tensor) -> Tensor:
         ``(heads, claimed heads)``; 0 is determined, 1 is unrelated.
     """
     n, h, w = received.shape
-    _, G, du = claimed.shape
+    G = claimed.shape[1]
     ones = claimed.new_ones(n, 1)
     residuals = received.new_full((h, G), float("inf"))
     centred = received - received.mean(0)
@@ -325,7 +325,7 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
         weight = claim.weight("output").detach().double()
     except Exception:
         return Finding(True, remarks=("no output weight",))
-    H, width, features = weight.shape
+    width, features = weight.shape[1:]
     if width != output.shape[-1]:
         return Finding(False, f"it claims heads with outputs of width {width}, attention has {output.shape[-1]}")
     if claim.output_projection is None:

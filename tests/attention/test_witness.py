@@ -1,0 +1,201 @@
+"""The judge of the sweep catches every wrong claim that looks right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention import find_attention
+from tests.attention import models as by_hand
+from tests.attention.models import D, H
+from tests.attention.sweep.judge import Claim, Finding, claim_of, determined, heads_of, judge, merged
+from tests.attention.witness import witness
+
+B, T = 41, 6
+
+
+def claimed_by_rows(module: nn.Module, rows: dict[str, torch.Tensor], heads: int = H, width: int = 8) -> Claim:
+    """A claim from the rows of each role; the output projection is left out."""
+
+    def weight(role: str) -> torch.Tensor:
+        if role == "output":
+            raise LookupError("no output weight is claimed")
+        return rows[role].view(-1, width, rows[role].shape[-1])
+
+    return Claim(module, heads, len(rows["key"]) // width, width, width, weight, None)
+
+
+def judged(module: nn.Module, claim: Claim) -> Finding:
+    with torch.no_grad(), witness(module) as seen:
+        module(torch.randn(B, T, D, generator=torch.Generator().manual_seed(0)))
+    (computation,) = merged(seen.computations, B)
+    return judge(claim, seen, computation, B)
+
+
+def thirds(module: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    return dict(zip(("query", "key", "value"), getattr(module, name).weight.detach().chunk(3)))
+
+
+def by_head(module: nn.Module) -> dict[str, torch.Tensor]:
+    parts = module.qkv_proj.weight.detach().view(H, 3, 8, D)
+    return {role: parts[:, i].flatten(0, 1) for i, role in enumerate(("query", "key", "value"))}
+
+
+def test_a_right_claim_is_right():
+    torch.manual_seed(0)
+    module = by_hand.NanoGPT().eval()
+    (layer,) = find_attention(nn.Sequential(module))
+    finding = judged(module, claim_of(layer))
+    assert finding == Finding(True, heads=4, key_heads=4, key_width=8, value_width=8)
+    assert judged(module, claimed_by_rows(module, thirds(module, "c_attn"))).is_right
+
+
+def test_interleaved_heads_read_as_contiguous_are_wrong():
+    torch.manual_seed(0)
+    module = by_hand.Interleaved()
+    finding = judged(module, claimed_by_rows(module, thirds(module, "qkv_proj")))
+    assert finding.is_right is False
+    assert "received" in finding.reason or "receives as key" in finding.reason
+    assert judged(module, claimed_by_rows(module, by_head(module))).is_right
+
+
+def test_contiguous_heads_read_as_interleaved_are_wrong():
+    torch.manual_seed(0)
+    module = by_hand.NanoGPT().eval()
+    module.qkv_proj = module.c_attn
+    assert judged(module, claimed_by_rows(module, by_head(module))).is_right is False
+
+
+@pytest.mark.parametrize("swapped", [("key", "value"), ("query", "key"), ("query", "value")], ids="-".join)
+def test_swapped_roles_are_wrong(swapped):
+    torch.manual_seed(0)
+    module = by_hand.NanoGPT().eval()
+    rows = thirds(module, "c_attn")
+    one, other = swapped
+    rows[one], rows[other] = rows[other], rows[one]
+    assert judged(module, claimed_by_rows(module, rows)).is_right is False
+
+
+@pytest.mark.parametrize("role", ["query", "key", "value"])
+def test_permuted_heads_of_one_role_are_wrong(role):
+    torch.manual_seed(0)
+    module = by_hand.NanoGPT().eval()
+    rows = thirds(module, "c_attn")
+    rows[role] = rows[role].view(H, 8, D)[[1, 0, 2, 3]].flatten(0, 1)
+    finding = judged(module, claimed_by_rows(module, rows))
+    assert finding.is_right is False
+    assert f"the claimed {role} heads" in finding.reason
+
+
+def test_heads_that_are_cut_across_each_other_are_wrong():
+    torch.manual_seed(0)
+    module = by_hand.NanoGPT().eval()
+    rows = thirds(module, "c_attn")
+    rows["key"] = rows["key"].roll(1, 0)  # each head has one row of its neighbour
+    assert judged(module, claimed_by_rows(module, rows)).is_right is False
+
+
+@pytest.mark.parametrize(("heads", "width"), [(2, 16), (8, 4)])
+def test_another_number_of_heads_is_wrong(heads, width):
+    torch.manual_seed(0)
+    module = by_hand.NanoGPT().eval()
+    finding = judged(module, claimed_by_rows(module, thirds(module, "c_attn"), heads, width))
+    assert finding.is_right is False
+    assert finding.reason == f"it claims {heads} heads, attention has 4"
+
+
+def test_groups_in_another_order_are_wrong():
+    torch.manual_seed(0)
+    module, tiled = by_hand.Grouped(), by_hand.GroupsTiled()
+    for one in (module, tiled):
+        rows = {
+            role: getattr(one, f"{role[0]}_proj").weight.detach() for role in ("query", "key", "value")
+        }  # fmt: skip
+        finding = judged(one, claimed_by_rows(one, rows))
+        assert finding.is_right is (one is module)
+    assert finding.key_heads != 2  # repeated in tiles, they are not told from as many of their own
+
+
+def test_a_wrong_output_weight_or_projection_is_wrong():
+    torch.manual_seed(0)
+    module = by_hand.NanoGPT().eval()
+    claim = claim_of(find_attention(nn.Sequential(module))[0])
+    turned = replace(claim, weight=lambda role: claim.weight(role).flip(0) if role == "output" else claim.weight(role))
+    assert "output weight" in judged(module, turned).reason
+    shuffled = by_hand.OutputsInAnotherOrder()
+    rows = thirds(shuffled, "c_attn") | {"output": shuffled.c_proj.weight.detach().mT}
+    claim = Claim(shuffled, H, H, 8, 8, lambda role: rows[role].view(H, 8, D), shuffled.c_proj)
+    assert "side by side" in judged(shuffled, claim).reason
+
+
+def test_a_norm_a_bias_a_rotation_and_a_factor_leave_a_head_determined_and_mixing_does_not():
+    g = torch.Generator().manual_seed(0)
+    u = torch.randn(B, H, 8, generator=g, dtype=torch.float64)
+    bias = torch.randn(H, 8, generator=g, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=g, dtype=torch.float64)).Q
+    factor = torch.rand(B, 1, 1, generator=g, dtype=torch.float64) + 0.1
+    normed = (u + bias) / (u + bias).square().mean(-1, keepdim=True).sqrt() * torch.rand(8, dtype=torch.float64)
+    for received in (u @ turn + bias, normed @ turn, factor * (u @ turn)):
+        residual = determined(received, u)
+        assert float(residual.diagonal().max()) < 1e-6
+        assert float((residual + 9 * torch.eye(H)).min()) > 0.05
+    mixed = u + 0.1 * u.roll(1, 1)
+    assert float(determined(mixed, u).diagonal().min()) > 0.02
+
+
+def test_keys_and_queries_are_seen_however_they_are_multiplied():
+    """A product, a batched one, a sum over letters, and torch's function give the same computation."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, H, T, 8, generator=g) for _ in range(3))
+
+    class Attend(nn.Module):
+        def __init__(self, way):
+            super().__init__()
+            self.way = way
+
+        def forward(self, q, k, v):
+            if self.way == "matmul":
+                return (q @ k.mT).softmax(-1) @ v
+            if self.way == "bmm":
+                q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+                return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)), dim=-1), v)
+            if self.way == "einsum":
+                weights = nn.functional.softmax(torch.einsum("bhid,bhjd->bhij", q, k), dim=-1)
+                return torch.einsum("bhij,bhjd->bhid", weights, v)
+            if self.way == "dots":
+                q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+                weights = torch.einsum("...qhd,...khd->...hqk", q, k).softmax(-1)
+                return torch.einsum("...hqk,...khd->...qhd", weights, v)
+            if self.way == "turned":  # channels first, weights on the right
+                return v.mT @ torch.softmax(q @ k.mT, -1).mT
+            return nn.functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+
+    for way in ("matmul", "bmm", "einsum", "dots", "turned", "sdpa"):
+        module = Attend(way)
+        with witness(module) as seen:
+            module(q, k, v)
+        (one,) = seen.computations
+        for expected, got in ((q, one.query), (k, one.key), (v, one.value)):
+            assert torch.equal(got.reshape(expected.shape), expected), way
+        expected = (q @ k.mT).softmax(-1) @ v
+        assert torch.allclose(one.output.reshape(expected.shape), expected, atol=1e-5), way
+        assert heads_of(one, B, T + 1) == H, way
+
+
+def test_products_without_a_softmax_and_routers_are_no_attention():
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.route, self.experts = nn.Linear(D, 4), nn.Parameter(torch.randn(4, D, D))
+
+        def forward(self, x):
+            share = self.route(x @ x.mT @ x).softmax(-1)
+            return torch.einsum("bte,btd->bed", share, x)
+
+    module = Router()
+    with torch.no_grad(), witness(module) as seen:
+        module(torch.randn(B, T, D))
+    assert seen.computations == []
