@@ -55,10 +55,10 @@ def _examine(name: str, path: Path, key: str) -> None:
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     torch.set_num_threads(1)
-    from tests.attention.sweep.examine import examine
-
     start = time.monotonic()
     try:
+        from tests.attention.sweep.examine import examine
+
         report = examine(name)
     except BaseException as error:
         import traceback
@@ -91,11 +91,12 @@ def sweep(names: list[str], folder: Path, workers: int, timeout: float, is_force
     print(f"{len(names)} architectures, {len(names) - len(waiting)} known, {len(waiting)} to examine", flush=True)
     import torch
 
+    from tests.attention.sweep import examine  # noqa: F401
     from tests.attention.sweep.architectures import build
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    # The libraries are imported once; what a process imports beyond them goes with it.
+    # The libraries and the code that the key stands for are imported once; what a process imports beyond goes with it.
     for common in ("bert", "clip"):
         build(common)
     context = multiprocessing.get_context("fork")
