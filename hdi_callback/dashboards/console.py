@@ -11,6 +11,7 @@ from hdi_callback.errors import HeadCollapseWarning
 if TYPE_CHECKING:
     from hdi_callback.attention import AttentionLayer, Refusal
     from hdi_callback.monitoring.alerts import Alert
+    from hdi_callback.monitoring.interventions import Intervention
     from hdi_callback.monitoring.watch import Outcome
 
 _Item = TypeVar("_Item")
@@ -23,6 +24,7 @@ def print_layers(
     refused: Sequence[Refusal],
     *,
     every_n_steps: int,
+    interventions: Iterable[Intervention] = (),
     say: Callable[[str], None] = print,
 ) -> None:
     """Print the layers that are watched and those that are not: a table on a terminal, plain lines elsewhere.
@@ -31,11 +33,14 @@ def print_layers(
         layers: the layers that are watched.
         refused: modules that look like attention but cannot be read.
         every_n_steps: optimizer steps between readings.
+        interventions: what may be done about alerts.
         say: takes the plain lines where no table can be drawn.
     """
     title = f"hdi_callback watches {len(layers)} attention layers, every {every_n_steps} optimizer steps"
     if not _print_table(title, layers, refused):
         say("\n".join(_lines(title, layers, refused)))
+    for intervention in interventions:
+        say(f"hdi_callback intervenes: {intervention.describe()}")
 
 
 def _heads(layer: AttentionLayer) -> str:

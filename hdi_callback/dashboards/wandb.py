@@ -67,12 +67,27 @@ class RunLog:
         metrics: names of metrics.
         layers: names of layers.
         step_metric: the axis of the curves, logged with every reading.
+        is_guest: put the readings into the rows that somebody else logs, so that a row with a step of their own, which
+            W&B drops if it comes late, is not overtaken. A reading gets a row of its own only if the next one comes
+            before anything else was logged.
     """
 
     name = "logging to W&B"
 
-    def __init__(self, run: Any, metrics: Sequence[str], layers: Iterable[str], step_metric: str = "step") -> None:
-        self._run, self._metrics, self._step_metric = run, list(metrics), step_metric
+    def __init__(
+        self,
+        run: Any,
+        metrics: Sequence[str],
+        layers: Iterable[str],
+        step_metric: str = "step",
+        *,
+        is_guest: bool = False,
+    ) -> None:
+        self._run, self._metrics, self._step_metric, self._is_guest = run, list(metrics), step_metric, is_guest
+        self._open_row: int | None = None
+        if is_guest:  # the axis of all others is not ours
+            for metric in self._metrics:
+                run.define_metric(f"{metric}/*", step_metric=step_metric)
         define_metrics(run, self._metrics, layers, step_metric=step_metric)
 
     def follow(self, outcome: Outcome) -> None:
@@ -82,5 +97,12 @@ class RunLog:
             outcome: the reading.
         """
         tags = outcome.record.scalars(self._metrics)
-        self._run.log({**tags, self._step_metric: outcome.record.axis})
+        row = {**tags, self._step_metric: outcome.record.axis}
+        if not self._is_guest:
+            self._run.log(row)
+        else:
+            if self._open_row == self._run.step:
+                self._run.log({}, commit=True)
+            self._run.log(row, commit=False)
+            self._open_row = self._run.step
         send_alerts(self._run, outcome)

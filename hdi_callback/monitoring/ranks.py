@@ -63,6 +63,31 @@ def number_of_processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def is_first_rank() -> bool:
+    """Tell whether this is the process that writes for all.
+
+    Returns:
+        True outside `torch.distributed`.
+    """
+    return number_of_processes() == 1 or dist.get_rank() == 0
+
+
+def from_first_rank(thing: Any) -> Any:
+    """Give every rank what the first has.
+
+    Args:
+        thing: what can be pickled.
+
+    Returns:
+        That of the first rank; this one if it is alone.
+    """
+    if number_of_processes() == 1:
+        return thing
+    box = [thing]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 class Meeting:
     """Find the ranks that measure together, and make sure once that all of them came.
 
