@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.layouts import Place, describe_attention
+from hdi_callback.attention.layouts import Place, describe_attention, found_by_behaviour
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
 
 
@@ -91,28 +91,35 @@ def survey(model: nn.Module, *, include: Sequence[str] | None = None, exclude: S
     Raises:
         MisconfigurationError: if a pattern matches no attention layer; the message lists what exists.
     """
-    layers: list[AttentionLayer] = []
-    refused: list[Refusal] = []
-    for place in _places(model):
+    places = {place.name: place for place in _places(model)}
+    layers: dict[str, AttentionLayer] = {}
+    refusals: dict[str, Refusal] = {}
+    for place in places.values():
         try:
             layer = describe_attention(place)
         except UnsupportedAttentionError as error:
-            refused.append(Refusal(place.name, type(place.module).__name__, str(error)))
+            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(error))
             continue
         except Exception as error:  # one odd module costs one refusal
             unreadable = place.refuse(f"looking at it raises {type(error).__name__} ({_first_line(error)})")
-            refused.append(Refusal(place.name, type(place.module).__name__, str(unreadable)))
+            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(unreadable))
             continue
         if layer is not None:
-            layers.append(layer)
+            layers[place.name] = layer
         elif _looks_like_attention(place):
-            unknown = place.refuse("none of the known layouts fits its parameters")
-            refused.append(Refusal(place.name, type(place.module).__name__, str(unknown)))
+            unknown = place.refuse("none of the known layouts fits its parameters, and a trial forward shows no heads")
+            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(unknown))
+    _look_at_behaviour(places, layers)
+    described = [name for name in places if name in layers or name in refusals]
     # A wrapper is told apart by its parts: what contains a described or refused attention is not reported itself.
-    described = [layer.name for layer in layers] + [refusal.name for refusal in refused]
-    refused = [item for item in refused if not any(_is_inside(name, item.name) for name in described)]
-    layers = [item for item in layers if not any(_is_inside(item.name, other.name) for other in layers)]
-    names = [layer.name for layer in layers] + [refusal.name for refusal in refused]
+    refused = [
+        refusals[name]
+        for name in described
+        if name not in layers and not any(_is_inside(other, name) for other in described)
+    ]
+    found = [layers[name] for name in places if name in layers]
+    found = [layer for layer in found if not any(_is_inside(layer.name, other.name) for other in found)]
+    names = [layer.name for layer in found] + [refusal.name for refusal in refused]
     _check_patterns("include", include, names)
     _check_patterns("exclude", exclude, names)
 
@@ -120,9 +127,27 @@ def survey(model: nn.Module, *, include: Sequence[str] | None = None, exclude: S
         return (include is None or _matches(name, include)) and not _matches(name, exclude or ())
 
     return Survey(
-        tuple(layer for layer in layers if is_chosen(layer.name)),
+        tuple(layer for layer in found if is_chosen(layer.name)),
         tuple(refusal for refusal in refused if is_chosen(refusal.name)),
     )
+
+
+def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionLayer]) -> None:
+    """Find heads where no layout does, from the innermost modules outwards; adds to `layers`."""
+    in_vain: set[tuple[type, tuple[tuple[str, tuple[int, ...]], ...]]] = set()
+    for name in sorted(places, key=lambda name: len(name.split(".")) if name else 0, reverse=True):
+        place = places[name]
+        if any(name == other or _is_inside(name, other) or _is_inside(other, name) for other in layers):
+            continue
+        shapes = tuple((path, tuple(parameter.shape)) for path, parameter in place.module.named_parameters())
+        alike = (type(place.module), shapes)
+        if alike in in_vain:  # a model has many alike
+            continue
+        layer = found_by_behaviour(place)
+        if layer is None:
+            in_vain.add(alike)
+        else:
+            layers[name] = layer
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from hdi_callback.errors import UnsupportedAttentionError
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
+Centring = Literal["", "head", "layer"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class HeadSlice:
         step: features from one feature of a head to its next.
         block: heads that lie together, all of them by default.
         block_stride: features from one such block to the next.
+        centring: what is subtracted from each row, as a LayerNorm behind the map does from what the rows give: the mean
+            of the rows of its ``"head"``, or of all heads in the ``"layer"``.
 
     Example:
         >>> linear = nn.Linear(16, 24)  # query, key and value of head 0, then those of head 1
@@ -55,6 +58,7 @@ class HeadSlice:
     step: int = 1
     block: int | None = None
     block_stride: int = 0
+    centring: Centring = ""
 
     @property
     def features(self) -> tuple[int, int]:
@@ -81,9 +85,12 @@ class HeadSlice:
         """Read heads that are blocks of output features, as those of a query, key or value projection are.
 
         Returns:
-            ``(heads, width, in_features)``, a view of the matrix where its strides allow one.
+            ``(heads, width, in_features)``, a view of the matrix where its strides allow one and nothing is subtracted.
         """
-        return self._heads_of(self.matrix())
+        rows = self._heads_of(self.matrix())
+        if not self.centring:
+            return rows
+        return rows - rows.mean(1 if self.centring == "head" else (0, 1), keepdim=True)
 
     def columns(self) -> Tensor:
         """Read heads that are blocks of input features, as those of an output projection are.

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from hdi_callback.attention import projections
+from hdi_callback.attention.finder import find_heads
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
+from hdi_callback.attention.norms import with_norms
 from hdi_callback.attention.projections import is_linear
 from hdi_callback.attention.trial import acts_as_claimed
 from hdi_callback.errors import UnsupportedAttentionError
@@ -98,12 +100,37 @@ def describe_attention(place: Place) -> AttentionLayer | None:
     Raises:
         UnsupportedAttentionError: if it is attention, and its heads cannot be established.
     """
-    registered = [layout for kind, layout in _REGISTERED if isinstance(place.module, kind)]
-    for layout in (*registered, torch_attention, fused_projection, separate_projections):
+    for layout in (*_registered(place), torch_attention, fused_projection, separate_projections):
         layer = layout(place)
         if layer is not None:
-            return check_layer(layer)
+            return check_layer(layer if _registered(place) else with_norms(layer))
     return None
+
+
+def found_by_behaviour(place: Place) -> AttentionLayer | None:
+    """Find heads that no layout knows by what a copy of the module does.
+
+    Args:
+        place: the module and where it stands.
+
+    Returns:
+        The layer; `None` if the module does not act as attention, could not be run, or has a layout of the user's own.
+    """
+    layer = None if _registered(place) else find_heads(place.name, place.module)
+    if layer is None:
+        return None
+    layer = with_norms(layer)
+    if layer.output_projection is not None:
+        return layer
+    output = _output_projection(place)
+    if output is None or output.owner is not place.parent or output.features[0] != layer.num_heads * layer.value_dim:
+        return layer
+    slices = {**layer.slices, "output": output.slice(layer.num_heads, layer.value_dim)}
+    return replace(layer, slices=slices, output_projection=output.module)
+
+
+def _registered(place: Place) -> list[Layout]:
+    return [layout for kind, layout in _REGISTERED if isinstance(place.module, kind)]
 
 
 # --- torch's own attention

@@ -1,45 +1,177 @@
 """Run a copy of a module with stubs in place of its linear maps.
 
 What stubs answer is chosen by who asks; what reaches the output projection, or comes back, then tells how attention
-uses the answers. The user's module, its buffers and the random state are not touched, no large matrix is copied, and
-inputs that attention needs beside its tokens are made up, or are those of a real forward.
+uses the answers. The user's module, its buffers and the random state are not touched, and no large matrix is copied.
+Inputs are made up; a module that needs others cannot be run.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-TOKENS = 8
-_NORM = re.compile(r"(q|k|query|key)_?(norm|layer_?norm)$|norm_?[qk]$", re.IGNORECASE)
+_NORM = re.compile(r"(q|k|v|query|key|value)_?(norm|layer_?norm)$|norm_?[qkv]$", re.IGNORECASE)
 _SINK = re.compile("sink", re.IGNORECASE)
+_BIAS = re.compile("bias$", re.IGNORECASE)
+_ROTARY_WIDTHS = (
+    "qk_rope_head_dim", "rotary_dim", "rotary_ndims", "rope_dim", "head_dim", "attention_head_size", "head_size",
+)  # fmt: skip
 _INPUT_NAMES = frozenset({"q", "k", "v", "query", "key", "value", "queries", "keys", "values", "kv", "context"})
 
 
+Shape = Literal["batch first", "length first", "flat"]
+
+
 @dataclass(frozen=True)
-class Arguments:
-    """What a forward was given: tensors of one sequence and few tokens, and plain values.
+class MadeUp:
+    """Inputs that are made up. Nothing that is claimed rests on them: where they do not fit, nothing is seen.
 
     Attributes:
-        args: by position.
-        kwargs: by name.
-        is_batch_first: whether the first of them is ``(batch, length, width)`` and not ``(length, batch, width)``.
+        shape: ``(batch, length, width)``, ``(length, batch, width)``, or ``(batch * length, width)`` with
+            ``cu_seqlens``.
+        tokens: the length.
+        rotary: features of the rotation, which is none.
+        is_masked: whether masks are there, of ones; `None` otherwise.
+        is_biased: whether the biases of positions that a forward requires are there, of zeros; `None` otherwise.
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    is_batch_first: bool = True
+    shape: Shape = "batch first"
+    tokens: int = 8
+    rotary: int = 1
+    is_masked: bool = False
+    is_biased: bool = False
+
+    def arguments(self, forward: Any, batch: int, width: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the arguments of a forward.
+
+        Args:
+            forward: the method.
+            batch: sequences.
+            width: features of the tokens.
+
+        Returns:
+            Arguments by position and by name.
+        """
+        x = torch.randn(1, self.tokens, width).expand(batch, -1, -1)
+        x = self.lay_out(x)
+        tokens = (1, self.tokens) if self.shape != "flat" else (batch * self.tokens,)
+        others: dict[str, Any] = {}
+        for parameter in list(inspect.signature(forward).parameters.values())[1:]:
+            name = parameter.name
+            if name in ("position_embeddings", "rotary_pos_emb", "rope"):
+                others[name] = (torch.ones(*tokens, self.rotary), torch.zeros(*tokens, self.rotary))
+            elif name == "cu_seqlens" and self.shape == "flat":
+                others[name] = torch.arange(0, batch * self.tokens + 1, self.tokens, dtype=torch.int32)
+            elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            elif self.is_masked and name in ("attention_mask", "mask", "attn_mask"):
+                others[name] = torch.ones(batch, 1, self.tokens, self.tokens)
+            elif name in ("position_ids", "positions", "cache_position"):
+                place = torch.arange(self.tokens)
+                others[name] = place if name == "cache_position" else place.expand(batch, -1)
+            elif parameter.default is not parameter.empty:
+                continue
+            elif self.is_biased and name in ("alibi", "position_bias", "attention_bias", "bias"):
+                others[name] = torch.zeros(1, 1, 1)
+            elif name in _INPUT_NAMES:
+                others[name] = x
+            elif name == "residual":
+                others[name] = torch.zeros_like(x)
+            else:
+                others[name] = None
+        return (x,), others
+
+    def lay_out(self, tokens: Tensor) -> Tensor:
+        """Bring tokens into the shape that the forward is given.
+
+        Args:
+            tokens: ``(batch, length, features)``.
+
+        Returns:
+            The same, in the shape of `shape`.
+        """
+        if self.shape == "flat":
+            return tokens.flatten(0, 1)
+        return tokens if self.shape == "batch first" else tokens.transpose(0, 1)
+
+    def by_token(self, output: Any, batch: int) -> Tensor | None:
+        """Bring what came of a forward back.
+
+        Args:
+            output: in the shape of `shape`, or with batch and length in one.
+            batch: sequences.
+
+        Returns:
+            ``(batch, length, features)``; `None` if it is something else.
+        """
+        if not isinstance(output, Tensor):
+            return None
+        if output.dim() == 4 and 1 in output.shape[1:3]:  # a single head
+            output = output.squeeze(1) if output.shape[1] == 1 else output.squeeze(2)
+        if output.dim() == 2 and output.shape[0] % batch == 0:
+            output = output.reshape(*((-1, batch) if self.shape == "length first" else (batch, -1)), output.shape[1])
+        if output.dim() != 3:
+            return None
+        output = output.transpose(0, 1) if self.shape == "length first" else output
+        return output if output.shape[0] == batch else None
+
+
+def ways_to_run(module: nn.Module, rotary: int | None = None) -> Iterator[MadeUp]:
+    """Give the inputs that are worth trying, the usual ones first.
+
+    Args:
+        module: the module.
+        rotary: features of the rotation, if they are known.
+
+    Yields:
+        One way after the other.
+    """
+    names = set(inspect.signature(module.forward).parameters)
+    widths = [] if rotary is None else [rotary]
+    if names & {"position_embeddings", "rotary_pos_emb", "rope"}:
+        # Names are asked for no more than a size that may fit.
+        for owner in (module, getattr(module, "config", None)):
+            for name in _ROTARY_WIDTHS:
+                with suppress(Exception):
+                    widths.append(int(getattr(owner, name)))
+        widths += [width // 2 for width in widths]
+    widths = [width for width in dict.fromkeys([*widths, 1]) if width > 0]
+    shapes: tuple[Shape, ...] = ("flat",) if "cu_seqlens" in names else ("batch first", "length first")
+    lengths = dict.fromkeys([8, *_lengths(module)])
+    masks = (False, True) if names & {"attention_mask", "mask", "attn_mask"} else (False,)
+    biases = (False, True) if names & {"alibi", "position_bias", "attention_bias", "bias"} else (False,)
+    for length, is_masked, is_biased, width, shape in itertools.product(lengths, masks, biases, widths, shapes):
+        yield MadeUp(shape, length, width, is_masked, is_biased)
+
+
+def _lengths(module: nn.Module) -> Iterator[int]:
+    """Guess lengths that a module may insist on: the sizes of windows and images that it keeps."""
+    for name, value in vars(module).items():
+        if isinstance(value, (tuple, list)) and len(value) == 2 and all(type(size) is int for size in value):
+            area = value[0] * value[1]
+        elif type(value) is int and "window" in name:
+            area = value * value
+        elif type(value) is int and "resolution" in name:
+            area = value if "num" in name else value * value
+        else:
+            continue
+        if 2 < area <= 256:
+            yield area
+    for table in module.buffers(recurse=False):  # of pairs of positions
+        if table.dim() >= 2 and table.shape[-1] == table.shape[-2] and 2 < table.shape[-1] <= 256:
+            yield int(table.shape[-1])
 
 
 @contextmanager
@@ -81,18 +213,14 @@ class Answer(Stub):
     Args:
         features_in: features that the map takes.
         answer: ``(batch, length, features)``.
-        is_batch_first: whether it is called with the batch first.
+        way: how the forward is run.
         inner: the map for what is not a sequence of tokens; by default that is an error.
     """
 
-    def __init__(
-        self, features_in: int, answer: Tensor, *, is_batch_first: bool = True, inner: Tensor | None = None
-    ) -> None:
+    def __init__(self, features_in: int, answer: Tensor, way: MadeUp, inner: Tensor | None = None) -> None:
         super().__init__(features_in, answer.shape[-1])
-        self.answer = answer if is_batch_first else answer.transpose(0, 1).contiguous()
-        self.is_batch_first = is_batch_first
-        self.inner = inner
-        self.was_called = False
+        self.answer, self.way, self.inner = answer, way, inner
+        self.was_called, self.was_inner = False, False
         self.received: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,19 +235,15 @@ class Answer(Stub):
         Raises:
             ValueError: if this is not a sequence of tokens.
         """
-        if x.dim() == 2 and x.shape[0] == self.answer[..., 0].numel():
-            self._received(x.unflatten(0, self.answer.shape[:2]))
-            return self.answer.flatten(0, 1).clone()
-        if x.shape[:-1] != self.answer.shape[:-1]:
+        received = self.way.by_token(x, self.answer.shape[0])
+        if received is None or received.shape[1] != self.answer.shape[1]:
             if self.inner is None:
                 raise ValueError("the tokens were taken apart before they were projected")
+            self.was_inner = True
             return F.linear(x, self.inner)
-        self._received(x)
-        return self.answer.clone()
-
-    def _received(self, x: Tensor) -> None:
-        self.was_called = True
-        self.received = x if self.is_batch_first else x.transpose(0, 1)
+        self.was_called, self.received = True, received
+        # A copy, as some work in place.
+        return self.way.lay_out(self.answer).reshape(*x.shape[:-1], -1).clone()
 
 
 class ReachedError(Exception):
@@ -155,80 +279,45 @@ class Run:
 
 
 def run_copy(
-    module: nn.Module,
-    stubs: Mapping[nn.Module, Stub],
-    *,
-    batch: int,
-    width: int,
-    rotary: int,
-    given: Arguments | None = None,
-    is_batch_first: bool = True,
-    is_traced: bool = False,
+    module: nn.Module, stubs: Mapping[nn.Module, Stub], way: MadeUp, *, batch: int, width: int, is_traced: bool = False
 ) -> Run:
     """Copy a module with stubs in it, and run it once.
 
     Args:
         module: the module.
         stubs: what stands in for which of the modules within.
+        way: the inputs that are made up.
         batch: sequences.
         width: features of the tokens that are made up.
-        rotary: features of the rotation that is made up.
-        given: inputs of a real forward, in place of those that are made up.
-        is_batch_first: whether tokens are made up as ``(batch, length, width)``.
         is_traced: note what the modules without a stub within were given and gave.
 
     Returns:
         What came of it.
     """
     memo: dict[int, Any] = {id(linear): stub for linear, stub in stubs.items()}  # taken for copied already
-    trial = copy.deepcopy(module, memo).eval()
+    trial = copy.deepcopy(module, memo)
+    trial.eval()  # what some forget to return
     for part in trial.modules():
         _make_plain(part)
-    dtype = torch.float32
-    trial.to(device="cpu", dtype=dtype)
+    trial.to(device="cpu", dtype=torch.float32)
     for name, parameter in trial.named_parameters():  # what is the identity at first, or zero, does not stay so
-        with torch.no_grad():
-            if _SINK.search(name):
-                parameter.fill_(-1e4)
-            else:
-                parameter.uniform_(0.5, 1.5)
         parameter.requires_grad_(False)
+        if _SINK.search(name):
+            parameter.fill_(-1e4)
+        elif _BIAS.search(name):
+            parameter.zero_()
+        else:
+            parameter.uniform_(0.5, 1.5)
     run = Run(None)
     if is_traced:
         _trace(trial, run)
-    if given is None:
-        x = torch.randn(batch, TOKENS, width)[:1].expand(batch, -1, -1)
-        x = x if is_batch_first else x.transpose(0, 1)
-        args, kwargs = (x,), _other_inputs(trial.forward, x, rotary)
-    else:
-        args, kwargs = ((_repeated(part, batch, given.is_batch_first)) for part in (given.args, dict(given.kwargs)))
+    args, kwargs = way.arguments(trial.forward, batch, width)
     try:
         output = trial.forward(*args, **kwargs)
     except ReachedError as reached:
         (output,) = reached.args
     run.output = output[0] if isinstance(output, tuple) else output
     return run
-
-
-def by_token(output: Any, batch: int, is_batch_first: bool) -> Tensor | None:
-    """Bring what came of a forward into one shape.
-
-    Args:
-        output: ``(batch, length, features)``, the same with the length first, or ``(batch * length, features)``.
-        batch: sequences.
-        is_batch_first: which of them it is.
-
-    Returns:
-        ``(batch, length, features)``; `None` if it is something else.
-    """
-    if not isinstance(output, Tensor):
-        return None
-    if output.dim() == 2 and output.shape[0] % batch == 0:
-        output = output.unflatten(0, (batch, -1) if is_batch_first else (-1, batch))
-    if output.dim() != 3:
-        return None
-    output = output if is_batch_first else output.transpose(0, 1)
-    return output if output.shape[0] == batch else None
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -254,8 +343,9 @@ def _make_plain(module: nn.Module) -> None:
     if hasattr(config, "_attn_implementation"):
         config._attn_implementation = "eager"  # the config is a copy as well
     for name, child in module.named_children():
-        # A norm over all heads only scales each of them.
-        if _NORM.match(name) and "norm" in type(child).__name__.lower():
+        kind = type(child).__name__.lower()
+        # A norm over all heads only scales each of them, and one over the batch each of their features.
+        if (_NORM.match(name) and "norm" in kind) or "batchnorm" in kind:
             setattr(module, name, nn.Identity())
 
 
@@ -269,37 +359,3 @@ def _trace(trial: nn.Module, run: Run) -> None:
                 run.passed[name] = (args[0], output, part)
 
         part.register_forward_hook(note)
-
-
-def _repeated(value: Any, batch: int, is_batch_first: bool) -> Any:
-    """Give tensors of one sequence to every element of the batch."""
-    if isinstance(value, Tensor):
-        value = value.detach().to(device="cpu", dtype=torch.float32 if value.is_floating_point() else None)
-        place = 0 if is_batch_first else 1
-        if value.dim() >= 2 + place and value.shape[place] == 1:
-            return value.expand(*(batch if dim == place else -1 for dim in range(value.dim())))
-        return value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_repeated(item, batch, is_batch_first) for item in value)
-    if isinstance(value, dict):
-        return {name: _repeated(item, batch, is_batch_first) for name, item in value.items()}
-    return value
-
-
-def _other_inputs(forward: Any, x: Tensor, rotary: int) -> dict[str, Any]:
-    """Make up the inputs that a forward needs beside its first: no mask, no cache, no rotation, the same tokens."""
-    others: dict[str, Any] = {}
-    for parameter in list(inspect.signature(forward).parameters.values())[1:]:
-        name = parameter.name
-        if name == "position_embeddings":
-            others[name] = (torch.ones(1, TOKENS, rotary), torch.zeros(1, TOKENS, rotary))
-        elif parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        ):
-            continue
-        elif name in _INPUT_NAMES:
-            others[name] = x
-        else:
-            others[name] = None
-    return others

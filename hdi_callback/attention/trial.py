@@ -9,20 +9,20 @@ known by four properties of what reaches the output projection:
 - another query at one token changes the output of its head at that token, and nothing else;
 - another key at one token changes the outputs of its heads at other tokens, and no other head's;
 - twice the values double the outputs of their heads exactly, and change no other head's;
-- values of one at one token and zero elsewhere give the attention weights: none is negative, and all features of a head
-  have the same. So a claimed head is not two, side by side or one subtracted from the other.
+- values of one at one token and zero elsewhere, against values of one at all, give the attention weights: none is
+  negative, and all features of a head have the same. So a claimed head is not two, side by side or one subtracted from
+  the other. Gates behind attention cancel.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.heads import AttentionLayer, HeadProduct, HeadSlice, Role
-from hdi_callback.attention.probe import TOKENS, Answer, Receive, Stub, by_token, in_private, run_copy
+from hdi_callback.attention.probe import Answer, MadeUp, Receive, Stub, in_private, run_copy, ways_to_run
 
 _SEEDS = 3  # a draw may saturate a softmax, and then nothing changes; a claim that is wrong never passes
 _CHANGED, _SAME = 1e-4, 1e-5  # relative to the largest output
@@ -39,21 +39,23 @@ def acts_as_claimed(layer: AttentionLayer) -> bool | None:
         that nobody can make up, cannot be copied, or uses its projections without calling them.
     """
     verdicts = []
-    for seed, is_batch_first in itertools.product(range(_SEEDS), (True, False)):
-        verdicts.append(_try(layer, is_batch_first, seed))
-        if verdicts[-1]:
-            return True
-        if verdicts[-2:] == [None, None]:
-            break
+    for way in ways_to_run(layer.module, layer.head_dim):
+        for seed in range(_SEEDS):
+            verdict = _try(layer, way, seed)
+            if verdict:
+                return True
+            verdicts.append(verdict)
+            if verdict is None:
+                break
     # Without an output projection what comes back may be anything, and is no evidence against the claim.
     return False if False in verdicts and layer.output_projection is not None else None
 
 
-def _try(layer: AttentionLayer, is_batch_first: bool, seed: int) -> bool | None:
+def _try(layer: AttentionLayer, way: MadeUp, seed: int) -> bool | None:
     try:
         with in_private(seed), torch.no_grad():
-            changes = _Changes(layer)
-            outputs = _forward(layer, changes, is_batch_first)
+            changes = _Changes(layer, way.tokens)
+            outputs = _forward(layer, changes, way)
     except Exception:
         return None
     if outputs is None or not outputs.isfinite().all() or not outputs[0].any():
@@ -61,27 +63,21 @@ def _try(layer: AttentionLayer, is_batch_first: bool, seed: int) -> bool | None:
     return changes.are_seen_in(outputs)
 
 
-def _forward(layer: AttentionLayer, changes: _Changes, is_batch_first: bool) -> Tensor | None:
+def _forward(layer: AttentionLayer, changes: _Changes, way: MadeUp) -> Tensor | None:
     """Run a copy with stubs for projections; give what reaches the output projection, ``(batch, length, H, d_v)``."""
     stubs: dict[nn.Module, Stub] = {}
     for linear, answer in changes.answers.items():
         features_in = next(_outer(layer, role).in_features for role in layer.slices if _linear(layer, role) is linear)
-        stubs[linear] = Answer(features_in, answer, is_batch_first=is_batch_first)
+        stubs[linear] = Answer(features_in, answer, way)
     answers = list(stubs.values())
     if layer.output_projection is not None:
         stubs[layer.output_projection] = Receive(layer.num_heads * layer.value_dim, 1)
-    run = run_copy(
-        layer.module,
-        stubs,
-        batch=changes.batch,
-        width=answers[0].in_features,
-        rotary=layer.head_dim,
-        is_batch_first=is_batch_first,
-    )
+    width = layer.slices["query" if "query" in layer.slices else "key"].in_features
+    run = run_copy(layer.module, stubs, way, batch=changes.batch, width=width)
     if not all(isinstance(stub, Answer) and stub.was_called for stub in answers):
         return None
-    outputs = by_token(run.output, changes.batch, is_batch_first)
-    if outputs is None or outputs.shape[1] != TOKENS:
+    outputs = way.by_token(run.output, changes.batch)
+    if outputs is None or outputs.shape[1] != way.tokens:
         return None
     by_head: Tensor = outputs.reshape(*outputs.shape[:2], layer.num_heads, layer.value_dim)
     return by_head
@@ -90,18 +86,19 @@ def _forward(layer: AttentionLayer, changes: _Changes, is_batch_first: bool) -> 
 class _Changes:
     """The projections' answers: in element 0 of the batch as drawn, in each other one with some heads changed."""
 
-    def __init__(self, layer: AttentionLayer) -> None:
-        self.layer = layer
+    def __init__(self, layer: AttentionLayer, tokens: int) -> None:
+        self.layer, self.tokens = layer, tokens
         H, G = layer.num_heads, layer.num_key_heads
         # what is changed, and in which of its heads
-        self.cases: list[tuple[Literal["query", "key", "value", "weights"], Tensor]] = [
+        self.cases: list[tuple[Literal["query", "key", "value", "ones", "weights"], Tensor]] = [
             *(("query", heads) for heads in _subsets(H)),
             *(("key", heads) for heads in _subsets(G)),
             *(("value", heads) for heads in _subsets(G)),
+            ("ones", torch.ones(G, dtype=torch.bool)),
             ("weights", torch.ones(G, dtype=torch.bool)),
         ]
         self.batch = 1 + len(self.cases)
-        self.token = TOKENS // 2
+        self.token = tokens // 2
         self.answers: dict[nn.Module, Tensor] = {}
         roles: tuple[Role, ...] = ("query", "key", "value")
         for role in roles:
@@ -109,18 +106,20 @@ class _Changes:
             features = _outer(layer, role).features[1]
             if linear not in self.answers:
                 # Away from zero, as a query of nearly zero hides its keys.
-                drawn = torch.empty(1, TOKENS, features).uniform_(0.5, 1.5) * torch.randn(1, TOKENS, features).sign()
+                drawn = torch.empty(1, tokens, features).uniform_(0.5, 1.5) * torch.randn(1, tokens, features).sign()
                 self.answers[linear] = drawn.repeat(self.batch, 1, 1)
             if role != "value":
                 # So that products of queries and keys are of order one both with and without a scale.
                 part = _outer(layer, role)
                 self.answers[linear][..., part.index()] *= part.width**-0.125
         for element, (case, heads) in enumerate(self.cases, 1):
-            changed: Role = "value" if case == "weights" else case
+            changed: Role = "query" if case == "query" else "key" if case == "key" else "value"
             rows = _outer(layer, changed).index()
             answer = self.answers[_linear(layer, changed)][element]
             if case == "value":
                 answer[:, rows[heads].flatten()] *= 2
+            elif case == "ones":
+                answer[:, rows.flatten()] = 1
             elif case == "weights":
                 answer[:, rows.flatten()] = 0
                 answer[self.token, rows.flatten()] = 1
@@ -131,18 +130,22 @@ class _Changes:
         """Compare outputs ``(batch, length, H, d_v)`` with what the changes should have done."""
         plain = outputs[0]
         scale = plain.abs().max()
-        elsewhere = torch.arange(TOKENS) != self.token
+        elsewhere = torch.arange(self.tokens) != self.token
         for output, (case, heads) in zip(outputs[1:], self.cases):
             heads = heads.repeat_interleave(self.layer.num_heads // len(heads))
             change = (output - plain).abs().amax(-1) / scale  # (length, H)
             if case == "query":
                 is_seen = change[self.token, heads].min() > _CHANGED
-                heads = heads & (torch.arange(TOKENS) == self.token)[:, None]  # and no other token's
+                heads = heads & (torch.arange(self.tokens) == self.token)[:, None]  # and no other token's
             elif case == "key":
                 is_seen = change[elsewhere][:, heads].amax(0).min() > _CHANGED
             elif case == "value":
                 is_seen = (output - 2 * plain)[:, heads].abs().max() < _SAME * scale
+            elif case == "ones":
+                gate = output  # a gate behind attention, where there is one
+                continue
             else:
+                output = output / gate
                 is_seen = output.min() > -_SAME and (output - output[..., :1]).abs().max() < _SAME
             others = change[~heads] if heads.dim() == 2 else change[:, ~heads]
             if not is_seen or (others > _SAME).any():

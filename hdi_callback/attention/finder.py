@@ -1,0 +1,406 @@
+"""Find heads by behaviour, where no layout knows the module.
+
+No name is read. A copy of the module runs with stubs that answer in place of all of its linear maps, and what reaches
+the one that mixes tokens (or comes back, if none does) tells in four steps where the heads are:
+
+1. Answers that are the same for all tokens come through attention as they are, for attention weights add up to one. So
+   if each feature answers with a number of its own, every feature of the output says which feature it averages: these
+   are the values. Numbers are factors, so that gates behind attention cancel.
+2. Values of one at one token and zero elsewhere give the attention weights. Features of the output with the same
+   weights belong to one head.
+3. The derivative of a head's output at the last token is zero for all features but those of its query at that token,
+   and those of its keys and values at all. A feature that matters elsewhere even if its own value is left out of
+   account is one of the key.
+4. Key features that all heads share beside their own, such as the rotary part of latent attention, are set to zero and
+   left apart.
+
+If a projection is fed by another, the heads' weights are products of both. Whatever is found is a claim like any other:
+`acts_as_claimed` has to confirm it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention import projections
+from hdi_callback.attention.heads import AttentionLayer, HeadProduct, HeadSlice, HeadWeight, Role
+from hdi_callback.attention.probe import Answer, MadeUp, Run, in_private, run_copy, ways_to_run
+from hdi_callback.attention.trial import acts_as_claimed
+
+_BASE = 64  # of the digits by which features are known
+_MATTERS = 1e-6  # a derivative, relative to the largest of its head
+_SCALES = (1.0, 0.3, 2.0)  # of the answers: a softmax may be flat or saturated at one of them
+_MOST_LINEARS = 16
+
+
+def find_heads(name: str, module: nn.Module) -> AttentionLayer | None:
+    """Find the heads of a module that may be attention.
+
+    Args:
+        name: its dotted path.
+        module: the module.
+
+    Returns:
+        The layer; `None` if it does not act as attention with heads of its own, or could not be run.
+    """
+    linears = _linears(module)
+    if not 2 <= len(linears) <= _MOST_LINEARS:
+        return None
+    if any(projections.objection(linear) is not None for linear in linears.values()):
+        return None
+    for way, (seed, scale) in itertools.product(ways_to_run(module), enumerate(_SCALES)):
+        try:
+            with in_private(seed), torch.enable_grad():
+                layer = _Finder(name, module, linears, way, scale).find()
+        except Exception:  # a module that cannot be run so is not known
+            continue
+        if layer is not None and acts_as_claimed(layer):
+            return layer
+    return None
+
+
+class _Finder:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        linears: dict[str, nn.Module],
+        way: MadeUp,
+        scale: float,
+    ) -> None:
+        self.name, self.module, self.linears, self.way = name, module, linears, way
+        self.features = {path: projections.features(linear) for path, linear in linears.items()}
+        starts = [0, *itertools.accumulate(given for _, given in self.features.values())]
+        self.starts = dict(zip(linears, starts))
+        self.count = starts[-1]
+        width = self.features[next(iter(linears))][0]
+        self.width = width
+        self.drawn = {
+            path: scale
+            * torch.empty(1, way.tokens, given).uniform_(0.5, 1.5)
+            * torch.randn(1, way.tokens, given).sign()
+            * given**-0.125
+            for path, (_, given) in self.features.items()
+        }
+        # What is called on parts of tokens, as a map that all heads share, is left out at first if it can be.
+        self.inner = {
+            path: torch.eye(given) if taken == given else torch.randn(given, taken)
+            for path, (taken, given) in self.features.items()
+        }
+        self.receiver: str | None = None
+        self.fed_by: dict[str, list[str]] = {}  # linear map -> those whose answers are in what it is given
+
+    def find(self) -> AttentionLayer | None:
+        """Go through the four steps."""
+        first, stubs = self._run(self.drawn, is_traced=True)
+        self.first, self.first_stubs, self.first_answers = first, stubs, dict(self.drawn)
+        self._follow()
+        values = self._values()
+        heads = None if values is None else self._heads(values)
+        return None if values is None or heads is None else self._claim(values, heads)
+
+    # --- running
+
+    def _run(self, answers: dict[str, Tensor], *, is_traced: bool = False) -> tuple[Run, dict[str, Answer]]:
+        stubs = {
+            path: Answer(self.features[path][0], answers[path], self.way, self.inner[path]) for path in self.linears
+        }
+        replaced = {self.linears[path]: stub for path, stub in stubs.items()}
+        batch = next(iter(answers.values())).shape[0]
+        return run_copy(self.module, replaced, self.way, batch=batch, width=self.width, is_traced=is_traced), stubs
+
+    def _output_of(self, run: Run, stubs: dict[str, Answer]) -> Tensor | None:
+        if self.receiver is not None:
+            received = stubs[self.receiver].received
+        else:
+            received = self.way.by_token(run.output, next(iter(stubs.values())).answer.shape[0])
+        if received is None or received.shape[1] != self.way.tokens or not received.isfinite().all():
+            return None
+        return received
+
+    def _outputs(self, answers: dict[str, Tensor]) -> Tensor:
+        output = self._output_of(*self._run(answers))
+        if output is None:
+            raise ValueError("nothing came of it")
+        return output
+
+    # --- 0. what feeds what
+
+    def _follow(self) -> None:
+        """Find the linear map whose input at one token depends on other tokens, and what feeds each of the others."""
+        leaves = {path: answer.clone().requires_grad_() for path, answer in self.drawn.items()}
+        _, stubs = self._run(leaves)
+        mixed = []
+        for path, stub in stubs.items():
+            self.fed_by[path] = []
+            if stub.received is None or not stub.received.requires_grad:
+                continue
+            one = stub.received[0, -1]
+            gradients = torch.autograd.grad(
+                (one * torch.randn_like(one)).sum(), list(leaves.values()), retain_graph=True, allow_unused=True
+            )
+            self.fed_by[path] = [
+                other for other, gradient in zip(leaves, gradients) if gradient is not None and gradient.any()
+            ]
+            if any(gradient is not None and gradient[0, :-1].any() for gradient in gradients):
+                mixed.append(path)
+        if len(mixed) > 1:
+            raise ValueError("several maps are given a mix of tokens")
+        self.receiver = mixed[0] if mixed else None
+
+    # --- 1. the values
+
+    def _values(self) -> Tensor | None:
+        """For each feature of the output the number of the feature that it averages, ``(features,)``."""
+        values = None
+        for path, start in self.starts.items():
+            numbers, digits = torch.arange(self.features[path][1]), [torch.zeros(self.features[path][1])]
+            while len(digits) == 1 or int(numbers.max()):
+                digits.append(1.0 + numbers % _BASE)
+                numbers = numbers // _BASE
+            coded = torch.stack(digits)  # zero, then the digits plus one
+            answers = {
+                other: answer[:, :1].abs().expand(len(coded), self.way.tokens, -1)
+                for other, answer in self.drawn.items()
+            }
+            answers[path] = answers[path] * (1 + coded / _BASE)[:, None]
+            outputs = self._outputs(answers)
+            # A gate behind attention cancels, unless it comes from the same map as the values.
+            read = (outputs[1:] / outputs[:1] - 1) * _BASE
+            whole = read.round()
+            if values is None:
+                values = torch.full((outputs.shape[-1],), -1)
+            is_read = ((read - whole).abs() < 0.02) & (whole >= 1) & (whole <= _BASE) & (whole == whole[:, :1])
+            of_this = is_read.all(0).all(0)
+            powers = _BASE ** torch.arange(len(whole))
+            features = ((whole[:, 0, of_this].long() - 1) * powers[:, None]).sum(0)
+            if (features >= self.features[path][1]).any():
+                return None
+            values[of_this] = start + features
+        return values if values is not None and int(values.min()) >= 0 else None
+
+    # --- 2. the heads
+
+    def _heads(self, values: Tensor) -> Tensor | None:
+        """For each head the features of its output, ``(heads, width)``."""
+        answers = {path: answer.repeat(self.way.tokens, 1, 1) for path, answer in self.drawn.items()}
+        for path, index in self._split(torch.unique(values)):
+            answers[path][:, :, index] = 0
+            for token in range(self.way.tokens):
+                answers[path][token, token, index] = 1
+        outputs = self._outputs(answers)
+        weights = (outputs / outputs.sum(0)).flatten(0, 1).mT  # (features, tokens * tokens), gates cancelled
+        left = torch.ones(len(weights), dtype=torch.bool)
+        heads = []
+        while left.any():
+            one = int(left.nonzero()[0])
+            members = left & ((weights - weights[one]).abs().amax(-1) < 1e-5)
+            if not members.any():
+                return None
+            heads.append(members.nonzero().flatten())
+            left &= ~members
+        if len({len(members) for members in heads}) != 1:
+            return None
+        return torch.stack(heads)
+
+    def _split(self, numbers: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Tell features by their linear map."""
+        for path, start in self.starts.items():
+            own = numbers[(numbers >= start) & (numbers < start + self.features[path][1])] - start
+            if len(own):
+                yield path, own
+
+    # --- 3. queries and keys
+
+    def _matter(self, values: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
+        """Tell for each head which features matter at the last token alone, and which elsewhere."""
+        # A loss over half of a head's features does not see the values of the other half: what matters to both is none.
+        halves = [heads[:, ::2], heads[:, 1::2]] if heads.shape[1] > 1 else [heads]
+        derivatives = [self._derivatives(half, self.drawn) for half in halves]
+        here = torch.stack([whole[:, -1] for whole in derivatives]).amin(0) > _MATTERS
+        elsewhere = torch.stack([whole[:, :-1].amax(1) for whole in derivatives]).amin(0) > _MATTERS
+        # Where all tokens have the same values, queries and keys do not matter; a gate does.
+        constant = {path: answer.clone() for path, answer in self.drawn.items()}
+        for path, index in self._split(torch.unique(values)):
+            constant[path][..., index] = 1
+        gates = torch.stack([self._derivatives(half, constant)[:, -1] for half in halves]).amin(0) > _MATTERS
+        return here & ~elsewhere & ~gates, elsewhere
+
+    def _derivatives(self, chosen: Tensor, drawn: dict[str, Tensor]) -> Tensor:
+        """Derive some features of each head at the last token by all answers, ``(heads, tokens, features)``."""
+        leaves = {path: answer.repeat(len(chosen), 1, 1).requires_grad_() for path, answer in drawn.items()}
+        outputs = self._outputs(leaves)[:, -1].gather(1, chosen)
+        loss = (outputs * torch.randn_like(outputs)).sum()
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        found = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves.values(), gradients)
+        ]
+        whole = torch.cat(found, -1).abs()
+        if not whole.isfinite().all():
+            raise ValueError("a derivative is not finite")
+        return whole / whole.amax((1, 2), keepdim=True).clamp_min(1e-30)
+
+    # --- the claim
+
+    def _claim(self, values: Tensor, heads: Tensor) -> AttentionLayer | None:
+        H, value_dim = heads.shape
+        if not torch.equal(heads.flatten(), torch.arange(H * value_dim)):
+            return None  # outputs of heads that do not lie side by side
+        queries, keys = self._matter(values, heads)
+        shared = keys.all(0)
+        is_apart = bool(shared.any()) and not torch.equal(keys, shared.expand_as(keys))
+        if is_apart:
+            for path, index in self._split(shared.nonzero().flatten()):
+                self.drawn[path] = self.drawn[path].index_fill(-1, index, 0.0)
+            queries, keys = self._matter(values, heads)
+            keys &= ~shared
+        query_rows, key_rows, value_rows = _rows(queries), _grouped(_rows(keys)), _grouped(values[heads])
+        if query_rows is None or key_rows is None or value_rows is None:
+            return None
+        G, width = key_rows.shape
+        if query_rows.shape[1] != width or len(value_rows) != G:
+            return None
+        slices: dict[Role, HeadWeight] = {}
+        rows: dict[Role, Tensor] = {"query": query_rows, "key": key_rows, "value": value_rows}
+        for role, numbers in rows.items():
+            weight = self._weight(numbers)
+            if weight is None:
+                return None
+            slices[role] = weight
+        kind = _kind(slices) + (", without the part that all heads share" if is_apart else "")
+        output = None
+        if self.receiver is not None:
+            output = self.linears[self.receiver]
+            slices["output"] = self._slice(self.receiver, torch.arange(H * value_dim).view(H, value_dim))
+        return AttentionLayer(self.name, self.module, H, G, width, value_dim, kind, slices, output)
+
+    def _weight(self, numbers: Tensor) -> HeadWeight | None:
+        """Describe where rows of heads, ``(heads, width)``, lie."""
+        parts = list(self._split(numbers.flatten()))
+        if len(parts) != 1:
+            return None
+        ((path, index),) = parts
+        outer = self._slice(path, index.view(numbers.shape))
+        if not self.fed_by[path]:
+            return outer
+        # It is fed by another linear map: as it is, or through a norm that can be written as a gain.
+        received = self.first_stubs[path].received
+        assert received is not None
+        for name, taken, gain_offset in _sources(received, self.first, self.way):
+            for other in self.fed_by[path]:
+                start = _place_in(self.first_answers[other], taken)
+                if start is not None:
+                    inner = self._slice(other, start + torch.arange(taken.shape[-1])[None])
+                    return HeadProduct(self.module, outer, inner, name, gain_offset)
+        return None
+
+    def _slice(self, path: str, index: Tensor) -> HeadSlice:
+        return fit_slice(self.module, f"{path}.weight", index, projections.is_transposed(self.linears[path]))
+
+
+def fit_slice(module: nn.Module, parameter: str, index: Tensor, is_transposed: bool) -> HeadSlice:
+    """Describe the features of heads within a linear map by their strides.
+
+    Args:
+        module: the module that the parameter starts from.
+        parameter: dotted path of the parameter.
+        index: the features of each head, ``(heads, width)``.
+        is_transposed: see `HeadSlice`.
+
+    Returns:
+        The slice whose `HeadSlice.index` is that index.
+
+    Raises:
+        ValueError: if they lie in no regular order.
+    """
+    heads, width = index.shape
+    start, step = int(index[0, 0]), int(index[0, 1] - index[0, 0]) if width > 1 else 1
+    first = index[:, 0].tolist()
+    for block in (block for block in range(heads, 0, -1) if heads % block == 0):
+        stride = first[1] - first[0] if block > 1 else width * step
+        block_stride = first[block] - first[0] if block < heads else 0
+        found = HeadSlice(
+            module,
+            parameter,
+            heads,
+            width,
+            start,
+            is_transposed,
+            None if stride == width * step else stride,
+            step,
+            None if block == heads else block,
+            block_stride,
+        )
+        if torch.equal(found.index(), index):
+            return found
+    raise ValueError("the features of the heads lie in no regular order")
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Module]:
+    """Give the linear maps within a module by their paths, adapters in place of what they hold."""
+    found: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        if projections.is_linear(part) and not any(path.startswith(f"{other}.") for other in found):
+            found[path] = part
+    return found
+
+
+def _rows(chosen: Tensor) -> Tensor | None:
+    """Turn a mask ``(heads, features)`` into features of heads, ``(heads, width)``; `None` if widths differ."""
+    widths = set(chosen.sum(1).tolist())
+    if len(widths) != 1 or 0 in widths:
+        return None
+    return chosen.nonzero()[:, 1].view(len(chosen), -1)
+
+
+def _grouped(rows: Tensor | None) -> Tensor | None:
+    """Leave out repetitions, which have to be as many for each and side by side."""
+    if rows is None:
+        return None
+    distinct: Tensor = torch.unique_consecutive(rows, dim=0)
+    times, left = divmod(len(rows), len(distinct))
+    if left or not torch.equal(distinct.repeat_interleave(times, 0), rows):
+        return None
+    return distinct
+
+
+def _kind(slices: dict[Role, HeadWeight]) -> str:
+    outer = [part.outer if isinstance(part, HeadProduct) else part for part in slices.values()]
+    if any(isinstance(part, HeadProduct) for part in slices.values()):
+        return "latent, found by behaviour"
+    order = ", interleaved" if any(part.stride is not None or part.block is not None for part in outer) else ""
+    shape = "separate" if len({part.parameter for part in outer}) == len(outer) else "fused"
+    return f"{shape}{order}, found by behaviour"
+
+
+def _sources(received: Tensor, run: Run, way: MadeUp) -> Iterator[tuple[str, Tensor, float]]:
+    """What a tensor may have been before a norm: the norm's gain, what it was given, and what is added to the gain."""
+    yield "", received, 0.0
+    for name, (given, gave, part) in run.passed.items():
+        taken, output = way.by_token(given, 1), way.by_token(gave, 1)
+        if taken is None or output is None or output.shape != received.shape or not torch.equal(output, received):
+            continue
+        weight = getattr(part, "weight", None)
+        gains = [("", torch.ones(()), 0.0)]
+        if isinstance(weight, Tensor) and weight.shape == taken.shape[-1:]:
+            gains = [(f"{name}.weight", weight, 0.0), (f"{name}.weight", weight + 1, 1.0)]
+        for path, gain, offset in gains:
+            factor = output / (taken * gain)  # one for each token, if it is a norm and nothing else
+            if (factor - factor[..., :1]).abs().max() < 1e-4 * factor.abs().max():
+                yield path, taken, offset
+
+
+def _place_in(answer: Tensor, piece: Tensor) -> int | None:
+    """Find where in an answer a piece of its features stands."""
+    width = piece.shape[-1]
+    if answer.shape[:-1] != piece.shape[:-1]:
+        return None
+    for start in (answer[0, 0] == piece[0, 0, 0]).nonzero().flatten().tolist():
+        if torch.equal(answer[..., start : start + width], piece):
+            return int(start)
+    return None

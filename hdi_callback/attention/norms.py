@@ -1,0 +1,68 @@
+"""Norms between a projection and attention, and what they do to the subspaces of heads.
+
+The factor that a norm has for each token, and the gain of each feature, leave the subspace of a head as it is.
+What a LayerNorm subtracts does not: the mean over a head takes a direction from it, and that over all heads moves them
+all. So the rows that are read are centred as the norm centres what they give.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hdi_callback.attention.heads import AttentionLayer, Centring, HeadProduct, HeadWeight, Role
+from hdi_callback.attention.probe import in_private
+
+_NAMES: dict[Role, re.Pattern[str]] = {
+    role: re.compile(rf"({role[0]}|{role})_?(norm|layer_?norm)$|norm_?{role[0]}$", re.IGNORECASE)
+    for role in ("query", "key", "value")
+}
+
+
+def with_norms(layer: AttentionLayer) -> AttentionLayer:
+    """Take into account what the norms of a module subtract.
+
+    Args:
+        layer: a layer whose slices are those of its projections.
+
+    Returns:
+        The layer, its slices centred where the module centres.
+    """
+    slices: dict[Role, HeadWeight] = dict(layer.slices)
+    for role, names in _NAMES.items():
+        norm = next((child for name, child in layer.module.named_children() if names.match(name)), None)
+        if role not in slices or norm is None or "norm" not in type(norm).__name__.lower():
+            continue
+        part = slices[role]
+        centring = _centring(norm, part.heads, part.width)
+        if centring and isinstance(part, HeadProduct):
+            slices[role] = replace(part, outer=replace(part.outer, centring=centring))
+        elif centring and not isinstance(part, HeadProduct):
+            slices[role] = replace(part, centring=centring)
+    return replace(layer, slices=slices)
+
+
+def _centring(norm: nn.Module, heads: int, width: int) -> Centring:
+    """See over which features a norm subtracts the mean: adding one to all of them then changes nothing."""
+    with in_private(0), torch.no_grad():
+        trial = copy.deepcopy(norm).eval()
+        for module in trial.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                drawn = torch.empty(parameter.shape).uniform_(0.5, 1.5)
+                setattr(module, name, nn.Parameter(drawn, requires_grad=False))
+        shapes: tuple[tuple[Centring, tuple[int, ...]], ...] = (
+            ("layer", (2, heads * width)),
+            ("head", (2, heads, width)),
+        )
+        for centring, shape in shapes:
+            x = torch.randn(shape)
+            try:
+                given, moved = trial(x), trial(x + 1)
+            except Exception:  # another shape is meant
+                continue
+            return centring if (given - moved).abs().max() < 1e-3 * given.abs().max() else ""
+    return ""

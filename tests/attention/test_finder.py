@@ -1,0 +1,245 @@
+"""Heads that no layout knows, found by behaviour and compared with what attention really received."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdi_callback.attention import find_attention, survey
+from hdi_callback.attention.finder import find_heads, fit_slice
+from tests.attention import models as by_hand
+from tests.attention.models import D, H, attend
+from tests.attention.sweep.judge import Finding, claim_of, judge, merged
+from tests.attention.witness import witness
+
+B, T = 41, 6
+
+
+class Nameless(nn.Module):
+    """Nothing that a name could tell; the heads' parts lie in blocks, as CodeGen has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(D, 3 * D), nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        v, q, k = (part.flatten(2).unflatten(-1, (H, 8)) for part in self.a(x).unflatten(-1, (2, 3, D // 2)).unbind(-2))
+        return self.b(attend(q, k, v))
+
+
+class Gated(nn.Module):
+    """Queries and gates of a head side by side, as Qwen3-Next has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(D, 2 * D), nn.Linear(D, 16), nn.Linear(D, 16), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, gate = self.a(x).unflatten(-1, (H, 16)).chunk(2, -1)
+        k, v = (proj(x).unflatten(-1, (2, 8)).repeat_interleave(2, 2) for proj in (self.b, self.c))
+        return self.d(attend(q, k, v) * gate.flatten(2).sigmoid())
+
+
+class Wider(nn.Module):
+    """Values wider than keys, and a bias for each pair of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(D, H * (4 + 4 + 12)), nn.Linear(H * 12, D)
+        self.positions = nn.Embedding(64, H)
+
+    def forward(self, x):
+        q, k, v = self.a(x).unflatten(-1, (H, 20)).transpose(1, 2).split([4, 4, 12], -1)
+        steps = torch.arange(x.shape[1])
+        bias = self.positions((steps[:, None] - steps).clamp(-31, 31) + 31).permute(2, 0, 1)
+        return self.b(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+
+
+class Latent(nn.Module):
+    """Keys and values from a latent of eight features behind a norm, and a key that all heads share."""
+
+    def __init__(self, norm: type[nn.Module] | None = nn.RMSNorm):
+        super().__init__()
+        self.q, self.down, self.up = nn.Linear(D, H * 10), nn.Linear(D, 12), nn.Linear(8, H * 14)
+        self.between = nn.Identity() if norm is None else norm(8)
+        self.out = nn.Linear(H * 8, D)
+        if norm is not None:
+            nn.init.uniform_(self.between.weight, 0.5, 2)
+
+    def forward(self, x):
+        latent, shared = self.down(x).split([8, 4], -1)
+        k, v = self.up(self.between(latent)).unflatten(-1, (H, 14)).split([6, 8], -1)
+        k = torch.cat([k, shared[:, :, None].expand(-1, -1, H, -1)], -1)
+        return self.out(attend(self.q(x).unflatten(-1, (H, 10)), k, v))
+
+
+class Within(nn.Module):
+    """A whole block in one module, its MLP included."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three, self.four = (
+            nn.Linear(D, 3 * D),
+            nn.Linear(D, D),
+            nn.Linear(D, 64),
+            nn.Linear(64, D),
+        )
+
+    def forward(self, x):
+        q, k, v = self.one(x).unflatten(-1, (3, H, 8)).unbind(2)
+        x = x + self.two(attend(q, k, v))
+        return x + self.four(self.three(x).relu())
+
+
+class NormedOverAll(nn.Module):
+    """A LayerNorm over the keys of all heads, or of each."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.num_heads = H
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(D, D) for _ in range(4))
+        self.q_norm, self.k_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        for norm in (self.q_norm, self.k_norm):
+            nn.init.uniform_(norm.weight, 0.5, 2)
+
+    def forward(self, x):
+        q, k = (
+            norm(proj(x).unflatten(-1, (-1, norm.weight.numel()))).flatten(2).unflatten(-1, (H, -1))
+            for norm, proj in ((self.q_norm, self.q_proj), (self.k_norm, self.k_proj))
+        )
+        return self.out_proj(attend(q, k, self.v_proj(x).unflatten(-1, (H, -1))))
+
+
+def judged(module: nn.Module, width: int = D) -> Finding:
+    torch.manual_seed(0)
+    (layer,) = find_attention(nn.Sequential(module))
+    with torch.no_grad(), witness(module.eval()) as seen:
+        module(torch.randn(B, T, width))
+    (computation,) = merged(seen.computations, B)
+    return judge(claim_of(layer), seen, computation, B)
+
+
+FOUND = {
+    by_hand.Interleaved: (4, 4, 8, 8),
+    by_hand.InterleavedBySplit: (4, 4, 8, 8),
+    by_hand.KeysFirst: (4, 4, 8, 8),
+    by_hand.ValuesFirst: (4, 4, 8, 8),
+    by_hand.Strided: (4, 4, 8, 8),
+    by_hand.TwiceAsMany: (8, 8, 4, 4),
+    by_hand.HalfAsMany: (2, 2, 16, 16),
+    Nameless: (4, 4, 8, 8),
+    Gated: (4, 2, 8, 8),
+    Wider: (4, 4, 4, 12),
+    Within: (4, 4, 8, 8),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND, ids=lambda kind: kind.__name__)
+def test_what_is_found_is_what_attention_receives(kind):
+    torch.manual_seed(0)
+    finding = judged(kind())
+    assert finding.is_right, finding.reason
+    assert (finding.heads, finding.key_heads, finding.key_width, finding.value_width) == FOUND[kind]
+
+
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm])
+def test_latent_keys_are_the_product_of_both_maps(norm):
+    torch.manual_seed(0)
+    module = Latent(norm)
+    (layer,) = find_attention(nn.Sequential(module))
+    assert (layer.num_heads, layer.head_dim, layer.value_dim) == (4, 6, 8)
+    gain = torch.ones(8) if norm is None else module.between.weight
+    up = module.up.weight.view(H, 14, 8)
+    expected = (up * gain) @ module.down.weight[:8]
+    assert torch.allclose(layer.weight("key"), expected[:, :6], atol=1e-6)
+    assert torch.allclose(layer.weight("value"), expected[:, 6:], atol=1e-6)
+    assert torch.equal(layer.weight("query"), module.q.weight.view(H, 10, D)[:, :6])
+    assert "without the part that all heads share" in layer.kind
+
+
+def test_a_latent_behind_something_else_than_a_gain_is_refused():
+    module = Latent(nn.LayerNorm)
+    assert survey(nn.Sequential(module)).layers == ()
+
+
+@pytest.mark.parametrize("width", [8, 32])
+def test_what_a_layer_norm_subtracts_is_subtracted_from_the_rows(width):
+    torch.manual_seed(0)
+    module = NormedOverAll(width)
+    finding = judged(module)
+    assert finding.is_right, finding.reason
+    (layer,) = find_attention(nn.Sequential(module))
+    # Keys before the gain, from the weight alone: what the norm really gives for an input is along them.
+    given = layer.weight("key").detach() @ torch.randn(D, 100)  # (H, 8, 100)
+    mean = given.mean(1) if width == 8 else given.mean((0, 1))
+    assert mean.abs().max() < 1e-5
+
+
+REJECTED = [
+    by_hand.KeysMixed,
+    by_hand.KeysRolled,
+    by_hand.TokensMixed,
+    by_hand.ValuesSquashed,
+    by_hand.KeysIgnored,
+    by_hand.OverChannels,
+    by_hand.OutputsInAnotherOrder,
+    by_hand.DifferentialByConstant,
+    by_hand.GroupsTiled,
+]
+
+
+@pytest.mark.parametrize("kind", REJECTED, ids=lambda kind: kind.__name__)
+def test_what_does_not_act_as_attention_with_heads_of_its_own_is_not_found(kind):
+    assert find_heads("odd", kind()) is None
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.Linear(D, 64), nn.GELU(), nn.Linear(64, D)),
+        nn.TransformerEncoderLayer(D, H, 64, batch_first=True),
+        nn.LSTM(D, D, batch_first=True),
+        nn.Bilinear(D, D, D),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_other_modules_have_no_heads(module):
+    assert find_heads("other", module) is None
+
+
+def test_a_convolution_over_tokens_between_linear_maps_is_no_attention():
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b((y + y.roll(1, 1) + y.roll(2, 1)) / 3)
+
+    assert find_heads("mixer", Mixer()) is None
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        torch.arange(32).view(4, 8),
+        torch.arange(32).view(8, 4).mT,
+        torch.arange(96).view(4, 3, 8)[:, 1],
+        torch.arange(96).view(2, 3, 2, 8)[:, 2].flatten(0, 1),
+        torch.arange(3, 8)[None],
+        torch.arange(4)[:, None],
+    ],
+)
+def test_regular_orders_are_described_by_strides(index: Tensor):
+    module = nn.Linear(D, 96)
+    found = fit_slice(module, "weight", index, False)
+    assert torch.equal(found.index(), index)
+    assert torch.equal(found.rows(), module.weight[index])
+
+
+def test_no_strides_are_made_up_for_an_irregular_order():
+    with pytest.raises(ValueError, match="no regular order"):
+        fit_slice(nn.Linear(D, 96), "weight", torch.tensor([[0, 1], [2, 3], [7, 8]]), False)
