@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import re
 import sys
 import weakref
@@ -21,13 +21,13 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
-from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.history import History, place_history
 from hdi_callback.monitoring.interventions import Intervention, check_interventions
 from hdi_callback.monitoring.metrics import choose_metrics
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_arguments
 from hdi_callback.monitoring.rules import choose_rules
 from hdi_callback.monitoring.schedule import Schedule
-from hdi_callback.monitoring.watch import Follower, OnAlert, Outcome, Watch
+from hdi_callback.monitoring.watch import Follower, OnAlert, Outcome, Watch, check_patterns, state_of_this_model
 
 
 class HDICallback(pl.Callback):
@@ -62,7 +62,9 @@ class HDICallback(pl.Callback):
         interventions: what to do about alerts; nothing by default.
         prog_bar: show ``hdi/mean`` and ``hdi/min`` in the progress bar.
         name: put before every tag as ``<name>/``; needed when one trainer has two of these callbacks.
-        strict: make a model without any readable attention layer an error instead of a warning.
+        strict: make two warnings errors, before the first step: that the model has no readable attention layer, or that
+            the checkpoint to resume from knows layers that are not there or have other heads. Without it the history,
+            alerts and interventions start anew after such a checkpoint.
         verbose: print once at start which layers were found.
 
     Raises:
@@ -97,6 +99,7 @@ class HDICallback(pl.Callback):
         _require_one_namespace()
         self._schedule = Schedule(every_n_steps)
         check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
+        _check_outlets(history, on_alert)
         self._metrics = choose_metrics(metrics)
         self._layer_choice: dict[str, Sequence[str] | None] = {"include": include, "exclude": exclude}
         self._max_tokens, self._rank_tol, self._strict = max_tokens, rank_tol, strict
@@ -106,11 +109,13 @@ class HDICallback(pl.Callback):
         self._rules = None if alerts is None else choose_rules(alerts, thresholds)
         self._on_alert = on_alert
         self._interventions = check_interventions(interventions, alerts)
+        self._patterns = _patterns(alerts, thresholds, self._interventions)
         self._trainer: weakref.ref[Any] | None = None
         self._monitor: HeadDiversityMonitor | None = None
         self._watch: Watch | None = None
         self._history: History | None = None
         self._restored: dict[str, Any] | None = None
+        self._steps_trained: int | None = None
         self._faults = Faults()
 
     @property
@@ -151,7 +156,8 @@ class HDICallback(pl.Callback):
         """
         self._restored = state_dict
         if self._watch is not None:
-            self._watch.load_state_dict(state_dict)
+            with self._faults.contained("resuming head diversity"):
+                self._watch.load_state_dict(state_dict)
 
     # The hooks, in the order in which the trainer calls them.
 
@@ -181,40 +187,41 @@ class HDICallback(pl.Callback):
             method=self._method,
             strict=self._strict,
         )
+        names = [layer.name for layer in self._monitor.layers] + [refusal.name for refusal in self._monitor.refused]
+        for what, patterns in self._patterns.items():
+            check_patterns(what, patterns, names)
         if self._verbose and trainer.is_global_zero:  # before a progress bar is drawn
             console.print_layers(
-                self._monitor.layers, self._monitor.refused, every_n_steps=self._schedule.every, say=rank_zero_info
+                self._monitor.layers,
+                self._monitor.refused,
+                every_n_steps=self._schedule.every,
+                interventions=self._interventions,
+                say=rank_zero_info,
             )
-            for intervention in self._interventions:
-                rank_zero_info(f"hdi_callback intervenes: {intervention.describe()}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the history, lay out the charts and begin to watch."""
-        monitor = self._installed
+        monitor, self._steps_trained = self._installed, None
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective call: every rank makes it
-        facts = list(monitor.facts)
+        before = self._restored if self._watch is None else self._watch.state_dict()
+        state = state_of_this_model(before, monitor.layers, is_strict=self._strict, faults=self._faults)
+        if state is None:
+            self._schedule.last, self._restored, self._history = None, None, None
         if trainer.is_global_zero and self._keeps_history(trainer) and self._history is None:
-            self._history = History(self._choose_path(folder))
-        first_watch = self._watch
+            stem = "history" if self._name is None else f"history-{self._name.replace('/', '-')}"
+            self._history = place_history(self._history_choice, folder, state=state, name=stem)
         self._watch = Watch(
             monitor,
             self._schedule,
             history=self._history,
-            alerts=None if self._rules is None else Alerts(self._rules, facts, self._faults),
+            alerts=None if self._rules is None else Alerts(self._rules, monitor.facts, self._faults),
             interventions=self._interventions,
             training=_LightningTraining(trainer, monitor.layers, folder),
             followers=self._followers(trainer),
             share=lambda thing: trainer.strategy.broadcast(thing),
             faults=self._faults,
         )
-        state = self._restored if first_watch is None else first_watch.state_dict()
-        if state is not None:
-            with self._faults.contained("resuming head diversity"):
-                self._watch.load_state_dict(state)
-        if self._history is not None:
-            with self._faults.contained("opening the history file"):
-                last = -1 if self._schedule.last is None else self._schedule.last
-                self._history.begin(trainer.global_step, facts, last_reading=last)
+        self._watch.begin(trainer.global_step, state)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             with self._faults.contained(f"laying out the charts of {type(logger).__name__}"):
                 experiment = getattr(logger, "experiment", None)
@@ -228,11 +235,20 @@ class HDICallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Arm the capture when a reading is due."""
+        if getattr(trainer.fit_loop, "_skip_backward", False):
+            # For the sake of batch norm Lightning's weight averaging ends with an epoch in which nothing is trained.
+            self._steps_trained = self._count_steps(trainer)
+            return
         self._watching.before_forward(trainer.global_step)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read while the weights are still those of the forward, and the activations are gone."""
-        self._watching.after_backward(trainer.global_step, epoch=trainer.current_epoch, axis=_logging_step(trainer))
+        self._watching.after_backward(
+            trainer.global_step,
+            epoch=trainer.current_epoch,
+            axis=_logging_step(trainer),
+            is_last=pl_module.automatic_optimization,
+        )
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -261,14 +277,21 @@ class HDICallback(pl.Callback):
         if self._monitor is not None:
             self._monitor.resume()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read the weights that were trained, if another callback may put averaged ones in their place."""
+        if _others_act_at_the_end(trainer):
+            # The epoch is counted as it will be in `on_train_end`.
+            epoch = trainer.current_epoch + 1
+            self._watching.read_ahead(self._count_steps(trainer), epoch=epoch, axis=_logging_step(trainer))
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the final weights, and log all that is still on the way."""
-        self._watching.finish(trainer.global_step, epoch=trainer.current_epoch, axis=_logging_step(trainer))
+        self._watching.finish(self._count_steps(trainer), epoch=trainer.current_epoch, axis=_logging_step(trainer))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Log what has been measured, and leave no hook behind."""
         if self._watch is not None:
-            self._watch.flush()
+            self._watch.flush(is_broken=True)
         self._leave()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -291,6 +314,9 @@ class HDICallback(pl.Callback):
         if self._monitor is not None:
             self._monitor.close()
 
+    def _count_steps(self, trainer: pl.Trainer) -> int:
+        return trainer.global_step if self._steps_trained is None else self._steps_trained
+
     @property
     def _prefix(self) -> str:
         return "" if self._name is None else f"{self._name}/"
@@ -301,20 +327,6 @@ class HDICallback(pl.Callback):
     def _keeps_history(self, trainer: pl.Trainer) -> bool:
         # As Lightning does with checkpoints, a trial run leaves nothing on the disk.
         return self._history_choice is not False and not getattr(trainer, "fast_dev_run", False)
-
-    def _choose_path(self, folder: Path) -> Path:
-        if self._history_choice is not True:
-            return Path(str(self._history_choice))
-        restored = None if self._restored is None else self._restored.get("history")
-        if restored is not None and Path(restored).is_file():
-            return Path(restored)
-        stem = "history" if self._name is None else f"history-{self._name.replace('/', '-')}"
-        path = folder / "hdi" / f"{stem}.jsonl"
-        # Loggers without versions share one folder between runs; each run keeps its own file.
-        copies = itertools.count(1)
-        while path.exists():
-            path = path.with_name(f"{stem}-{next(copies)}.jsonl")
-        return path
 
     def _followers(self, trainer: pl.Trainer) -> list[Follower]:
         # On every rank, as early stopping decides on every rank.
@@ -401,6 +413,34 @@ def _require_one_namespace() -> None:
             f"pytorch_lightning {version} does not take callbacks of the package `lightning`. Write "
             "`import lightning as L` and `L.Trainer(...)` instead of `pytorch_lightning`, or upgrade it to 2.6."
         )
+
+
+def _others_act_at_the_end(trainer: pl.Trainer) -> bool:
+    """Tell whether callbacks that do not only look on do something at the end of training."""
+    onlookers = (HDICallback, pl.callbacks.Checkpoint, pl.callbacks.ProgressBar)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(
+        type(callback).on_train_end is not pl.Callback.on_train_end
+        for callback in callbacks
+        if not isinstance(callback, onlookers)
+    )
+
+
+def _check_outlets(history: Any, on_alert: Any) -> None:
+    if not isinstance(history, bool | str | os.PathLike):
+        raise MisconfigurationError(f"`history` must be True, False or a path, got {history!r}: write False for none.")
+    if on_alert is not None and not callable(on_alert):
+        raise MisconfigurationError(f"`on_alert` must be a function that takes an Alert, got {on_alert!r}.")
+
+
+def _patterns(alerts: Any, thresholds: Any, interventions: Sequence[Intervention]) -> dict[str, list[str]]:
+    """Collect the patterns of layer names that the arguments hold."""
+    rules = alerts if isinstance(alerts, list | tuple) else ()
+    return {
+        "`thresholds`": list(thresholds or ()),
+        **{f"`layers` of the rule {rule.name!r}": list(rule.layers or ()) for rule in rules},
+        **{f"`layers` of {item.name}": list(item.layers or ()) for item in interventions},
+    }
 
 
 def _logging_step(trainer: pl.Trainer) -> int:

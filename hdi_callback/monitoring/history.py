@@ -7,10 +7,13 @@ an interrupted run had written beyond that stays in the file, and the readers he
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +27,11 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _DIGITS = 9  # what a float32 carries
+_MOST_KEPT = 1000  # lines; a disk that stays full must not fill the memory instead
 
 
 class History:
-    """Append lines to a history file; what could not be written is kept and written with the next line.
+    """Append lines to a history file; what could not be written is kept, and written with a later line.
 
     Args:
         path: the file; its folders are made at the first line.
@@ -78,15 +82,60 @@ class History:
 
     def _append(self, line: dict[str, Any]) -> None:
         self._unwritten.append(json.dumps(_plain(line), allow_nan=False, separators=(",", ":")))
+        del self._unwritten[:-_MOST_KEPT]
+        text = ("\n".join(self._unwritten) + "\n").encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
-            # A process that was killed may have left half a line: close it, so that only that one is lost.
-            if file.tell() > 0:
+        with self.path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end > 0:
+                # A process that was killed may have left half a line: close it, so that only that one is lost.
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(("\n".join(self._unwritten) + "\n").encode())
+                    text = b"\n" + text
+            try:
+                _write_all(file, text)
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(end)  # else what has arrived of it would be there twice later
+                raise
         self._unwritten.clear()
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def place_history(
+    choice: bool | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    state: Mapping[str, Any] | None = None,
+    name: str = "history",
+) -> History | None:
+    """Choose the file that a run writes: the one that it has begun, or one that no other run has.
+
+    Args:
+        choice: True for the usual place, ``hdi/<name>.jsonl`` in the folder; a path; or False for no history.
+        folder: that of the run.
+        state: what a checkpoint of the run keeps, with the path under ``"history"``.
+        name: what the file is called.
+
+    Returns:
+        The history, of which nothing is written yet.
+    """
+    if choice is False:
+        return None
+    if choice is not True:
+        return History(choice)
+    begun = None if state is None else state.get("history")
+    if begun is not None and Path(begun).is_file():
+        return History(begun)
+    path = Path(folder) / "hdi" / f"{name}.jsonl"
+    copies = itertools.count(1)
+    while path.exists():
+        path = path.with_name(f"{name}-{next(copies)}.jsonl")
+    return History(path)
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

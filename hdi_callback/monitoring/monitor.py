@@ -94,6 +94,7 @@ class HeadDiversityMonitor:
         self.refused: tuple[Refusal, ...] = (*found.refused, *uncountable)
         self._model, self._sharding = model, Sharding(model)
         self._gone: set[str] = set()
+        self._awaited: set[str] = set()
         self._layers_at_once = sys.maxsize
         self._say_what_is_left_out(model, strict)
         self.faults = Faults()
@@ -128,6 +129,11 @@ class HeadDiversityMonitor:
         if self._taps is not None:
             self._taps.disarm()
 
+    def release(self) -> None:
+        """Capture nothing more, and let go of what was captured."""
+        if self._taps is not None:
+            self._taps.release()
+
     def suspend(self) -> None:
         """Take the hooks off for an evaluation, so that it runs exactly as without a monitor."""
         if self._taps is not None:
@@ -138,7 +144,9 @@ class HeadDiversityMonitor:
         if self._taps is not None:
             self._taps.resume()
 
-    def measure(self, step: int, *, epoch: int | None = None, axis: int | None = None) -> Reading:
+    def measure(
+        self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last_forward: bool = True
+    ) -> Reading:
         """Measure the weights as they are now, and the head outputs captured since `arm`.
 
         Does not wait for the device; `Reading.record` does. In a distributed run every rank calls it at the same
@@ -148,6 +156,8 @@ class HeadDiversityMonitor:
             step: optimizer steps taken so far.
             epoch: the epoch, if there are epochs.
             axis: position on the trainer's own logging axis, if it differs from `step`.
+            is_last_forward: False if forwards of further layers may follow, as when several networks are trained in
+                turn; `complete` adds their head outputs to the reading.
 
         Returns:
             The reading. What could not be measured is named in `Reading.absent`, with the reason.
@@ -155,31 +165,64 @@ class HeadDiversityMonitor:
         absent: dict[str, str] = {}
         there = set(self._model.modules())
         self._gone = {layer.name for layer in self.layers if layer.module not in there}
-        captures = self._collect(absent)
+        # Over several ranks all sums are made at once.
+        self._awaited = set() if is_last_forward or number_of_processes() > 1 else self._missed()
+        captures = self._collect(absent, {layer.name for layer in self.layers})
         with torch.no_grad():
             measurements = self._measure_together(captures, absent) or self._measure_alone(captures, absent)
         names = tuple(layer.name for layer in self.layers)
+        if self._awaited:
+            self.arm()
         return Reading(step, names, tuple(measurements), absent, epoch, axis)
 
-    def _collect(self, absent: dict[str, str]) -> dict[str, Capture] | None:
-        """Take over what the taps hold; `None` if no forward was to be captured."""
+    @property
+    def awaits_forwards(self) -> bool:
+        """Whether the last reading lacks head outputs that `complete` may add."""
+        return bool(self._awaited)
+
+    def complete(self, reading: Reading, *, is_last_forward: bool = True) -> Reading:
+        """Add to the last reading the head outputs of forwards that came after it.
+
+        Args:
+            reading: what `measure` gave with ``is_last_forward=False``.
+            is_last_forward: False if forwards of further layers may still follow.
+
+        Returns:
+            The same reading, with what was captured since.
+        """
+        awaited = self._awaited
+        self._awaited = set() if is_last_forward else awaited & self._missed()
+        absent = {key: reason for key, reason in reading.absent.items() if key not in map(_outputs_of, awaited)}
+        captures = self._collect(absent, awaited)
+        with torch.no_grad():
+            found = self._measure_outputs(captures, absent)
+        if self._awaited:
+            self.arm()
+        return replace(reading, measurements=(*reading.measurements, *found), absent=absent)
+
+    def _missed(self) -> set[str]:
+        if self._taps is None or not self._taps.was_armed:
+            return set()
+        return set(self._taps.missed) - self._gone
+
+    def _collect(self, absent: dict[str, str], names: Collection[str]) -> dict[str, Capture] | None:
+        """Take over what the taps of these layers hold; `None` if no forward was to be captured."""
         if self._taps is None:
             return None
         self._taps.disarm()
-        captures = dict(self._taps.captures) if self._taps.was_armed else None
-        if captures is not None:
+        captures = None
+        if self._taps.was_armed:
+            captures = {name: capture for name, capture in self._taps.captures.items() if name in names}
             tapped = {layer.name for layer in self._tapped}
             for name, reason in self._taps.absent.items():
-                if name in tapped:
-                    self._leave_out(absent, f"{COVARIANCE}/{name}", reason, kind="capturing")
-                else:  # known from the start
-                    absent[f"{COVARIANCE}/{name}"] = reason
-            missed = [name for name in self._taps.missed if name not in self._gone]
-            absent.update(
-                {f"{COVARIANCE}/{name}": "its output projection was not seen to be called" for name in missed}
-            )
-            if missed:
-                self._say_what_was_missed(missed)
+                if name in tapped and name in names:
+                    self._leave_out(absent, _outputs_of(name), reason, kind="capturing")
+                elif name not in tapped:  # known from the start
+                    absent[_outputs_of(name)] = reason
+            missed = [name for name in self._taps.missed if name in names and name not in self._gone]
+            absent.update({_outputs_of(name): "its output projection was not seen to be called" for name in missed})
+            if told := [name for name in missed if name not in self._awaited]:
+                self._say_what_was_missed(told)
         self._taps.release()
         return captures
 
@@ -199,6 +242,9 @@ class HeadDiversityMonitor:
         measurements: list[Measurement] = []
         for role in self._roles:
             measurements += self._measure_weights(role, absent, Ranks())
+        return measurements + self._measure_outputs(captures, absent)
+
+    def _measure_outputs(self, captures: dict[str, Capture] | None, absent: dict[str, str]) -> list[Measurement]:
         measured: dict[tuple[int, torch.device], list[tuple[str, HeadCovariance]]] = {}
         for layer in self.layers:
             capture = None if captures is None else captures.get(layer.name)
@@ -211,7 +257,7 @@ class HeadDiversityMonitor:
                 weight = self._weight(layer, "output", Ranks())
                 values = head_covariance(whole(capture.outputs), weight, lengths=lengths)
                 measured.setdefault((layer.num_heads, values.trace.device), []).append((layer.name, values))
-        return measurements + [_join(group) for group in measured.values()]
+        return [_join(group) for group in measured.values()]
 
     def _measure_weights(self, role: Role, absent: dict[str, str], ranks: Ranks) -> list[Measurement]:
         """Measure the weights of one role; of several ranks, every one measures its share of the layers."""
@@ -302,7 +348,7 @@ class HeadDiversityMonitor:
         for layer, item in zip(self._tapped, sums):
             total = HeadSums(*(next(added) for _ in _tensors(item)))
             measured.setdefault(layer.num_heads, []).append((layer.name, total.covariance()))
-            absent.pop(f"{COVARIANCE}/{layer.name}", None)  # other ranks may have captured it
+            absent.pop(_outputs_of(layer.name), None)  # other ranks may have captured it
         if self._wants_errors:
             self.faults.say(
                 "errors over ranks", "Standard errors are not computed over several ranks; they are absent."
@@ -360,7 +406,7 @@ class HeadDiversityMonitor:
         except Exception as error:
             kind = f"reading {source} {type(error).__name__}"
             if source == COVARIANCE:
-                self._leave_out(absent, f"{COVARIANCE}/{layer.name}", f"they cannot be measured ({error})", kind)
+                self._leave_out(absent, _outputs_of(layer.name), f"they cannot be measured ({error})", kind)
             else:
                 self._leave_out(absent, layer.name, f"its {source} weight cannot be read ({error})", kind)
 
@@ -412,6 +458,11 @@ def check_arguments(*, max_tokens: int, rank_tol: float, method: str) -> None:
         raise MisconfigurationError(f"`rank_tol` must lie between 0 and 1, got {rank_tol!r}: write 1e-6.")
     if method not in ("whiten", "svd", "exact"):
         raise MisconfigurationError(f'`method` must be "whiten", "svd" or "exact", got {method!r}.')
+
+
+def _outputs_of(name: str) -> str:
+    """Give the key under which the head outputs of a layer are said to be absent."""
+    return f"{COVARIANCE}/{name}"
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -8,20 +8,24 @@ way costs one warning.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from hdi_callback.attention import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Alerts
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Action, Intervention, Training
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.readings import Readout, Record
+from hdi_callback.monitoring.readings import Reading, Readout, Record
 from hdi_callback.monitoring.schedule import Schedule
+
+_MEASURING, _RESUMING = "measuring head diversity", "resuming head diversity"
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,32 @@ class Watch:
         self.faults = Faults() if faults is None else faults
         self._share = share
         self._is_reading_owed = False
+        self._ahead: Readout | None = None
+        self._unfinished: Reading | None = None
         self._on_the_way: deque[Readout] = deque()
         for intervention in self.interventions:
             assert training is not None
             intervention.attach(training)
+
+    def begin(self, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Take up where a checkpoint left off, if there is one, and mark the start in the history.
+
+        Args:
+            step: optimizer steps taken so far.
+            state: what `state_dict` gave.
+        """
+        if state is not None:
+            with self.faults.contained(_RESUMING):
+                self.load_state_dict(state)
+        if self.history is not None:
+            with self.faults.contained(f"writing {self.history.path}"):
+                last = -1 if self.schedule.last is None else self.schedule.last
+                self.history.begin(step, self.monitor.facts, last_reading=last)
+
+    @property
+    def is_reading_owed(self) -> bool:
+        """Whether a forward is captured, or about to be, that has not been read yet."""
+        return self._is_reading_owed
 
     def before_forward(self, step: int) -> None:
         """Capture the forward that follows if a reading is due.
@@ -126,16 +152,29 @@ class Watch:
             self._is_reading_owed = True
             self.monitor.arm()
 
-    def after_backward(self, step: int, *, epoch: int | None = None, axis: int | None = None) -> None:
+    def after_backward(
+        self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last: bool = True
+    ) -> None:
         """Read if a reading is due, while the weights are still those of the forward and the activations are gone.
 
         Args:
             step: optimizer steps taken so far, that of the backward not included.
             epoch: the epoch, if there are epochs.
             axis: position on the trainer's own logging axis, if it differs from `step`.
+            is_last: False if further networks may be trained before `after_step`, whose head outputs then join the
+                reading.
         """
         if self._is_reading_owed:
-            self._read(step, epoch, axis)
+            self._read(step, epoch, axis, is_last)
+        elif self._unfinished is not None:
+            self._complete(is_last)
+
+    def abandon(self) -> None:
+        """Give up a reading whose forward or backward did not come to its end; it is due again at once."""
+        if self._is_reading_owed:
+            self._is_reading_owed = False
+            self.monitor.release()
+        self._complete()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Let interventions act on the gradients.
@@ -160,11 +199,27 @@ class Watch:
         """
         if self._is_reading_owed:  # a batch without a backward
             self._read(step, epoch, axis)
+        self._complete()
         outcomes = []
         # Ranks that intervene do so after the same step, and wait for the numbers.
         while self._on_the_way and (self.interventions or self._on_the_way[0].is_ready()):
             outcomes += self._publish(self._on_the_way.popleft())
         return outcomes
+
+    def read_ahead(self, step: int, *, epoch: int | None = None, axis: int | None = None) -> None:
+        """Measure the weights for `finish`, which drops the reading if there are further steps.
+
+        For trainers in which others put averaged weights into the model before `finish` is called.
+
+        Args:
+            step: optimizer steps taken so far.
+            epoch: see `after_backward`.
+            axis: see `after_backward`.
+        """
+        if step in (self.schedule.last, None if self._ahead is None else self._ahead.step):
+            return
+        with self.faults.contained(_MEASURING):
+            self._ahead = Readout(self.monitor.measure(step, epoch=epoch, axis=axis))
 
     def finish(self, step: int, *, epoch: int | None = None, axis: int | None = None) -> None:
         """Read the final weights, make everything known, and leave nothing behind.
@@ -174,20 +229,29 @@ class Watch:
             epoch: see `after_backward`.
             axis: see `after_backward`.
         """
-        if self.schedule.last != step:
+        if self.schedule.last != step and self._ahead is not None and self._ahead.step == step:
+            self.schedule.done(step)
+            self._on_the_way.append(self._ahead)
+        elif self.schedule.last != step:
             self._read(step, epoch, axis)
+        self._ahead = None
         self.flush()
         self.close()
 
-    def flush(self) -> list[Outcome]:
+    def flush(self, *, is_broken: bool = False) -> list[Outcome]:
         """Make known every reading that is on the way, waiting for its numbers.
+
+        Args:
+            is_broken: an exception ends the run, perhaps on this rank alone: nothing is done about alerts any more, as
+                the other ranks may not come to agree on it.
 
         Returns:
             Their outcomes.
         """
+        self._complete()
         outcomes = []
         while self._on_the_way:
-            outcomes += self._publish(self._on_the_way.popleft())
+            outcomes += self._publish(self._on_the_way.popleft(), may_intervene=not is_broken)
         return outcomes
 
     def close(self) -> None:
@@ -207,6 +271,7 @@ class Watch:
             "format": 2,
             "last_step": self.schedule.last,
             "history": None if self.history is None else str(self.history.path),
+            "layers": {layer.name: _sizes(layer) for layer in self.monitor.layers},
             "alerts": None if self.alerts is None else self.alerts.state_dict(),
             "interventions": [(item.name, item.state_dict()) for item in self.interventions],
         }
@@ -217,7 +282,7 @@ class Watch:
         Args:
             state: what `state_dict` gave.
         """
-        self.schedule.last = state["last_step"]
+        self.schedule.last = state.get("last_step")
         if self.alerts is not None and state.get("alerts") is not None:
             self.alerts.load_state_dict(state["alerts"])
         kept = list(state.get("interventions", ()))
@@ -226,13 +291,28 @@ class Watch:
             if place is not None:  # several of one kind are told apart by their order
                 intervention.load_state_dict(kept.pop(place)[1])
 
-    def _read(self, step: int, epoch: int | None, axis: int | None) -> None:
+    def _read(self, step: int, epoch: int | None, axis: int | None, is_last_forward: bool = True) -> None:
         self._is_reading_owed = False
         self.schedule.done(step)
-        with self.faults.contained("measuring head diversity"):
-            self._on_the_way.append(Readout(self.monitor.measure(step, epoch=epoch, axis=axis)))
+        with self.faults.contained(_MEASURING):
+            self._unfinished = self.monitor.measure(step, epoch=epoch, axis=axis, is_last_forward=is_last_forward)
+        if not self.monitor.awaits_forwards:
+            self._complete()
 
-    def _publish(self, readout: Readout) -> list[Outcome]:
+    def _complete(self, is_last_forward: bool = True) -> None:
+        """Add what was captured after the reading, and send it on its way once nothing more is awaited."""
+        reading, self._unfinished = self._unfinished, None
+        if reading is None:
+            return
+        with self.faults.contained(_MEASURING):
+            if self.monitor.awaits_forwards:
+                reading = self.monitor.complete(reading, is_last_forward=is_last_forward)
+            if self.monitor.awaits_forwards:
+                self._unfinished = reading
+            else:
+                self._on_the_way.append(Readout(reading))
+
+    def _publish(self, readout: Readout, *, may_intervene: bool = True) -> list[Outcome]:
         """Turn one reading into numbers, judge it, intervene, and tell everybody."""
         try:
             record = readout.record()
@@ -249,7 +329,7 @@ class Watch:
                 self.history.write(record)
                 for alert in alerts:
                     self.history.note("alert", **alert.to_dict())
-        actions = self._intervene(alerts)
+        actions = self._intervene(alerts) if may_intervene else []
         if self.history is not None and actions:
             with self.faults.contained(f"writing {self.history.path}"):
                 for action in actions:
@@ -271,3 +351,58 @@ class Watch:
                     if action is not None:
                         actions.append(action)
         return actions
+
+
+def state_of_this_model(
+    state: dict[str, Any] | None, layers: Sequence[AttentionLayer], *, is_strict: bool, faults: Faults
+) -> dict[str, Any] | None:
+    """Leave out a state that is of another model: its history and alerts are not those of this one.
+
+    It is if one of its layers is not there, or has other heads. Layers that have come in addition are no difference:
+    their readings begin with the resumption. States of earlier versions tell no layers, and are taken as they are.
+
+    Args:
+        state: what `Watch.state_dict` gave, if there is one.
+        layers: those that are watched now.
+        is_strict: refuse such a state.
+        faults: turns it into a warning otherwise.
+
+    Returns:
+        The state, or `None`.
+
+    Raises:
+        MisconfigurationError: if it is of another model and `is_strict` is set.
+    """
+    now = {layer.name: _sizes(layer) for layer in layers}
+    kept = {} if state is None else state.get("layers") or {}
+    gone = [name for name, sizes in kept.items() if list(sizes) != now.get(name)]
+    if not gone:
+        return state
+    listed = ", ".join(f"`{name}`" for name in gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
+    message = f"The checkpoint was written with attention layers that are not there, or have other heads: {listed}."
+    if is_strict:
+        raise MisconfigurationError(f"{message} Write strict=False to begin a new history.")
+    faults.say("another model", f"{message} History, alerts and interventions start anew.")
+    return None
+
+
+def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse patterns that match no layer.
+
+    Args:
+        what: where they were written.
+        patterns: patterns of layer names.
+        names: names of layers.
+
+    Raises:
+        MisconfigurationError: if one matches none; says which layers there are.
+    """
+    for pattern in patterns:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            raise MisconfigurationError(
+                f"The pattern {pattern!r} in {what} matches no attention layer. There are: {', '.join(names)}."
+            )
+
+
+def _sizes(layer: AttentionLayer) -> list[int]:
+    return [layer.num_heads, layer.num_key_heads, layer.head_dim, layer.value_dim]
