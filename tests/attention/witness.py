@@ -7,7 +7,7 @@ into. No name of a module, a parameter or a setting is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +42,6 @@ class Computation:
     key: Tensor
     value: Tensor
     output: Tensor
-    place: str
     others: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     calls: tuple[Call, ...] = ()
     time: int = 0
@@ -122,7 +121,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _shaken(values: Any, size: float, noise: torch.Generator) -> Any:
     """Disturb what may be a sequence of vectors; rotations come as tuples, masks have one head or none."""
     if isinstance(values, Tensor) and values.is_floating_point() and values.dim() in (2, 3, 4) and values.shape[-1] > 1:
-        if values.dim() == 4 and 1 in values.shape[:2]:
+        if (values.dim() == 4 and 1 in values.shape[:2]) or _is_mask(values):
             return values
         scale = float(values.float().std()) or 1.0
         return values + (size * scale * torch.randn(values.shape, generator=noise)).to(values.dtype)
@@ -134,6 +133,11 @@ def _shaken(values: Any, size: float, noise: torch.Generator) -> Any:
     if type(values) is tuple:
         return tuple(_shaken(value, size, noise) if isinstance(value, Tensor) else value for value in values)
     return values
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    least, most = tensor.min(), tensor.max()
+    return bool(((tensor == least) | (tensor == most)).all()) or float(least) < -1e4
 
 
 @dataclass(eq=False)
@@ -151,7 +155,11 @@ _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 
 
 _MAPS = (F.linear, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.rms_norm, F.embedding, F.group_norm, F.batch_norm)
-_SUMS = (torch.logsumexp, Tensor.logsumexp, torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.amax, Tensor.amax)
+_PLUS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__)
+_MINUS = (torch.sub, Tensor.sub, Tensor.__sub__)
+_EXP = (torch.exp, Tensor.exp)
+_LOG_SUMS = (torch.logsumexp, Tensor.logsumexp)
+_SUMS = (torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.amax, Tensor.amax)
 
 
 def _ends(func: Any, tensor: Tensor, mark: _Product) -> bool:
@@ -179,7 +187,7 @@ class _Products(TorchFunctionMode):
         answer = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             query, key, value = (_argument(args, kwargs, i, name) for i, name in enumerate(("query", "key", "value")))
-            self._record(answer, [_Product(query, key)], value, "scaled_dot_product_attention")
+            self._record(answer, [_Product(query, key)], value)
         elif func in _BY_TWO:
             self._multiplied(answer, *(list(args) + list(kwargs.values()))[:2])
         elif func in _ADDED:
@@ -212,9 +220,9 @@ class _Products(TorchFunctionMode):
         if not isinstance(left, Tensor) or not isinstance(right, Tensor) or left.dim() < 3 or right.dim() < 3:
             return
         if weights := _marks(left, "_weights"):
-            self._record(answer, weights, right, "products")
+            self._record(answer, weights, right)
         elif weights := _marks(right, "_weights"):
-            self._record(answer.mT, weights, left.mT, "products")
+            self._record(answer, weights, left.mT, lambda one: one.mT)
         elif not _is_parameter(left) and not _is_parameter(right):
             answer._scores = [_Product(left.detach(), right.detach().mT)]
 
@@ -242,32 +250,57 @@ class _Products(TorchFunctionMode):
         summed = [i for i in one if i in other and i not in out]
         rows = [i for i in one if i not in other]
         columns = [i for i in other if i not in one]
-        if len(summed) != 1 or len(rows) != 1 or len(columns) != 1 or len(batch) != len(out) - 2:
+        if len(summed) != 1 or not rows or len(columns) != 1 or len(batch) + len(rows) + 1 != len(out):
             return
         first = left.permute([one.index(i) for i in batch + rows + summed])
         second = right.permute([other.index(i) for i in batch + columns + summed])
+        first = first.flatten(len(batch), -2)  # rows in tiles are rows all the same
         if weights := _marks(left, "_weights"):
-            result = answer.permute([out.index(i) for i in batch + rows + columns])
-            self._record(result, weights, second.mT, "products")
+            order = [out.index(i) for i in batch + rows + columns]
+            self._record(answer, weights, second.mT, lambda one: one.permute(order).flatten(len(batch), -2))
         elif not _is_parameter(left) and not _is_parameter(right) and first.dim() >= 3:
             answer._scores = [_Product(first.detach(), second.detach())]
 
-    def _record(self, answer: Tensor, products: list[_Product], value: Tensor, place: str) -> None:
+    def _record(
+        self,
+        answer: Tensor,
+        products: list[_Product],
+        value: Tensor,
+        read: Callable[[Tensor], Tensor] = lambda one: one,
+    ) -> None:
         pairs = [(p.right, p.left) if p.is_swapped else (p.left, p.right) for p in products]
         pairs = [(query.detach().clone(), key.detach().clone()) for query, key in pairs]
         (query, key), *others = pairs
-        computation = Computation(query, key, value.detach().clone(), answer.detach().clone(), place, others)
+        computation = Computation(query, key, value.detach().clone(), read(answer).detach().clone(), others)
         computation.calls, computation.time = tuple(self.seen.stack), self.seen.tick()
         self.seen.computations.append(computation)
+        answer._attended = [(computation, read)]
+
+    def _added(self, answer: Any, given: list[Tensor]) -> None:
+        """Take a sum for what attention gives: of its parts, or with what depends on relative positions."""
+        parts = [part for one in given for part in getattr(one, "_attended", [])]
+        if not parts or not isinstance(answer, Tensor) or any(one.shape != answer.shape for one in given):
+            return
+        for computation, read in parts:
+            computation.output = read(answer).detach().clone()
+        answer._attended = parts
 
     def _handed_on(self, func: Any, answer: Any, args: Any, kwargs: Any) -> None:
         given = list(_tensors((args, kwargs)))
         if not given:
             return
+        if func in _PLUS:
+            self._added(answer, given)
         scores, weights = (
             [mark for tensor in given for mark in _marks(tensor, name) if not _ends(func, tensor, mark)]
             for name in ("_scores", "_weights")
         )
+        if func in _LOG_SUMS and scores:
+            answer._is_log_sum = True
+        if func in _MINUS and scores and len(given) == 2 and getattr(given[1], "_is_log_sum", False):
+            answer._is_log_weights = True
+        if func in _EXP and scores and getattr(given[0], "_is_log_weights", False):
+            weights, scores = scores, []
         if func in _SOFTMAX and scores:
             dim = _argument(args, kwargs, 1, "dim")
             if isinstance(dim, int) and dim % given[0].dim() != given[0].dim() - 1:

@@ -47,8 +47,20 @@ _SIZES: list[tuple[str, Any]] = [
     (r"d_latents|emb_dim|feature_size|_size$|_width$|channels$|features$|n_embed|d_embed|d_inner|d_proj", "width"),
 ]  # fmt: skip
 
-# By config class, wherever it is a part: what keeps the small model whole.
-_RESNET = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False, "backbone_kwargs": None}
+
+def _resnet(*stages: str) -> Any:
+    """Give a small backbone in place of one of timm's."""
+    from transformers import ResNetConfig
+
+    widths = [8, 8, 8, 8]
+    return ResNetConfig(
+        embedding_size=8, hidden_sizes=widths, depths=[1] * 4, layer_type="basic", out_features=list(stages)
+    )
+
+
+_ROTATION = {"rope_type": "default", "rope_theta": 1e4}
+_BY_AXIS = _ROTATION | {"mrope_section": [2, 1, 1]}
+# By config class, wherever it is a part: what keeps the small model whole. What can be called is called.
 COMMON: dict[str, dict[str, Any]] = {
     "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "attn_layers": ["local", "lsh"]},
     "XLNetConfig": {"d_head": WIDTH},
@@ -61,6 +73,50 @@ COMMON: dict[str, dict[str, Any]] = {
     "SqueezeBertConfig": {"q_groups": 1, "k_groups": 1, "v_groups": 1, "post_attention_groups": 1,
                           "intermediate_groups": 1, "output_groups": 1},
     "WhisperConfig": {"max_source_positions": 40},
+    "BambaConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "attn_layer_indices": [1]},
+    "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
+    "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
+    "Mamba2Config": {"num_heads": 8, "head_dim": 8},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "MimiConfig": {"upsample_groups": MODEL},
+    "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
+    "BridgeTowerVisionConfig": {"hidden_size": 128},
+    **{
+        name: {"rope_parameters": _BY_AXIS}
+        for name in ("Glm4vTextConfig", "GlmOcrTextConfig", "Qwen2VLTextConfig", "Qwen2_5_VLTextConfig",
+                     "Qwen2_5OmniTextConfig", "Qwen2_5OmniTalkerConfig", "PaddleOCRTextConfig")
+    },
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ROTATION}},
+    "GPTJConfig": {"rotary_dim": WIDTH},
+    "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4, "input_size": 32},
+    "ClapAudioConfig": {"spec_size": 256, "num_mel_bins": 64},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "DetrConfig": {"backbone_config": lambda: _resnet("stage4")},
+    "ConditionalDetrConfig": {"backbone_config": lambda: _resnet("stage4")},
+    "DabDetrConfig": {"backbone_config": lambda: _resnet("stage4")},
+    "DeformableDetrConfig": {"backbone_config": lambda: _resnet("stage2", "stage3", "stage4")},
+    "MuseSparkAudioConfig": {"num_hidden_layers": 4},
+    "MoonshineStreamingConfig": {"num_key_value_heads": H},
+    "Dots3NoteTextConfig": {"num_key_value_heads": H},
+    "BigBirdConfig": {"block_size": 2, "num_random_blocks": 1},
+    "BigBirdPegasusConfig": {"block_size": 2, "num_random_blocks": 1},
+    "Pix2StructTextConfig": {"initializer_range": 0.02},
+    "LwDetrViTConfig": {"image_size": 64, "patch_size": 4},
+    "DepthProConfig": {"patch_size": 32, "scaled_images_feature_dims": [16, 16, 16],
+                       "intermediate_feature_dims": [16, 16], "intermediate_hook_ids": [1, 0]},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": MODEL // 4},
+    "Gemma4UnifiedAssistantConfig": {"text_config": {"num_kv_shared_layers": 2, "num_hidden_layers": 2}},
+    "Gemma4AssistantConfig": {
+        "_default": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
+                                     "vocab_size_per_layer_input": 0}},
+        "text_config": {"num_kv_shared_layers": 2, "num_hidden_layers": 2, "hidden_size_per_layer_input": 0,
+                        "vocab_size_per_layer_input": 0},
+    },
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "IMGIMGA": 6, "IMGIMGB": 7}},
+    "Emu3Config": {"vocabulary_map": {"<image>": 5, "<|visual token 000001|>": 6, "<|extra_200|>": 7}},
 }  # fmt: skip
 # architectures that need something of their own
 OVERRIDES: dict[str, dict[str, Any]] = {}
@@ -104,12 +160,12 @@ def model_class(model_type: str) -> Any:
         kinds = [kind for kind in kinds if "forward" in vars(kind)]
         if kinds:
             return kinds[0]
-    raise LookupError(f"no model takes a {config_class}")
+    raise NoModelError(f"no model takes a {config_class}")
 
 
 def _takes(kind: Any, config_class: str) -> bool:
     own = getattr(kind, "config_class", None) if isinstance(kind, type) and issubclass(kind, nn.Module) else None
-    return own is not None and own.__name__ == config_class
+    return getattr(own, "__name__", None) == config_class
 
 
 def _modeling_modules(module: str) -> Iterator[Any]:
@@ -142,7 +198,8 @@ def shrunken(
     """Build a config of a class with everything made small, its parts too."""
     from transformers import PreTrainedConfig
 
-    overrides = (COMMON.get(kind.__name__, {}) | (overrides or {})).copy()
+    overrides = COMMON.get(kind.__name__, {}) | (overrides or {})
+    overrides = {name: value() if callable(value) else value for name, value in overrides.items()}
     needed = overrides.pop("_default", {})
     default = kind(**(needed | (values or {})))
     changed: dict[str, Any] = {}
@@ -158,8 +215,10 @@ def shrunken(
             filled = next((size for pattern, size in _EMPTY if re.search(pattern, name)), None)
             if filled is not None:
                 changed[name] = filled
+        elif isinstance(value, dict):
+            changed |= _sections(name, value, default, left)
         else:
-            small = None if isinstance(value, (list, tuple)) and "lists" in left else _small(name, value, default)
+            small = _small(name, value, default, left)
             if small is not None:
                 changed[name] = small
     if "types" not in left:
@@ -189,7 +248,9 @@ def _differences(config: Any) -> dict[str, Any]:
         default = type(config)()
     except Exception:
         return {}
-    return {
+    stages = getattr(config, "_out_indices", None)
+    kept = {"out_indices": list(stages)} if stages and isinstance(_get(config, "depths"), (list, tuple)) else {}
+    return kept | {
         name: value
         for name, value in vars(config).items()
         if not name.startswith("_") and isinstance(value, (bool, str)) and getattr(default, name, None) != value
@@ -197,18 +258,18 @@ def _differences(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _small(name: str, value: Any, default: Any) -> Any:
+def _small(name: str, value: Any, default: Any, left: frozenset[str] = frozenset()) -> Any:
     """Make a value small by what it is called; `None` leaves it."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (list, tuple)):
-        return _small_list(name, list(value), default)
+        return None if "lists" in left else _small_list(name, list(value), default)
     if not isinstance(value, int):
         return None
     for pattern, size in _SIZES:
         if not re.search(pattern, name):
             continue
-        if size is None:
+        if size is None or ("widths" in left and size in ("heads", "key heads", "width", "image", WIDTH)):
             return None
         if callable(size):
             return size(value)
@@ -237,10 +298,30 @@ def _default_heads(default: Any) -> int | None:
         "decoder_attention_heads",
         "encoder_attention_heads",
     ):
-        value = getattr(default, name, None)
+        value = _get(default, name)
         if isinstance(value, int):
             return value
     return None
+
+
+def _get(config: Any, name: str) -> Any:
+    """Read a setting; what is not there, or differs from layer to layer, is `None`."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
+def _sections(name: str, value: dict[str, Any], default: Any, left: frozenset[str]) -> dict[str, Any]:
+    """Divide the narrower heads' rotations into as many sections."""
+    sections = value.get("mrope_section")
+    if not isinstance(sections, (list, tuple)) or "widths" in left:
+        return {}
+    width = _get(default, "head_dim") or default.hidden_size // default.num_attention_heads
+    total = round(sum(sections) * WIDTH / width)
+    shares = [total // len(sections)] * len(sections)
+    shares[0] += total - sum(shares)
+    return {name: value | {"mrope_section": shares}}
 
 
 def _small_list(name: str, values: list[Any], default: Any) -> Any:
@@ -277,7 +358,8 @@ def _layer_types(default: Any) -> dict[str, Any]:
     types = getattr(default, "layer_types", None)
     if not isinstance(types, (list, tuple)) or not any("attention" in str(kind) for kind in types):
         return {}
-    if isinstance(getattr(type(default), "layer_types", None), property):
+    name = (type(default).attribute_map or {}).get("layer_types", "layer_types")
+    if isinstance(getattr(type(default), name, None), property):
         return {}
     kinds = list(dict.fromkeys(types))
     kinds = kinds * 2 if len(kinds) == 1 else kinds
@@ -314,31 +396,49 @@ def _token_ids(default: Any) -> dict[str, Any]:
     return small
 
 
-_LEFT = [(), ("empty",), ("types",), ("lists",), ("lists", "empty"), ("lists", "types", "empty")]
+# what is left as it is, from little to much, until the model can be built
+LEFT = [(), ("empty",), ("types",), ("lists",), ("lists", "empty"), ("lists", "types", "empty"),
+        ("widths",), ("widths", "empty"), ("widths", "lists"), ("widths", "lists", "types")]  # fmt: skip
+MOST_PARAMETERS = 60e6
+
+
+class NoModelError(LookupError):
+    """No class of models takes a config by itself: it is that of a part."""
 
 
 def build(model_type: str) -> nn.Module:
     """Build a small model with random weights, gains and biases, in evaluation mode."""
+    return next(variants(model_type))
+
+
+def variants(model_type: str) -> Iterator[nn.Module]:
+    """Build small models, from one in which everything is small to one in which much is left as it is."""
     kind = model_class(model_type)
     first: Exception | None = None
-    for left in _LEFT:
+    sizes: set[int] = set()
+    for left in LEFT:
         try:
             config = config_of(model_type, frozenset(left))
             if left:
                 with torch.device("meta"):
-                    size = sum(
-                        parameter.numel() for parameter in kind(config_of(model_type, frozenset(left))).parameters()
-                    )
-                if size > 30e6:
+                    meta = kind(config_of(model_type, frozenset(left)))
+                size = sum(parameter.numel() for parameter in meta.parameters())
+                if size > MOST_PARAMETERS:
                     raise ValueError(f"{size} parameters where the config is left as it is")
+                if size in sizes:
+                    continue
             torch.manual_seed(0)
-            return randomized(kind(config))
-        except Exception as error:  # noqa: PERF203
+            model = randomized(kind(config))
+        except Exception as error:
             if isinstance(error, ImportError):
                 raise
             first = first or error
-    assert first is not None
-    raise first
+        else:
+            sizes.add(sum(parameter.numel() for parameter in model.parameters()))
+            yield model
+    if not sizes:
+        assert first is not None
+        raise first
 
 
 def randomized(model: nn.Module) -> nn.Module:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 LENGTH = 7
+# These compute attention by blocks, and do something else with fewer tokens than that.
+_LONGER = ("BigBirdConfig", "BigBirdPegasusConfig", "ReformerConfig")
 
 
 def _noise(*shape: Any) -> Tensor:
@@ -79,8 +81,9 @@ def for_model(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
         ["hidden_states", *required],
     ]
     done: set[tuple[str, ...]] = set()
-    for chosen in wanted:
-        chosen = list(dict.fromkeys(name for name in chosen if name in names and name in shapes))
+    for given in wanted:
+        known = [name for name in given if isinstance(name, str) and name in names and name in shapes]
+        chosen = list(dict.fromkeys(known))
         if not chosen or tuple(sorted(chosen)) in done:
             continue
         done.add(tuple(sorted(chosen)))
@@ -113,7 +116,9 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
     count = frames if isinstance(frames, int) else 2
     images += [_noise(batch, count, channels, height, breadth)]
     images += [_noise(batch, 1, channels, height, breadth), _noise(batch, 16, patch or 48)]
-    ids = _tokens(batch, LENGTH, vocabulary)
+    ids = [_tokens(batch, LENGTH, vocabulary), _tokens(batch, 16, vocabulary)]
+    if type(config).__name__ in _LONGER:
+        ids.reverse()
     length = read(config, "max_length", default=128)
     features = [
         _noise(batch, mels, 2 * source),
@@ -124,7 +129,7 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         _noise(batch, 1, 1024, 64),
     ]
     return {
-        "input_ids": [ids, _tokens(batch, 16, vocabulary)],
+        "input_ids": ids,
         "decoder_input_ids": [_tokens(batch, LENGTH, decoder_vocabulary)],
         "pixel_values": images,
         "pixel_values_videos": [_noise(batch, max(2, count), channels, height, breadth)],
@@ -145,6 +150,9 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         "visual_pos": [_noise(batch, LENGTH, 4)],
         "image_embeds": [_noise(batch, LENGTH, width)],
         "context": [_noise(batch, LENGTH, width)],
+        "noise_embeds": [_noise(batch, LENGTH, width)],
+        "context_hidden_states": [_noise(batch, LENGTH, width), _noise(batch, LENGTH, 2 * width)],
+        "target_sizes": [torch.tensor([[4, 4]] * batch)],
         "past_values": [_noise(batch, 40)],
         "audio_values": [_noise(batch, 1, 64, 64)],
         "codes": [_tokens(batch, LENGTH, 100)],

@@ -57,7 +57,7 @@ def merged(computations: list[Computation], batch: int) -> list[Computation]:
         if len(group) > 1 and len(group) % batch == 0 and group[0].query.shape[0] == 1:
             first = group[0]
             four = (torch.cat([getattr(one, name) for one in group]) for name in ("query", "key", "value", "output"))
-            joined.append(Computation(*four, first.place, [], first.calls, group[-1].time))
+            joined.append(Computation(*four, [], first.calls, group[-1].time))
         else:
             joined.extend(group)
     return sorted(joined, key=lambda one: one.time)
@@ -208,19 +208,22 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
     candidates: list[Tensor] = []
     for x in inputs:
         for tokens in _tokens(x, batch, features):
-            if not any(tokens.shape == one.shape and torch.equal(tokens, one) for one in candidates):
+            is_known = any(tokens.shape == one.shape and torch.equal(tokens, one) for one in candidates)
+            if not is_known and bool(tokens.isfinite().all()):
                 candidates.append(tokens.double())
     if not candidates:
         return Finding(None, f"no input of the layer has the {features} features that its {role} weight takes")
     remarks: tuple[str, ...] = ()
     checked, failed, closest = 0, 0, float("inf")
-    for position in _spread(positions):
+    if not bool(received.isfinite().all()):
+        return Finding(None, f"the {role} is not finite")
+    spread = received.std(0).amax(-1)  # (positions, count)
+    # What is the same in all sequences is a token that is added, or padding.
+    varying = [
+        i for i in range(positions) if float(spread[i].max()) > 1e-6 and float(spread[i, 0] / spread[i].max()) > 1e-6
+    ]
+    for position in [varying[i] for i in _spread(len(varying))]:
         vectors = received[:, position]  # (batch, count, width)
-        if not bool(vectors.isfinite().all()):
-            return Finding(None, f"the {role} is not finite")
-        spread = vectors.std(0).amax(0)
-        if float(spread.max()) < 1e-6 or float(vectors[:, 0].std(0).max()) < 1e-6 * float(spread.max()):
-            continue  # the same in all sequences: a token that is added, or padding
         checked += 1
         is_found = False
         for tokens in candidates:
@@ -251,11 +254,31 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
         failed += not is_found
     if not checked:
         return Finding(None, f"the {role} is the same in all sequences")
+    if failed and role == "query" and _selected(weight, received, candidates):
+        return Finding(True, remarks=("queries are picked by each sequence",))
     if failed:
         return Finding(
             False, f"what attention receives as {role} is not what the claimed {role} heads give (off by {closest:.1g})"
         )
     return Finding(True, remarks=remarks)
+
+
+def _selected(weight: Tensor, received: Tensor, candidates: list[Tensor]) -> bool:
+    """Tell whether each vector is one token's, whichever it is, up to a bias and a scale."""
+    for tokens in candidates:
+        claimed = torch.einsum("bti,hki->bthk", tokens, weight)
+        if claimed.shape[2] != received.shape[2]:
+            continue
+        for scale in (1.0, weight.shape[1] ** -0.5):
+            # (batch, heads, tokens, width): the bias, if that token were the one
+            apart = received[:, 0, :, None] - scale * claimed.transpose(1, 2)
+            # How far the nearest token of the worst sequence is, for each token that the first one may have picked.
+            off = torch.stack(
+                [(apart - apart[:1, :, t, None]).abs().amax(-1).amin(-1).amax(0) for t in range(tokens.shape[1])]
+            )
+            if float(off.amin(0).max()) < 1e-4 * float(received.abs().max()):
+                return True
+    return False
 
 
 def _spread(positions: int, count: int = 3) -> list[int]:
@@ -340,9 +363,11 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
             if is_within:
                 return Finding(None, "its output projection is not called")
             return Finding(True, remarks=("output not compared",))
-        heads, remark = _received_by(gives[0], output.double(), batch)
+        taken = ((call, *_received_by(call, output.double(), batch)) for call in gives)
+        call, heads, remark = next((one for one in taken if one[1] is not None), (gives[0], None, ""))
         if heads is None:
-            return Finding(False, remark)
+            return Finding(False, "its output projection does not take the heads' outputs side by side")
+        gives = [call]
     for call in gives[:1]:
         for given in call.outputs:
             for tokens in _tokens(given, batch, features):
@@ -362,9 +387,11 @@ def _received_by(call: Call, output: Tensor, batch: int) -> tuple[Tensor | None,
     _, positions, H, width = output.shape
     for x in call.inputs:
         for tokens in _tokens(x, batch, H * width):
-            if tokens.shape[1] != positions:
-                continue
             heads = tokens.double().unflatten(-1, (H, width))
+            if tokens.shape[1] != positions:
+                if _is_scattered(heads, output):
+                    return heads, _SCATTERED
+                continue
             if float((heads - output).abs().max()) < 1e-4 * float(output.abs().max()):
                 return heads, ""
             for position in _spread(positions):
@@ -375,7 +402,18 @@ def _received_by(call: Call, output: Tensor, batch: int) -> tuple[Tensor | None,
                 return heads, "heads are scaled before the output projection"
             if bool((heads * output > -1e-9).all()):
                 return heads, "heads are gated before the output projection"
-    return None, "its output projection does not take the heads' outputs side by side"
+            if _is_scattered(heads, output):
+                return heads, _SCATTERED
+    return None, ""
+
+
+_SCATTERED = "outputs are at other positions in the output projection"
+
+
+def _is_scattered(tokens: Tensor, output: Tensor) -> bool:
+    """Tell whether all that a head gives is found in its place at some token, or all that is there comes from it."""
+    near = torch.cdist(tokens.transpose(1, 2), output.transpose(1, 2)) < 1e-4 * float(output.abs().max())
+    return bool(near.any(-1).all()) or bool(near.any(-2).all())  # (batch, heads, tokens, positions)
 
 
 def claim_of(layer) -> Claim:
