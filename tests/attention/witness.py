@@ -137,7 +137,8 @@ def _shaken(values: Any, size: float, noise: torch.Generator) -> Any:
 
 def _is_mask(tensor: Tensor) -> bool:
     least, most = tensor.min(), tensor.max()
-    return bool(((tensor == least) | (tensor == most)).all()) or float(least) < -1e4
+    has_two_values = bool(least < most) and bool(((tensor == least) | (tensor == most)).all())
+    return has_two_values or float(least) < -1e4
 
 
 @dataclass(eq=False)

@@ -3,6 +3,8 @@
 
     python -m tests.attention.sweep --output docs/supported-models.md
 
+Models of timm are examined where timm and torchvision are installed; some of transformers need them as well.
+
 Results are kept one file per architecture under `runs/zoo`, by the versions of the libraries and the sources of the
 package's attention room and of this sweep, so that a run that was stopped goes on where it was.
 """
@@ -21,6 +23,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tests.attention.sweep import vision
+
 ROOT = Path(__file__).parents[3]
 MEMORY = 8 * 2**30
 
@@ -30,15 +34,16 @@ def _versions() -> str:
     import transformers
 
     told = [f"torch {torch.__version__.split('+')[0]}", f"transformers {transformers.__version__}"]
+    if vision.is_here():
+        import timm
+
+        told.append(f"timm {timm.__version__}")
     return ", ".join(told)
 
 
 def _key() -> str:
     """Everything that a result depends on."""
-    import torch
-    import transformers
-
-    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    digest = hashlib.sha256(_versions().encode())
     sources = [*(ROOT / "hdi_callback/attention").glob("*.py"), *Path(__file__).parent.glob("*.py")]
     for path in sorted([*sources, ROOT / "tests/attention/witness.py"]):
         if path.name not in ("__main__.py", "table.py"):
@@ -136,13 +141,15 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="examine again what is known")
     parser.add_argument("--output", type=Path, help="where to write the table")
     arguments = parser.parse_args()
+    if vision.is_here():
+        vision.declare_operators()
     from tests.attention.sweep.architectures import architectures
 
-    names = arguments.names or list(architectures())
+    names = arguments.names or [*architectures(), *(vision.names() if vision.is_here() else [])]
     sweep(names, arguments.folder, arguments.workers, arguments.timeout, arguments.force)
     reports = [json.loads((arguments.folder / f"{name}.json").read_text()) for name in names]
     for report in reports:
-        report["library"] = "timm" if report["name"].startswith("timm.") else "transformers"
+        report["library"] = "timm" if report["name"].startswith(vision.PREFIX) else "transformers"
     from tests.attention.sweep.table import summary, table
 
     print(summary(reports))

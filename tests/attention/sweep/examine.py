@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import survey
-from tests.attention.sweep import architectures, inputs
+from tests.attention.sweep import architectures, inputs, vision
 from tests.attention.sweep.judge import claim_of, heads_of, judge, merged
 from tests.attention.witness import Witness, witness
 
@@ -24,7 +24,9 @@ _ATTENTION = re.compile(r"(?i)attention|attn")
 
 
 def examine(model_type: str) -> dict[str, Any]:
-    """Examine an architecture of transformers."""
+    """Examine an architecture of transformers, or a model of timm by its name with a prefix."""
+    if model_type.startswith(vision.PREFIX):
+        return _examine_vision(model_type)
     report: dict[str, Any] = {}
     start = time.monotonic()
     variants = architectures.variants(model_type)
@@ -46,6 +48,19 @@ def examine(model_type: str) -> dict[str, Any]:
         if _WORTH.get(report["verdict"], 0) or time.monotonic() - start > _PATIENCE:
             break
     return report
+
+
+def _examine_vision(name: str) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, run = vision.build(name)
+    except Exception as error:
+        return {"verdict": "does not build", "reason": _first_line(error)}
+    kind = {"class": type(model).__name__}
+    if not vision.has_attention(model):
+        return {"verdict": "not attention", "reason": ""} | kind
+    return examine_model(model, BATCH, run) | kind
 
 
 # another model is tried after a verdict of no worth
@@ -127,7 +142,7 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
 
     if runs:
         for run in runs:
-            seen = attempt(model, iter([partial(run, model)]), 1)
+            seen = attempt(model, iter([partial(run, model, batch)]), 1)
             if seen is not None:
                 yield "forward", seen
         return

@@ -197,6 +197,8 @@ def for_attention(
         for index, (name, parameter) in enumerate(signature.items()):
             is_needed = parameter.default is parameter.empty
             n = (batch * lengths,) if packed else (batch, lengths)
+            if getattr(module, "batch_first", True) is False:
+                n = (lengths, batch)
             if index == 0:
                 kwargs[name] = _noise(*n, d)
             elif _ROTATIONS.search(name) and (is_needed or given):

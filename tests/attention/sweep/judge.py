@@ -254,6 +254,15 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
         failed += not is_found
     if not checked:
         return Finding(None, f"the {role} is the same in all sequences")
+    lengths = sorted({tokens.shape[1] for tokens in candidates if tokens.shape[1] < positions}, reverse=True)
+    for length in lengths if failed and role != "query" else ():
+        # Keys and values of a cache come from another layer, before or after this one's own.
+        for own in (received[:, -length:], received[:, :length]):
+            verdict = _compare(weight, own, [tokens for tokens in candidates if tokens.shape[1] == length], role)
+            if verdict.is_right:
+                return Finding(
+                    True, remarks=(*verdict.remarks, f"{role} of {length} positions, the rest from elsewhere")
+                )
     if failed and role == "query" and _selected(weight, received, candidates):
         return Finding(True, remarks=("queries are picked by each sequence",))
     if failed:
