@@ -1,0 +1,320 @@
+"""Runs that end too early and are resumed, against twins that were not interrupted."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hdi_callback import HDICallback
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.history import read_lines, read_records
+from hdi_callback.monitoring.replay import read_alerts, replay
+from tests.models import LIT_LAYERS, Classifier, batches
+from tests.regimes.killed_run import LIMITS, STEPS, Moment, run
+from tests.regimes.trainings import Module, told, trainer_for
+
+DUE = list(range(0, STEPS + 1, 2))
+
+
+@pytest.fixture(scope="module")
+def process():
+    """Runs in processes of their own, started from one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.regimes.killed_run"])
+
+    def runs(folder: Path, moment: Moment = None, accumulate: int = 1) -> int:
+        child = context.Process(target=run, args=(folder, moment, accumulate))
+        child.start()
+        child.join(120)
+        assert child.exitcode is not None, f"the run hangs, {moment}"
+        return child.exitcode
+
+    return runs
+
+
+@dataclass
+class Ended:
+    """What a run left behind."""
+
+    folder: Path
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return torch.load(self.folder / "end.pt", weights_only=True)
+
+    @property
+    def history(self) -> Path:
+        (path,) = self.folder.rglob("*.jsonl")
+        return path
+
+    def boards(self) -> list[dict[str, list[tuple[int, float]]]]:
+        """The curves of each process, one event file each."""
+        files = sorted((self.folder / "board").rglob("events.*"), key=lambda path: path.stat().st_ctime_ns)
+        boards = []
+        for file in files:
+            events = EventAccumulator(str(file)).Reload()
+            boards.append({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
+        return boards
+
+    def readings(self) -> list[tuple]:
+        return [
+            (one.step, one.epoch, one.axis, one.absent, {n: (at.values, at.arrays) for n, at in one.layers.items()})
+            for one in read_records(self.history)
+        ]
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.history) if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory, process):
+    """A run that nothing interrupts, for each number of accumulated batches."""
+    twins = {}
+    for accumulate in (1, 2):
+        folder = tmp_path_factory.mktemp("twin")
+        assert process(folder, None, accumulate) == 0
+        twins[accumulate] = Ended(folder)
+    rules = {alert.rule for alert in read_alerts(twins[1].history)}
+    assert rules >= {"worst pair", "mean alignment"}, "there is something to go on with"
+    done = {line["intervention"] for line in twins[1].lines("intervention")}
+    assert done == {"ScaleLearningRate", "ReviveHeads", "Call"}
+    return twins
+
+
+def check_against_twin(ended: Ended, twin: Ended) -> None:
+    state, other = ended.state, twin.state
+    for name, weight in other["weights"].items():
+        assert torch.equal(state["weights"][name], weight), name
+    assert state["history"] == str(ended.history)
+    assert [line["step"] for line in ended.lines("reading")] == DUE, "no gap and no double point"
+    assert ended.readings() == twin.readings()
+    assert ended.lines("alert") == twin.lines("alert")
+    assert read_alerts(ended.history) == replay(ended.history, thresholds=LIMITS)
+    assert ended.lines("intervention") == twin.lines("intervention")
+    for part in ("last_step", "layers", "alerts", "interventions"):
+        assert state["state"][part] == other["state"][part], part
+
+
+MOMENTS = [
+    ("measuring", 8), ("killed", 11), ("writing reading", 8), ("writing alert", 4), ("writing intervention", 14),
+    ("interrupted", 13), ("terminated", 13),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("moment", "accumulate"), [*((moment, 1) for moment in MOMENTS), (("measuring", 6), 2)])
+def test_a_run_that_ends_too_early_goes_on_as_if_it_had_not(tmp_path, process, twins, moment, accumulate):
+    ended, twin = Ended(tmp_path), twins[accumulate]
+    code = process(tmp_path, moment, accumulate)
+    assert (code == -signal.SIGKILL) == (moment[0] not in ("interrupted", "terminated"))
+    assert not (tmp_path / "end.pt").exists()
+    before = ended.history.read_bytes()
+    if moment[0].startswith("writing"):
+        assert not before.endswith(b"\n"), "a torn line"
+    assert process(tmp_path, None, accumulate) == 0
+    assert ended.history.read_bytes().startswith(before)
+    check_against_twin(ended, twin)
+    first, second = ended.boards()
+    (truth,) = twin.boards()
+    bound = [line for line in read_lines(ended.history) if line["kind"] == "run"][-1]["last_reading"]
+    assert 0 < bound < moment[1]
+    for tag, curve in truth.items():
+        if tag.startswith(("hdi", "head")):
+            axis = [point[0] for point in first.get(tag, ()) if point[0] <= bound * accumulate]
+            assert [p for p in first.get(tag, ()) if p[0] in axis] + second.get(tag, []) == curve, tag
+
+
+def test_a_run_that_is_killed_twice(tmp_path, process, twins):
+    assert process(tmp_path, ("measuring", 10)) < 0
+    assert process(tmp_path, ("writing reading", 16)) < 0
+    assert process(tmp_path) == 0
+    check_against_twin(Ended(tmp_path), twins[1])
+
+
+# --- what a checkpoint may hold
+
+
+def fit(folder: Path, callback: HDICallback, lit: Module | None = None, *, epochs: int = 1, checkpoint=None) -> Any:
+    trainer = trainer_for(folder, callback, max_epochs=epochs)
+    trainer.fit(Module() if lit is None else lit, batches(count=5), ckpt_path=checkpoint)
+    return trainer
+
+
+def readings(path: Path) -> list[int]:
+    return [line["step"] for line in read_lines(path) if line["kind"] == "reading"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint at step 5, after readings at 0, 2, 4 and 5, and the history of its run."""
+    callback = HDICallback(every_n_steps=2)
+    trainer = fit(tmp_path / "first", callback)
+    trainer.save_checkpoint(tmp_path / "five.ckpt")
+    return tmp_path / "five.ckpt", callback.history_path
+
+
+def put_state(checkpoint: Path, change) -> None:
+    """Change what the checkpoint holds for the callback."""
+    held = torch.load(checkpoint, weights_only=False)
+    (key,) = [key for key in held["callbacks"] if key.startswith("HDICallback")]
+    held["callbacks"][key] = change(held["callbacks"][key])
+    torch.save(held, checkpoint)
+
+
+def only(*names: str):
+    return lambda state: {name: state[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: {"format": 1, **only("last_step", "history")(state)},  # as the first version wrote it
+        only("last_step", "history"),
+        only("format", "last_step", "history", "alerts", "interventions"),  # before layers were told
+    ],
+)
+def test_a_state_of_an_earlier_format_goes_on(tmp_path, saved, change):
+    checkpoint, history = saved
+    put_state(checkpoint, change)
+    callback = HDICallback(every_n_steps=2, strict=True)
+    fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+    assert callback.history_path == history
+    assert readings(history) == [0, 2, 4, 5, 6, 8, 10]
+    assert set(callback.state_dict()["alerts"]["series"]) == set(LIT_LAYERS)
+
+
+def test_an_empty_state_starts_a_new_history(tmp_path, saved):
+    checkpoint, history = saved
+    put_state(checkpoint, lambda state: {})
+    callback = HDICallback(every_n_steps=2)
+    fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+    assert callback.history_path != history
+    assert readings(callback.history_path) == [5, 6, 8, 10]
+    assert readings(history) == [0, 2, 4, 5]
+
+
+def test_a_checkpoint_without_a_state_starts_a_new_history(tmp_path):
+    trainer = trainer_for(tmp_path / "first")
+    trainer.fit(Module(), batches(count=5))
+    trainer.save_checkpoint(tmp_path / "five.ckpt")
+    callback = HDICallback(every_n_steps=2)
+    fit(tmp_path / "second", callback, epochs=2, checkpoint=tmp_path / "five.ckpt")
+    assert readings(callback.history_path) == [5, 6, 8, 10]
+
+
+def test_a_broken_state_costs_one_warning(tmp_path, saved):
+    checkpoint, _ = saved
+    put_state(checkpoint, lambda state: {**state, "alerts": {"active": [{"layer": 3}]}})
+    callback = HDICallback(every_n_steps=2)
+    with told() as warnings:
+        trainer = fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+    assert len(warnings) == 1
+    assert "resuming head diversity failed (KeyError" in warnings[0]
+    assert trainer.global_step == 10
+    assert readings(callback.history_path) == [0, 2, 4, 5, 6, 8, 10]
+
+
+def other_heads() -> Module:
+    """The same parameters, with twice as many heads."""
+    torch.manual_seed(0)
+    return Module(Classifier(num_heads=8))
+
+
+def test_a_checkpoint_of_a_model_with_other_heads_starts_anew_with_one_warning(tmp_path, saved):
+    checkpoint, history = saved
+    before = history.read_bytes()
+    callback = HDICallback(every_n_steps=2)
+    with told() as warnings:
+        trainer = fit(tmp_path / "second", callback, other_heads(), epochs=2, checkpoint=checkpoint)
+    assert len(warnings) == 1
+    assert all(f"`{name}`" in warnings[0] for name in LIT_LAYERS)
+    assert "start anew" in warnings[0]
+    assert trainer.global_step == 10
+    assert callback.history_path != history
+    assert history.read_bytes() == before
+    assert readings(callback.history_path) == [5, 6, 8, 10]
+    assert {
+        record.layers[LIT_LAYERS[0]].values["hdi_effective_heads"] > 4 for record in read_records(callback.history_path)
+    } == {True}
+    first, *_ = callback.state_dict()["alerts"]["series"][LIT_LAYERS[0]]
+    assert first["step"] == 5, "rules compare with the start of the new model alone"
+
+
+def test_a_checkpoint_of_a_model_with_other_heads_is_refused_when_strict(tmp_path, saved):
+    checkpoint, history = saved
+    before, lit = history.read_bytes(), other_heads()
+    weights = [
+        parameter.detach().clone() for parameter in torch.load(checkpoint, weights_only=False)["state_dict"].values()
+    ]
+    with pytest.raises(MisconfigurationError, match=rf"other heads: `{re.escape(LIT_LAYERS[0])}`.* strict=False"):
+        fit(tmp_path / "second", HDICallback(every_n_steps=2, strict=True), lit, epochs=2, checkpoint=checkpoint)
+    assert all(torch.equal(now, then) for now, then in zip(lit.state_dict().values(), weights, strict=True)), "no step"
+    assert history.read_bytes() == before
+
+
+def test_a_second_fit_with_another_model_starts_anew(tmp_path):
+    callback = HDICallback(every_n_steps=2)
+    trainer = fit(tmp_path, callback)
+    history = callback.history_path
+    trainer.fit_loop.max_epochs = 2
+    with told() as warnings:
+        trainer.fit(other_heads(), batches(count=5))
+    assert len(warnings) == 1
+    assert readings(history) == [0, 2, 4, 5]
+    assert readings(callback.history_path) == [5, 6, 8, 10]
+
+
+def test_a_layer_that_has_come_in_addition_is_read_from_the_resumption_on(tmp_path, saved):
+    """As after an upgrade that can read more layers than before."""
+    checkpoint, history = saved
+    kept, new = LIT_LAYERS
+
+    def without_second(state):
+        series = {kept: state["alerts"]["series"][kept]}
+        return {**state, "layers": {kept: state["layers"][kept]}, "alerts": {**state["alerts"], "series": series}}
+
+    put_state(checkpoint, without_second)
+    callback = HDICallback(every_n_steps=2, strict=True)
+    fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+    assert readings(history) == [0, 2, 4, 5, 6, 8, 10]
+    series = callback.state_dict()["alerts"]["series"]
+    assert [series[name][0]["step"] for name in (kept, new)] == [0, 6]
+
+
+def test_a_history_that_was_moved_away_begins_again_where_the_run_goes_on(tmp_path, saved):
+    checkpoint, history = saved
+    history.rename(tmp_path / "elsewhere.jsonl")
+    callback = HDICallback(every_n_steps=2)
+    fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+    assert readings(callback.history_path) == [6, 8, 10]
+
+
+class Breaks(Module):
+    breaks = True
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.breaks and self.trainer.global_step == 4:
+            raise RuntimeError("the user's own mistake")
+        return loss
+
+
+def test_a_checkpoint_of_the_exception_itself_resumes_without_a_gap(tmp_path):
+    """The exception comes in a forward that was to be read."""
+    callback, lit = HDICallback(every_n_steps=2), Breaks()
+    keep = OnExceptionCheckpoint(tmp_path, filename="exception")
+    with pytest.raises(RuntimeError, match="the user's own mistake"):
+        trainer_for(tmp_path, callback, keep, enable_checkpointing=True).fit(lit, batches(count=5))
+    assert readings(callback.history_path) == [0, 2]
+    resumed, lit.breaks = HDICallback(every_n_steps=2), False
+    trainer = fit(tmp_path / "second", resumed, lit, epochs=2, checkpoint=tmp_path / "exception.ckpt")
+    assert resumed.history_path == callback.history_path
+    assert readings(callback.history_path) == [*range(0, trainer.global_step, 2), trainer.global_step]
