@@ -20,6 +20,7 @@ from hdi_callback.monitoring.replay import replay
 
 if TYPE_CHECKING:
     from hdi_callback.integrations.lightning import HDICallback
+    from hdi_callback.integrations.loop import watch_heads
     from hdi_callback.integrations.transformers import HDITrainerCallback
 
 __version__ = "0.1.0"
@@ -42,11 +43,13 @@ __all__ = [
     "register_layout",
     "replay",
     "rules",
+    "watch_heads",
 ]
 
-_LAZY = {  # these import a trainer
+_LAZY = {  # these import a trainer, or look whether one has been imported
     "HDICallback": "hdi_callback.integrations.lightning",
     "HDITrainerCallback": "hdi_callback.integrations.transformers",
+    "watch_heads": "hdi_callback.integrations.loop",
 }
 
 

@@ -13,16 +13,18 @@ from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.dashboards import console, tensorboard, wandb
-from hdi_callback.errors import MisconfigurationError
+from hdi_callback.integrations.arguments import check_outlets, layer_patterns
+from hdi_callback.integrations.optimizers import inner_optimizer
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
-from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.history import History, place_history
 from hdi_callback.monitoring.interventions import Intervention, check_interventions
 from hdi_callback.monitoring.metrics import choose_metrics
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_arguments
+from hdi_callback.monitoring.ranks import from_first_rank
 from hdi_callback.monitoring.rules import choose_rules
 from hdi_callback.monitoring.schedule import Schedule
-from hdi_callback.monitoring.watch import Follower, OnAlert, Watch
+from hdi_callback.monitoring.watch import Follower, OnAlert, Watch, check_patterns, state_of_this_model
 
 _STATE = "hdi_state.json"
 
@@ -50,7 +52,8 @@ class HDITrainerCallback(transformers.TrainerCallback):
         thresholds: limits of the default rules by pattern of layer names.
         on_alert: a function that is called with each `Alert`, on the first rank.
         interventions: what to do about alerts; nothing by default.
-        strict: make a model without any readable attention layer an error instead of a warning.
+        strict: make errors of two warnings: that the model has no readable attention layer, and that the checkpoint to
+            resume from is of a model with other heads.
         verbose: print once at start which layers were found.
 
     Raises:
@@ -80,6 +83,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
     ) -> None:
         Schedule(every_n_steps)
         check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
+        check_outlets(history, on_alert)
         self._every = every_n_steps
         self._metrics = choose_metrics(metrics)
         self._measuring: dict[str, Any] = {
@@ -92,6 +96,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
         }
         self._rules = None if alerts is None else choose_rules(alerts, thresholds)
         self._interventions = check_interventions(interventions, alerts)
+        self._patterns = layer_patterns(alerts, thresholds, self._interventions)
         self._history_choice, self._on_alert, self._verbose = history, on_alert, verbose
         self._faults = Faults()
         self._watch: Watch | None = None
@@ -111,34 +116,33 @@ class HDITrainerCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, install the hooks, open the history, and take up where a checkpoint left off."""
         model: nn.Module = kwargs["model"]
-        self._optimizer = _inner(kwargs["optimizer"])
+        self._optimizer = inner_optimizer(kwargs["optimizer"])
         monitor = HeadDiversityMonitor(model, metrics=self._metrics, **self._measuring)
-        schedule = Schedule(self._every)
+        names = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]
+        for what, patterns in self._patterns.items():
+            check_patterns(what, patterns, names)
         is_first = bool(state.is_world_process_zero)
-        restored = self._restored(args, state)
-        history = self._open_history(args, restored) if is_first else None
+        is_strict = self._measuring["strict"]
+        restored = state_of_this_model(
+            self._restored(args, state), monitor.layers, is_strict=is_strict, faults=self._faults
+        )
+        history = place_history(self._history_choice, args.output_dir, state=restored) if is_first else None
         if self._verbose and is_first:
-            console.print_layers(monitor.layers, monitor.refused, every_n_steps=self._every)
-            for intervention in self._interventions:
-                print(f"hdi_callback intervenes: {intervention.describe()}")  # noqa: T201
+            console.print_layers(
+                monitor.layers, monitor.refused, every_n_steps=self._every, interventions=self._interventions
+            )
         self._watch = Watch(
             monitor,
-            schedule,
+            Schedule(self._every),
             history=history,
             alerts=None if self._rules is None else Alerts(self._rules, monitor.facts, self._faults),
             interventions=self._interventions,
             training=_TrainerTraining(args, state, control, monitor.layers, kwargs["optimizer"]),
             followers=self._followers(args, monitor, history) if is_first else (),
-            share=_from_first_rank,
+            share=from_first_rank,
             faults=self._faults,
         )
-        if restored is not None:
-            with self._faults.contained("resuming head diversity"):
-                self._watch.load_state_dict(restored)
-        if history is not None:
-            with self._faults.contained("opening the history file"):
-                last = -1 if schedule.last is None else schedule.last
-                history.begin(state.global_step, monitor.facts, last_reading=last)
+        self._watch.begin(state.global_step, restored)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Arm the capture when a reading is due."""
@@ -186,19 +190,6 @@ class HDITrainerCallback(transformers.TrainerCallback):
         )
         return None
 
-    def _open_history(self, args: Any, restored: dict[str, Any] | None) -> History | None:
-        if self._history_choice is False:
-            return None
-        if self._history_choice is not True:
-            return History(str(self._history_choice))
-        if restored is not None and restored.get("history") is not None and Path(restored["history"]).is_file():
-            return History(restored["history"])
-        path, number = Path(args.output_dir) / "hdi" / "history.jsonl", 0
-        while path.exists():  # each run keeps its own file
-            number += 1
-            path = path.with_name(f"history-{number}.jsonl")
-        return History(path)
-
     def _followers(self, args: Any, monitor: HeadDiversityMonitor, history: History | None) -> list[Follower]:
         followers: list[Follower] = []
         wanted = args.report_to or []
@@ -230,7 +221,7 @@ class _TrainerTraining:
     def __init__(self, args: Any, state: Any, control: Any, layers: Sequence[AttentionLayer], optimizer: Any) -> None:
         self._args, self._state, self._control = args, state, control
         self.layers = {layer.name: layer for layer in layers}
-        self.optimizers = [_inner(optimizer)]
+        self.optimizers = [inner_optimizer(optimizer)]
         self._scaler = getattr(optimizer, "scaler", None)
 
     def loss_scale(self, optimizer: Optimizer) -> float:
@@ -252,23 +243,3 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 def _epoch(state: Any) -> int | None:
     return None if state.epoch is None else int(state.epoch)
-
-
-def _inner(optimizer: Any) -> Optimizer:
-    """Take the wrapper of accelerate off, which has no hooks of its own."""
-    while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            raise MisconfigurationError(f"{type(optimizer).__name__} is no torch optimizer.")
-        optimizer = inner
-    return optimizer
-
-
-def _from_first_rank(thing: Any) -> Any:
-    import torch.distributed as distributed
-
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return thing
-    box = [thing]
-    distributed.broadcast_object_list(box, src=0)
-    return box[0]
