@@ -1,5 +1,6 @@
 """Attention layers: modules in, head weights and head outputs out."""
 
+from hdi_callback.attention.check import HeadCheck
 from hdi_callback.attention.discovery import Refusal, Survey, find_attention, survey
 from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadProduct, HeadSlice, Role
 from hdi_callback.attention.layouts import register_layout
@@ -9,6 +10,7 @@ __all__ = [
     "ROLES",
     "AttentionLayer",
     "Capture",
+    "HeadCheck",
     "HeadProduct",
     "HeadSlice",
     "Refusal",

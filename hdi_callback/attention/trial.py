@@ -16,6 +16,8 @@ known by four properties of what reaches the output projection:
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -51,7 +53,47 @@ def acts_as_claimed(layer: AttentionLayer) -> bool | None:
     return False if False in verdicts and layer.output_projection is not None else None
 
 
+def contradiction(layer: AttentionLayer, ways: Sequence[MadeUp]) -> str | None:
+    """Say what contradicts the heads that a layout claims.
+
+    Args:
+        layer: the claim.
+        ways: the inputs to try it with; one of them is right.
+
+    Returns:
+        What was seen that cannot be; `None` if the heads were seen, or nothing could be.
+    """
+    if layer.output_projection is None:
+        return None
+    shown = [
+        look
+        for way, seed in itertools.product(ways, range(_SEEDS))
+        if (look := _look(layer, way, seed)) and (look is True or _keeps_sequences_apart(layer, way, seed))
+    ]
+    return None if True in shown or not shown else str(shown[0])
+
+
+def _keeps_sequences_apart(layer: AttentionLayer, way: MadeUp, seed: int) -> bool:
+    """Tell whether changes in other sequences leave the first as it is; they do not if batch and length are swapped."""
+    outputs = []
+    for is_changed in (True, False):
+        with in_private(seed), torch.no_grad():
+            changes = _Changes(layer, way.tokens)
+            if not is_changed:
+                changes.answers = {linear: answer[:1].expand_as(answer) for linear, answer in changes.answers.items()}
+            found = _forward(layer, changes, way)
+            assert found is not None
+            outputs.append(found[0])
+    return bool((outputs[0] - outputs[1]).abs().max() < _SAME * outputs[0].abs().max())
+
+
 def _try(layer: AttentionLayer, way: MadeUp, seed: int) -> bool | None:
+    shown = _look(layer, way, seed)
+    return shown if shown is None else shown is True
+
+
+def _look(layer: AttentionLayer, way: MadeUp, seed: int) -> Literal[True] | str | None:
+    """True if the heads are seen; what contradicts them, empty if they are just not seen; `None` if nothing ran."""
     try:
         with in_private(seed), torch.no_grad():
             changes = _Changes(layer, way.tokens)
@@ -60,7 +102,7 @@ def _try(layer: AttentionLayer, way: MadeUp, seed: int) -> bool | None:
         return None
     if outputs is None or not outputs.isfinite().all() or not outputs[0].any():
         return None
-    return changes.are_seen_in(outputs)
+    return changes.look_for(outputs)
 
 
 def _forward(layer: AttentionLayer, changes: _Changes, way: MadeUp) -> Tensor | None:
@@ -126,31 +168,33 @@ class _Changes:
             else:
                 answer[self.token, rows[heads].flatten()] *= -1
 
-    def are_seen_in(self, outputs: Tensor) -> bool:
+    def look_for(self, outputs: Tensor) -> Literal[True] | str:
         """Compare outputs ``(batch, length, H, d_v)`` with what the changes should have done."""
-        plain = outputs[0]
+        plain, ones = outputs[0], outputs[1 + [case for case, _ in self.cases].index("ones")]
         scale = plain.abs().max()
         elsewhere = torch.arange(self.tokens) != self.token
-        for output, (case, heads) in zip(outputs[1:], self.cases):
-            heads = heads.repeat_interleave(self.layer.num_heads // len(heads))
+        is_missed = False
+        for output, (case, changed) in zip(outputs[1:], self.cases):
+            heads = changed.repeat_interleave(self.layer.num_heads // len(changed))
             change = (output - plain).abs().amax(-1) / scale  # (length, H)
+            others = change[:, ~heads]
             if case == "query":
-                is_seen = change[self.token, heads].min() > _CHANGED
-                heads = heads & (torch.arange(self.tokens) == self.token)[:, None]  # and no other token's
+                is_missed |= not change[self.token, heads].min() > _CHANGED
+                others = torch.cat([others.flatten(), change[elsewhere].flatten()])  # and no other token's
             elif case == "key":
-                is_seen = change[elsewhere][:, heads].amax(0).min() > _CHANGED
+                is_missed |= not change[elsewhere][:, heads].amax(0).min() > _CHANGED
             elif case == "value":
-                is_seen = (output - 2 * plain)[:, heads].abs().max() < _SAME * scale
-            elif case == "ones":
-                gate = output  # a gate behind attention, where there is one
-                continue
-            else:
-                output = output / gate
-                is_seen = output.min() > -_SAME and (output - output[..., :1]).abs().max() < _SAME
-            others = change[~heads] if heads.dim() == 2 else change[:, ~heads]
-            if not is_seen or (others > _SAME).any():
-                return False
-        return True
+                is_missed |= not (output - 2 * plain)[:, heads].abs().max() < _SAME * scale
+            elif case == "weights":
+                weights = output / ones  # a gate behind attention cancels
+                is_missed |= not (weights.min() > -_SAME and (weights - weights[..., :1]).abs().max() < _SAME)
+            if case in ("query", "key", "value") and (others > _SAME).any():
+                seen = (change > _SAME).any(0).nonzero().flatten().tolist()
+                return (
+                    f"another {case} in the heads {changed.nonzero().flatten().tolist()} alone changes the outputs of "
+                    f"the heads {seen}"
+                )
+        return "" if is_missed else True
 
 
 def _subsets(heads: int) -> list[Tensor]:

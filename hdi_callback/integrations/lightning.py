@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import weakref
@@ -19,6 +18,7 @@ from hdi_callback.attention import AttentionLayer
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
+from hdi_callback.integrations.arguments import check_outlets, layer_patterns
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History, place_history
@@ -65,6 +65,8 @@ class HDICallback(pl.Callback):
         strict: make two warnings errors, before the first step: that the model has no readable attention layer, or that
             the checkpoint to resume from knows layers that are not there or have other heads. Without it the history,
             alerts and interventions start anew after such a checkpoint.
+        check_heads: check once, on a few tokens of the first forward that is read, that every layer computes attention
+            with the heads that were found; a layer that does not is left out, with a warning that shows why.
         verbose: print once at start which layers were found.
 
     Raises:
@@ -93,23 +95,25 @@ class HDICallback(pl.Callback):
         prog_bar: bool = False,
         name: str | None = None,
         strict: bool = False,
+        check_heads: bool = True,
         verbose: bool = True,
     ) -> None:
         super().__init__()
         _require_one_namespace()
         self._schedule = Schedule(every_n_steps)
         check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
-        _check_outlets(history, on_alert)
+        check_outlets(history, on_alert)
         self._metrics = choose_metrics(metrics)
         self._layer_choice: dict[str, Sequence[str] | None] = {"include": include, "exclude": exclude}
         self._max_tokens, self._rank_tol, self._strict = max_tokens, rank_tol, strict
+        self._check_heads = check_heads
         self._method: Method = method
         self._history_choice, self._prog_bar, self._verbose = history, prog_bar, verbose
         self._name = name
         self._rules = None if alerts is None else choose_rules(alerts, thresholds)
         self._on_alert = on_alert
         self._interventions = check_interventions(interventions, alerts)
-        self._patterns = _patterns(alerts, thresholds, self._interventions)
+        self._patterns = layer_patterns(alerts, thresholds, self._interventions)
         self._trainer: weakref.ref[Any] | None = None
         self._monitor: HeadDiversityMonitor | None = None
         self._watch: Watch | None = None
@@ -186,6 +190,7 @@ class HDICallback(pl.Callback):
             rank_tol=self._rank_tol,
             method=self._method,
             strict=self._strict,
+            check_heads=self._check_heads,
         )
         names = [layer.name for layer in self._monitor.layers] + [refusal.name for refusal in self._monitor.refused]
         for what, patterns in self._patterns.items():
@@ -424,23 +429,6 @@ def _others_act_at_the_end(trainer: pl.Trainer) -> bool:
         for callback in callbacks
         if not isinstance(callback, onlookers)
     )
-
-
-def _check_outlets(history: Any, on_alert: Any) -> None:
-    if not isinstance(history, bool | str | os.PathLike):
-        raise MisconfigurationError(f"`history` must be True, False or a path, got {history!r}: write False for none.")
-    if on_alert is not None and not callable(on_alert):
-        raise MisconfigurationError(f"`on_alert` must be a function that takes an Alert, got {on_alert!r}.")
-
-
-def _patterns(alerts: Any, thresholds: Any, interventions: Sequence[Intervention]) -> dict[str, list[str]]:
-    """Collect the patterns of layer names that the arguments hold."""
-    rules = alerts if isinstance(alerts, list | tuple) else ()
-    return {
-        "`thresholds`": list(thresholds or ()),
-        **{f"`layers` of the rule {rule.name!r}": list(rule.layers or ()) for rule in rules},
-        **{f"`layers` of {item.name}": list(item.layers or ()) for item in interventions},
-    }
 
 
 def _logging_step(trainer: pl.Trainer) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from hdi_callback.attention import ROLES, AttentionLayer, Capture, Refusal, Role, Taps, survey
+from hdi_callback.attention import ROLES, AttentionLayer, Capture, HeadCheck, Refusal, Role, Taps, survey
 from hdi_callback.attention.sharding import Sharding, as_if_whole, is_first_holder, whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.core import HeadCovariance, HeadDiversity, head_covariance, head_diversity
@@ -47,6 +47,8 @@ class HeadDiversityMonitor:
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         strict: make a model without any readable attention layer an error instead of a warning.
+        check_heads: check once, on a few tokens of the first armed forward, that every layer computes attention with
+            the heads that were found; a layer that does not is left out from then on, with a warning that shows why.
         process_group: the ranks that measure together, each its share of the weights and its own tokens: ``"auto"`` for
             all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
 
@@ -76,6 +78,7 @@ class HeadDiversityMonitor:
         rank_tol: float = 1e-6,
         method: Method = "whiten",
         strict: bool = False,
+        check_heads: bool = True,
         process_group: Any = "auto",
     ) -> None:
         check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
@@ -102,6 +105,9 @@ class HeadDiversityMonitor:
         self._tapped = [
             layer for layer in self.layers if self._taps is not None and layer.name not in self._taps.absent
         ]
+        self._check = HeadCheck(self.layers) if check_heads else None
+        self._is_checked = False
+        self._untrue: dict[str, str] = {}
         self._meeting = Meeting(process_group)
         sizes = [(one.name, one.num_heads, one.num_key_heads, one.head_dim, one.value_dim) for one in self.layers]
         self._subject = (self._roles, self.metrics, rank_tol, method, sizes)
@@ -118,9 +124,13 @@ class HeadDiversityMonitor:
         """Remove the hooks and release what was captured; calling it again does nothing."""
         if self._taps is not None:
             self._taps.remove()
+        if self._check is not None:
+            self._check.suspend()
 
     def arm(self) -> None:
         """Capture the head outputs of the next forward, for the next `measure`."""
+        if self._check is not None and not self._is_checked:
+            self._check.arm()
         if self._taps is not None:
             self._taps.arm()
 
@@ -138,11 +148,15 @@ class HeadDiversityMonitor:
         """Take the hooks off for an evaluation, so that it runs exactly as without a monitor."""
         if self._taps is not None:
             self._taps.suspend()
+        if self._check is not None:
+            self._check.suspend()
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         if self._taps is not None:
             self._taps.resume()
+        if self._check is not None:
+            self._check.resume()
 
     def measure(
         self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last_forward: bool = True
@@ -163,17 +177,51 @@ class HeadDiversityMonitor:
             The reading. What could not be measured is named in `Reading.absent`, with the reason.
         """
         absent: dict[str, str] = {}
+        has_checked = self._has_checked()
         there = set(self._model.modules())
         self._gone = {layer.name for layer in self.layers if layer.module not in there}
         # Over several ranks all sums are made at once.
         self._awaited = set() if is_last_forward or number_of_processes() > 1 else self._missed()
         captures = self._collect(absent, {layer.name for layer in self.layers})
         with torch.no_grad():
-            measurements = self._measure_together(captures, absent) or self._measure_alone(captures, absent)
+            measurements = self._measure_together(captures, absent, has_checked) or self._measure_alone(
+                captures, absent
+            )
         names = tuple(layer.name for layer in self.layers)
         if self._awaited:
             self.arm()
         return Reading(step, names, tuple(measurements), absent, epoch, axis)
+
+    def _has_checked(self) -> bool:
+        """Check the heads once a forward was armed, on every rank at the same reading; True at that reading."""
+        if self._check is None or not self._check.was_armed:
+            return False
+        self._is_checked = True
+        with self.faults.contained("checking heads"):
+            # A module whose projections are spread over ranks may count the heads of its own rank alone.
+            spread = [
+                one.name for one in self.layers if any(self._sharding.is_sharded(one, role) for role in one.slices)
+            ]
+            self._untrue = {
+                name: f"a trial with the inputs of the first forward contradicts its heads: {shown}"
+                for name, shown in self._check.contradictions(leave_out=spread).items()
+            }
+        if self._untrue:
+            shown = "; ".join(f"`{name}`: {reason}" for name, reason in list(self._untrue.items())[:3])
+            warnings.warn(
+                f"{_listed(list(self._untrue))} left out from now on. {shown}. Describe it with `register_layout`.",
+                UnsupportedAttentionWarning,
+                stacklevel=4,
+            )
+        return True
+
+    def _leave_out_alike(self, ranks: Ranks) -> None:
+        """Leave out what any rank leaves out, so that all have the same numbers."""
+        mine = torch.tensor([layer.name in self._untrue for layer in self.layers], dtype=torch.float64)
+        (found,) = ranks.sum([mine], self._device())
+        for layer, count in zip(self.layers, found.tolist()):
+            if count:
+                self._untrue.setdefault(layer.name, "a trial on another rank contradicts its heads")
 
     @property
     def awaits_forwards(self) -> bool:
@@ -309,6 +357,8 @@ class HeadDiversityMonitor:
         return []
 
     def _weight(self, layer: AttentionLayer, role: Role, ranks: Ranks) -> Tensor:
+        if layer.name in self._untrue:
+            raise _UntrueError(self._untrue[layer.name])
         if layer.name in self._gone:
             raise HDIError("it is no part of the model any more; a new monitor would see what came in its place")
         if ranks.size == 1 and number_of_processes() > 1 and self._sharding.is_sharded(layer, role):
@@ -316,11 +366,13 @@ class HeadDiversityMonitor:
         return self._sharding.weight(layer, role)
 
     def _measure_together(
-        self, captures: dict[str, Capture] | None, absent: dict[str, str]
+        self, captures: dict[str, Capture] | None, absent: dict[str, str], has_checked: bool
     ) -> list[Measurement] | None:
         """Measure as one of several ranks; `None` if this rank is alone."""
         try:
             ranks = self._meeting.attend(self._subject, self.faults.say)
+            if has_checked and ranks.size > 1:
+                self._leave_out_alike(ranks)
             return self._add_up(ranks, captures, absent) if ranks.size > 1 else None
         except Exception as error:  # such as a backend that does not know the device; it fails on every rank alike
             self._meeting.part()
@@ -347,6 +399,8 @@ class HeadDiversityMonitor:
         measured: dict[int, list[tuple[str, HeadCovariance]]] = {}
         for layer, item in zip(self._tapped, sums):
             total = HeadSums(*(next(added) for _ in _tensors(item)))
+            if layer.name in self._untrue:
+                continue
             measured.setdefault(layer.num_heads, []).append((layer.name, total.covariance()))
             absent.pop(_outputs_of(layer.name), None)  # other ranks may have captured it
         if self._wants_errors:
@@ -403,6 +457,8 @@ class HeadDiversityMonitor:
         """Leave a layer out of the reading if the block fails."""
         try:
             yield
+        except _UntrueError as error:  # which was said once
+            absent[_outputs_of(layer.name) if source == COVARIANCE else layer.name] = str(error)
         except Exception as error:
             kind = f"reading {source} {type(error).__name__}"
             if source == COVARIANCE:
@@ -437,6 +493,10 @@ class HeadDiversityMonitor:
         if strict:
             raise MisconfigurationError(message)
         warnings.warn(message, MonitoringWarning, stacklevel=4)
+
+
+class _UntrueError(HDIError):
+    """The heads of a layer are not what was claimed."""
 
 
 def check_arguments(*, max_tokens: int, rank_tol: float, method: str) -> None:
