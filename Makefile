@@ -41,6 +41,7 @@ bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that collapse (under two hours; resumable).
 	$(BIN)/python -m tests.benchmarks.collapse.run --part looked-at
 	$(BIN)/python -m tests.benchmarks.collapse.run --part confirming
+	$(BIN)/python -m tests.benchmarks.collapse.run --part again
 	$(BIN)/python -m tests.benchmarks.collapse.report --output docs/benchmarks/alerts.md
 	$(BIN)/python -m tests.benchmarks.collapse.interventions --output docs/benchmarks/interventions.md
 	$(BIN)/python -m tests.benchmarks.low_diversity --output docs/benchmarks/low-diversity.md

@@ -32,9 +32,9 @@ from hdi_callback.core import head_diversity
 from tests.benchmarks.collapse.models import Data, Model, Shape
 
 RESULTS = Path("runs/low-diversity")
-SEEDS = {"looked-at": (1,), "confirming": (11, 12, 13, 14)}
+SEEDS = {"looked-at": (1,), "confirming": (11, 12, 13, 14, 15, 16, 17, 18)}
 TASKS = ("recall", "offsets", "sorting", "digits", "text")
-ROLES: dict[str, tuple[Role, ...]] = {"keys": ("key",)}
+ROLES: dict[str, tuple[Role, ...]] = {"keys": ("key",), "queries and keys": ("query", "key")}
 HEADS, WIDTH, LAYERS = 4, 64, 2
 DIMENSIONS = (16, 32)  # of 64; the head width is 16
 VOCABULARY = 32
@@ -45,7 +45,7 @@ class Job:
     """One run."""
 
     task: str
-    arm: Literal["free", "shared", "private"]
+    arm: Literal["free", "shared", "private", "copies"]
     roles: str
     dimension: int
     seed: int
@@ -62,6 +62,7 @@ def plan(seeds: Sequence[int]) -> list[Job]:
             jobs.append(Job(task, "free", "keys", WIDTH, seed))
             for dimension in DIMENSIONS:
                 jobs += [Job(task, arm, "keys", dimension, seed) for arm in ("shared", "private")]
+            jobs += [Job(task, "copies", roles, WIDTH, seed) for roles in ROLES]
     return jobs
 
 
@@ -139,6 +140,23 @@ class Confinement:
         weight.copy_(weight @ self.bases @ self.bases.mT)
 
 
+class Copies:
+    """Keeps the heads of a layer copies of each other.
+
+    Args:
+        layer: the layer.
+        role: whose weights.
+    """
+
+    def __init__(self, layer: AttentionLayer, role: Role) -> None:
+        self.layer, self.role = layer, role
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        weight = self.layer.weight(self.role)
+        weight.copy_(weight.mean(0, keepdim=True).expand_as(weight))
+
+
 def train(job: Job, steps: int | None = None) -> dict[str, float]:
     """Train one model as its job says; give its losses and the HDI that its layers ended with."""
     torch.set_num_threads(1)
@@ -164,8 +182,10 @@ def train(job: Job, steps: int | None = None) -> dict[str, float]:
             return data.validate(model)
 
     layers = find_attention(model)
-    confined = []
-    if job.arm != "free":
+    confined: list[Confinement | Copies] = []
+    if job.arm == "copies":
+        confined = [Copies(layer, role) for layer in layers for role in ROLES[job.roles]]
+    elif job.arm != "free":
         generator = torch.Generator().manual_seed(1000 + job.seed)
         confined = [
             Confinement(layer, role, job.dimension, job.arm == "shared", generator)
@@ -236,9 +256,7 @@ def report(results: Sequence[dict], seeds: Sequence[int]) -> list[str]:
             losses = [[triple[arm]["validation_loss"] for triple in triples] for arm in (0, 1, 2)]
             cells = []
             for left, right in ((1, 2), (0, 1)):
-                mean, low, high = interval([a - b for a, b in zip(losses[left], losses[right])])
-                sign = " **" if low > 0 or high < 0 else ""
-                cells.append(f"{mean:+.3f} ({low:+.3f} to {high:+.3f}){sign}")
+                cells.append(_signed([a - b for a, b in zip(losses[left], losses[right])]))
             free_loss = statistics.fmean(losses[2])
             lines.append(
                 f"| {task} | {roles} | {dimension} | {hdi[0]:.2f} | {hdi[1]:.2f} | {free_loss:.3f} | {cells[0]} | "
@@ -261,8 +279,28 @@ def report(results: Sequence[dict], seeds: Sequence[int]) -> list[str]:
         "| task | runs | Pearson correlation |",
         "|---|---|---|",
         *pooled,
+        "",
+        "Heads that are copies of each other (HDI 0):",
+        "",
+        "| task | loss, free | copied keys - free | copied keys and queries - free |",
+        "|---|---|---|---|",
+        *(_copies(by, task, seeds) for task in TASKS),
     ]
     return lines
+
+
+def _copies(by: dict[tuple, dict], task: str, seeds: Sequence[int]) -> str:
+    cells = []
+    free = {seed: by[task, "free", "keys", WIDTH, seed]["validation_loss"] for seed in seeds}
+    for roles in ROLES:
+        losses = {seed: by[task, "copies", roles, WIDTH, seed]["validation_loss"] for seed in seeds}
+        cells.append(_signed([losses[seed] - free[seed] for seed in seeds]))
+    return f"| {task} | {statistics.fmean(free.values()):.3f} | {' | '.join(cells)} |"
+
+
+def _signed(differences: Sequence[float]) -> str:
+    mean, low, high = interval(differences)
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})" + (" **" if low > 0 or high < 0 else "")
 
 
 def main(argv: list[str] | None = None) -> None:

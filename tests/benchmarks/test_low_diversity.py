@@ -9,7 +9,7 @@ from hdi_callback import find_attention
 from hdi_callback.core import head_diversity
 from tests.benchmarks import low_diversity
 from tests.benchmarks.collapse.models import Model, Shape
-from tests.benchmarks.low_diversity import Confinement, Job, plan, train
+from tests.benchmarks.low_diversity import Confinement, Copies, Job, plan, train
 
 
 @pytest.mark.parametrize("dimension", [16, 32])
@@ -34,6 +34,16 @@ def test_heads_stay_confined_through_training():
     result = train(Job("sorting", "shared", "keys", 16, 0), steps=5)
     assert result["hdi"] < 1e-6
     assert train(Job("sorting", "private", "keys", 16, 0), steps=5)["hdi"] > 0.6
+
+
+def test_copies_stay_copies_through_training():
+    assert train(Job("sorting", "copies", "keys", 64, 0), steps=5)["hdi"] < 1e-6
+    torch.manual_seed(0)
+    layers = find_attention(Model(Shape("text", 1, 4, 4, 64)))
+    for role in ("query", "key"):
+        Copies(layers[0], role)()
+        weight = layers[0].weight(role)
+        assert torch.equal(weight, weight[:1].expand_as(weight))
 
 
 def test_the_arms_of_a_seed_differ_in_their_confinement_alone():
@@ -67,7 +77,7 @@ def test_the_report_pairs_runs_by_seed():
         {
             **job.__dict__,
             "hdi": 0.1,
-            "validation_loss": 1 + job.seed + {"free": 0, "shared": 0.5, "private": 0.2}[job.arm],
+            "validation_loss": 1 + job.seed + {"free": 0, "shared": 0.5, "private": 0.2, "copies": 0.7}[job.arm],
         }
         for job in plan((11, 12, 13))
     ]
@@ -76,3 +86,4 @@ def test_the_report_pairs_runs_by_seed():
     assert rows == [
         "| sorting | keys | 16 | 0.10 | 0.10 | 13.000 | +0.200 (+0.200 to +0.200) ** | +0.300 (+0.300 to +0.300) ** |"
     ]
+    assert "| sorting | 13.000 | +0.700 (+0.700 to +0.700) ** | +0.700 (+0.700 to +0.700) ** |" in lines

@@ -43,15 +43,15 @@ PARTS: tuple[Part, ...] = get_args(Part)
 def plan(part: Part) -> list[Spec]:
     """Lay down every run. The seeds of the parts have nothing in common.
 
-    The part "again" is for the one limit that was changed after the confirming runs had been read, that of the rule
-    "shared direction": healthy runs and runs of that kind, in smaller batches.
+    The part "again" was made after the one limit that was changed when the confirming runs had been read, that of the
+    rule "shared direction": the same kinds, in smaller batches.
     """
     first, healthy, each = {"looked-at": (0, 24, 3), "confirming": (10_000, 60, 10), "again": (30_000, 60, 10)}[part]
     specs = [draw(HEALTHY, first + number) for number in range(healthy)]
     for place, kind in enumerate(KINDS, 1):
         specs += [draw(kind, first + 100 * place + number) for number in range(each)]
     if part == "again":
-        specs = [replace(spec, batch=8) for spec in specs if spec.kind in (HEALTHY, "shared direction")]
+        specs = [replace(spec, batch=8) for spec in specs]
     return specs
 
 
