@@ -90,6 +90,8 @@ COMMON: dict[str, dict[str, Any]] = {
     },
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ROTATION}},
     "GPTJConfig": {"rotary_dim": WIDTH},
+    # Its projection is in four blocks, whatever the number of heads.
+    "CodeGenConfig": {"rotary_dim": WIDTH, "n_head": 8, "n_embd": 8 * WIDTH},
     "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4, "input_size": 32},
     "ClapAudioConfig": {"spec_size": 256, "num_mel_bins": 64},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
@@ -224,6 +226,8 @@ def shrunken(
     if "types" not in left:
         changed |= _layer_types(default)
     changed |= _per_layer(default, changed)
+    if "qk_rope_head_dim" in changed and _get(default, "head_dim") == _get(default, "qk_rope_head_dim"):
+        changed["head_dim"] = changed["qk_rope_head_dim"]
     changed |= _token_ids(default)
     changed |= overrides
     kept = {name: value for name, value in (needed | (values or {})).items() if name not in changed}
