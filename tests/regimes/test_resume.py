@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import signal
 from dataclasses import dataclass
@@ -20,25 +19,14 @@ from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.replay import read_alerts, replay
 from tests.models import LIT_LAYERS, Classifier, batches
 from tests.regimes.killed_run import LIMITS, STEPS, Moment, run
-from tests.regimes.trainings import Module, told, trainer_for
+from tests.regimes.trainings import Module, in_a_process, told, trainer_for
 
 DUE = list(range(0, STEPS + 1, 2))
 
 
-@pytest.fixture(scope="module")
-def process():
-    """Runs in processes of their own, started from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.regimes.killed_run"])
-
-    def runs(folder: Path, moment: Moment = None, accumulate: int = 1) -> int:
-        child = context.Process(target=run, args=(folder, moment, accumulate))
-        child.start()
-        child.join(120)
-        assert child.exitcode is not None, f"the run hangs, {moment}"
-        return child.exitcode
-
-    return runs
+def process(folder: Path, moment: Moment = None, accumulate: int = 1) -> int:
+    """Run in a process, and tell how it ended."""
+    return in_a_process(run, folder, moment, accumulate)
 
 
 @dataclass
@@ -76,7 +64,7 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def twins(tmp_path_factory, process):
+def twins(tmp_path_factory):
     """A run that nothing interrupts, for each number of accumulated batches."""
     twins = {}
     for accumulate in (1, 2):
@@ -111,7 +99,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize(("moment", "accumulate"), [*((moment, 1) for moment in MOMENTS), (("measuring", 6), 2)])
-def test_a_run_that_ends_too_early_goes_on_as_if_it_had_not(tmp_path, process, twins, moment, accumulate):
+def test_a_run_that_ends_too_early_goes_on_as_if_it_had_not(tmp_path, twins, moment, accumulate):
     ended, twin = Ended(tmp_path), twins[accumulate]
     code = process(tmp_path, moment, accumulate)
     assert (code == -signal.SIGKILL) == (moment[0] not in ("interrupted", "terminated"))
@@ -132,7 +120,7 @@ def test_a_run_that_ends_too_early_goes_on_as_if_it_had_not(tmp_path, process, t
             assert [p for p in first.get(tag, ()) if p[0] in axis] + second.get(tag, []) == curve, tag
 
 
-def test_a_run_that_is_killed_twice(tmp_path, process, twins):
+def test_a_run_that_is_killed_twice(tmp_path, twins):
     assert process(tmp_path, ("measuring", 10)) < 0
     assert process(tmp_path, ("writing reading", 16)) < 0
     assert process(tmp_path) == 0

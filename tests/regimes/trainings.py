@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 
 from hdi_callback.errors import HDIWarning
 from tests.models import HEADS, Block, Classifier
+
+PATIENCE = 180  # seconds, until a process counts as hanging
 
 
 class Module(L.LightningModule):
@@ -126,6 +129,23 @@ class Witness(L.Callback):
 def _off_diagonal(matrix: Tensor) -> Tensor:
     count = matrix.shape[0]
     return (matrix.sum() - matrix.trace()) / (count * (count - 1))
+
+
+def in_a_process(function: Callable[..., None], *args: Any) -> int:
+    """Call a function of a module in a process of its own, forked from one that has imported everything before.
+
+    Returns:
+        How the process ended: 0 if all is well, less a signal's number if that ended it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.regimes.killed_run"])  # before the first process of any test
+    process = context.Process(target=function, args=args)
+    process.start()
+    process.join(PATIENCE)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"{function.__name__}{args} hangs")
+    return process.exitcode
 
 
 @contextmanager
