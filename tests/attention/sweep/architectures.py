@@ -101,6 +101,10 @@ COMMON: dict[str, dict[str, Any]] = {
     "DeformableDetrConfig": {"backbone_config": lambda: _resnet("stage2", "stage3", "stage4")},
     "MuseSparkAudioConfig": {"num_hidden_layers": 4},
     "MoonshineStreamingConfig": {"num_key_value_heads": H},
+    **{
+        name: {"window_size": 2, "patch_size": 2}
+        for name in ("SwinConfig", "DonutSwinConfig", "MaskFormerSwinConfig", "Swinv2Config")
+    },
     "Dots3NoteTextConfig": {"num_key_value_heads": H},
     "BigBirdConfig": {"block_size": 2, "num_random_blocks": 1},
     "BigBirdPegasusConfig": {"block_size": 2, "num_random_blocks": 1},

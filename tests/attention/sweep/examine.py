@@ -65,7 +65,7 @@ def _examine_vision(name: str) -> dict[str, Any]:
 
 # another model is tried after a verdict of no worth
 _PATIENCE = 20.0  # seconds
-_WORTH = {"right": 3, "refused": 3, "wrong": 4, "missed": 4, "one head": 2, "not attention": 1}
+_WORTH = {"right": 3, "refused": 3, "not judged": 1, "wrong": 4, "missed": 4, "one head": 2, "not attention": 1}
 
 
 def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str, Any]:
@@ -93,7 +93,8 @@ def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str,
         report["ways"].append(way)
         _take(report, seen, names, claims, refusals, batch)
     report["errors"] = list(dict.fromkeys(errors))[-3:]
-    report["unseen"] = [layer.name for layer in found.layers if layer.name not in report["layers"]]
+    unseen = [layer for layer in found.layers if layer.name not in report["layers"]]
+    report["unseen"] = {layer.name: type(layer.module).__name__ for layer in unseen}
     # What ran and computed no attention is none, though it was refused as if it were: linear attention, state spaces.
     rest = [refusal for refusal in found.refused if refusal.name not in report["refused"]]
     report["no_attention"] = sorted({r.module_type for r in rest if parts[r.name] in called})
@@ -227,6 +228,9 @@ def _verdict(report: dict[str, Any]) -> tuple[str, str]:
     unjudged = {facts["class"]: facts["reason"] for facts in layers.values() if facts["right"] is None}
     if unjudged:
         return "not judged", "; ".join(f"{kind}: {reason}" for kind, reason in unjudged.items())
+    strange = set(report["unseen"].values()) - {facts["class"] for facts in layers.values()}
+    if layers and strange:
+        return "not judged", "; ".join(f"{kind}: it did not run" for kind in sorted(strange))
     if layers:
         return "right", ""
     if report["unseen"]:

@@ -215,7 +215,7 @@ def for_attention(
                 kwargs[name] = lengths
             elif name == "position_ids" and is_needed:
                 kwargs[name] = torch.arange(lengths)[None].repeat(batch, 1)
-            elif "mask" in name:
+            elif re.search("mask|past|cache", name):
                 if is_needed:
                     kwargs[name] = None
             elif (_FIRST.search(name) or _SECOND.search(name)) and (is_needed or given):
