@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Of the same release as the torch in constraints.txt; only the zoo needs them.
+VISION := timm==1.0.31 torchvision==0.28.0
 
-.PHONY: demo test lint types docs check bench evidence lower-bounds clean
+.PHONY: demo test lint types docs check bench evidence zoo lower-bounds clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -45,6 +47,10 @@ evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that 
 	$(BIN)/python -m tests.benchmarks.collapse.report --output docs/benchmarks/alerts.md
 	$(BIN)/python -m tests.benchmarks.collapse.interventions --output docs/benchmarks/interventions.md
 	$(BIN)/python -m tests.benchmarks.low_diversity --output docs/benchmarks/low-diversity.md
+
+zoo: $(INSTALLED)  ## Examine every architecture of transformers and models of timm; writes docs/supported-models.md (resumable).
+	$(BIN)/python -m pip install --quiet --no-deps $(VISION)
+	$(BIN)/python -m tests.attention.sweep --output docs/supported-models.md $(ARGS)
 
 lower-bounds:  ## Run the tests against the oldest dependencies that pyproject.toml admits (Python 3.10 or 3.11).
 	$(PYTHON) -m venv .venv-lower

@@ -19,7 +19,7 @@ from tests.attention.sweep.judge import claim_of, heads_of, judge, merged
 from tests.attention.witness import Witness, witness
 
 BATCH = 41  # a prime, so that no other size is taken for it; more than twice the widest head
-_PRIMES = (41, 67, 107, 193, 373)
+_PRIMES = (41, 67, 107, 193, 373, 733)
 _ATTENTION = re.compile(r"(?i)attention|attn")
 
 
