@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import nn
 
+from hdi_callback.attention.given import Recorder
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.layouts import Place, describe_attention, found_by_behaviour
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
@@ -49,7 +52,11 @@ class Survey:
 
 
 def find_attention(
-    model: nn.Module, *, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+    model: nn.Module,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    forward: Callable[[], Any] | None = None,
 ) -> list[AttentionLayer]:
     """Find every multi-head attention layer of a model, in model order.
 
@@ -59,6 +66,8 @@ def find_attention(
         model: any module.
         include: patterns of dotted names (``"encoder.*"``); only layers that match one of them.
         exclude: patterns of dotted names to leave out.
+        forward: runs the model once on real inputs, such as ``lambda: model(batch)``; called, without gradients, if
+            there are modules whose heads cannot be established with inputs that are made up.
 
     Returns:
         The layers.
@@ -71,19 +80,26 @@ def find_attention(
         >>> [(layer.name, layer.num_heads) for layer in find_attention(nn.Sequential(encoder))]
         [('0.self_attn', 4)]
     """
-    found = survey(model, include=include, exclude=exclude)
+    found = survey(model, include=include, exclude=exclude, forward=forward)
     for refusal in found.refused:
         warnings.warn(refusal.message, UnsupportedAttentionWarning, stacklevel=2)
     return list(found.layers)
 
 
-def survey(model: nn.Module, *, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None) -> Survey:
+def survey(
+    model: nn.Module,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    forward: Callable[[], Any] | None = None,
+) -> Survey:
     """Find every attention layer of a model, and those that are left out, without a warning.
 
     Args:
         model: any module.
         include: patterns of dotted names; only layers that match one of them.
         exclude: patterns of dotted names to leave out.
+        forward: see `find_attention`.
 
     Returns:
         What was found.
@@ -110,6 +126,9 @@ def survey(model: nn.Module, *, include: Sequence[str] | None = None, exclude: S
             unknown = place.refuse("none of the known layouts fits its parameters, and a trial forward shows no heads")
             refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(unknown))
     _look_at_behaviour(places, layers)
+    undecided = {name: places[name] for name in refusals if name not in layers}
+    if forward is not None and undecided:
+        _look_at_forward(undecided, layers, forward)
     described = [name for name in places if name in layers or name in refusals]
     # A wrapper is told apart by its parts: what contains a described or refused attention is not reported itself.
     refused = [
@@ -147,6 +166,23 @@ def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionL
         if layer is None:
             in_vain.add(alike)
         else:
+            layers[name] = layer
+
+
+def _look_at_forward(
+    undecided: Mapping[str, Place], layers: dict[str, AttentionLayer], forward: Callable[[], Any]
+) -> None:
+    """Find heads of what was refused with the inputs of a real forward; adds to `layers`."""
+    recorder = Recorder({name: place.module for name, place in undecided.items()})
+    try:
+        recorder.arm()
+        with torch.no_grad():
+            forward()
+    finally:
+        recorder.suspend()
+    for name, ways in recorder.take().items():
+        layer = found_by_behaviour(undecided[name], ways) if ways else None
+        if layer is not None:
             layers[name] = layer
 
 

@@ -21,7 +21,8 @@ If a projection is fed by another, the heads' weights are products of both. What
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +38,13 @@ _SCALES = (1.0, 0.3, 2.0)  # of the answers: a softmax may be flat or saturated 
 _MOST_LINEARS = 16
 
 
-def find_heads(name: str, module: nn.Module) -> AttentionLayer | None:
+def find_heads(name: str, module: nn.Module, ways: Sequence[MadeUp] | None = None) -> AttentionLayer | None:
     """Find the heads of a module that may be attention.
 
     Args:
         name: its dotted path.
         module: the module.
+        ways: inputs to try it with; those that are made up by default.
 
     Returns:
         The layer; `None` if it does not act as attention with heads of its own, or could not be run.
@@ -52,13 +54,14 @@ def find_heads(name: str, module: nn.Module) -> AttentionLayer | None:
         return None
     if any(projections.objection(linear) is not None for linear in linears.values()):
         return None
-    for way, (seed, scale) in itertools.product(ways_to_run(module), enumerate(_SCALES)):
+    ways = list(ways_to_run(module)) if ways is None else ways
+    for way, (seed, scale) in itertools.product(ways, enumerate(_SCALES)):
         try:
             with in_private(seed), torch.enable_grad():
                 layer = _Finder(name, module, linears, way, scale).find()
         except Exception:  # a module that cannot be run so is not known
             continue
-        if layer is not None and acts_as_claimed(layer):
+        if layer is not None and acts_as_claimed(layer, [way]):
             return layer
     return None
 
@@ -98,6 +101,7 @@ class _Finder:
         """Go through the four steps."""
         first, stubs = self._run(self.drawn, is_traced=True)
         self.first, self.first_stubs, self.first_answers = first, stubs, dict(self.drawn)
+        self.tokens = None if first.tokens is None else self.way.by_token(first.tokens, 1)
         self._follow()
         values = self._values()
         heads = None if values is None else self._heads(values)
@@ -111,14 +115,15 @@ class _Finder:
         }
         replaced = {self.linears[path]: stub for path, stub in stubs.items()}
         batch = next(iter(answers.values())).shape[0]
-        return run_copy(self.module, replaced, self.way, batch=batch, width=self.width, is_traced=is_traced), stubs
+        way = replace(self.way, is_normed=True) if is_traced else self.way
+        return run_copy(self.module, replaced, way, batch=batch, width=self.width, is_traced=is_traced), stubs
 
     def _output_of(self, run: Run, stubs: dict[str, Answer]) -> Tensor | None:
         if self.receiver is not None:
             received = stubs[self.receiver].received
         else:
             received = self.way.by_token(run.output, next(iter(stubs.values())).answer.shape[0])
-        if received is None or received.shape[1] != self.way.tokens or not received.isfinite().all():
+        if received is None or not received.isfinite().all():
             return None
         return received
 
@@ -259,6 +264,9 @@ class _Finder:
                 self.drawn[path] = self.drawn[path].index_fill(-1, index, 0.0)
             queries, keys = self._matter(values, heads)
             keys &= ~shared
+        value_paths = [path for path, _ in self._split(torch.unique(values))]
+        keys = self._without_positions(keys, value_paths)
+        queries = self._without_positions(queries, [])
         query_rows, key_rows, value_rows = _rows(queries), _grouped(_rows(keys)), _grouped(values[heads])
         if query_rows is None or key_rows is None or value_rows is None:
             return None
@@ -278,6 +286,20 @@ class _Finder:
             output = self.linears[self.receiver]
             slices["output"] = self._slice(self.receiver, torch.arange(H * value_dim).view(H, value_dim))
         return AttentionLayer(self.name, self.module, H, G, width, value_dim, kind, slices, output)
+
+    def _without_positions(self, mask: Tensor, beside: list[str]) -> Tensor:
+        """Leave out what is added from another input than the tokens, as positions are, if several maps matter."""
+        # The tokens are what the maps in `beside` are given, or else the first input of the module.
+        paths = [path for path, _ in self._split(mask.any(0).nonzero().flatten())]
+        if len(paths) < 2:
+            return mask
+        tokens = self.first_stubs[beside[0]].received if beside else self.tokens
+        for path in paths:
+            received = self.first_stubs[path].received
+            if received is None or tokens is None or received.shape != tokens.shape or (received != tokens).any():
+                start = self.starts[path]
+                mask = mask.index_fill(1, torch.arange(start, start + self.features[path][1]), False)
+        return mask
 
     def _weight(self, numbers: Tensor) -> HeadWeight | None:
         """Describe where rows of heads, ``(heads, width)``, lie."""

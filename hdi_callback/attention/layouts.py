@@ -12,7 +12,7 @@ projection counts as known only where it is seen there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from hdi_callback.attention import projections
 from hdi_callback.attention.finder import find_heads
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
 from hdi_callback.attention.norms import with_norms
+from hdi_callback.attention.probe import MadeUp
 from hdi_callback.attention.projections import is_linear
 from hdi_callback.attention.trial import acts_as_claimed
 from hdi_callback.errors import UnsupportedAttentionError
@@ -107,16 +108,17 @@ def describe_attention(place: Place) -> AttentionLayer | None:
     return None
 
 
-def found_by_behaviour(place: Place) -> AttentionLayer | None:
+def found_by_behaviour(place: Place, ways: Sequence[MadeUp] | None = None) -> AttentionLayer | None:
     """Find heads that no layout knows by what a copy of the module does.
 
     Args:
         place: the module and where it stands.
+        ways: inputs to try it with; those that are made up by default.
 
     Returns:
         The layer; `None` if the module does not act as attention, could not be run, or has a layout of the user's own.
     """
-    layer = None if _registered(place) else find_heads(place.name, place.module)
+    layer = None if _registered(place) else find_heads(place.name, place.module, ways)
     if layer is None:
         return None
     layer = with_norms(layer)

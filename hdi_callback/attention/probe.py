@@ -45,6 +45,8 @@ class MadeUp:
         rotary: features of the rotation, which is none.
         is_masked: whether masks are there, of ones; `None` otherwise.
         is_biased: whether the biases of positions that a forward requires are there, of zeros; `None` otherwise.
+        is_normed: whether RMS norms are left in; one behind attention hides which values come through. What a LayerNorm
+            subtracts is another matter (`norms.py`), so that it stays.
     """
 
     shape: Shape = "batch first"
@@ -52,6 +54,7 @@ class MadeUp:
     rotary: int = 1
     is_masked: bool = False
     is_biased: bool = False
+    is_normed: bool = True
 
     def arguments(self, forward: Any, batch: int, width: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the arguments of a forward.
@@ -110,22 +113,19 @@ class MadeUp:
         """Bring what came of a forward back.
 
         Args:
-            output: in the shape of `shape`, or with batch and length in one.
+            output: in the shape of `shape`, with batch and length in one, or with the length in several dimensions.
             batch: sequences.
 
         Returns:
             ``(batch, length, features)``; `None` if it is something else.
         """
-        if not isinstance(output, Tensor):
+        if not isinstance(output, Tensor) or output.dim() < 2:
             return None
-        if output.dim() == 4 and 1 in output.shape[1:3]:  # a single head
-            output = output.squeeze(1) if output.shape[1] == 1 else output.squeeze(2)
-        if output.dim() == 2 and output.shape[0] % batch == 0:
-            output = output.reshape(*((-1, batch) if self.shape == "length first" else (batch, -1)), output.shape[1])
-        if output.dim() != 3:
+        if output[..., 0].numel() != batch * self.tokens:
             return None
-        output = output.transpose(0, 1) if self.shape == "length first" else output
-        return output if output.shape[0] == batch else None
+        if self.shape == "length first" and output.shape[0] != batch * self.tokens:
+            return output.reshape(self.tokens, batch, -1).transpose(0, 1)
+        return output.reshape(batch, self.tokens, -1)
 
 
 def ways_to_run(module: nn.Module, rotary: int | None = None) -> Iterator[MadeUp]:
@@ -152,8 +152,25 @@ def ways_to_run(module: nn.Module, rotary: int | None = None) -> Iterator[MadeUp
     lengths = dict.fromkeys([8, *_lengths(module)])
     masks = (False, True) if names & {"attention_mask", "mask", "attn_mask"} else (False,)
     biases = (False, True) if names & {"alibi", "position_bias", "attention_bias", "bias"} else (False,)
-    for length, is_masked, is_biased, width, shape in itertools.product(lengths, masks, biases, widths, shapes):
-        yield MadeUp(shape, length, width, is_masked, is_biased)
+    norms = (True, False) if has_other_norms(module) else (True,)
+    choices = itertools.product(norms, lengths, masks, biases, widths, shapes)
+    for is_normed, length, is_masked, is_biased, width, shape in choices:
+        yield MadeUp(shape, length, width, is_masked, is_biased, is_normed)
+
+
+def has_other_norms(module: nn.Module) -> bool:
+    """Tell whether a module has RMS norms beside those of queries, keys and values.
+
+    Args:
+        module: the module.
+
+    Returns:
+        True if so.
+    """
+    return any(
+        "rmsnorm" in type(part).__name__.lower() and not _NORM.match(name.rpartition(".")[2])
+        for name, part in module.named_modules()
+    )
 
 
 def _lengths(module: nn.Module) -> Iterator[int]:
@@ -236,7 +253,7 @@ class Answer(Stub):
             ValueError: if this is not a sequence of tokens.
         """
         received = self.way.by_token(x, self.answer.shape[0])
-        if received is None or received.shape[1] != self.answer.shape[1]:
+        if received is None:
             if self.inner is None:
                 raise ValueError("the tokens were taken apart before they were projected")
             self.was_inner = True
@@ -271,10 +288,12 @@ class Run:
 
     Attributes:
         output: what reached the `Receive` stub, or the first of what came back.
+        tokens: the first tensor that the forward was given.
         passed: modules of the copy that have no stub within, by their names: what they were given, and gave.
     """
 
     output: Any
+    tokens: Tensor | None = None
     passed: dict[str, tuple[Tensor, Tensor, nn.Module]] = field(default_factory=dict)
 
 
@@ -298,7 +317,7 @@ def run_copy(
     trial = copy.deepcopy(module, memo)
     trial.eval()  # what some forget to return
     for part in trial.modules():
-        _make_plain(part)
+        _make_plain(part, way.is_normed)
     trial.to(device="cpu", dtype=torch.float32)
     for name, parameter in trial.named_parameters():  # what is the identity at first, or zero, does not stay so
         parameter.requires_grad_(False)
@@ -306,12 +325,15 @@ def run_copy(
             parameter.fill_(-1e4)
         elif _BIAS.search(name):
             parameter.zero_()
-        else:
+        elif parameter.dim() < 2:
             parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
     run = Run(None)
     if is_traced:
         _trace(trial, run)
     args, kwargs = way.arguments(trial.forward, batch, width)
+    run.tokens = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     try:
         output = trial.forward(*args, **kwargs)
     except ReachedError as reached:
@@ -335,7 +357,7 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _make_plain(module: nn.Module) -> None:
+def _make_plain(module: nn.Module, is_normed: bool) -> None:
     """Take off what needs a GPU, calls back to the user, or mixes heads in a way that leaves them in place."""
     module._forward_hooks.clear()
     module._forward_pre_hooks.clear()
@@ -345,7 +367,7 @@ def _make_plain(module: nn.Module) -> None:
     for name, child in module.named_children():
         kind = type(child).__name__.lower()
         # A norm over all heads only scales each of them, and one over the batch each of their features.
-        if (_NORM.match(name) and "norm" in kind) or "batchnorm" in kind:
+        if (_NORM.match(name) and "norm" in kind) or "batchnorm" in kind or ("rmsnorm" in kind and not is_normed):
             setattr(module, name, nn.Identity())
 
 

@@ -30,18 +30,19 @@ _SEEDS = 3  # a draw may saturate a softmax, and then nothing changes; a claim t
 _CHANGED, _SAME = 1e-4, 1e-5  # relative to the largest output
 
 
-def acts_as_claimed(layer: AttentionLayer) -> bool | None:
+def acts_as_claimed(layer: AttentionLayer, ways: Sequence[MadeUp] | None = None) -> bool | None:
     """Tell whether a module really computes attention with the heads that a layout claims.
 
     Args:
         layer: the claim; its output projection, if it has one, is a linear map within the module.
+        ways: inputs to try it with; those that are made up by default.
 
     Returns:
         True or False where the trial could be made; `None` where it could not, such as when the module needs inputs
         that nobody can make up, cannot be copied, or uses its projections without calling them.
     """
     verdicts = []
-    for way in ways_to_run(layer.module, layer.head_dim):
+    for way in ways_to_run(layer.module, layer.head_dim) if ways is None else ways:
         for seed in range(_SEEDS):
             verdict = _try(layer, way, seed)
             if verdict:
@@ -119,7 +120,7 @@ def _forward(layer: AttentionLayer, changes: _Changes, way: MadeUp) -> Tensor | 
     if not all(isinstance(stub, Answer) and stub.was_called for stub in answers):
         return None
     outputs = way.by_token(run.output, changes.batch)
-    if outputs is None or outputs.shape[1] != way.tokens:
+    if outputs is None:
         return None
     by_head: Tensor = outputs.reshape(*outputs.shape[:2], layer.num_heads, layer.value_dim)
     return by_head
@@ -135,7 +136,8 @@ class _Changes:
         self.cases: list[tuple[Literal["query", "key", "value", "ones", "weights"], Tensor]] = [
             *(("query", heads) for heads in _subsets(H)),
             *(("key", heads) for heads in _subsets(G)),
-            *(("value", heads) for heads in _subsets(G)),
+            # Where values are the keys, twice the values would be twice the keys.
+            *(("value", heads) for heads in _subsets(G) if _outer(layer, "key") != _outer(layer, "value")),
             ("ones", torch.ones(G, dtype=torch.bool)),
             ("weights", torch.ones(G, dtype=torch.bool)),
         ]

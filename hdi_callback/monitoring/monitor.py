@@ -194,7 +194,7 @@ class HeadDiversityMonitor:
 
     def _has_checked(self) -> bool:
         """Check the heads once a forward was armed, on every rank at the same reading; True at that reading."""
-        if self._check is None or not self._check.was_armed:
+        if self._check is None or not self._check.is_armed:
             return False
         self._is_checked = True
         with self.faults.contained("checking heads"):

@@ -13,7 +13,7 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSlice, find_attention, register_layout
 from hdi_callback.attention import layouts as known
-from hdi_callback.attention.check import given
+from hdi_callback.attention.given import given
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend
@@ -147,7 +147,7 @@ def _wrong(layer: AttentionLayer) -> AttentionLayer:
 
 def test_arguments_are_cut_to_few_tokens_of_one_sequence_and_copied():
     x, mask, turn = torch.randn(5, 40, D), torch.zeros(5, 1, 40, 40), (torch.ones(1, 40, 8), torch.zeros(1, 40, 8))
-    first, second = given((x,), {"mask": mask, "turn": turn, "cache": object(), "scale": 2.0})
+    first, second, third = given(nn.Identity(), (x,), {"mask": mask, "turn": turn, "cache": object(), "scale": 2.0})
     assert first.args[0].shape == (1, 8, D)
     assert first.kwargs["mask"].shape == (1, 1, 8, 8)
     assert [part.shape for part in first.kwargs["turn"]] == [(1, 8, 8)] * 2
@@ -155,6 +155,7 @@ def test_arguments_are_cut_to_few_tokens_of_one_sequence_and_copied():
     assert first.kwargs["scale"] == 2.0
     assert first.args[0].untyped_storage().nbytes() == 8 * D * 4
     assert second.args[0].shape == (5, 1, D), "five tokens of one sequence, if the length came first"
+    assert third.args[0].shape == (1, 40, D), "for a module that insists on the length"
 
 
 def test_checking_draws_no_random_number_and_leaves_the_model_as_it_was():

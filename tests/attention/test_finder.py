@@ -243,3 +243,38 @@ def test_regular_orders_are_described_by_strides(index: Tensor):
 def test_no_strides_are_made_up_for_an_irregular_order():
     with pytest.raises(ValueError, match="no regular order"):
         fit_slice(nn.Linear(D, 96), "weight", torch.tensor([[0, 1], [2, 3], [7, 8]]), False)
+
+
+class NeedsTables(by_hand.Interleaved):
+    """Inputs that nobody can make up."""
+
+    def forward(self, x, tables):
+        return super().forward(x) * tables["scale"]
+
+
+def test_a_real_forward_shows_what_made_up_inputs_cannot():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = NeedsTables()
+
+        def forward(self, x):
+            return self.attn(x, {"scale": torch.ones(1)})
+
+    torch.manual_seed(0)
+    model = Model()
+    assert [refusal.name for refusal in survey(model).refused] == ["attn"]
+    state = torch.get_rng_state()
+    batch = torch.randn(5, 11, D, generator=torch.Generator().manual_seed(0))
+    (layer,) = find_attention(model, forward=lambda: model(batch))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.attn._forward_pre_hooks
+    with torch.no_grad(), witness(model) as seen:
+        model(torch.randn(B, T, D))
+    (computation,) = merged(seen.computations, B)
+    assert judge(claim_of(layer), seen, computation, B).is_right
+
+
+def test_no_forward_is_run_where_nothing_is_undecided():
+    model = nn.Sequential(by_hand.NanoGPT())
+    assert len(find_attention(model, forward=lambda: pytest.fail("it was run"))) == 1

@@ -1,0 +1,182 @@
+"""Arguments of a real forward, kept for trials of attention modules: a few tokens of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hdi_callback.attention.probe import MadeUp, Shape, has_other_norms
+
+_TOKENS = 8
+_LARGEST = 400  # places of an image
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Recorder:
+    """Keeps the arguments of the next forward of some modules, cut to what a trial needs.
+
+    Args:
+        modules: the modules, by their names.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._seen: dict[str, list[Given]] = {}
+        self._handles: list[RemovableHandle] = []
+        self.is_armed = False
+        self.resume()
+
+    def arm(self) -> None:
+        """Keep the arguments of the next forward."""
+        self.is_armed = True
+
+    def take(self) -> dict[str, list[Given]]:
+        """Stop recording, and hand over what was kept.
+
+        The hooks stay and do nothing more, for without them a compiled model would be compiled anew.
+
+        Returns:
+            For each module that ran the ways to run it again; one of them fits.
+        """
+        self.is_armed = False
+        seen, self._seen = self._seen, {}
+        return seen
+
+    def suspend(self) -> None:
+        """Take the hooks off; calling it again does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def resume(self) -> None:
+        """Put the hooks back after `suspend`."""
+        if not self._handles:
+            for name, module in self._modules.items():
+                self._handles.append(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
+
+    def _hook(self, name: str) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling() or not self.is_armed or name in self._seen:
+                return
+            try:
+                self._seen[name] = given(module, args, kwargs)
+            except Exception:  # what cannot be cut is not tried
+                self._seen[name] = []
+
+        return record
+
+
+@dataclass(frozen=True)
+class Given(MadeUp):
+    """Arguments of a real forward, cut to one sequence and few tokens.
+
+    Attributes:
+        args: by position.
+        kwargs: by name.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, forward: Any, batch: int, width: int) -> _Arguments:
+        """Give them to every element of a batch.
+
+        Args:
+            forward: not used.
+            batch: sequences.
+            width: not used.
+
+        Returns:
+            Arguments by position and by name.
+        """
+        place = 1 if self.shape == "length first" else 0
+        return _each(self.args, batch, place), _each(dict(self.kwargs), batch, place)
+
+
+def given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Given]:
+    """Cut the arguments of a forward.
+
+    Args:
+        module: the module whose forward it is.
+        args: by position.
+        kwargs: by name.
+
+    Returns:
+        The cut arguments, once for each order that the dimensions of the tokens may have; copies.
+    """
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not tensors:
+        return []
+    tokens, ways = tensors[0], []
+    if tokens.dim() == 4:  # an image, whose sides are kept
+        cut = _Cut(tokens.shape[0], frozenset(), 0)
+        size = tokens.shape[1] * tokens.shape[2]
+        whole = Given("batch first", size, args=cut(args), kwargs=cut(dict(kwargs)))
+        return _with_and_without_norms(module, [whole] if size <= _LARGEST else [])
+    orders: tuple[tuple[Shape, int, int], ...] = (("batch first", 0, 1), ("length first", 1, 0))
+    for shape, batch, length in orders if tokens.dim() == 3 else ():
+        sequences = [one for one in tensors if one.dim() == 3 and one.shape[batch] == tokens.shape[batch]]
+        cut = _Cut(tokens.shape[batch], frozenset(one.shape[length] for one in sequences), batch)
+        ways.append(Given(shape, cut.tokens, args=cut(args), kwargs=cut(dict(kwargs))))
+    if tokens.dim() == 3 and tokens.shape[1] <= _LARGEST:  # a length that the module insists on
+        cut = _Cut(tokens.shape[0], frozenset(), 0)
+        ways.append(Given("batch first", tokens.shape[1], args=cut(args), kwargs=cut(dict(kwargs))))
+    return _with_and_without_norms(module, ways)
+
+
+def _with_and_without_norms(module: nn.Module, ways: list[Given]) -> list[Given]:
+    return [*ways, *(replace(way, is_normed=False) for way in ways if has_other_norms(module))]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Cuts whatever has as many elements as there are sequences or tokens."""
+
+    batch: int
+    lengths: frozenset[int]
+    batch_dim: int
+
+    @property
+    def tokens(self) -> int:
+        return min(_TOKENS, *self.lengths, _TOKENS)
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if type(value) in (tuple, list):
+            return type(value)(self(item) for item in value)
+        if type(value) is dict:
+            return {name: self(item) for name, item in value.items()}
+        return value if value is None or isinstance(value, (bool, int, float, str)) else None  # no caches
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if tensor.dim() > self.batch_dim and tensor.shape[self.batch_dim] == self.batch:
+            tensor = tensor.narrow(self.batch_dim, 0, 1)
+        elif tensor.dim() == 2 and tensor.shape[0] == self.batch:  # a mask has the batch first all the same
+            tensor = tensor[:1]
+        dims = [dim for dim, size in enumerate(tensor.shape) if size in self.lengths]
+        if not {tensor.dim() - 2, tensor.dim() - 1} <= set(dims):  # else a mask
+            dims = dims[:1]
+        for dim in dims:
+            tensor = tensor.narrow(dim, 0, self.tokens)
+        return tensor.clone()
+
+
+def _each(value: Any, batch: int, place: int) -> Any:
+    """Give tensors of one sequence to every element of the batch."""
+    if isinstance(value, Tensor):
+        value = value.to(device="cpu", dtype=torch.float32 if value.is_floating_point() else None)
+        if value.dim() > place + 1 and value.shape[place] == 1:
+            return value.expand(*(batch if dim == place else -1 for dim in range(value.dim())))
+        return value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_each(item, batch, place) for item in value)
+    if isinstance(value, dict):
+        return {name: _each(item, batch, place) for name, item in value.items()}
+    return value
