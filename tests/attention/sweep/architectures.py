@@ -105,6 +105,11 @@ COMMON: dict[str, dict[str, Any]] = {
         name: {"window_size": 2, "patch_size": 2}
         for name in ("SwinConfig", "DonutSwinConfig", "MaskFormerSwinConfig", "Swinv2Config")
     },
+    **{
+        name: {"global_head_dim": WIDTH}
+        for name in ("Gemma4TextConfig", "Gemma4UnifiedTextConfig", "EmbeddingGemma2TextConfig",
+                     "DiffusionGemmaTextConfig")
+    },
     "Dots3NoteTextConfig": {"num_key_value_heads": H},
     "BigBirdConfig": {"block_size": 2, "num_random_blocks": 1},
     "BigBirdPegasusConfig": {"block_size": 2, "num_random_blocks": 1},

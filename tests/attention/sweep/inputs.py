@@ -115,6 +115,9 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         images = [_noise(batch * 16, patch), *images]
     count = frames if isinstance(frames, int) else 2
     images += [_noise(batch, count, channels, height, breadth)]
+    if "target_sizes" in names:  # the pictures' patches side by side
+        side = _size(read(config, "patch_size", default=8))[0]
+        images = [_noise(1, channels, side, batch * 16 * side), *images]
     images += [_noise(batch, 1, channels, height, breadth), _noise(batch, 16, patch or 48)]
     ids = [_tokens(batch, LENGTH, vocabulary), _tokens(batch, 16, vocabulary)]
     if type(config).__name__ in _LONGER:

@@ -91,6 +91,12 @@ def _by_head(one: Computation, batch: int) -> Iterator[_Heads]:
     # Products with what belongs to no sequence (relative positions) are no queries and keys.
     pairs = [(q, k) for q, k in pairs if q.dim() >= 3 and q.numel() % batch == 0 and k.numel() % batch == 0]
     lead = list(one.output.shape[:-2])
+
+    def alike(tensor: Tensor) -> Tensor:  # sequences and heads may be one dimension in scores, and two in values
+        is_flat = tensor.shape[:-2] != one.output.shape[:-2] and tensor.shape[:-2].numel() == torch.Size(lead).numel()
+        return tensor.reshape(*lead, *tensor.shape[-2:]) if is_flat else tensor
+
+    pairs = [(alike(q), alike(k)) for q, k in pairs]
     at = next((i for i, size in enumerate(lead) if size % batch == 0 and size > 0), None)
     if at is None:
         length, keys = one.output.shape[-2], one.value.shape[-2]
@@ -110,7 +116,7 @@ def _by_head(one: Computation, batch: int) -> Iterator[_Heads]:
         try:
             yield _Heads(
                 [(_split(q, at, first, last, batch), _split(k, at, first, last, batch)) for q, k in pairs],
-                _split(one.value, at, first, last, batch),
+                _split(alike(one.value), at, first, last, batch),
                 _split(one.output, at, first, last, batch),
             )
         except RuntimeError:  # noqa: PERF203
