@@ -198,6 +198,8 @@ def _places(model: nn.Module) -> Iterable[Place]:
         for child in module.children():
             parents.setdefault(id(child), module)
     for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleDict, nn.ModuleList)):  # which compute nothing
+            continue
         yield Place(name, module, parents.get(id(module)))
 
 

@@ -89,7 +89,7 @@ class _Finder:
             * given**-0.125
             for path, (_, given) in self.features.items()
         }
-        # What is called on parts of tokens, as a map that all heads share, is left out at first if it can be.
+        # What is called on parts of tokens, as a map that all heads share, is the identity at first if it can be.
         self.inner = {
             path: torch.eye(given) if taken == given else torch.randn(given, taken)
             for path, (taken, given) in self.features.items()
@@ -192,13 +192,14 @@ class _Finder:
 
     def _heads(self, values: Tensor) -> Tensor | None:
         """For each head the features of its output, ``(heads, width)``."""
-        answers = {path: answer.repeat(self.way.tokens, 1, 1) for path, answer in self.drawn.items()}
+        answers = {path: answer.repeat(self.way.tokens + 1, 1, 1) for path, answer in self.drawn.items()}
         for path, index in self._split(torch.unique(values)):
-            answers[path][:, :, index] = 0
+            answers[path][:-1, :, index] = 0
+            answers[path][-1, :, index] = 1
             for token in range(self.way.tokens):
                 answers[path][token, token, index] = 1
         outputs = self._outputs(answers)
-        weights = (outputs / outputs.sum(0)).flatten(0, 1).mT  # (features, tokens * tokens), gates cancelled
+        weights = (outputs[:-1] / outputs[-1]).flatten(0, 1).mT  # (features, tokens * tokens), gates cancelled
         left = torch.ones(len(weights), dtype=torch.bool)
         heads = []
         while left.any():
@@ -274,18 +275,59 @@ class _Finder:
         if query_rows.shape[1] != width or len(value_rows) != G:
             return None
         slices: dict[Role, HeadWeight] = {}
+        knocking = self._on_each_head(values, heads, query_rows, key_rows)
         rows: dict[Role, Tensor] = {"query": query_rows, "key": key_rows, "value": value_rows}
         for role, numbers in rows.items():
             weight = self._weight(numbers)
             if weight is None:
                 return None
             slices[role] = weight
+            for path in knocking.get(role, ()):
+                if isinstance(weight, HeadProduct) or len(knocking[role]) > 1:
+                    return None
+                slices[role] = HeadProduct(self.module, self._slice(path, torch.arange(width)[None]), weight)
         kind = _kind(slices) + (", without the part that all heads share" if is_apart else "")
         output = None
         if self.receiver is not None:
             output = self.linears[self.receiver]
             slices["output"] = self._slice(self.receiver, torch.arange(H * value_dim).view(H, value_dim))
         return AttentionLayer(self.name, self.module, H, G, width, value_dim, kind, slices, output)
+
+    def _on_each_head(self, values: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> dict[Role, list[str]]:
+        """Find maps that are called on each head by itself, and for which role; so far they were the identity."""
+        found: dict[Role, list[str]] = {}
+        width = queries.shape[1]
+        for path in [path for path, stub in self.first_stubs.items() if stub.was_inner]:
+            taken, given = self.features[path]
+            if taken != given or given < 3:
+                raise ValueError("a map of another width is called on parts of tokens")
+            roles: set[Role] = set()
+            # It turns the features of a head by one place. Whose features then meet which tells where it stands.
+            identity, self.inner[path] = self.inner[path], torch.eye(given).roll(1, 0)
+            turned = self._values()
+            if turned is None:
+                raise ValueError("a map on parts of tokens does not turn the values of a head")
+            if not torch.equal(turned, values):
+                roles.add("value")
+            met = self._met(values, heads, queries, keys)
+            self.inner[path] = torch.randn(given, given)
+            if self._met(values, heads, queries, keys) != [0]:
+                shifted: dict[int, tuple[Role, ...]] = {0: ("query", "key"), 1: ("query",), width - 1: ("key",)}
+                roles.update(shifted[met[0]])
+            self.inner[path] = identity
+            for role in roles:
+                found.setdefault(role, []).append(path)
+        return found
+
+    def _met(self, values: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> list[int]:
+        """Give the places of the key features that meet the first query feature of a head and no other."""
+        kept = dict(self.drawn)
+        for path, index in self._split(queries[:, 0]):
+            self.drawn[path] = self.drawn[path].index_fill(-1, index, 0.0)
+        _, left = self._matter(values, heads)
+        self.drawn = kept
+        gone: list[int] = (~left[0][keys[0]]).nonzero().flatten().tolist()
+        return gone
 
     def _without_positions(self, mask: Tensor, beside: list[str]) -> Tensor:
         """Leave out what is added from another input than the tokens, as positions are, if several maps matter."""

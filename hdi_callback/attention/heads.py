@@ -110,6 +110,11 @@ class HeadSlice:
         first = self.start + head // block * self.block_stride + head % block * self._stride
         return first[:, None] + torch.arange(self.width) * self.step
 
+    @property
+    def by_token(self) -> HeadSlice:
+        """The map that is called on whole tokens."""
+        return self
+
     def contradiction(self, is_output: bool) -> str | None:
         """Say in what the shape of the parameter contradicts what is said of it.
 
@@ -159,17 +164,18 @@ class HeadSlice:
 
 @dataclass(frozen=True)
 class HeadProduct:
-    r"""The heads' part of two linear maps, one after the other, as latent attention has it.
+    r"""The heads' part of two linear maps, one after the other.
 
-    .. math:: W_h = A_h \operatorname{diag}(g) B
+    .. math:: W_h = A_h \operatorname{diag}(g) B_h
 
-    with :math:`A_h` a head's rows of the second map, :math:`B` rows of the first, and :math:`g` the gain of a norm in
-    between. The norm's factor for each token leaves subspaces as they are.
+    with :math:`A_h` a head's rows of the second map, :math:`B_h` rows of the first, and :math:`g` the gain of a norm in
+    between. In latent attention all heads share :math:`B`; in knocking-heads attention they share :math:`A`. The norm's
+    factor for each token leaves subspaces as they are.
 
     Attributes:
         module: the attention that both belong to.
-        outer: heads of the second map.
-        inner: the part of the first map that the second one takes, as a single head.
+        outer: heads of the second map, or a single one if all heads share it.
+        inner: the part of the first map that the second one takes: a single head if all heads share it.
         gain: dotted path of the norm's gain, ``""`` if there is none.
         gain_offset: added to the gain, 1 where a norm keeps its gain less one.
     """
@@ -188,7 +194,12 @@ class HeadProduct:
     @property
     def heads(self) -> int:
         """Number of heads."""
-        return self.outer.heads
+        return max(self.outer.heads, self.inner.heads)
+
+    @property
+    def by_token(self) -> HeadSlice:
+        """The last of the maps that is called on whole tokens; one that all heads share is called on each head."""
+        return self.outer if self.inner.heads == 1 else self.inner
 
     @property
     def width(self) -> int:
@@ -206,7 +217,7 @@ class HeadProduct:
         Returns:
             ``(heads, width, in_features)``, computed anew.
         """
-        outer, (inner,) = self.outer.rows(), self.inner.rows()
+        outer, inner = self.outer.rows(), self.inner.rows()
         # Neither autocast nor TF32 is to round what is measured.
         with torch.autocast(inner.device.type, enabled=False):
             if self.gain:
@@ -235,7 +246,8 @@ class HeadProduct:
         if is_output:
             return "is a product of two maps"
         found = self.outer.contradiction(False) or self.inner.contradiction(False)
-        if found is None and (self.inner.heads, self.inner.width) != (1, self.outer.in_features):
+        fits = self.inner.width == self.outer.in_features and 1 in (self.inner.heads, self.outer.heads)
+        if found is None and not fits:
             return f"takes {self.outer.in_features} features of {self.inner.heads} x {self.inner.width}"
         return found
 

@@ -203,7 +203,7 @@ def in_private(seed: int) -> Iterator[None]:
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),
-        _WithoutDropout(),
+        _WithoutChoice(),
     ):
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
@@ -342,13 +342,19 @@ def run_copy(
     return run
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Leave out dropout where a forward applies it in evaluation as well, as much code does by mistake."""
+class _WithoutChoice(TorchFunctionMode):
+    """Leave nothing out: no dropout, which much code has in evaluation by mistake, and all in place of the top k."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in (F.dropout, torch.dropout):
             return args[0] if args else kwargs["input"]
+        if func in (torch.topk, Tensor.topk):
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+            if "k" in kwargs:
+                kwargs["k"] = args[0].shape[dim]
+            else:
+                args = (args[0], args[0].shape[dim], *args[2:])
         if func is F.scaled_dot_product_attention:
             # query, key, value, mask, and the probability of dropout
             args = args[:4] + ((0.0,) if len(args) > 4 else ()) + args[5:]

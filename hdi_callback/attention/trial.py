@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.heads import AttentionLayer, HeadProduct, HeadSlice, Role
+from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.probe import Answer, MadeUp, Receive, Stub, in_private, run_copy, ways_to_run
 
 _SEEDS = 3  # a draw may saturate a softmax, and then nothing changes; a claim that is wrong never passes
@@ -207,9 +207,8 @@ def _subsets(heads: int) -> list[Tensor]:
 
 
 def _outer(layer: AttentionLayer, role: Role) -> HeadSlice:
-    """The last map on the way to a role."""
-    part = layer.slices[role]
-    return part.outer if isinstance(part, HeadProduct) else part
+    """The last map on the way to a role that is called on whole tokens."""
+    return layer.slices[role].by_token
 
 
 def _linear(layer: AttentionLayer, role: Role) -> nn.Module:
