@@ -67,9 +67,13 @@ COMMON: dict[str, dict[str, Any]] = {
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "ZayaConfig": {"num_experts_per_tok": 1},
-    "AutoformerConfig": {"_default": {"prediction_length": 4}, "context_length": 12},
-    "InformerConfig": {"_default": {"prediction_length": 4}, "context_length": 12},
-    "TimeSeriesTransformerConfig": {"_default": {"prediction_length": 4}, "context_length": 12},
+    **{
+        name: {"_default": {"prediction_length": 4}, "context_length": 12, "num_time_features": 1}
+        for name in ("AutoformerConfig", "InformerConfig", "TimeSeriesTransformerConfig")
+    },
+    "LEDConfig": {"attention_window": 4},
+    "LongformerConfig": {"attention_window": 4},
+    "NemotronHConfig": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
     "SqueezeBertConfig": {"q_groups": 1, "k_groups": 1, "v_groups": 1, "post_attention_groups": 1,
                           "intermediate_groups": 1, "output_groups": 1},
     "WhisperConfig": {"max_source_positions": 40},
@@ -237,6 +241,8 @@ def shrunken(
     changed |= _per_layer(default, changed)
     if "qk_rope_head_dim" in changed and _get(default, "head_dim") == _get(default, "qk_rope_head_dim"):
         changed["head_dim"] = changed["qk_rope_head_dim"]
+    if "qk_head_dim" in changed and "qk_nope_head_dim" in changed:
+        changed["qk_head_dim"] = changed["qk_nope_head_dim"] + changed["qk_rope_head_dim"]
     changed |= _token_ids(default)
     changed |= overrides
     kept = {name: value for name, value in (needed | (values or {})).items() if name not in changed}
@@ -294,7 +300,10 @@ def _small(name: str, value: Any, default: Any, left: frozenset[str] = frozenset
             heads = _default_heads(default)
             return None if value <= 0 else H if value == heads else G if value > 1 else 1
         if size == "layers":
-            return min(value, 2)
+            is_stages = re.search("blocks|stages", name) and any(
+                isinstance(other, (list, tuple)) and len(other) == value for other in vars(default).values()
+            )
+            return None if is_stages else min(value, 2)
         if size == "image":
             return 32
         if size == "width":

@@ -85,6 +85,7 @@ def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str,
         "layers": {},
         "missed": {},
         "single": [],
+        "one_head": [],
         "errors": [],
         "ways": [],
     }
@@ -96,7 +97,8 @@ def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str,
     unseen = [layer for layer in found.layers if layer.name not in report["layers"]]
     report["unseen"] = {layer.name: type(layer.module).__name__ for layer in unseen}
     # What ran and computed no attention is none, though it was refused as if it were: linear attention, state spaces.
-    rest = [refusal for refusal in found.refused if refusal.name not in report["refused"]]
+    # So is a single head.
+    rest = [r for r in found.refused if r.name not in report["refused"] and r.name not in report["one_head"]]
     report["no_attention"] = sorted({r.module_type for r in rest if parts[r.name] in called})
     report["unseen_refused"] = {r.name: [r.module_type, r.reason] for r in rest if parts[r.name] not in called}
     report["verdict"], report["reason"] = _verdict(report)
@@ -201,13 +203,15 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
         heads = heads_of(computation, batch, inputs.LENGTH)
         where = modules[-1] if modules else None
         name = names.get(where, "?")
-        if refused is not None:
+        if heads == 1:
+            report["single"].append(type(where if refused is None else refused).__name__)
+            if refused is not None:
+                report["one_head"] = sorted({*report["one_head"], refusals[refused].name})
+        elif refused is not None:
             refusal = refusals[refused]
             report["refused"][refusal.name] = [refusal.module_type, refusal.reason, heads]
-        elif heads is None or heads > 1:
-            report["missed"][name] = [type(where).__name__, str(list(computation.query.shape)), heads]
         else:
-            report["single"].append(type(where).__name__)
+            report["missed"][name] = [type(where).__name__, str(list(computation.query.shape)), heads]
 
 
 def _rank(facts: dict[str, Any]) -> int:

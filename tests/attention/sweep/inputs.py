@@ -66,7 +66,8 @@ def for_model(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     base = {"use_cache": False} if "use_cache" in names else {}
-    decoder = [name for name in ("decoder_input_ids",) if name in names]
+    later = ("decoder_input_ids", "future_values", "future_time_features")
+    decoder = [name for name in later if name in names]
     all_known = [name for name in shapes if name in names and not name.startswith(("inputs_embeds", "encoder_"))]
     plain = [
         name for name in all_known if name in ("input_ids", "pixel_values", "input_features", "input_values", "bbox")
@@ -111,6 +112,8 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
     patch = _first_filter(model)
     grid = torch.tensor([[1, 4, 4]] * batch)
     images: list[Any] = [_noise(batch, channels, height, breadth), _noise(batch, channels, 64, 64)]
+    if patch is not None and "pixel_position_ids" in names:
+        images = [_noise(batch, 16, patch), *images]
     if patch is not None and ("grid_thw" in names or any("grid" in name for name in names)):
         images = [_noise(batch * 16, patch), *images]
     count = frames if isinstance(frames, int) else 2
@@ -119,6 +122,8 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         side = _size(read(config, "patch_size", default=8))[0]
         images = [_noise(1, channels, side, batch * 16 * side), *images]
     images += [_noise(batch, 1, channels, height, breadth), _noise(batch, 16, patch or 48)]
+    lags = read(config, "lags_sequence", default=[28])
+    past = read(config, "context_length", default=12) + max(lags)
     ids = [_tokens(batch, LENGTH, vocabulary), _tokens(batch, 16, vocabulary)]
     if type(config).__name__ in _LONGER:
         ids.reverse()
@@ -126,6 +131,7 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
     features = [
         _noise(batch, mels, 2 * source),
         _noise(batch, 24, mels),
+        _noise(batch, 24, patch or mels),
         _noise(batch, length if isinstance(length, int) else 128, mels),
         _noise(batch, mels, 48),
         _noise(batch, 1, 64, mels),
@@ -140,7 +146,7 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
                          _noise(batch, 1, 3200), _noise(batch, 24, mels)],
         "input_features": features,
         "hidden_states": [_noise(batch * 16, patch)] * bool(patch and any("grid" in n for n in names))
-        + [_noise(batch, LENGTH, width), _noise(batch, width, LENGTH)],
+        + [_noise(batch, LENGTH, width), _noise(batch, width, LENGTH), images[0]],
         "grid_thw": [grid],
         "image_grid_thw": [grid],
         "bbox": [torch.randint(0, 5, (batch, LENGTH, 4)).cumsum(-1), torch.rand(batch, LENGTH, 8)],
@@ -156,7 +162,13 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         "noise_embeds": [_noise(batch, LENGTH, width)],
         "context_hidden_states": [_noise(batch, LENGTH, width), _noise(batch, LENGTH, 2 * width)],
         "target_sizes": [torch.tensor([[4, 4]] * batch)],
-        "past_values": [_noise(batch, 40)],
+        "past_values": [_noise(batch, past)],
+        "past_time_features": [_noise(batch, past, 1)],
+        "past_observed_mask": [torch.ones(batch, past)],
+        "future_values": [_noise(batch, 4)],
+        "future_time_features": [_noise(batch, 4, 1)],
+        "pixel_position_ids": [torch.cartesian_prod(torch.arange(4), torch.arange(4))[None].repeat(batch, 1, 1)],
+        "last_hidden_state": [_noise(batch, LENGTH, width)],
         "audio_values": [_noise(batch, 1, 64, 64)],
         "codes": [_tokens(batch, LENGTH, 100)],
         "audio_codes": [_tokens(batch, LENGTH, 100)[:, None], _tokens(batch, LENGTH, 100)[..., None]],
