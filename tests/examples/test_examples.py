@@ -15,7 +15,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hdi_callback import load_history
 from tests.wandb_files import read_wandb
 
-EXAMPLES = ["train_gpt.py", "train_vit_digits.py"]
+EXAMPLES = [
+    "train_gpt.py",
+    "train_vit_digits.py",
+    "train_plain_loop.py",
+    "train_with_accelerate.py",
+    "train_with_transformers.py",
+]
 OF_WEIGHTS = ["hdi", "hdi_worst_pair", "hdi_effective_heads"]
 OF_OUTPUTS = ["head_covariance", "head_correlation"]
 
@@ -30,12 +36,17 @@ class Run:
     printed: str
     layers: list[str]
     due: list[int]
+    board: str = "."
+    """Where the TensorBoard log is, in the folder."""
 
     def history(self) -> dict[str, Curve]:
         """The curves, straight from the lines of the history file."""
         curves: dict[str, Curve] = {}
         for text in (self.folder / "hdi" / "history.jsonl").read_text().splitlines():
             line = json.loads(text)
+            if line["kind"] == "run":  # a resumed run goes back to the last reading that its checkpoint knows
+                known = line["last_reading"]
+                curves = {tag: [point for point in points if point[0] <= known] for tag, points in curves.items()}
             if line["kind"] != "reading":
                 continue
             values = {name: layer["values"] for name, layer in line["layers"].items()}
@@ -74,7 +85,37 @@ def vit(tmp_path_factory):
     return Run(folder / "run" / "version_0", printed, layers, due=[0, 30, 60, 90, 120, 150, 168])
 
 
-@pytest.fixture(params=["gpt", "vit"])
+SMALL = ["--layers", "2", "--every-n-steps", "8", "--width", "32"]
+
+
+@pytest.fixture(scope="module")
+def plain_loop(tmp_path_factory):
+    root, folder = Path(__file__).parents[2], tmp_path_factory.mktemp("plain_loop")
+    printed = run(root, folder, "train_plain_loop.py", "--epochs", "3", "--batch-size", "128", *SMALL)
+    layers = [f"encoder.layers.{place}.self_attn" for place in range(2)]
+    return Run(folder / "run", printed, layers, due=[0, 8, 16, 24, 30], board="hdi")
+
+
+@pytest.fixture(scope="module")
+def with_accelerate(tmp_path_factory):
+    """Two runs: the second goes on from the checkpoint of the first, at a step that is no multiple."""
+    root, folder = Path(__file__).parents[2], tmp_path_factory.mktemp("with_accelerate")
+    printed = ""
+    for further in (["--steps", "20"], ["--steps", "30", "--resume"]):
+        printed += run(root, folder, "train_with_accelerate.py", "--batch-size", "4", *SMALL, *further)
+    layers = [f"blocks.layers.{place}.self_attn" for place in range(2)]
+    return Run(folder / "run", printed, layers, due=[0, 8, 16, 24, 30], board="hdi")
+
+
+@pytest.fixture(scope="module")
+def with_transformers(tmp_path_factory):
+    root, folder = Path(__file__).parents[2], tmp_path_factory.mktemp("with_transformers")
+    printed = run(root, folder, "train_with_transformers.py", "--steps", "30", "--batch-size", "4", *SMALL)
+    layers = [f"transformer.h.{place}.attn" for place in range(2)]
+    return Run(folder / "run", printed, layers, due=[0, 8, 16, 24, 30], board="runs/hdi")
+
+
+@pytest.fixture(params=["gpt", "vit", "plain_loop", "with_accelerate", "with_transformers"])
 def example(request):
     return request.getfixturevalue(request.param)
 
@@ -97,12 +138,14 @@ def test_the_history_has_every_tag_at_every_due_step(example):
 
 
 def test_tensorboard_holds_what_the_history_holds(example):
-    events = EventAccumulator(str(example.folder)).Reload()
+    events = EventAccumulator(str(example.folder / example.board)).Reload()
     wanted = example.history()
     check_same({tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in wanted}, wanted)
 
 
-def test_wandb_holds_what_the_history_holds(example):
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_wandb_holds_what_the_history_holds(name, request):
+    example = request.getfixturevalue(name)
     rows = read_wandb(example.folder).history
     wanted = example.history()
     check_same({tag: [(row["trainer/global_step"], row[tag]) for row in rows if tag in row] for tag in wanted}, wanted)
@@ -113,6 +156,20 @@ def test_the_examples_end_with_a_figure(example):
 
     assert str(example.folder / "head_diversity.png") in example.printed
     assert imread(example.folder / "head_diversity.png")[..., :3].std() > 0.02
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "with_accelerate", "with_transformers"])
+def test_the_loops_say_where_everything_is(name, request):
+    example = request.getfixturevalue(name)
+    told = dict(re.findall(r"^(\w[\w ]+?) {3,}(?:tensorboard --logdir )?(\S+)", example.printed, flags=re.M))
+    assert told["every reading"] == str(example.folder / "hdi" / "history.jsonl")
+    assert told["figure"] == str(example.folder / "head_diversity.png")
+    assert told["TensorBoard"] == str(example.folder)
+
+
+def test_the_accelerate_example_goes_on_from_its_checkpoint(with_accelerate):
+    assert "goes on from step 20" in with_accelerate.printed
+    assert (with_accelerate.folder / "checkpoint").is_dir()
 
 
 def test_the_gpt_learns_more_than_the_frequencies_of_bytes(gpt):
