@@ -41,10 +41,10 @@ bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 	$(BIN)/python -m tests.benchmarks.bench_step --output docs/benchmarks/step.md
 
 evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that collapse (under two hours; resumable).
-	$(BIN)/python -m tests.benchmarks.collapse.run --part looked-at
-	$(BIN)/python -m tests.benchmarks.collapse.run --part confirming
-	$(BIN)/python -m tests.benchmarks.collapse.run --part again
-	$(BIN)/python -m tests.benchmarks.collapse.report --output docs/benchmarks/alerts.md
+	for part in looked-at confirming again; do \
+	  $(BIN)/python -m tests.benchmarks.collapse.run --part $$part && \
+	  $(BIN)/python -m tests.benchmarks.collapse.report --part $$part --output docs/benchmarks/alerts-$$part.md || exit 1; \
+	done
 	$(BIN)/python -m tests.benchmarks.collapse.interventions --output docs/benchmarks/interventions.md
 	$(BIN)/python -m tests.benchmarks.low_diversity --output docs/benchmarks/low-diversity.md
 

@@ -1,6 +1,6 @@
 """Judge the runs with the rules as they were fixed before them, and write what comes out.
 
-python -m tests.benchmarks.collapse.report --output docs/benchmarks/alerts.md
+python -m tests.benchmarks.collapse.report --part again --output docs/benchmarks/alerts-again.md
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.replay import replay
 from hdi_callback.monitoring.rules import default_rules
 from tests.benchmarks.collapse.forces import KINDS
-from tests.benchmarks.collapse.plan import EVERY, HEALTHY
+from tests.benchmarks.collapse.plan import EVERY, HEALTHY, PARTS
 from tests.benchmarks.collapse.run import RESULTS
 
 # The alignment whose .9 is the collapse, for each kind; the first that is reached counts.
@@ -29,11 +29,6 @@ _SUBSPACE = ("hdi_alignment", "hdi_worst_alignment")
 _COLLAPSE: dict[str, tuple[str, ...]] = {"shared direction": ("hdi_energy_alignment",), "falling rank": ()}
 _ARRIVED = 0.9
 
-_PARTS = {
-    "again": "Fresh runs of every kind, made after the one change of a limit",
-    "confirming": "Confirming runs, made after the limits were fixed",
-    "looked-at": "Runs that were looked at while the limits were chosen",
-}
 # Each part is judged with the limits that were fixed before it; only this one was changed since.
 _LIMITS_THEN: dict[str, dict[str, float | None]] = {"confirming": {"jump": 0.65}, "looked-at": {"jump": 0.65}}
 
@@ -198,60 +193,53 @@ def range_table(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def report(folder: Path) -> list[str]:
-    lines = [
-        "Made by `python -m tests.benchmarks.collapse.run --part PART` for `looked-at`, `confirming` and `again`,",
-        "and `python -m tests.benchmarks.collapse.report --output docs/benchmarks/alerts.md`.",
+def report(folder: Path, part: str) -> list[str]:
+    runs = load(folder / part)
+    collapses = [run for run in runs if run.arrival is not None and run.kind != HEALTHY]
+    early = [run for run in runs if run.kind != HEALTHY and run.false_alarms]
+    healthy = [run for run in runs if run.kind == HEALTHY]
+    tasks = [sum(run.result["spec"]["shape"]["task"] == task for run in healthy) for task in ("digits", "text")]
+    learnt = sum(run.result["train_loss"] < run.result["first_loss"] - 0.5 for run in healthy)
+    minutes = sum(run.result["cpu_seconds"] for run in runs) / 60
+    return [
+        f"Made by `python -m tests.benchmarks.collapse.run --part {part}` and",
+        f"`python -m tests.benchmarks.collapse.report --part {part} --output docs/benchmarks/alerts-{part}.md`.",
         f"A reading every {EVERY} steps; seeds are in `tests/benchmarks/collapse/plan.py`. Brackets: 95 % intervals.",
+        "",
+        f"{len(healthy)} healthy runs ({tasks[0]} on digits, {tasks[1]} on text; {learnt} of them lowered their "
+        f"training loss by more than .5) and {len(runs) - len(healthy)} that were made to collapse; "
+        f"{minutes:.0f} minutes of one core.",
+        "",
+        "#### False alarms",
+        "",
+        *false_alarm_table(runs),
+        "",
+        f"In the runs that collapse, before the collapse begins: {bound(len(early), len(runs) - len(healthy))}.",
+        "",
+        "#### Collapses",
+        "",
+        *detection_table(runs),
+        "",
+        f"Of all collapses that reach alignment {_ARRIVED}, an alarm came before in "
+        f"{share(sum(map(is_before, collapses)), len(collapses))}.",
+        "",
+        "#### By rule: runs with an alarm, and the median delay in steps",
+        "",
+        *rule_table(runs),
+        "",
+        "#### How far healthy runs go",
+        "",
+        *range_table(runs),
     ]
-    for part, title in _PARTS.items():
-        runs = load(folder / part)
-        if not runs:
-            continue
-        collapses = [run for run in runs if run.arrival is not None and run.kind != HEALTHY]
-        early = [run for run in runs if run.kind != HEALTHY and run.false_alarms]
-        healthy = [run for run in runs if run.kind == HEALTHY]
-        tasks = [sum(run.result["spec"]["shape"]["task"] == task for run in healthy) for task in ("digits", "text")]
-        learnt = sum(run.result["train_loss"] < run.result["first_loss"] - 0.5 for run in healthy)
-        minutes = sum(run.result["cpu_seconds"] for run in runs) / 60
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            f"{len(healthy)} healthy runs ({tasks[0]} on digits, {tasks[1]} on text; {learnt} of them lowered their "
-            f"training loss by more than .5) and {len(runs) - len(healthy)} that were made to collapse; "
-            f"{minutes:.0f} minutes of one core.",
-            "",
-            "### False alarms",
-            "",
-            *false_alarm_table(runs),
-            "",
-            f"In the runs that collapse, before the collapse begins: {bound(len(early), len(runs) - len(healthy))}.",
-            "",
-            "### Collapses",
-            "",
-            *detection_table(runs),
-            "",
-            f"Of all collapses that reach alignment {_ARRIVED}, an alarm came before in "
-            f"{share(sum(map(is_before, collapses)), len(collapses))}.",
-            "",
-            "### By rule: runs with an alarm, and the median delay in steps",
-            "",
-            *rule_table(runs),
-            "",
-            "### How far healthy runs go",
-            "",
-            *range_table(runs),
-        ]
-    return lines
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
-    text = "\n".join(report(options.results)) + "\n"
+    text = "\n".join(report(options.results, options.part)) + "\n"
     print(text)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
