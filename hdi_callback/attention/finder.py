@@ -298,9 +298,10 @@ class _Finder:
         found: dict[Role, list[str]] = {}
         width = queries.shape[1]
         for path in [path for path, stub in self.first_stubs.items() if stub.was_inner]:
-            taken, given = self.features[path]
-            if taken != given or given < 3:
-                raise ValueError("a map of another width is called on parts of tokens")
+            given = self.features[path][1]
+            if (given, given) != self.features[path] or given != width or given < 3:
+                self._require_no_part(path, values, heads)
+                continue
             roles: set[Role] = set()
             # It turns the features of a head by one place. Whose features then meet which tells where it stands.
             identity, self.inner[path] = self.inner[path], torch.eye(given).roll(1, 0)
@@ -318,6 +319,16 @@ class _Finder:
             for role in roles:
                 found.setdefault(role, []).append(path)
         return found
+
+    def _require_no_part(self, path: str, values: Tensor, heads: Tensor) -> None:
+        """Raise an error if it matters to the heads what a map is, as it does not where it is called on positions."""
+        before = self._matter(values, heads)
+        given, taken = self.inner[path].shape
+        identity, self.inner[path] = self.inner[path], torch.randn(given, taken)
+        after, turned = self._matter(values, heads), self._values()
+        self.inner[path] = identity
+        if turned is None or not torch.equal(turned, values) or not all(map(torch.equal, before, after)):
+            raise ValueError("a map of another width is called on parts of tokens")
 
     def _met(self, values: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> list[int]:
         """Give the places of the key features that meet the first query feature of a head and no other."""

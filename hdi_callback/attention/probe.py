@@ -222,6 +222,7 @@ class Stub(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bias = features_in, features_out, None
         self.weight = torch.empty(0)
+        self.weight._stands_for = self  # type: ignore[attr-defined]
 
 
 class Answer(Stub):
@@ -347,6 +348,8 @@ class _WithoutChoice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is F.linear and len(args) > 1 and hasattr(args[1], "_stands_for"):
+            return args[1]._stands_for(args[0])  # a weight that is used without its module being called
         if func in (F.dropout, torch.dropout):
             return args[0] if args else kwargs["input"]
         if func in (torch.topk, Tensor.topk):

@@ -4,11 +4,12 @@ Neither names nor row counts tell whether a fused matrix holds all queries, then
 of them are swapped, or whether heads are interleaved or mixed later on. So a copy of the module runs once, with stubs
 that answer in place of its projections. Their answers are random and differ, from one element of the batch to the next,
 in some heads of one role. Attention with the claimed heads, whatever its kernel, mask, scale or position embedding, is
-known by four properties of what reaches the output projection:
+known by five properties of what reaches the output projection:
 
 - another query at one token changes the output of its head at that token, and nothing else;
 - another key at one token changes the outputs of its heads at other tokens, and no other head's;
 - twice the values double the outputs of their heads exactly, and change no other head's;
+- all features of a key act together, as one score: so a claimed head is not two whose weights are mixed;
 - values of one at one token and zero elsewhere, against values of one at all, give the attention weights: none is
   negative, and all features of a head have the same. So a claimed head is not two, side by side or one subtracted from
   the other. Gates behind attention cancel.
@@ -46,12 +47,47 @@ def acts_as_claimed(layer: AttentionLayer, ways: Sequence[MadeUp] | None = None)
         for seed in range(_SEEDS):
             verdict = _try(layer, way, seed)
             if verdict:
+                verdict = _attends_by_one_score(layer, way, seed)
+            if verdict:
                 return True
             verdicts.append(verdict)
             if verdict is None:
                 break
     # Without an output projection what comes back may be anything, and is no evidence against the claim.
     return False if False in verdicts and layer.output_projection is not None else None
+
+
+def _attends_by_one_score(layer: AttentionLayer, way: MadeUp, seed: int) -> bool | None:
+    """Tell whether all features of a key act together, as one score; `None` if it could not be tried."""
+    # Then the derivatives of any two functions of a head's output by its key at one token have the same direction. They
+    # have not where a head is two, whose weights are added or subtracted.
+    if layer.value_dim < 2 or layer.head_dim < 2:
+        return True
+    key, linear = _outer(layer, "key"), _linear(layer, "key")
+    H, G = layer.num_heads, layer.num_key_heads
+    try:
+        with in_private(seed), torch.enable_grad():
+            changes = _Changes(layer, way.tokens)
+            changes.batch = H
+            changes.answers = {one: answer[:1].repeat(H, 1, 1) for one, answer in changes.answers.items()}
+            leaf = changes.answers[linear].requires_grad_()
+            outputs = _forward(layer, changes, way)
+            assert outputs is not None
+            own = outputs[torch.arange(H), -1, torch.arange(H)]  # (H, d_v): of each element another head
+            functions = [(own * torch.randn_like(own)).sum() for _ in range(2)]
+            index = key.index().repeat_interleave(H // G, 0)[:, None].expand(-1, way.tokens, -1)
+            one, other = (
+                torch.autograd.grad(function, leaf, retain_graph=True)[0].gather(2, index) for function in functions
+            )
+    except Exception:
+        return None
+    values_too = _outer(layer, "value").index() if _linear(layer, "value") is linear else None
+    if values_too is not None and set(values_too.flatten().tolist()) & set(key.index().flatten().tolist()):
+        return True  # the same features are values as well, whose derivatives have other directions
+    sizes = one.norm(dim=-1) * other.norm(dim=-1)
+    counts = sizes > 1e-4 * sizes.max()
+    cosines = ((one * other).sum(-1) / sizes.clamp_min(1e-30)).abs()
+    return bool((cosines[counts] > 1 - 1e-3).all())
 
 
 def contradiction(layer: AttentionLayer, ways: Sequence[MadeUp]) -> str | None:

@@ -155,3 +155,85 @@ def test_keys_of_several_tokens_are_refused():
 
 class NamedAttention(TemporalLatent):
     """So that it is told of by its name."""
+
+
+class MixedInPairs(nn.Module):
+    """A square map over the keys of two heads at once: they are no heads of their own any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.pair = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        k = self.pair(self.k_proj(x).unflatten(-1, (2, 16))).flatten(2).unflatten(-1, (H, 8))
+        q, v = (proj(x).unflatten(-1, (H, 8)) for proj in (self.q_proj, self.v_proj))
+        return self.o_proj(attend(q, k, v))
+
+
+def test_a_map_over_several_heads_is_not_taken_for_none():
+    assert survey(nn.Sequential(MixedInPairs())).layers == ()
+
+
+class Relative(nn.Module):
+    """Scores from positions, by a map of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.positions = (nn.Linear(D, D) for _ in range(5))
+
+    def forward(self, x):
+        q, k, v = (proj(x).unflatten(-1, (H, 8)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        steps = torch.arange(1.0 - x.shape[1], x.shape[1])
+        table = self.positions((steps[:, None] * torch.arange(1.0, D + 1) / D).sin()).unflatten(-1, (H, 8))
+        places = (torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]) + x.shape[1] - 1
+        bias = torch.einsum("bhtw,tshw->bhts", q, table[places])
+        return self.o_proj(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_scores_from_positions_leave_the_keys_as_they_are():
+    torch.manual_seed(0)
+    module = Relative()
+    (layer,) = find_attention(nn.Sequential(module))
+    assert torch.equal(layer.weight("key"), module.k_proj.weight.view(H, 8, D))
+
+
+class Differential(nn.Module):
+    """Two softmaxes for the values of a head, one added to the other or taken from it."""
+
+    def __init__(self, share: float):
+        super().__init__()
+        self.a, self.b, self.share = nn.Linear(D, 3 * D), nn.Linear(D, D), share
+
+    def forward(self, x):
+        q, k, v = self.a(x).chunk(3, -1)
+        q, k, v = q.unflatten(-1, (2 * H, 4)), k.unflatten(-1, (2 * H, 4)), v.unflatten(-1, (H, 8))
+        one, other = attend(q, k, v.repeat_interleave(2, 2)).unflatten(-1, (H, 2, 8)).unbind(-2)
+        return self.b((one - self.share * other).flatten(2))
+
+
+@pytest.mark.parametrize("share", [-1.0, -0.2, 0.2, 0.8])
+def test_two_softmaxes_are_not_taken_for_one_head(share):
+    assert survey(nn.Sequential(Differential(share))).layers == ()
+
+
+class UsesTheWeight(nn.Module):
+    """The fused projection is never called, its weight is."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = H, nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D)
+        self.q_bias = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        bias = torch.cat([self.q_bias, torch.zeros(2 * D)])
+        q, k, v = nn.functional.linear(x, self.qkv.weight, bias).unflatten(-1, (3, H, 8)).unbind(2)
+        return self.proj(attend(q, k, v))
+
+
+def test_a_projection_that_is_not_called_is_seen_by_its_weight():
+    torch.manual_seed(0)
+    module = UsesTheWeight()
+    (layer,) = find_attention(nn.Sequential(module))
+    assert torch.equal(layer.weight("key"), module.qkv.weight[D : 2 * D].view(H, 8, D))
+    require_right(module)
