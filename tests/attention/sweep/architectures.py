@@ -71,6 +71,18 @@ COMMON: dict[str, dict[str, Any]] = {
         name: {"_default": {"prediction_length": 4}, "context_length": 12, "num_time_features": 1}
         for name in ("AutoformerConfig", "InformerConfig", "TimeSeriesTransformerConfig")
     },
+    "HGNetV2Config": {
+        "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 32, 32], "stage_mid_channels": [8] * 4,
+        "stage_out_channels": [32] * 4, "stage_num_blocks": [1] * 4, "stage_numb_of_layers": [1] * 4,
+        "hidden_sizes": [32] * 4, "depths": [1] * 4, "embedding_size": 16,
+    },
+    **{
+        name: {"decoder_in_channels": [MODEL] * 3}
+        for name in ("RTDetrConfig", "RTDetrV2Config", "DFineConfig", "Deimv2Config", "PPDocLayoutV2Config",
+                     "PPDocLayoutV3Config", "PPDocLayoutV4Config")
+    },
+    "Sam2HieraDetConfig": {"hidden_size": 16},
+    "LiltConfig": {"hidden_size": 48},
     "LEDConfig": {"attention_window": 4},
     "LongformerConfig": {"attention_window": 4},
     "NemotronHConfig": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},

@@ -134,6 +134,7 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         _noise(batch, 24, patch or mels),
         _noise(batch, length if isinstance(length, int) else 128, mels),
         _noise(batch, mels, 48),
+        _noise(batch, 24, 64),
         _noise(batch, 1, 64, mels),
         _noise(batch, 1, 1024, 64),
     ]
