@@ -82,6 +82,8 @@ COMMON: dict[str, dict[str, Any]] = {
                      "PPDocLayoutV3Config", "PPDocLayoutV4Config")
     },
     "Sam2HieraDetConfig": {"hidden_size": 16},
+    "SamPromptEncoderConfig": {"image_embedding_size": 4},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
     "LiltConfig": {"hidden_size": 48},
     "LEDConfig": {"attention_window": 4},
     "LongformerConfig": {"attention_window": 4},

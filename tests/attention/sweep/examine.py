@@ -6,7 +6,8 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -69,8 +70,29 @@ _WORTH = {"right": 3, "refused": 3, "not judged": 1, "wrong": 4, "missed": 4, "o
 
 
 def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str, Any]:
-    """Examine a model; `runs` are functions that run it, otherwise its inputs are guessed."""
-    found = survey(model)
+    """Examine a model; `runs` are functions that run it, otherwise its inputs are guessed.
+
+    Where a layer is refused, once more with the forward that showed it, as a user would.
+    """
+    report, forward = _examined(model, batch, runs)
+    if report["verdict"] != "refused" or forward is None:
+        return report
+    again, _ = _examined(model, batch, runs, partial(_as_far_as_it_goes, forward))
+    return again | {"forward": True} if len(again["refused"]) < len(report["refused"]) else report
+
+
+def _as_far_as_it_goes(forward: Callable[[], Any]) -> None:
+    """Some models run through their attention, and then fail for what the small config lacks."""
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        forward()
+
+
+def _examined(
+    model: nn.Module, batch: int, runs: Sequence[Any], forward: Callable[[], Any] | None = None
+) -> tuple[dict[str, Any], Callable[[], Any] | None]:
+    """Examine a model once, and give what ran it as a whole."""
+    found = survey(model, forward=forward)
     names = {module: name for name, module in model.named_modules()}
     claims = {layer.module: layer for layer in found.layers}
     parts = dict(model.named_modules())
@@ -90,8 +112,10 @@ def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str,
         "ways": [],
     }
     errors: list[str] = []
-    for way, seen in _runs(model, claims, refusals, batch, errors, runs, called):
+    whole: Callable[[], Any] | None = None
+    for way, seen, call in _runs(model, claims, refusals, batch, errors, runs, called):
         report["ways"].append(way)
+        whole = call if way == "forward" else whole
         _take(report, seen, names, claims, refusals, batch)
     report["errors"] = list(dict.fromkeys(errors))[-3:]
     unseen = [layer for layer in found.layers if layer.name not in report["layers"]]
@@ -102,15 +126,15 @@ def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str,
     report["no_attention"] = sorted({r.module_type for r in rest if parts[r.name] in called})
     report["unseen_refused"] = {r.name: [r.module_type, r.reason] for r in rest if parts[r.name] not in called}
     report["verdict"], report["reason"] = _verdict(report)
-    return report
+    return report, whole
 
 
-def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tuple[str, Witness]]:
+def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tuple[str, Witness, Callable[[], Any]]]:
     """Run the model, then those of its parts with attention that has not run, then attention by itself."""
     ran: set[nn.Module] = set()
     shake = dict.fromkeys(claims, 0.5)
 
-    def attempt(module: nn.Module, calls: Iterator[Any], most: int) -> Witness | None:
+    def attempt(module: nn.Module, calls: Iterator[Any], most: int) -> tuple[Witness, Callable[[], Any]] | None:
         for count, call in enumerate(calls):
             if count >= most:
                 return None
@@ -127,7 +151,7 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
                 called.update(one.module for one in seen.calls)
             if seen.computations:
                 ran.update(one.module for computation in seen.computations for one in computation.calls)
-                return seen
+                return seen, call
         return None
 
     def owners(root: nn.Module) -> list[nn.Module]:
@@ -147,11 +171,11 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
         for run in runs:
             seen = attempt(model, iter([partial(run, model, batch)]), 1)
             if seen is not None:
-                yield "forward", seen
+                yield "forward", *seen
         return
     seen = attempt(model, (_call(model, kwargs) for kwargs in inputs.for_model(model, batch)), 40)
     if seen is not None:
-        yield "forward", seen
+        yield "forward", *seen
     if not owners(model):
         return
     from transformers import PreTrainedModel
@@ -160,7 +184,7 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
         if part is not model and isinstance(part, PreTrainedModel) and part not in ran and owners(part):
             seen = attempt(part, (_call(part, kwargs) for kwargs in inputs.for_model(part, batch)), 30)
             if seen is not None:
-                yield "part", seen
+                yield "part", *seen
     kinds: Counter[str] = Counter()
     for module in owners(model):
         kinds[type(module).__name__] += 1
@@ -171,7 +195,7 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
         calls = (_call(module, kwargs) for kwargs in inputs.for_attention(module, batch, width, head_dim))
         seen = attempt(module, calls, 60)
         if seen is not None:
-            yield "alone", seen
+            yield "alone", *seen
 
 
 def _call(module: nn.Module, kwargs: dict[str, Any]) -> Any:

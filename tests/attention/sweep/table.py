@@ -53,6 +53,9 @@ def summary(reports: list[dict[str, Any]]) -> str:
     total = sum(counts[verdict] for verdict in ATTENTION)
     share = f"{100 * counts['right'] / total:.1f} %" if total else "none"
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ATTENTION)
+    given = sum(report["verdict"] == "right" and report.get("forward", False) for report in reports)
+    if given:
+        told = told.replace(" right", f" right ({given} of them read with `forward=`)", 1)
     return f"Of {total} architectures that have multi-head attention and run, {share} are right: {told}."
 
 
@@ -99,7 +102,8 @@ def _heads(report: dict[str, Any]) -> str:
 def _reason(report: dict[str, Any]) -> str:
     if report["verdict"] != "right":
         return report["reason"]
-    remarks = {remark for facts in report["layers"].values() for remark in facts["remarks"]}
+    remarks = {"read with `forward=`"} if report.get("forward") else set()
+    remarks |= {remark for facts in report["layers"].values() for remark in facts["remarks"]}
     if report.get("no_attention"):
         remarks.add("left out, no softmax attention: " + ", ".join(report["no_attention"]))
     return "; ".join(sorted(remarks))
