@@ -221,7 +221,7 @@ class HDICallback(pl.Callback):
             history=self._history,
             alerts=None if self._rules is None else Alerts(self._rules, monitor.facts, self._faults),
             interventions=self._interventions,
-            training=_LightningTraining(trainer, monitor.layers, folder),
+            training=_LightningTraining(trainer, monitor, folder),
             followers=self._followers(trainer),
             share=lambda thing: trainer.strategy.broadcast(thing),
             faults=self._faults,
@@ -384,9 +384,12 @@ class _Logger:
 class _LightningTraining:
     """What interventions may do to a Lightning trainer."""
 
-    def __init__(self, trainer: pl.Trainer, layers: Sequence[AttentionLayer], folder: Path) -> None:
-        self._trainer, self._folder = trainer, folder
-        self.layers: Mapping[str, AttentionLayer] = {layer.name: layer for layer in layers}
+    def __init__(self, trainer: pl.Trainer, monitor: HeadDiversityMonitor, folder: Path) -> None:
+        self._trainer, self._monitor, self._folder = trainer, monitor, folder
+
+    @property
+    def layers(self) -> Mapping[str, AttentionLayer]:
+        return {layer.name: layer for layer in self._monitor.layers}
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -425,7 +428,8 @@ def _others_act_at_the_end(trainer: pl.Trainer) -> bool:
     onlookers = (HDICallback, pl.callbacks.Checkpoint, pl.callbacks.ProgressBar)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return any(
-        type(callback).on_train_end is not pl.Callback.on_train_end
+        # By its name, as there are two packages with a base class, and callbacks that take functions.
+        getattr(callback.on_train_end, "__qualname__", "") != pl.Callback.on_train_end.__qualname__
         for callback in callbacks
         if not isinstance(callback, onlookers)
     )

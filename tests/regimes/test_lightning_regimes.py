@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -252,7 +252,12 @@ def swa() -> L.Callback:
     return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
 
 
-AVERAGES = {"own": OwnAverage, "StochasticWeightAveraging": swa}
+def rounding() -> L.Callback:
+    """No average, but weights that change at the end all the same, by a function."""
+    return LambdaCallback(on_train_end=lambda _, module: [item.data.round_(decimals=1) for item in module.parameters()])
+
+
+AVERAGES = {"own": OwnAverage, "rounding": rounding, "StochasticWeightAveraging": swa}
 if hasattr(lightning_callbacks, "EMAWeightAveraging"):  # since 2.6
     AVERAGES["EMAWeightAveraging"] = lambda: lightning_callbacks.EMAWeightAveraging(decay=0.9)
 
