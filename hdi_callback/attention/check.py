@@ -1,4 +1,4 @@
-"""The heads of layers, checked once in a real run.
+"""The heads of layers, checked once in a real run; and looked for where they could not be found without one.
 
 At the first armed forward the arguments of every attention layer are kept. Once the backward is over, the trial of
 `trial.py` is made with them in place of inputs that are made up: does a change in one claimed head show in its own
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch import nn
+
 from hdi_callback.attention.given import Recorder
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.layouts import Place, found_by_behaviour
 from hdi_callback.attention.trial import contradiction
 
 
@@ -39,3 +42,30 @@ class HeadCheck(Recorder):
         seen = {name: ways for name, ways in self.take().items() if name not in leave_out}
         shown = {name: contradiction(self._layers[name], ways) for name, ways in seen.items()}
         return {name: what for name, what in shown.items() if what is not None}
+
+
+class HeadSearch(Recorder):
+    """Look for heads with the arguments of one real forward.
+
+    Args:
+        places: modules whose heads could not be established with inputs that are made up.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = {place.name: place for place in places}
+        super().__init__({place.name: place.module for place in places})
+
+    def found(self) -> list[AttentionLayer]:
+        """Look, and let go of the arguments.
+
+        Returns:
+            The layers that were found.
+        """
+        # Where a projection is spread over ranks, a module may count the heads of its own rank alone.
+        ways = {name: ways for name, ways in self.take().items() if ways and not _is_spread(self._places[name].module)}
+        layers = (found_by_behaviour(self._places[name], given) for name, given in ways.items())
+        return [layer for layer in layers if layer is not None]
+
+
+def _is_spread(module: nn.Module) -> bool:
+    return any(hasattr(one, "placements") or hasattr(one, "ds_id") for one in module.parameters())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdi_callback.attention.given import Recorder
+from hdi_callback.attention.check import HeadSearch
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.layouts import Place, describe_attention, found_by_behaviour
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
@@ -45,10 +45,12 @@ class Survey:
     Attributes:
         layers: attention layers whose heads are established, in model order.
         refused: modules that look like attention and are left out.
+        undecided: the places of those of them whose heads a real forward may show.
     """
 
     layers: tuple[AttentionLayer, ...]
     refused: tuple[Refusal, ...]
+    undecided: tuple[Place, ...] = ()
 
 
 def find_attention(
@@ -148,6 +150,7 @@ def survey(
     return Survey(
         tuple(layer for layer in found if is_chosen(layer.name)),
         tuple(refusal for refusal in refused if is_chosen(refusal.name)),
+        tuple(places[refusal.name] for refusal in refused if is_chosen(refusal.name)),
     )
 
 
@@ -173,17 +176,14 @@ def _look_at_forward(
     undecided: Mapping[str, Place], layers: dict[str, AttentionLayer], forward: Callable[[], Any]
 ) -> None:
     """Find heads of what was refused with the inputs of a real forward; adds to `layers`."""
-    recorder = Recorder({name: place.module for name, place in undecided.items()})
+    search = HeadSearch(list(undecided.values()))
     try:
-        recorder.arm()
+        search.arm()
         with torch.no_grad():
             forward()
     finally:
-        recorder.suspend()
-    for name, ways in recorder.take().items():
-        layer = found_by_behaviour(undecided[name], ways) if ways else None
-        if layer is not None:
-            layers[name] = layer
+        search.suspend()
+    layers.update({layer.name: layer for layer in search.found()})
 
 
 def _first_line(error: Exception) -> str:

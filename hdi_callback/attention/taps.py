@@ -59,18 +59,30 @@ class Taps:
     """
 
     def __init__(self, layers: Sequence[AttentionLayer], *, max_tokens: int = 2048) -> None:
-        self._taps = {layer.name: _Tap(layer, max_tokens) for layer in layers}
-        projections = Counter(id(layer.output_projection) for layer in layers if layer.output_projection is not None)
+        self._taps: dict[str, _Tap] = {}
+        self._max_tokens = max_tokens
         self._never: dict[str, str] = {}
-        for layer in layers:
+        self._is_armed = False
+        self._handles: list[RemovableHandle] = []
+        self.add(layers)
+
+    def add(self, layers: Sequence[AttentionLayer]) -> None:
+        """Tap further layers, from the next `arm` on.
+
+        Args:
+            layers: layers with names of their own.
+        """
+        self._taps.update({layer.name: _Tap(layer, self._max_tokens) for layer in layers})
+        all_layers = [tap.layer for tap in self._taps.values()]
+        projections = Counter(id(one.output_projection) for one in all_layers if one.output_projection is not None)
+        for layer in all_layers:
             if "output" not in layer.slices or (
                 layer.output_projection is None and not _is_torch_attention(layer.module)
             ):
                 self._never[layer.name] = "its output projection is not known"
             elif projections[id(layer.output_projection)] > 1:
                 self._never[layer.name] = "it shares its output projection with another layer"
-        self._is_armed = False
-        self._handles: list[RemovableHandle] = []
+        self.suspend()
         self._install()
 
     def __enter__(self) -> Self:

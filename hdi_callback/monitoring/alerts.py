@@ -257,12 +257,21 @@ class Alerts:
         layers: Iterable[Mapping[str, Any]] = (),
         faults: Faults | None = None,
     ) -> None:
-        self._facts = {str(facts["name"]): facts for facts in layers}
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        self.learn(layers)
         self._rules_of: dict[str, list[Rule]] = {}
         self._rules = rules
         self._faults = faults
         self._series: dict[str, Series] = {}
         self._active: dict[tuple[str, str], Alert] = {}
+
+    def learn(self, layers: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what is known of layers.
+
+        Args:
+            layers: as `AttentionLayer.facts` gives it.
+        """
+        self._facts.update({str(facts["name"]): facts for facts in layers})
 
     @property
     def active(self) -> list[Alert]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from hdi_callback.attention import ROLES, AttentionLayer, Capture, HeadCheck, Refusal, Role, Taps, survey
+from hdi_callback.attention import ROLES, AttentionLayer, Capture, HeadCheck, HeadSearch, Refusal, Role, Taps, survey
 from hdi_callback.attention.sharding import Sharding, as_if_whole, is_first_holder, whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.core import HeadCovariance, HeadDiversity, head_covariance, head_diversity
@@ -49,6 +49,7 @@ class HeadDiversityMonitor:
         strict: make a model without any readable attention layer an error instead of a warning.
         check_heads: check once, on a few tokens of the first armed forward, that every layer computes attention with
             the heads that were found; a layer that does not is left out from then on, with a warning that shows why.
+            Modules that were refused are looked at again there, and watched from then on if it shows their heads.
         process_group: the ranks that measure together, each its share of the weights and its own tokens: ``"auto"`` for
             all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
 
@@ -88,6 +89,7 @@ class HeadDiversityMonitor:
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
         self._wants_errors = any(name.endswith("_error") for name in self.metrics)
         self._rank_tol, self._method = rank_tol, method
+        self.found_late: frozenset[str] = frozenset()
         with as_if_whole(model) as uncounted:
             found = survey(inner_model(model), include=include, exclude=exclude)
             layers = [replace(layer, name=users_name(layer.name)) for layer in found.layers]
@@ -99,6 +101,7 @@ class HeadDiversityMonitor:
         self._gone: set[str] = set()
         self._awaited: set[str] = set()
         self._layers_at_once = sys.maxsize
+        self._undecided = found.undecided if check_heads else ()
         self._say_what_is_left_out(model, strict)
         self.faults = Faults()
         self._taps = Taps(self.layers, max_tokens=max_tokens) if COVARIANCE in sources else None
@@ -106,11 +109,12 @@ class HeadDiversityMonitor:
             layer for layer in self.layers if self._taps is not None and layer.name not in self._taps.absent
         ]
         self._check = HeadCheck(self.layers) if check_heads else None
+        self._search = HeadSearch(self._undecided) if self._undecided else None
+        self._late: list[AttentionLayer] = []
         self._is_checked = False
         self._untrue: dict[str, str] = {}
         self._meeting = Meeting(process_group)
-        sizes = [(one.name, one.num_heads, one.num_key_heads, one.head_dim, one.value_dim) for one in self.layers]
-        self._subject = (self._roles, self.metrics, rank_tol, method, sizes)
+        self._subject = self._subject_of(self.layers)
 
     def __enter__(self) -> Self:
         return self
@@ -124,13 +128,16 @@ class HeadDiversityMonitor:
         """Remove the hooks and release what was captured; calling it again does nothing."""
         if self._taps is not None:
             self._taps.remove()
-        if self._check is not None:
-            self._check.suspend()
+        for recorder in (self._check, self._search):
+            if recorder is not None:
+                recorder.suspend()
 
     def arm(self) -> None:
         """Capture the head outputs of the next forward, for the next `measure`."""
         if self._check is not None and not self._is_checked:
             self._check.arm()
+            if self._search is not None:
+                self._search.arm()
         if self._taps is not None:
             self._taps.arm()
 
@@ -148,15 +155,17 @@ class HeadDiversityMonitor:
         """Take the hooks off for an evaluation, so that it runs exactly as without a monitor."""
         if self._taps is not None:
             self._taps.suspend()
-        if self._check is not None:
-            self._check.suspend()
+        for recorder in (self._check, self._search):
+            if recorder is not None:
+                recorder.suspend()
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         if self._taps is not None:
             self._taps.resume()
-        if self._check is not None:
-            self._check.resume()
+        for recorder in (self._check, self._search):
+            if recorder is not None:
+                recorder.resume()
 
     def measure(
         self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last_forward: bool = True
@@ -188,6 +197,8 @@ class HeadDiversityMonitor:
                 captures, absent
             )
         names = tuple(layer.name for layer in self.layers)
+        if self._late:
+            self._tap_late_layers()
         if self._awaited:
             self.arm()
         return Reading(step, names, tuple(measurements), absent, epoch, axis)
@@ -206,6 +217,9 @@ class HeadDiversityMonitor:
                 name: f"a trial with the inputs of the first forward contradicts its heads: {shown}"
                 for name, shown in self._check.contradictions(leave_out=spread).items()
             }
+        if self._search is not None:
+            with self.faults.contained("looking for heads"):
+                self._admit(self._search.found())
         if self._untrue:
             shown = "; ".join(f"`{name}`: {reason}" for name, reason in list(self._untrue.items())[:3])
             warnings.warn(
@@ -214,6 +228,30 @@ class HeadDiversityMonitor:
                 stacklevel=4,
             )
         return True
+
+    def _admit(self, layers: Sequence[AttentionLayer]) -> None:
+        """Watch further layers: their weights at once, their outputs from the next armed forward on."""
+        self._late = [replace(layer, name=users_name(layer.name)) for layer in layers]
+        if not self._late:
+            return
+        places = {module: place for place, module in enumerate(self._model.modules())}
+        self.layers = tuple(sorted((*self.layers, *self._late), key=lambda layer: places[layer.module]))
+        self.facts = tuple(layer.facts() for layer in self.layers)
+        self.found_late = frozenset(layer.name for layer in self._late)
+        names = {layer.name for layer in layers}
+        self.refused = tuple(refusal for refusal in self.refused if refusal.name not in names)
+        self._subject = self._subject_of(self.layers)
+
+    def _tap_late_layers(self) -> None:
+        if self._taps is not None:
+            self._taps.add(self._late)
+            self._tapped = [layer for layer in self.layers if layer.name not in self._taps.absent]
+        self._late = []
+
+    def _subject_of(self, layers: Sequence[AttentionLayer]) -> tuple[Any, ...]:
+        """Describe what is measured, for ranks to compare."""
+        sizes = [(one.name, one.num_heads, one.num_key_heads, one.head_dim, one.value_dim) for one in layers]
+        return (self._roles, self.metrics, self._rank_tol, self._method, sizes)
 
     def _leave_out_alike(self, ranks: Ranks) -> None:
         """Leave out what any rank leaves out, so that all have the same numbers."""
@@ -481,8 +519,10 @@ class HeadDiversityMonitor:
         )
 
     def _say_what_is_left_out(self, model: nn.Module, strict: bool) -> None:
+        again = {place.name for place in self._undecided}
         for refusal in self.refused:
-            warnings.warn(refusal.message, UnsupportedAttentionWarning, stacklevel=4)
+            later = " It is looked at again in the first forward that is read." if refusal.name in again else ""
+            warnings.warn(refusal.message + later, UnsupportedAttentionWarning, stacklevel=4)
         if self.layers:
             return
         kinds = sorted({type(module).__name__ for module in model.modules()})

@@ -114,6 +114,7 @@ class Watch:
         self.interventions, self.followers = tuple(interventions), tuple(followers)
         self.faults = Faults() if faults is None else faults
         self._share = share
+        self._facts = monitor.facts
         self._is_reading_owed = False
         self._ahead: Readout | None = None
         self._unfinished: Reading | None = None
@@ -271,7 +272,9 @@ class Watch:
             "format": 2,
             "last_step": self.schedule.last,
             "history": None if self.history is None else str(self.history.path),
-            "layers": {layer.name: _sizes(layer) for layer in self.monitor.layers},
+            "layers": {
+                layer.name: _sizes(layer) for layer in self.monitor.layers if layer.name not in self.monitor.found_late
+            },
             "alerts": None if self.alerts is None else self.alerts.state_dict(),
             "interventions": [(item.name, item.state_dict()) for item in self.interventions],
         }
@@ -296,8 +299,19 @@ class Watch:
         self.schedule.done(step)
         with self.faults.contained(_MEASURING):
             self._unfinished = self.monitor.measure(step, epoch=epoch, axis=axis, is_last_forward=is_last_forward)
+        if self.monitor.facts is not self._facts:
+            self._learn(step)
         if not self.monitor.awaits_forwards:
             self._complete()
+
+    def _learn(self, step: int) -> None:
+        """Take in the layers that a real forward has shown."""
+        self._facts = self.monitor.facts
+        if self.alerts is not None:
+            self.alerts.learn(self._facts)
+        if self.history is not None:
+            with self.faults.contained(f"writing {self.history.path}"):
+                self.history.begin(step, self._facts)
 
     def _complete(self, is_last_forward: bool = True) -> None:
         """Add what was captured after the reading, and send it on its way once nothing more is awaited."""

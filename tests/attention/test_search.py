@@ -1,0 +1,111 @@
+"""Heads that only a real forward shows: watched from the first armed forward of a training on."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hdi_callback import HDICallback, HeadDiversityMonitor, load_history, replay
+from hdi_callback.core import head_diversity
+from hdi_callback.errors import UnsupportedAttentionWarning
+from tests.attention import models as by_hand
+from tests.attention.models import D
+
+
+class NeedsTables(by_hand.Interleaved):
+    """Inputs that nobody can make up."""
+
+    def forward(self, x, tables):
+        return super().forward(x) * tables["scale"]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = NeedsTables(), by_hand.NanoGPT(), NeedsTables()
+
+    def forward(self, x):
+        tables = {"scale": torch.ones(1)}
+        return self.third(self.second(self.first(x, tables)), tables)
+
+
+def test_refused_layers_are_found_in_the_first_armed_forward():
+    torch.manual_seed(0)
+    model = Model()
+    with pytest.warns(UnsupportedAttentionWarning, match="looked at again in the first forward"):
+        monitor = HeadDiversityMonitor(model, metrics=["hdi", "head_correlation"])
+    assert [layer.name for layer in monitor.layers] == ["second"]
+    assert [refusal.name for refusal in monitor.refused] == ["first", "third"]
+    with monitor, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tags = []
+        for step in range(2):
+            monitor.arm()
+            model(torch.randn(2, 5, D))
+            tags.append(monitor.measure(step).record().scalars(["hdi", "head_correlation"]))
+        assert [layer.name for layer in monitor.layers] == ["first", "second", "third"], "in the order of the model"
+        assert monitor.refused == ()
+        assert {"hdi/first", "hdi/second", "hdi/third", "head_correlation/second"} <= set(tags[0])
+        assert "head_correlation/first" not in tags[0]
+        assert {"head_correlation/first", "head_correlation/third"} <= set(tags[1])
+        keys = model.first.qkv_proj.weight.detach().view(4, 3, 8, D)[:, 1]
+        assert tags[1]["hdi/first"] == pytest.approx(float(head_diversity(keys).index), abs=1e-6)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_without_the_check_nothing_is_looked_for():
+    model = Model()
+    with pytest.warns(UnsupportedAttentionWarning) as told:
+        monitor = HeadDiversityMonitor(model, check_heads=False)
+    assert not any("looked at again" in str(warning.message) for warning in told)
+    with monitor:
+        monitor.arm()
+        model(torch.randn(2, 5, D))
+        monitor.measure(0)
+        assert [layer.name for layer in monitor.layers] == ["second"]
+
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(folder, max_steps, checkpoint=None):
+    torch.manual_seed(0)
+    lit = Lit()
+    callback = HDICallback(2, history=str(folder / "history.jsonl"), verbose=False)
+    trainer = L.Trainer(
+        max_steps=max_steps, callbacks=[callback], logger=False, accelerator="cpu", enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, enable_checkpointing=False,
+    )  # fmt: skip
+    with pytest.warns(UnsupportedAttentionWarning):
+        trainer.fit(lit, DataLoader(torch.randn(40, 5, D), batch_size=4), ckpt_path=checkpoint)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return callback
+
+
+def test_a_lightning_run_watches_them_and_resumes(tmp_path):
+    callback = fit(tmp_path, 4)
+    names = ["model.first", "model.second", "model.third"]
+    assert [layer.name for layer in callback.monitor.layers] == names
+    fit(tmp_path, 8, tmp_path / "last.ckpt")
+    frame = load_history(tmp_path / "history.jsonl").dropna(subset=["hdi"])
+    for name in names:
+        assert frame[frame["layer"] == name]["step"].tolist() == [0, 2, 4, 6, 8]
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["kind"] == "run"][-1]
+    assert [layer["name"] for layer in last["layers"]] == names
+    replay(tmp_path / "history.jsonl")
