@@ -64,6 +64,8 @@ def table(reports: list[dict[str, Any]], versions: str) -> str:
     counts = Counter(verdict_of(report) for report in reports)
     meanings = "\n".join(f"| {v} | {counts[v]} | {_MEANINGS.get(v, '')} |" for v in _MEANINGS if counts[v])
     lines = [_HEAD.format(summary=summary(reports), versions=versions, meanings=meanings)]
+    if len({report["key"] for report in reports}) > 1:
+        lines.append("These results were gathered over several states of the package; `make zoo` renews them.\n")
     for library in sorted({report["library"] for report in reports}, reverse=True):
         own = [report for report in reports if report["library"] == library]
         with_attention = [report for report in own if verdict_of(report) in ATTENTION]
