@@ -100,6 +100,16 @@ class HeadSlice:
         """
         return self._heads_of(self.matrix().mT)
 
+    def bias(self) -> Tensor | None:
+        """Read what is added to the features of each head.
+
+        Returns:
+            ``(heads, width)``, a view of the bias where its strides allow one; `None` if there is none.
+        """
+        owner, name = self._owner()
+        bias = getattr(owner, name.removesuffix("weight") + "bias", None)
+        return None if bias is None else self._heads_of(bias[:, None])[..., 0]
+
     def index(self) -> Tensor:
         """Number the features of each head within the linear map.
 

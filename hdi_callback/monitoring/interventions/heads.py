@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdi_callback.attention import AttentionLayer, Role
+from hdi_callback.attention import AttentionLayer, HeadSlice, Role
 from hdi_callback.core import diversity_penalty, fold_head, fresh_head, head_diversity
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
@@ -182,12 +182,16 @@ class ReviveHeads(Intervention):
 
     def _revive(self, layer: AttentionLayer, head: int, stays: int, generator: torch.Generator) -> float:
         values, outputs = layer.weight("value"), layer.weight("output")
+        biases, constant = _value_biases(layer), _output_bias(layer)
         group = layer.num_heads // layer.num_key_heads
         lost = 0.0
         for member in range(group):
             leaving, staying = head * group + member, stays * group + member
-            folded = fold_head((values[stays], values[head]), (outputs[staying], outputs[leaving]))
+            both = None if biases is None else (biases[stays], biases[head])
+            folded = fold_head((values[stays], values[head]), (outputs[staying], outputs[leaving]), both)
             outputs[staying] = folded.output
+            if constant is not None:
+                constant += folded.bias.to(constant)
             outputs[leaving] = 0
             lost = max(lost, float(folded.lost))
             self._forget(layer, outputs[leaving])
@@ -209,6 +213,21 @@ class ReviveHeads(Intervention):
                 if isinstance(kept, Tensor) and kept.shape == owner.shape and kept.stride() == owner.stride():
                     offset = kept.storage_offset() + part.storage_offset() - owner.storage_offset()
                     kept.as_strided(part.shape, part.stride(), offset).zero_()
+
+
+def _value_biases(layer: AttentionLayer) -> Tensor | None:
+    module, value = layer.module, layer.slices["value"]
+    if isinstance(module, nn.MultiheadAttention):  # one bias for all three, whether or not their weights are one
+        bias = module.in_proj_bias
+        return None if bias is None else bias[2 * module.embed_dim :].view(value.heads, value.width)
+    return value.bias() if isinstance(value, HeadSlice) else None
+
+
+def _output_bias(layer: AttentionLayer) -> Tensor | None:
+    if isinstance(layer.module, nn.MultiheadAttention):
+        return layer.module.out_proj.bias
+    bias = getattr(layer.output_projection, "bias", None)
+    return bias if isinstance(bias, Tensor) else None
 
 
 def _listed(heads: Sequence[int]) -> str:

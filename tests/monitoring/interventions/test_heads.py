@@ -11,6 +11,7 @@ from hdi_callback import find_attention
 from hdi_callback.core import diversity_penalty, head_diversity
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.interventions import DiversityPenalty, ReviveHeads
+from tests.attention.models import Grouped as LlamaLike
 from tests.benchmarks.collapse.models import Attention as GroupedAttention
 from tests.benchmarks.collapse.models import Shape
 from tests.models import Classifier
@@ -189,6 +190,31 @@ def test_a_clone_gets_a_subspace_of_its_own_and_the_layer_computes_what_it_did(k
     assert not layer.weight("output")[left * group : (left + 1) * group].any()
     norms = layer.weight("key").detach().norm(dim=(1, 2))
     assert float(norms[left]) == pytest.approx(float(norms.mean()), rel=0.3)
+
+
+@pytest.mark.parametrize("kind", [LlamaLike, lambda: nn.MultiheadAttention(32, 4, batch_first=True)])
+def test_what_the_leaving_head_adds_by_its_bias_goes_to_the_bias_of_the_output(kind):
+    torch.manual_seed(0)
+    model = Wrapped(kind())
+    (layer,) = find_attention(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    make_clones(layer, 0, 1)
+    attn = layer.module
+    with torch.no_grad():  # so that both attend alike; what they add differs
+        queries = attn.in_proj_bias[:32] if isinstance(attn, nn.MultiheadAttention) else attn.q_proj.bias
+        group = layer.num_heads // layer.num_key_heads
+        queries.view(layer.num_key_heads, group, -1)[1] = queries.view(layer.num_key_heads, group, -1)[0]
+    x = torch.randn(4, 9, 32)
+    with torch.no_grad():
+        before = model(x)
+    revive = ReviveHeads()
+    revive.attach(Open(model))
+    revive.answer(alert("attn", rule="worst pair", heads=(0, 1)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    assert float(head_diversity(layer.weight("key")).worst) < 0.7
 
 
 def test_the_head_that_contributes_more_stays():
