@@ -188,6 +188,7 @@ def test_wandb_loses_no_row_of_the_user(tmp_path):
             train(heads, trained, start=step, steps=step + 1)
             run.log({"rate": 0.1 * step}, step=step)  # after the reading, in the same row
     run.finish()
+    wandb.teardown()  # waits until the file is written, which `finish` does not
     told = read_wandb(tmp_path)
     for tag in ("loss", "rate"):
         assert [row["_step"] for row in told.history if tag in row] == list(range(8))
