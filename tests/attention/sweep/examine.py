@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tests.attention.sweep.judge import claim_of, heads_of, judge, merged
 from tests.attention.witness import Witness, witness
 
 BATCH = 41  # a prime, so that no other size is taken for it; more than twice the widest head
+_FEW = 3
 _PRIMES = (41, 67, 107, 193, 373, 733)
 _ATTENTION = re.compile(r"(?i)attention|attn")
 
@@ -113,9 +115,11 @@ def _examined(
     }
     errors: list[str] = []
     whole: Callable[[], Any] | None = None
-    for way, seen, call in _runs(model, claims, refusals, batch, errors, runs, called):
+    for way, seen, count in _runs(model, claims, refusals, batch, errors, runs, called):
         report["ways"].append(way)
-        whole = call if way == "forward" else whole
+        if way == "forward":  # the same with a batch of a few
+            few = (_call(model, kwargs) for kwargs in inputs.for_model(model, _FEW)) if not runs else None
+            whole = partial(runs[0], model, _FEW) if few is None else next(islice(few, count, None))
         _take(report, seen, names, claims, refusals, batch)
     report["errors"] = list(dict.fromkeys(errors))[-3:]
     unseen = [layer for layer in found.layers if layer.name not in report["layers"]]
@@ -129,12 +133,12 @@ def _examined(
     return report, whole
 
 
-def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tuple[str, Witness, Callable[[], Any]]]:
+def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tuple[str, Witness, int]]:
     """Run the model, then those of its parts with attention that has not run, then attention by itself."""
     ran: set[nn.Module] = set()
     shake = dict.fromkeys(claims, 0.5)
 
-    def attempt(module: nn.Module, calls: Iterator[Any], most: int) -> tuple[Witness, Callable[[], Any]] | None:
+    def attempt(module: nn.Module, calls: Iterator[Any], most: int) -> tuple[Witness, int] | None:
         for count, call in enumerate(calls):
             if count >= most:
                 return None
@@ -151,7 +155,7 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
                 called.update(one.module for one in seen.calls)
             if seen.computations:
                 ran.update(one.module for computation in seen.computations for one in computation.calls)
-                return seen, call
+                return seen, count
         return None
 
     def owners(root: nn.Module) -> list[nn.Module]:
