@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hdi_callback.attention import AttentionLayer, find_attention, register_layout
+from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, register_layout
 from hdi_callback.core import allocate_heads, head_covariance, head_diversity, principal_cosines
 from hdi_callback.monitoring import interventions, rules
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule
@@ -32,6 +32,7 @@ __all__ = [
     "HDICallback",
     "HDITrainerCallback",
     "HeadDiversityMonitor",
+    "HeadSlice",
     "Rule",
     "allocate_heads",
     "find_attention",

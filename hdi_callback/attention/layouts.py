@@ -6,7 +6,7 @@ A layout is a function from a place in a model to an `AttentionLayer`, to `None`
 The heads are never guessed. A count comes from the module's own attributes (or its own config), and every shape has to
 agree with it. A module with parts that a layout does not know is refused, for they may change what the heads receive.
 A trial forward (`trial.py`) has the last word: what it contradicts is refused, and the order of rows in a fused
-projection counts as known only where it is seen there.
+projection counts as known only where it is seen there. What is refused here, `finder.py` may find by behaviour.
 """
 
 from __future__ import annotations
