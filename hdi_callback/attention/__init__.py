@@ -3,7 +3,7 @@
 from hdi_callback.attention.check import HeadCheck, HeadSearch
 from hdi_callback.attention.discovery import Refusal, Survey, find_attention, survey
 from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadProduct, HeadSlice, Role
-from hdi_callback.attention.layouts import register_layout
+from hdi_callback.attention.layouts import Place, register_layout
 from hdi_callback.attention.taps import Capture, Taps
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "HeadProduct",
     "HeadSearch",
     "HeadSlice",
+    "Place",
     "Refusal",
     "Role",
     "Survey",

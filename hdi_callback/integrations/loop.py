@@ -61,6 +61,7 @@ def watch_heads(
     interventions: Sequence[Intervention] | None = None,
     save_checkpoint: Callable[[str], Any] | None = None,
     strict: bool = False,
+    check_heads: bool = True,
     verbose: bool = True,
 ) -> HeadWatch:
     """Watch the diversity of the attention heads of a model that a loop of your own trains.
@@ -91,6 +92,8 @@ def watch_heads(
             on every rank; what it returns, or else the name, is kept as the place.
         strict: make errors of two warnings: that the model has no readable attention layer, and that a state that is
             loaded is of a model with other heads.
+        check_heads: check once, on a few tokens of the first forward that is read, that every layer computes attention
+            with the heads that were found; a layer that does not is left out, with a warning that shows why.
         verbose: print once at start which layers were found.
 
     Returns:
@@ -133,8 +136,9 @@ def watch_heads(
         rank_tol=rank_tol,
         method=method,
         strict=strict,
+        check_heads=check_heads,
     )
-    training = _LoopTraining(monitor.layers, optimizers, save_checkpoint)
+    training = _LoopTraining(monitor, optimizers, save_checkpoint)
     try:
         found = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]
         for what, patterns in layer_patterns(alerts, thresholds, chosen).items():
@@ -468,12 +472,16 @@ class _LoopTraining:
     """What interventions may do to a loop."""
 
     def __init__(
-        self, layers: Sequence[AttentionLayer], optimizers: Sequence[Optimizer], save: Callable[[str], Any] | None
+        self, monitor: HeadDiversityMonitor, optimizers: Sequence[Optimizer], save: Callable[[str], Any] | None
     ) -> None:
-        self.layers = {layer.name: layer for layer in layers}
+        self._monitor = monitor
         self.optimizers = list(optimizers)
         self.is_stopped = False
         self._save = save
+
+    @property
+    def layers(self) -> Mapping[str, AttentionLayer]:
+        return {layer.name: layer for layer in self._monitor.layers}
 
     def loss_scale(self, optimizer: Optimizer) -> float:
         # Fused optimizers take the scale of a gradient scaler off themselves; for all others the scaler has done it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +54,8 @@ class HDITrainerCallback(transformers.TrainerCallback):
         interventions: what to do about alerts; nothing by default.
         strict: make errors of two warnings: that the model has no readable attention layer, and that the checkpoint to
             resume from is of a model with other heads.
+        check_heads: check once, on a few tokens of the first forward that is read, that every layer computes attention
+            with the heads that were found; a layer that does not is left out, with a warning that shows why.
         verbose: print once at start which layers were found.
 
     Raises:
@@ -79,6 +81,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
         on_alert: Callable[[Alert], Any] | None = None,
         interventions: Sequence[Intervention] | None = None,
         strict: bool = False,
+        check_heads: bool = True,
         verbose: bool = True,
     ) -> None:
         Schedule(every_n_steps)
@@ -93,6 +96,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
             "rank_tol": rank_tol,
             "method": method,
             "strict": strict,
+            "check_heads": check_heads,
         }
         self._rules = None if alerts is None else choose_rules(alerts, thresholds)
         self._interventions = check_interventions(interventions, alerts)
@@ -137,7 +141,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
             history=history,
             alerts=None if self._rules is None else Alerts(self._rules, monitor.facts, self._faults),
             interventions=self._interventions,
-            training=_TrainerTraining(args, state, control, monitor.layers, kwargs["optimizer"]),
+            training=_TrainerTraining(args, state, control, monitor, kwargs["optimizer"]),
             followers=self._followers(args, monitor, history) if is_first else (),
             share=from_first_rank,
             faults=self._faults,
@@ -218,11 +222,14 @@ class HDITrainerCallback(transformers.TrainerCallback):
 class _TrainerTraining:
     """What interventions may do to a transformers trainer."""
 
-    def __init__(self, args: Any, state: Any, control: Any, layers: Sequence[AttentionLayer], optimizer: Any) -> None:
-        self._args, self._state, self._control = args, state, control
-        self.layers = {layer.name: layer for layer in layers}
+    def __init__(self, args: Any, state: Any, control: Any, monitor: HeadDiversityMonitor, optimizer: Any) -> None:
+        self._args, self._state, self._control, self._monitor = args, state, control, monitor
         self.optimizers = [inner_optimizer(optimizer)]
         self._scaler = getattr(optimizer, "scaler", None)
+
+    @property
+    def layers(self) -> Mapping[str, AttentionLayer]:
+        return {layer.name: layer for layer in self._monitor.layers}
 
     def loss_scale(self, optimizer: Optimizer) -> float:
         # The trainer has taken the scale off if it has clipped.
