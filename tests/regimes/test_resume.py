@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hdi_callback import HDICallback
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.history import read_lines, read_records
+from hdi_callback.monitoring.readings import Readout
 from hdi_callback.monitoring.replay import read_alerts, replay
 from tests.models import LIT_LAYERS, Classifier, batches
 from tests.regimes.killed_run import LIMITS, STEPS, Moment, run
@@ -306,3 +308,29 @@ def test_a_checkpoint_of_the_exception_itself_resumes_without_a_gap(tmp_path):
     trainer = fit(tmp_path / "second", resumed, lit, epochs=2, checkpoint=tmp_path / "exception.ckpt")
     assert resumed.history_path == callback.history_path
     assert readings(callback.history_path) == [*range(0, trainer.global_step, 2), trainer.global_step]
+
+
+class SaveInTheMiddle(L.Callback):
+    """Saves a checkpoint, and looks at what the history holds by then."""
+
+    def __init__(self, watching: HDICallback, path: Path) -> None:
+        self.watching, self.path = watching, path
+        self.seen: list[list[int]] = []
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 5:
+            self.seen.append(readings(self.watching.history_path))
+            trainer.save_checkpoint(self.path)
+            self.seen.append(readings(self.watching.history_path))
+
+
+def test_what_a_checkpoint_knows_of_is_in_the_history_before_it_is_saved(tmp_path, monkeypatch):
+    """On a device whose numbers arrive late a process may be killed before they would have been written."""
+    monkeypatch.setattr(Readout, "is_ready", lambda readout: readout.step == 0)
+    callback = HDICallback(every_n_steps=2)
+    save = SaveInTheMiddle(callback, tmp_path / "five.ckpt")
+    trainer_for(tmp_path, callback, save).fit(Module(), batches(count=8))
+    assert save.seen == [[0], [0, 2, 4]]
+    held = torch.load(tmp_path / "five.ckpt", weights_only=False)["callbacks"]
+    assert [state["last_step"] for key, state in held.items() if key.startswith("HDICallback")] == [4]
+    assert readings(callback.history_path) == [0, 2, 4, 6, 8]
