@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+import peft
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -116,40 +116,32 @@ def test_an_adapter_of_another_kind_is_refused_by_name():
     assert "a HiraLinear of tests, whose update is not known to be a matrix that is added" in refusal.reason
 
 
-PEFT = importlib.util.find_spec("peft") is not None  # no dependency of the tests, and compared with where it is there
-
-
-if PEFT:
-
-    @pytest.mark.parametrize("kind", ["lora", "rslora", "adalora", "dora", "loha"])
-    def test_peft_is_read_as_it_multiplies_or_refused(kind):
-        import peft
-        import transformers as tf
-
-        torch.manual_seed(0)
-        names = {"target_modules": ["q_proj", "k_proj"]}
-        config = {
-            "lora": lambda: peft.LoraConfig(r=2, **names, init_lora_weights=False),
-            "rslora": lambda: peft.LoraConfig(r=2, use_rslora=True, **names, init_lora_weights=False),
-            "adalora": lambda: peft.AdaLoraConfig(init_r=2, total_step=10, **names, init_lora_weights=False),
-            "dora": lambda: peft.LoraConfig(r=2, use_dora=True, **names, init_lora_weights=False),
-            "loha": lambda: peft.LoHaConfig(r=2, **names, init_weights=False),
-        }[kind]()
-        llama = tf.LlamaConfig(
-            hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=99
-        )
-        model = peft.get_peft_model(tf.LlamaModel(llama), config)
-        found = survey(model)
-        if kind in ("dora", "loha"):
-            (refusal,) = found.refused
-            assert "of peft" in refusal.reason
-            return
-        (layer,) = found.layers
-        for role in ("query", "key"):
-            projection = layer.module.get_submodule(f"{role[0]}_proj")
-            really = given_by(projection.eval(), D)
-            assert torch.allclose(layer.weight(role).flatten(0, 1), really, atol=1e-5)
-            assert not torch.allclose(really, projection.base_layer.weight, atol=1e-3)
+@pytest.mark.parametrize("kind", ["lora", "rslora", "adalora", "dora", "loha"])
+def test_peft_is_read_as_it_multiplies_or_refused(kind):
+    torch.manual_seed(0)
+    names = {"target_modules": ["q_proj", "k_proj"]}
+    config = {
+        "lora": lambda: peft.LoraConfig(r=2, **names, init_lora_weights=False),
+        "rslora": lambda: peft.LoraConfig(r=2, use_rslora=True, **names, init_lora_weights=False),
+        "adalora": lambda: peft.AdaLoraConfig(init_r=2, total_step=10, **names, init_lora_weights=False),
+        "dora": lambda: peft.LoraConfig(r=2, use_dora=True, **names, init_lora_weights=False),
+        "loha": lambda: peft.LoHaConfig(r=2, **names, init_weights=False),
+    }[kind]()
+    llama = tf.LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=99
+    )
+    model = peft.get_peft_model(tf.LlamaModel(llama), config)
+    found = survey(model)
+    if kind in ("dora", "loha"):
+        (refusal,) = found.refused
+        assert "of peft" in refusal.reason
+        return
+    (layer,) = found.layers
+    for role in ("query", "key"):
+        projection = layer.module.get_submodule(f"{role[0]}_proj")
+        really = given_by(projection.eval(), D)
+        assert torch.allclose(layer.weight(role).flatten(0, 1), really, atol=1e-5)
+        assert not torch.allclose(really, projection.base_layer.weight, atol=1e-3)
 
 
 # --- subclasses of nn.Linear
