@@ -92,7 +92,10 @@ def sweep(names: list[str], folder: Path, workers: int, timeout: float, is_force
         path = folder / f"{name}.json"
         return path.exists() and json.loads(path.read_text()).get("key") == key
 
-    waiting = [name for name in names if is_forced or not is_done(name)]
+    def has_failed(name: str) -> bool:  # a busy machine may be the reason
+        return json.loads((folder / f"{name}.json").read_text())["verdict"] == "sweep failed"
+
+    waiting = [name for name in names if is_forced or not is_done(name) or has_failed(name)]
     print(f"{len(names)} architectures, {len(names) - len(waiting)} known, {len(waiting)} to examine", flush=True)
     import torch
 
