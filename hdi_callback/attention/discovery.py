@@ -14,7 +14,7 @@ from torch import nn
 
 from hdi_callback.attention.check import HeadSearch
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.layouts import Place, describe_attention, found_by_behaviour
+from hdi_callback.attention.layouts import Place, describe_attention, found_alike, found_by_behaviour
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
 
 
@@ -156,19 +156,19 @@ def survey(
 
 def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionLayer]) -> None:
     """Find heads where no layout does, from the innermost modules outwards; adds to `layers`."""
-    in_vain: set[tuple[type, tuple[tuple[str, tuple[int, ...]], ...]]] = set()
+    seen: dict[tuple[Any, ...], AttentionLayer | None] = {}  # a model has many alike
     for name in sorted(places, key=lambda name: len(name.split(".")) if name else 0, reverse=True):
         place = places[name]
         if any(name == other or _is_inside(name, other) or _is_inside(other, name) for other in layers):
             continue
         shapes = tuple((path, tuple(parameter.shape)) for path, parameter in place.module.named_parameters())
         alike = (type(place.module), shapes)
-        if alike in in_vain:  # a model has many alike
+        if alike in seen and seen[alike] is None:
             continue
-        layer = found_by_behaviour(place)
-        if layer is None:
-            in_vain.add(alike)
-        else:
+        layer = found_alike(place, seen[alike]) if alike in seen else None
+        layer = found_by_behaviour(place) if layer is None else layer
+        seen[alike] = layer
+        if layer is not None:
             layers[name] = layer
 
 

@@ -23,9 +23,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hdi_callback.attention import projections
 from hdi_callback.attention.heads import AttentionLayer, HeadProduct, HeadSlice, HeadWeight, Role
@@ -89,11 +91,7 @@ class _Finder:
             * given**-0.125
             for path, (_, given) in self.features.items()
         }
-        # What is called on parts of tokens, as a map that all heads share, is the identity at first if it can be.
-        self.inner = {
-            path: torch.eye(given) if taken == given else torch.randn(given, taken)
-            for path, (taken, given) in self.features.items()
-        }
+        self.inner: dict[str, Tensor] = {}  # linear map -> what it is on parts of tokens
         self.receiver: str | None = None
         self.fed_by: dict[str, list[str]] = {}  # linear map -> those whose answers are in what it is given
 
@@ -111,12 +109,22 @@ class _Finder:
 
     def _run(self, answers: dict[str, Tensor], *, is_traced: bool = False) -> tuple[Run, dict[str, Answer]]:
         stubs = {
-            path: Answer(self.features[path][0], answers[path], self.way, self.inner[path]) for path in self.linears
+            path: Answer(self.features[path][0], answers[path], self.way, partial(self._on_parts, path))
+            for path in self.linears
         }
         replaced = {self.linears[path]: stub for path, stub in stubs.items()}
         batch = next(iter(answers.values())).shape[0]
         way = replace(self.way, is_normed=True) if is_traced else self.way
         return run_copy(self.module, replaced, way, batch=batch, width=self.width, is_traced=is_traced), stubs
+
+    def _on_parts(self, path: str, x: Tensor) -> Tensor:
+        """Do what a map does that is called on parts of tokens: nothing at first, if it can be."""
+        taken, given = self.features[path]
+        if path not in self.inner:
+            if taken == given:
+                return x
+            self.inner[path] = torch.randn(given, taken)
+        return F.linear(x, self.inner[path])
 
     def _output_of(self, run: Run, stubs: dict[str, Answer]) -> Tensor | None:
         if self.receiver is not None:
@@ -304,7 +312,7 @@ class _Finder:
                 continue
             roles: set[Role] = set()
             # It turns the features of a head by one place. Whose features then meet which tells where it stands.
-            identity, self.inner[path] = self.inner[path], torch.eye(given).roll(1, 0)
+            self.inner[path] = torch.eye(given).roll(1, 0)
             turned = self._values()
             if turned is None:
                 raise ValueError("a map on parts of tokens does not turn the values of a head")
@@ -315,7 +323,7 @@ class _Finder:
             if self._met(values, heads, queries, keys) != [0]:
                 shifted: dict[int, tuple[Role, ...]] = {0: ("query", "key"), 1: ("query",), width - 1: ("key",)}
                 roles.update(shifted[met[0]])
-            self.inner[path] = identity
+            del self.inner[path]
             for role in roles:
                 found.setdefault(role, []).append(path)
         return found
@@ -323,10 +331,13 @@ class _Finder:
     def _require_no_part(self, path: str, values: Tensor, heads: Tensor) -> None:
         """Raise an error if it matters to the heads what a map is, as it does not where it is called on positions."""
         before = self._matter(values, heads)
-        given, taken = self.inner[path].shape
-        identity, self.inner[path] = self.inner[path], torch.randn(given, taken)
+        kept = self.inner.pop(path, None)
+        taken, given = self.features[path]
+        self.inner[path] = torch.randn(given, taken)
         after, turned = self._matter(values, heads), self._values()
-        self.inner[path] = identity
+        del self.inner[path]
+        if kept is not None:
+            self.inner[path] = kept
         if turned is None or not torch.equal(turned, values) or not all(map(torch.equal, before, after)):
             raise ValueError("a map of another width is called on parts of tokens")
 

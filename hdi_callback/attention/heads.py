@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Literal, TypeAlias
 
@@ -125,6 +125,17 @@ class HeadSlice:
         """The map that is called on whole tokens."""
         return self
 
+    def moved_to(self, module: nn.Module) -> HeadSlice:
+        """Describe the same part of another module.
+
+        Args:
+            module: a module with the same parameters.
+
+        Returns:
+            The same features of the parameter under the same path.
+        """
+        return replace(self, module=module)
+
     def contradiction(self, is_output: bool) -> str | None:
         """Say in what the shape of the parameter contradicts what is said of it.
 
@@ -205,6 +216,17 @@ class HeadProduct:
     def heads(self) -> int:
         """Number of heads."""
         return max(self.outer.heads, self.inner.heads)
+
+    def moved_to(self, module: nn.Module) -> HeadProduct:
+        """Describe the same parts of another module.
+
+        Args:
+            module: a module with the same parameters.
+
+        Returns:
+            The product of the same parts.
+        """
+        return replace(self, module=module, outer=self.outer.moved_to(module), inner=self.inner.moved_to(module))
 
     @property
     def by_token(self) -> HeadSlice:

@@ -131,6 +131,27 @@ def found_by_behaviour(place: Place, ways: Sequence[MadeUp] | None = None) -> At
     return replace(layer, slices=slices, output_projection=output.module)
 
 
+def found_alike(place: Place, other: AttentionLayer | None) -> AttentionLayer | None:
+    """Take over what was found in a module of the same class and shapes, if a trial forward confirms it.
+
+    Args:
+        place: the module and where it stands.
+        other: the layer that was found.
+
+    Returns:
+        The layer; `None` if it is not confirmed.
+    """
+    if other is None:
+        return None
+    path = next((path for path, part in other.module.named_modules() if part is other.output_projection), None)
+    if other.output_projection is not None and path is None:  # it lies beside the module
+        return None
+    output = None if path is None else place.module.get_submodule(path)
+    slices = {role: part.moved_to(place.module) for role, part in other.slices.items()}
+    layer = replace(other, name=place.name, module=place.module, slices=slices, output_projection=output)
+    return layer if acts_as_claimed(layer) else None
+
+
 def _registered(place: Place) -> list[Layout]:
     return [layout for kind, layout in _REGISTERED if isinstance(place.module, kind)]
 

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -232,10 +232,12 @@ class Answer(Stub):
         features_in: features that the map takes.
         answer: ``(batch, length, features)``.
         way: how the forward is run.
-        inner: the map for what is not a sequence of tokens; by default that is an error.
+        inner: what is done with what is not a sequence of tokens; by default that is an error.
     """
 
-    def __init__(self, features_in: int, answer: Tensor, way: MadeUp, inner: Tensor | None = None) -> None:
+    def __init__(
+        self, features_in: int, answer: Tensor, way: MadeUp, inner: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__(features_in, answer.shape[-1])
         self.answer, self.way, self.inner = answer, way, inner
         self.was_called, self.was_inner = False, False
@@ -258,7 +260,7 @@ class Answer(Stub):
             if self.inner is None:
                 raise ValueError("the tokens were taken apart before they were projected")
             self.was_inner = True
-            return F.linear(x, self.inner)
+            return self.inner(x)
         self.was_called, self.received = True, received
         # A copy, as some work in place.
         return self.way.lay_out(self.answer).reshape(*x.shape[:-1], -1).clone()

@@ -278,3 +278,42 @@ def test_a_real_forward_shows_what_made_up_inputs_cannot():
 def test_no_forward_is_run_where_nothing_is_undecided():
     model = nn.Sequential(by_hand.NanoGPT())
     assert len(find_attention(model, forward=lambda: pytest.fail("it was run"))) == 1
+
+
+def test_layers_alike_are_found_once_and_each_has_weights_of_its_own(monkeypatch):
+    from hdi_callback.attention import layouts
+
+    looked = []
+    monkeypatch.setattr(layouts, "find_heads", lambda *args: looked.append(args) or find_heads(*args))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Nameless() for _ in range(3)), *(Within() for _ in range(2)))
+    layers = find_attention(model)
+    assert [layer.name for layer in layers] == ["0", "1", "2", "3", "4"]
+    assert sum(name in "01234" for name, *_ in looked if name) == 2
+    for layer, module in zip(layers, model):
+        assert layer.module is module
+        assert layer.weight("key").untyped_storage().data_ptr() in {
+            parameter.untyped_storage().data_ptr() for parameter in module.parameters()
+        }
+
+
+class Turned(Nameless):
+    """The same class and shapes, and another order of the rows."""
+
+    def __init__(self, is_turned: bool):
+        super().__init__()
+        self.is_turned = is_turned
+
+    def forward(self, x):
+        if not self.is_turned:
+            return super().forward(x)
+        q, k, v = self.a(x).unflatten(-1, (3, H, 8)).unbind(-3)
+        return self.b(attend(q, k, v))
+
+
+def test_what_was_found_in_one_module_is_not_taken_for_another_that_does_something_else():
+    torch.manual_seed(0)
+    model = nn.Sequential(Turned(False), Turned(True))
+    first, second = find_attention(model)
+    assert first.slices["key"].index().tolist() != second.slices["key"].index().tolist()
+    assert torch.equal(second.weight("key"), model[1].a.weight.view(3, H, 8, D)[1])
