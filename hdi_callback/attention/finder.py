@@ -38,6 +38,7 @@ _BASE = 64  # of the digits by which features are known
 _MATTERS = 1e-6  # a derivative, relative to the largest of its head
 _SCALES = (1.0, 0.3, 2.0)  # of the answers: a softmax may be flat or saturated at one of them
 _MOST_LINEARS = 16
+_MOST_IN_VAIN = 2  # ways to run a module
 
 
 def find_heads(name: str, module: nn.Module, ways: Sequence[MadeUp] | None = None) -> AttentionLayer | None:
@@ -57,14 +58,22 @@ def find_heads(name: str, module: nn.Module, ways: Sequence[MadeUp] | None = Non
     if any(projections.objection(linear) is not None for linear in linears.values()):
         return None
     ways = list(ways_to_run(module)) if ways is None else ways
-    for way, (seed, scale) in itertools.product(ways, enumerate(_SCALES)):
-        try:
-            with in_private(seed), torch.enable_grad():
-                layer = _Finder(name, module, linears, way, scale).find()
-        except Exception:  # a module that cannot be run so is not known
-            continue
-        if layer is not None and acts_as_claimed(layer, [way]):
-            return layer
+    vain = 0
+    for way in ways:
+        for seed, scale in enumerate(_SCALES):
+            try:
+                with in_private(seed), torch.enable_grad():
+                    layer = _Finder(name, module, linears, way, scale).find()
+            except ValueError:  # what was seen is not clear at this scale
+                continue
+            except Exception:  # a module that cannot be run so is not known
+                break
+            if layer is not None and acts_as_claimed(layer, [way]):
+                return layer
+        else:
+            vain += 1
+        if vain == _MOST_IN_VAIN:  # it runs, and shows no heads
+            break
     return None
 
 

@@ -328,10 +328,10 @@ def run_copy(
             parameter.fill_(-1e4)
         elif _BIAS.search(name):
             parameter.zero_()
-        elif parameter.dim() < 2:
+        elif parameter.dim() < 2 and name.endswith("weight"):  # a gain
             parameter.uniform_(0.5, 1.5)
         else:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            parameter.normal_(std=0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5)
     run = Run(None)
     if is_traced:
         _trace(trial, run)

@@ -29,6 +29,7 @@ from hdi_callback.attention.probe import Answer, MadeUp, Receive, Stub, in_priva
 
 _SEEDS = 3  # a draw may saturate a softmax, and then nothing changes; a claim that is wrong never passes
 _HEADS_TRIED = 16  # for that all features of a key act together
+_MATTERS = 1e-3  # the least of a key's features, relative to the largest
 _CHANGED, _SAME = 1e-4, 1e-5  # relative to the largest output
 
 
@@ -83,6 +84,9 @@ def _attends_by_one_score(layer: AttentionLayer, way: MadeUp, seed: int) -> bool
             )
     except Exception:
         return None
+    sizes = one.norm(dim=1)  # (heads, d_k)
+    if (sizes < _MATTERS * sizes.amax(1, keepdim=True)).any():
+        return False
     values_too = _outer(layer, "value").index() if _linear(layer, "value") is linear else None
     if values_too is not None and set(values_too.flatten().tolist()) & set(key.index().flatten().tolist()):
         return True  # the same features are values as well, whose derivatives have other directions

@@ -237,3 +237,21 @@ def test_a_projection_that_is_not_called_is_seen_by_its_weight():
     (layer,) = find_attention(nn.Sequential(module))
     assert torch.equal(layer.weight("key"), module.qkv.weight[D : 2 * D].view(H, 8, D))
     require_right(module)
+
+
+class LearnedDifference(Differential):
+    """The share is learned, as the original has it: the difference of two exponentials of products."""
+
+    def __init__(self):
+        super().__init__(0.0)
+        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
+            nn.Parameter(torch.zeros(8)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        self.share = 0.8 + (self.lambda_q1 @ self.lambda_k1).exp() - (self.lambda_q2 @ self.lambda_k2).exp()
+        return super().forward(x)
+
+
+def test_a_learned_difference_of_two_softmaxes_is_not_taken_for_one_head():
+    assert survey(nn.Sequential(LearnedDifference())).layers == ()
