@@ -38,7 +38,7 @@ _BASE = 64  # of the digits by which features are known
 _MATTERS = 1e-6  # a derivative, relative to the largest of its head
 _SCALES = (1.0, 0.3, 2.0)  # of the answers: a softmax may be flat or saturated at one of them
 _MOST_LINEARS = 16
-_MOST_IN_VAIN = 2  # ways to run a module
+_MOST_IN_VAIN = 4  # ways to run a module
 
 
 def find_heads(name: str, module: nn.Module, ways: Sequence[MadeUp] | None = None) -> AttentionLayer | None:
@@ -57,9 +57,8 @@ def find_heads(name: str, module: nn.Module, ways: Sequence[MadeUp] | None = Non
         return None
     if any(projections.objection(linear) is not None for linear in linears.values()):
         return None
-    ways = list(ways_to_run(module)) if ways is None else ways
     vain = 0
-    for way in ways:
+    for way in ways or ways_to_run(module):
         for seed, scale in enumerate(_SCALES):
             try:
                 with in_private(seed), torch.enable_grad():
@@ -72,7 +71,7 @@ def find_heads(name: str, module: nn.Module, ways: Sequence[MadeUp] | None = Non
                 return layer
         else:
             vain += 1
-        if vain == _MOST_IN_VAIN:  # it runs, and shows no heads
+        if vain == _MOST_IN_VAIN and not ways:  # it runs, and shows no heads
             break
     return None
 
@@ -108,7 +107,6 @@ class _Finder:
         """Go through the four steps."""
         first, stubs = self._run(self.drawn, is_traced=True)
         self.first, self.first_stubs, self.first_answers = first, stubs, dict(self.drawn)
-        self.tokens = None if first.tokens is None else self.way.by_token(first.tokens, 1)
         self._follow()
         values = self._values()
         heads = None if values is None else self._heads(values)
@@ -282,9 +280,6 @@ class _Finder:
                 self.drawn[path] = self.drawn[path].index_fill(-1, index, 0.0)
             queries, keys = self._matter(values, heads)
             keys &= ~shared
-        value_paths = [path for path, _ in self._split(torch.unique(values))]
-        keys = self._without_positions(keys, value_paths)
-        queries = self._without_positions(queries, [])
         query_rows, key_rows, value_rows = _rows(queries), _grouped(_rows(keys)), _grouped(values[heads])
         if query_rows is None or key_rows is None or value_rows is None:
             return None
@@ -359,20 +354,6 @@ class _Finder:
         self.drawn = kept
         gone: list[int] = (~left[0][keys[0]]).nonzero().flatten().tolist()
         return gone
-
-    def _without_positions(self, mask: Tensor, beside: list[str]) -> Tensor:
-        """Leave out what is added from another input than the tokens, as positions are, if several maps matter."""
-        # The tokens are what the maps in `beside` are given, or else the first input of the module.
-        paths = [path for path, _ in self._split(mask.any(0).nonzero().flatten())]
-        if len(paths) < 2:
-            return mask
-        tokens = self.first_stubs[beside[0]].received if beside else self.tokens
-        for path in paths:
-            received = self.first_stubs[path].received
-            if received is None or tokens is None or received.shape != tokens.shape or (received != tokens).any():
-                start = self.starts[path]
-                mask = mask.index_fill(1, torch.arange(start, start + self.features[path][1]), False)
-        return mask
 
     def _weight(self, numbers: Tensor) -> HeadWeight | None:
         """Describe where rows of heads, ``(heads, width)``, lie."""

@@ -153,8 +153,8 @@ def ways_to_run(module: nn.Module, rotary: int | None = None) -> Iterator[MadeUp
     masks = (False, True) if names & {"attention_mask", "mask", "attn_mask"} else (False,)
     biases = (False, True) if names & {"alibi", "position_bias", "attention_bias", "bias"} else (False,)
     norms = (True, False) if has_other_norms(module) else (True,)
-    choices = itertools.product(norms, lengths, masks, biases, widths, shapes)
-    for is_normed, length, is_masked, is_biased, width, shape in choices:
+    choices = itertools.product(lengths, masks, biases, widths, shapes, norms)
+    for length, is_masked, is_biased, width, shape, is_normed in choices:
         yield MadeUp(shape, length, width, is_masked, is_biased, is_normed)
 
 
@@ -291,12 +291,10 @@ class Run:
 
     Attributes:
         output: what reached the `Receive` stub, or the first of what came back.
-        tokens: the first tensor that the forward was given.
         passed: modules of the copy that have no stub within, by their names: what they were given, and gave.
     """
 
     output: Any
-    tokens: Tensor | None = None
     passed: dict[str, tuple[Tensor, Tensor, nn.Module]] = field(default_factory=dict)
 
 
@@ -336,7 +334,6 @@ def run_copy(
     if is_traced:
         _trace(trial, run)
     args, kwargs = way.arguments(trial.forward, batch, width)
-    run.tokens = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     try:
         output = trial.forward(*args, **kwargs)
     except ReachedError as reached:
