@@ -365,6 +365,17 @@ class _WithoutChoice(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Passing(nn.Module):
+    """Stands in for a norm; some code asks the norm's weight for its type."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = torch.ones_like(weight) if isinstance(weight, Tensor) else None
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return x
+
+
 def _make_plain(module: nn.Module, is_normed: bool) -> None:
     """Take off what needs a GPU, calls back to the user, or mixes heads in a way that leaves them in place."""
     module._forward_hooks.clear()
@@ -376,7 +387,7 @@ def _make_plain(module: nn.Module, is_normed: bool) -> None:
         kind = type(child).__name__.lower()
         # A norm over all heads only scales each of them, and one over the batch each of their features.
         if (_NORM.match(name) and "norm" in kind) or "batchnorm" in kind or ("rmsnorm" in kind and not is_normed):
-            setattr(module, name, nn.Identity())
+            setattr(module, name, _Passing(getattr(child, "weight", None)))
 
 
 def _trace(trial: nn.Module, run: Run) -> None:

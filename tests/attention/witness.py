@@ -7,6 +7,8 @@ into. No name of a module, a parameter or a setting is read.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,7 +77,13 @@ def witness(model: nn.Module, *, shake: dict[nn.Module, float] | None = None) ->
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if shake and module in shake:
-            args, kwargs = _shaken(args, shake[module], noise), _shaken(kwargs, shake[module], noise)
+            names = list(inspect.signature(module.forward).parameters)
+            args = tuple(
+                _shaken(value, shake[module], noise) if not _is_rotation(names[place : place + 1]) else value
+                for place, value in enumerate(args)
+            )
+            rotations = {name: value for name, value in kwargs.items() if _is_rotation([name])}
+            kwargs = _shaken(kwargs, shake[module], noise) | rotations
         inputs = [tensor.detach().clone() for tensor in _tensors((args, kwargs))]
         call = Call(module, inputs, seen.tick())
         seen.calls.append(call)
@@ -116,6 +124,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, dict):
         for value in values.values():
             yield from _tensors(value)
+
+
+def _is_rotation(names: list[str]) -> bool:
+    """Tell by its name what would not be a rotation any more if it were disturbed."""
+    return any(re.search("cos|sin|rope|rotary|freqs", name) for name in names)
 
 
 def _shaken(values: Any, size: float, noise: torch.Generator) -> Any:

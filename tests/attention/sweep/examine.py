@@ -101,7 +101,7 @@ def _examined(
     refusals = {parts[refusal.name]: refusal for refusal in found.refused}
     called: set[nn.Module] = set()
     widest = max([layer.head_dim for layer in found.layers] + [layer.value_dim for layer in found.layers] + [8])
-    batch = next(prime for prime in _PRIMES if prime >= max(batch, 1.4 * widest + 8))
+    batch = next(prime for prime in _PRIMES if prime >= max(batch, 2.2 * widest + 8))
     report: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "claimed": len(claims),

@@ -130,8 +130,9 @@ def _head_dimensions(lead: list[int], at: int, batch: int) -> list[tuple[int, in
     split = [*lead[:at], batch, lead[at] // batch, *lead[at + 1 :]]
     within = [r for r in ranges if not r[0] <= at < r[1]]  # never the sequences themselves
     sized = [r for r in within if torch.Size(split[r[0] : r[1]]).numel() > 1]
-    # First the last dimension alone, as it nearly always is; fewer dimensions before more.
-    return sorted(sized, key=lambda r: (r[1] - r[0], -r[1])) or [(at + 1, at + 2)]
+    # First the last dimension alone, as it nearly always is; fewer dimensions before more; one head last.
+    single = [r for r in within if r not in sized and r[1] - r[0] == 1]
+    return sorted(sized, key=lambda r: (r[1] - r[0], -r[1])) + single or [(at + 1, at + 2)]
 
 
 def _split(tensor: Tensor, at: int, first: int, last: int, batch: int) -> Tensor:
