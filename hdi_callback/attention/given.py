@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from hdi_callback.attention.probe import MadeUp, Shape, has_other_norms
 
 _TOKENS = 8
-_LARGEST = 400  # places of an image
+_LONGEST, _LARGEST = 400, 2**18  # tokens that are kept where they cannot be cut, and features of all of them
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -117,16 +117,20 @@ def given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         cut = _Cut(tokens.shape[0], frozenset(), 0)
         size = tokens.shape[1] * tokens.shape[2]
         whole = Given("batch first", size, args=cut(args), kwargs=cut(dict(kwargs)))
-        return _with_and_without_norms(module, [whole] if size <= _LARGEST else [])
+        return _with_and_without_norms(module, [whole] if _is_small(size, tokens) else [])
     orders: tuple[tuple[Shape, int, int], ...] = (("batch first", 0, 1), ("length first", 1, 0))
     for shape, batch, length in orders if tokens.dim() == 3 else ():
         sequences = [one for one in tensors if one.dim() == 3 and one.shape[batch] == tokens.shape[batch]]
         cut = _Cut(tokens.shape[batch], frozenset(one.shape[length] for one in sequences), batch)
         ways.append(Given(shape, cut.tokens, args=cut(args), kwargs=cut(dict(kwargs))))
-    if tokens.dim() == 3 and tokens.shape[1] <= _LARGEST:  # a length that the module insists on
+    if tokens.dim() == 3 and _is_small(tokens.shape[1], tokens):  # a length that the module insists on
         cut = _Cut(tokens.shape[0], frozenset(), 0)
         ways.append(Given("batch first", tokens.shape[1], args=cut(args), kwargs=cut(dict(kwargs))))
     return _with_and_without_norms(module, ways)
+
+
+def _is_small(length: int, tokens: Tensor) -> bool:
+    return length <= _LONGEST and length * tokens.shape[-1] <= _LARGEST
 
 
 def _with_and_without_norms(module: nn.Module, ways: list[Given]) -> list[Given]:

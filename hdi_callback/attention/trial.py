@@ -108,12 +108,14 @@ def contradiction(layer: AttentionLayer, ways: Sequence[MadeUp]) -> str | None:
     """
     if layer.output_projection is None:
         return None
-    shown = [
-        look
-        for way, seed in itertools.product(ways, range(_SEEDS))
-        if (look := _look(layer, way, seed)) and (look is True or _keeps_sequences_apart(layer, way, seed))
-    ]
-    return None if True in shown or not shown else str(shown[0])
+    shown = None
+    for way, seed in itertools.product(ways, range(_SEEDS)):
+        look = _look(layer, way, seed)
+        if look is True:
+            return None
+        if look and shown is None and _keeps_sequences_apart(layer, way, seed):
+            shown = look
+    return shown
 
 
 def _keeps_sequences_apart(layer: AttentionLayer, way: MadeUp, seed: int) -> bool:

@@ -14,6 +14,7 @@ from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSlice, find_attention, register_layout
 from hdi_callback.attention import layouts as known
 from hdi_callback.attention.given import given
+from hdi_callback.attention.probe import run_copy
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend
@@ -168,3 +169,20 @@ def test_checking_draws_no_random_number_and_leaves_the_model_as_it_was():
     assert set(check.contradictions()) == {"blocks.1"}
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_true_claim_is_tried_once_and_long_sequences_are_not_kept_whole(monkeypatch):
+    from hdi_callback.attention import trial
+
+    runs = []
+    monkeypatch.setattr(trial, "run_copy", lambda *args, **kwargs: runs.append(args[2]) or run_copy(*args, **kwargs))
+    model = Model(Tables(False))
+    check = HeadCheck(find_attention(model))
+    runs.clear()
+    check.arm()
+    model(torch.randn(5, 11, D))
+    assert check.contradictions() == {}
+    assert [way.tokens for way in runs] == [8]
+    assert len(given(nn.Identity(), (torch.randn(2, 401, D),), {})) == 2
+    assert len(given(nn.Identity(), (torch.randn(2, 300, 1024),), {})) == 2
+    assert len(given(nn.Identity(), (torch.randn(2, 300, D),), {})) == 3
