@@ -3,6 +3,9 @@
 A module that is called a linear map need not multiply with its parameter `weight`: adapters add to it, quantised
 modules decode it first, and a subclass may do anything. Here the matrix is read as it is used, or the module is refused
 by its name.
+
+A convolution of kernel size one is a linear map of each position. It keeps the features in the dimension before those
+of space, where a linear map has them last.
 """
 
 from __future__ import annotations
@@ -17,6 +20,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hdi_callback.errors import UnsupportedAttentionError
 
+_CONVOLUTIONS: tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_map(module: Any) -> TypeGuard[nn.Module]:
+    """Tell whether a module is meant as a linear map of each token, by `is_linear` or `is_pointwise`.
+
+    Args:
+        module: anything.
+
+    Returns:
+        True if so; `objection` tells whether its matrix can be read.
+    """
+    return is_linear(module) or is_pointwise(module)
+
 
 def is_linear(module: Any) -> TypeGuard[nn.Module]:
     """Tell whether a module is meant as a linear map: `nn.Linear`, GPT-2's ``Conv1D``, or an adapter around one.
@@ -29,6 +46,41 @@ def is_linear(module: Any) -> TypeGuard[nn.Module]:
     """
     base = _base(module)
     return isinstance(base, nn.Linear) or is_transposed(base)
+
+
+def is_pointwise(module: Any) -> TypeGuard[nn.Module]:
+    """Tell whether a module is a convolution that maps each position by itself: kernel size one, and no padding.
+
+    With a stride it leaves positions out, and maps each of the others by itself. It may have groups: then its matrix is
+    zero outside the blocks on its diagonal.
+
+    Args:
+        module: anything.
+
+    Returns:
+        True for such an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, and adapters around one.
+    """
+    base = _base(module)
+    if not isinstance(base, _CONVOLUTIONS) or any(size != 1 for size in base.kernel_size):
+        return False
+    # A kernel of size one needs no padding to be "same".
+    return isinstance(base.padding, str) or not any(base.padding)
+
+
+def feature_dim(module: nn.Module) -> int:
+    """Tell where the features are in what a linear map takes and gives.
+
+    Args:
+        module: a linear map in the sense of `is_map`.
+
+    Returns:
+        The dimension, counted from the last: -1 of linear maps, -3 of a convolution of images.
+
+    Example:
+        >>> feature_dim(nn.Linear(8, 8)), feature_dim(nn.Conv1d(8, 8, 1)), feature_dim(nn.Conv2d(8, 8, 1))
+        (-1, -2, -3)
+    """
+    return -1 - len(_base(module).kernel_size) if is_pointwise(module) else -1
 
 
 def is_transposed(module: Any) -> bool:
@@ -52,12 +104,14 @@ def features(module: nn.Module) -> tuple[int, int]:
     """Count the features that a linear map takes and gives.
 
     Args:
-        module: a linear map whose matrix can be read.
+        module: a linear map in the sense of `is_map` whose matrix can be read.
 
     Returns:
         Features that come in, and that go out.
     """
-    rows, columns = _base(module).weight.shape
+    rows, columns, *_ = _base(module).weight.shape
+    if is_pointwise(module):
+        return int(columns) * _base(module).groups, int(rows)
     return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
 
 
@@ -65,7 +119,7 @@ def objection(module: nn.Module) -> str | None:
     """Say why the matrix that a linear map multiplies with cannot be read.
 
     Args:
-        module: a linear map in the sense of `is_linear`.
+        module: a linear map in the sense of `is_map`.
 
     Returns:
         The reason, which begins with "a" and the name of the class; `None` if it can be read.
@@ -74,7 +128,7 @@ def objection(module: nn.Module) -> str | None:
     if _is_adapter(module):
         return _objection_to_adapter(module)
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
+    if not isinstance(weight, Tensor) or weight.dim() != 1 - feature_dim(module):
         return f"a {name} without a matrix `weight`"
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         return f"a {name} with a quantised weight ({str(weight.dtype).removeprefix('torch.')})"
@@ -85,7 +139,7 @@ def objection(module: nn.Module) -> str | None:
         return f"a {name} whose forward was replaced"
     # Its weight is the one that is trained; a rounded copy of it is multiplied with.
     is_known = type(module).forward is nn.Linear.forward or name == "Float8Linear" or is_transposed(module)
-    if is_known or _multiplies(module, weight):
+    if is_known or _convolves(module) or _multiplies(module, weight):
         return None
     return f"a {name}, which does not multiply with its weight alone"
 
@@ -98,14 +152,15 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
         name: the name of the parameter.
 
     Returns:
-        The matrix as it is stored, of LoRA the sum of base and updates; a live view where it is a parameter.
+        The matrix as it is stored, of LoRA the sum of base and updates, of a convolution ``(out_features,
+        in_features)``; a live view where it is a parameter, which it is not with LoRA and of a convolution with groups.
 
     Raises:
         UnsupportedAttentionError: if it cannot be read.
     """
     if name != "weight" or not _is_adapter(module):
         weight: Tensor = getattr(module, name)
-        return weight
+        return _as_matrix(weight, module) if name == "weight" and is_pointwise(module) else weight
     reason = _objection_to_adapter(module)
     if reason is not None:
         raise UnsupportedAttentionError(f"The weight of a linear map cannot be read: it is {reason}.")
@@ -113,6 +168,27 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
     for adapter in _active(module):
         weight = weight + module.get_delta_weight(adapter).to(weight)  # type: ignore[operator]
     return weight
+
+
+# --- convolutions
+
+
+def _as_matrix(weight: Tensor, convolution: Any) -> Tensor:
+    """The matrix that each position is multiplied with."""
+    matrix = weight.flatten(1)  # (out, in / groups)
+    if convolution.groups == 1:
+        return matrix
+    blocks: Tensor = torch.block_diag(*matrix.chunk(convolution.groups))  # type: ignore[no-untyped-call]
+    return blocks
+
+
+def _convolves(module: nn.Module) -> bool:
+    """Tell whether nothing is overridden of what makes a convolution."""
+    kind = type(module)
+    return any(
+        issubclass(kind, known) and kind.forward is known.forward and kind._conv_forward is known._conv_forward
+        for known in _CONVOLUTIONS
+    )
 
 
 # --- adapters, as those of peft, known without importing it
@@ -157,7 +233,7 @@ def _objection_to_adapter(module: Any) -> str | None:
     return None
 
 
-# --- subclasses of nn.Linear with a forward of their own
+# --- subclasses with a forward of their own
 
 _MULTIPLY: dict[type[nn.Module], bool] = {}
 
@@ -178,12 +254,20 @@ def _tried(module: nn.Module, weight: Tensor) -> bool:
     drawn = torch.randn(weight.shape, generator=generator)
     bias: Any = getattr(module, "bias", None)
     shift = None if bias is None else torch.randn(bias.shape, generator=generator)
-    x = torch.randn(3, weight.shape[1], generator=generator)
+    x = torch.randn(3, features(module)[0], *[3] * (weight.dim() - 2), generator=generator)
     # The parameters are taken for copied already, so that no large one is.
     memo: dict[int, Any] = {id(weight): nn.Parameter(drawn), id(bias): None if shift is None else nn.Parameter(shift)}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
-            given = copy.deepcopy(module, memo).eval().forward(x)
-        return bool(torch.allclose(given, F.linear(x, drawn, shift), rtol=1e-4, atol=1e-3))
+            trial = copy.deepcopy(module, memo).eval()
+            expected = F.linear(x, drawn, shift) if weight.dim() == 2 else _convolved(module, x, drawn, shift)
+            return bool(torch.allclose(trial.forward(x), expected, rtol=1e-4, atol=1e-3))
     except Exception:
         return False
+
+
+def _convolved(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a convolution of kernel size one gives, by the matrix that is read of it."""
+    places: tuple[Any, ...] = (..., *(slice(None, None, stride) for stride in convolution.stride))
+    given = F.linear(x[places].movedim(1, -1), _as_matrix(weight, convolution), bias)
+    return given.movedim(-1, 1)
