@@ -74,26 +74,31 @@ _WORTH = {"right": 3, "refused": 3, "not judged": 1, "wrong": 4, "missed": 4, "o
 def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str, Any]:
     """Examine a model; `runs` are functions that run it, otherwise its inputs are guessed.
 
-    Where a layer is refused, once more with the forward that showed it, as a user would.
+    Where a layer is refused, once more with what ran it, as a user would.
     """
-    report, forward = _examined(model, batch, runs)
-    if report["verdict"] != "refused" or forward is None:
+    report, forwards = _examined(model, batch, runs)
+    if report["verdict"] != "refused" or not forwards:
         return report
-    again, _ = _examined(model, batch, runs, partial(_as_far_as_it_goes, forward))
-    return again | {"forward": True} if len(again["refused"]) < len(report["refused"]) else report
+    again, _ = _examined(model, batch, runs, partial(_one_after_another, forwards))
+    return again | {"forward": True} if _left_out(again) < _left_out(report) else report
 
 
-def _as_far_as_it_goes(forward: Callable[[], Any]) -> None:
+def _left_out(report: dict[str, Any]) -> int:
+    return len(report["refused"] | report["unseen_refused"])
+
+
+def _one_after_another(forwards: Sequence[Callable[[], Any]]) -> None:
     """Some models run through their attention, and then fail for what the small config lacks."""
-    with suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        forward()
+    for forward in forwards:
+        with suppress(Exception), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            forward()
 
 
 def _examined(
     model: nn.Module, batch: int, runs: Sequence[Any], forward: Callable[[], Any] | None = None
-) -> tuple[dict[str, Any], Callable[[], Any] | None]:
-    """Examine a model once, and give what ran it as a whole."""
+) -> tuple[dict[str, Any], list[Callable[[], Any]]]:
+    """Examine a model once, and give what runs its attention: with a few sequences, what was seen to run it first."""
     found = survey(model, forward=forward)
     names = {module: name for name, module in model.named_modules()}
     claims = {layer.module: layer for layer in found.layers}
@@ -114,12 +119,10 @@ def _examined(
         "ways": [],
     }
     errors: list[str] = []
-    whole: Callable[[], Any] | None = None
-    for way, seen, count in _runs(model, claims, refusals, batch, errors, runs, called):
+    forwards: list[Callable[[], Any]] = []
+    for way, seen, few in _runs(model, claims, refusals, batch, errors, runs, called):
         report["ways"].append(way)
-        if way == "forward":  # the same with a batch of a few
-            few = (_call(model, kwargs) for kwargs in inputs.for_model(model, _FEW)) if not runs else None
-            whole = partial(runs[0], model, _FEW) if few is None else next(islice(few, count, None))
+        forwards.append(few)
         _take(report, seen, names, claims, refusals, batch)
     report["errors"] = list(dict.fromkeys(errors))[-3:]
     unseen = [layer for layer in found.layers if layer.name not in report["layers"]]
@@ -130,11 +133,48 @@ def _examined(
     report["no_attention"] = sorted({r.module_type for r in rest if parts[r.name] in called})
     report["unseen_refused"] = {r.name: [r.module_type, r.reason] for r in rest if parts[r.name] not in called}
     report["verdict"], report["reason"] = _verdict(report)
-    return report, whole
+    if not runs:
+        forwards += _tries(model, [parts[name] for name in report["unseen_refused"]])
+    return report, forwards
 
 
-def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tuple[str, Witness, int]]:
-    """Run the model, then those of its parts with attention that has not run, then attention by itself."""
+_Inputs = Callable[[int], Iterator[Any]]  # keyword arguments for so many sequences
+
+
+def _one(module: nn.Module, made: _Inputs, count: int) -> Any:
+    """Run a module on a few sequences, made as those that ran it were."""
+    return module(**next(islice(made(_FEW), count, None)))
+
+
+def _tries(model: nn.Module, modules: Sequence[nn.Module]) -> list[Callable[[], Any]]:
+    """Run what has not been seen to run, for the module that is looked for may be reached all the same."""
+    if not modules:
+        return []
+    wholes = [part for part in model.modules() if part is model or isinstance(part, _whole_kinds())]
+    wholes = [part for part in wholes if any(module in set(part.modules()) for module in modules)]
+    tries = [partial(_one, part, partial(inputs.for_model, part), count) for part in wholes[:4] for count in range(12)]
+    few = list({type(module): module for module in modules}.values())[:4]
+    return tries + [
+        partial(_one, module, _alone(module, None), count) for module in few for count in range(12)
+    ]  # fmt: skip
+
+
+def _alone(module: nn.Module, layer: Any) -> _Inputs:
+    width, head_dim = (layer.slices["key"].in_features, layer.head_dim) if layer else (None, None)
+    return lambda batch: inputs.for_attention(module, batch, width, head_dim)
+
+
+def _whole_kinds() -> tuple[type, ...]:
+    from transformers import PreTrainedModel
+
+    return (PreTrainedModel,)
+
+
+def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tuple[str, Witness, Callable[[], Any]]]:
+    """Run the model, then those of its parts with attention that has not run, then attention by itself.
+
+    Each comes with what runs the same with a few sequences.
+    """
     ran: set[nn.Module] = set()
     shake = dict.fromkeys(claims, 0.5)
 
@@ -171,35 +211,28 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
         done = ran | (called & set(refusals))
         return [module for module in listed if not any(part in done for part in module.modules())]
 
+    def tried(way: str, module: nn.Module, made: _Inputs, most: int) -> Iterator[tuple[str, Witness, Any]]:
+        found = attempt(module, (_call(module, kwargs) for kwargs in made(batch)), most)
+        if found is not None:
+            yield way, found[0], partial(_one, module, made, found[1])
+
     if runs:
         for run in runs:
-            seen = attempt(model, iter([partial(run, model, batch)]), 1)
-            if seen is not None:
-                yield "forward", *seen
+            found = attempt(model, iter([partial(run, model, batch)]), 1)
+            if found is not None:
+                yield "forward", found[0], partial(run, model, _FEW)
         return
-    seen = attempt(model, (_call(model, kwargs) for kwargs in inputs.for_model(model, batch)), 40)
-    if seen is not None:
-        yield "forward", *seen
+    yield from tried("forward", model, partial(inputs.for_model, model), 40)
     if not owners(model):
         return
-    from transformers import PreTrainedModel
-
     for part in model.modules():
-        if part is not model and isinstance(part, PreTrainedModel) and part not in ran and owners(part):
-            seen = attempt(part, (_call(part, kwargs) for kwargs in inputs.for_model(part, batch)), 30)
-            if seen is not None:
-                yield "part", *seen
+        if part is not model and isinstance(part, _whole_kinds()) and part not in ran and owners(part):
+            yield from tried("part", part, partial(inputs.for_model, part), 30)
     kinds: Counter[str] = Counter()
     for module in owners(model):
         kinds[type(module).__name__] += 1
-        if kinds[type(module).__name__] > 3:
-            continue
-        layer = claims.get(module)
-        width, head_dim = (layer.weight("query").shape[-1], layer.head_dim) if layer else (None, None)
-        calls = (_call(module, kwargs) for kwargs in inputs.for_attention(module, batch, width, head_dim))
-        seen = attempt(module, calls, 60)
-        if seen is not None:
-            yield "alone", *seen
+        if kinds[type(module).__name__] <= 3:
+            yield from tried("alone", module, _alone(module, claims.get(module)), 60)
 
 
 def _call(module: nn.Module, kwargs: dict[str, Any]) -> Any:
