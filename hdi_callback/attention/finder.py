@@ -21,7 +21,7 @@ If a projection is fed by another, the heads' weights are products of both. What
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -52,7 +52,7 @@ def find_heads(name: str, module: nn.Module, ways: Sequence[MadeUp] | None = Non
     Returns:
         The layer; `None` if it does not act as attention with heads of its own, or could not be run.
     """
-    linears = _linears(module)
+    linears = linear_maps(module)
     if not 2 <= len(linears) <= _MOST_LINEARS:
         return None
     if any(projections.objection(linear) is not None for linear in linears.values()):
@@ -280,7 +280,7 @@ class _Finder:
                 self.drawn[path] = self.drawn[path].index_fill(-1, index, 0.0)
             queries, keys = self._matter(values, heads)
             keys &= ~shared
-        query_rows, key_rows, value_rows = _rows(queries), _grouped(_rows(keys)), _grouped(values[heads])
+        query_rows, key_rows, value_rows = _rows(queries), distinct_rows(_rows(keys)), distinct_rows(values[heads])
         if query_rows is None or key_rows is None or value_rows is None:
             return None
         G, width = key_rows.shape
@@ -298,7 +298,7 @@ class _Finder:
                 if isinstance(weight, HeadProduct) or len(knocking[role]) > 1:
                     return None
                 slices[role] = HeadProduct(self.module, self._slice(path, torch.arange(width)[None]), weight)
-        kind = _kind(slices) + (", without the part that all heads share" if is_apart else "")
+        kind = describe_kind(slices) + (", without the part that all heads share" if is_apart else "")
         output = None
         if self.receiver is not None:
             output = self.linears[self.receiver]
@@ -417,11 +417,19 @@ def fit_slice(module: nn.Module, parameter: str, index: Tensor, is_transposed: b
     raise ValueError("the features of the heads lie in no regular order")
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Give the linear maps within a module by their paths, adapters in place of what they hold."""
+def linear_maps(module: nn.Module, is_map: Callable[[nn.Module], bool] = projections.is_linear) -> dict[str, nn.Module]:
+    """Give the linear maps within a module by their paths, adapters in place of what they hold.
+
+    Args:
+        module: the module.
+        is_map: tells what counts as a linear map.
+
+    Returns:
+        Path within the module -> linear map, in the module's order.
+    """
     found: dict[str, nn.Module] = {}
     for path, part in module.named_modules():
-        if projections.is_linear(part) and not any(path.startswith(f"{other}.") for other in found):
+        if is_map(part) and not any(path.startswith(f"{other}.") for other in found):
             found[path] = part
     return found
 
@@ -434,8 +442,15 @@ def _rows(chosen: Tensor) -> Tensor | None:
     return chosen.nonzero()[:, 1].view(len(chosen), -1)
 
 
-def _grouped(rows: Tensor | None) -> Tensor | None:
-    """Leave out repetitions, which have to be as many for each and side by side."""
+def distinct_rows(rows: Tensor | None) -> Tensor | None:
+    """Leave out repetitions of rows.
+
+    Args:
+        rows: ``(heads, width)``, features of heads.
+
+    Returns:
+        ``(key heads, width)``; `None` if repetitions are not as many for each and side by side.
+    """
     if rows is None:
         return None
     distinct: Tensor = torch.unique_consecutive(rows, dim=0)
@@ -445,7 +460,15 @@ def _grouped(rows: Tensor | None) -> Tensor | None:
     return distinct
 
 
-def _kind(slices: dict[Role, HeadWeight]) -> str:
+def describe_kind(slices: Mapping[Role, HeadWeight]) -> str:
+    """Say how weights that were found by behaviour are laid out.
+
+    Args:
+        slices: role -> where its weight lies.
+
+    Returns:
+        Readable words.
+    """
     outer = [part.outer if isinstance(part, HeadProduct) else part for part in slices.values()]
     if any(isinstance(part, HeadProduct) for part in slices.values()):
         return "latent, found by behaviour"
