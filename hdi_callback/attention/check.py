@@ -40,7 +40,10 @@ class HeadCheck(Recorder):
             be run again with these arguments, is not among them.
         """
         seen = {name: ways for name, ways in self.take().items() if name not in leave_out}
-        shown = {name: contradiction(self._layers[name], ways) for name, ways in seen.items()}
+        shown = {
+            name: contradiction(self._layers[name], [way for way in ways if not way.is_whole])
+            for name, ways in seen.items()
+        }
         return {name: what for name, what in shown.items() if what is not None}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,10 +78,12 @@ class Given(MadeUp):
     Attributes:
         args: by position.
         kwargs: by name.
+        is_whole: nothing was cut, so that which dimension numbers sequences and which tokens is not known.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_whole: bool = False
 
     def arguments(self, forward: Any, batch: int, width: int) -> _Arguments:
         """Give them to every element of a batch.
@@ -94,6 +96,8 @@ class Given(MadeUp):
         Returns:
             Arguments by position and by name.
         """
+        if self.is_whole:
+            return _each(self.args, 1, 0), _each(dict(self.kwargs), 1, 0)
         place = 1 if self.shape == "length first" else 0
         return _each(self.args, batch, place), _each(dict(self.kwargs), batch, place)
 
@@ -107,17 +111,18 @@ def given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         kwargs: by name.
 
     Returns:
-        The cut arguments, once for each order that the dimensions of the tokens may have; copies.
+        The cut arguments, once for each order that the dimensions of the tokens may have, and if they are small once
+        as they are; copies.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not tensors:
         return []
-    tokens, ways = tensors[0], []
+    tokens, ways = tensors[0], list[Given]()
     if tokens.dim() == 4:  # an image, whose sides are kept
         cut = _Cut(tokens.shape[0], frozenset(), 0)
         size = tokens.shape[1] * tokens.shape[2]
-        whole = Given("batch first", size, args=cut(args), kwargs=cut(dict(kwargs)))
-        return _with_and_without_norms(module, [whole] if _is_small(size, tokens) else [])
+        image = Given("batch first", size, args=cut(args), kwargs=cut(dict(kwargs)))
+        ways += [image] if _is_small(size, tokens) else []
     orders: tuple[tuple[Shape, int, int], ...] = (("batch first", 0, 1), ("length first", 1, 0))
     for shape, batch, length in orders if tokens.dim() == 3 else ():
         sequences = [one for one in tensors if one.dim() == 3 and one.shape[batch] == tokens.shape[batch]]
@@ -126,6 +131,9 @@ def given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if tokens.dim() == 3 and _is_small(tokens.shape[1], tokens):  # a length that the module insists on
         cut = _Cut(tokens.shape[0], frozenset(), 0)
         ways.append(Given("batch first", tokens.shape[1], args=cut(args), kwargs=cut(dict(kwargs))))
+    if sum(tensor.numel() for tensor in _all_tensors((args, kwargs))) <= _LARGEST:
+        cut = _Cut(0, frozenset(), 0)
+        ways.append(Given("batch first", 1, args=cut(args), kwargs=cut(dict(kwargs)), is_whole=True))
     return _with_and_without_norms(module, ways)
 
 
@@ -135,6 +143,14 @@ def _is_small(length: int, tokens: Tensor) -> bool:
 
 def _with_and_without_norms(module: nn.Module, ways: list[Given]) -> list[Given]:
     return [*ways, *(replace(way, is_normed=False) for way in ways if has_other_norms(module))]
+
+
+def _all_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _all_tensors(item)
 
 
 @dataclass(frozen=True)
@@ -160,9 +176,9 @@ class _Cut:
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        if tensor.dim() > self.batch_dim and tensor.shape[self.batch_dim] == self.batch:
+        if self.batch and tensor.dim() > self.batch_dim and tensor.shape[self.batch_dim] == self.batch:
             tensor = tensor.narrow(self.batch_dim, 0, 1)
-        elif tensor.dim() == 2 and tensor.shape[0] == self.batch:  # a mask has the batch first all the same
+        elif self.batch and tensor.dim() == 2 and tensor.shape[0] == self.batch:  # a mask has the batch first all the same
             tensor = tensor[:1]
         dims = [dim for dim, size in enumerate(tensor.shape) if size in self.lengths]
         if not {tensor.dim() - 2, tensor.dim() - 1} <= set(dims):  # else a mask

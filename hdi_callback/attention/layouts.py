@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -22,8 +23,9 @@ from hdi_callback.attention import projections
 from hdi_callback.attention.finder import find_heads
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
 from hdi_callback.attention.norms import with_norms
-from hdi_callback.attention.probe import MadeUp
+from hdi_callback.attention.probe import MadeUp, ways_to_run
 from hdi_callback.attention.projections import is_linear
+from hdi_callback.attention.received import find_by_scores
 from hdi_callback.attention.trial import acts_as_claimed
 from hdi_callback.errors import UnsupportedAttentionError
 
@@ -58,6 +60,8 @@ class Place:
 
 
 Layout = Callable[[Place], AttentionLayer | None]
+
+_MOST_WAYS = 16  # to look at the scores of a module with inputs that are made up
 
 _REGISTERED: list[tuple[type[nn.Module], Layout]] = []
 
@@ -118,7 +122,12 @@ def found_by_behaviour(place: Place, ways: Sequence[MadeUp] | None = None) -> At
     Returns:
         The layer; `None` if the module does not act as attention, could not be run, or has a layout of the user's own.
     """
-    layer = None if _registered(place) else find_heads(place.name, place.module, ways)
+    if _registered(place):
+        return None
+    by_token = None if ways is None else [way for way in ways if not getattr(way, "is_whole", False)]
+    layer = None if by_token == [] else find_heads(place.name, place.module, by_token)
+    if layer is None:
+        layer = find_by_scores(place.name, place.module, ways or islice(ways_to_run(place.module), _MOST_WAYS))
     if layer is None:
         return None
     layer = with_norms(layer)

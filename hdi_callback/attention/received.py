@@ -1,0 +1,613 @@
+"""Find heads by their scores, where tokens are taken apart in a way that cannot be followed from outside.
+
+Windows, images, pooled tokens and tables of positions change what a token is between the projections and attention. So
+a copy of the module runs with stubs that answer with random features for whatever they are given, and the scores that
+enter the softmax are looked at themselves:
+
+1. The derivative of one score by all answers says which features of which tokens it depends on. What it has in common
+   with another score of the same row is of the query, and what differs is of the key.
+2. Only what acts through a product counts: the second derivative tells a key from what is merely added to the scores,
+   as biases of positions are. Keys of relative positions are no token's: two rows do not share them.
+3. Twice the attention weights change what reaches the output projection by what attention gives, and by nothing that
+   is added there. Weights times a number for each head, and answers times a number for each feature, then say which
+   head and which value each of its features comes from.
+
+Names play no part, and neither do shapes. A layer comes of it only if every feature that reaches the output projection
+is accounted for, and if another draw shows the same.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from hdi_callback.attention import projections
+from hdi_callback.attention.finder import describe_kind, distinct_rows, fit_slice, linear_maps
+from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role
+from hdi_callback.attention.probe import MadeUp, Run, Stub, in_private, run_copy
+
+_BASE = 64  # of the digits by which features and heads are known
+_MATTERS = 1e-6  # a derivative, relative to the largest
+_ROWS = 192  # of the scores, that are looked at
+_COLUMNS = 3
+_MOST_LINEARS = 16
+_MOST_IN_VAIN = 4  # ways that run, and show no heads
+_MOST_SCORES = 2**24
+
+
+def find_by_scores(name: str, module: nn.Module, ways: Sequence[MadeUp]) -> AttentionLayer | None:
+    """Find the heads of a module by what its scores depend on.
+
+    Args:
+        name: its dotted path.
+        module: the module.
+        ways: inputs to try it with.
+
+    Returns:
+        The layer, without a query where that is no projection of an input; `None` if it computes no attention with
+        heads of their own, or could not be run.
+    """
+    linears = linear_maps(module, projections.is_map)
+    if not 2 <= len(linears) <= _MOST_LINEARS:
+        return None
+    if any(projections.objection(linear) is not None for linear in linears.values()):
+        return None
+    in_vain = 0
+    for way in ways:
+        try:
+            found = _found(module, linears, way, 0)
+            if found is not None and found == _found(module, linears, way, 1):
+                return _layer(name, module, linears, found)
+        except Exception:  # a module that cannot be run so is not known
+            continue
+        in_vain += 1
+        if in_vain == _MOST_IN_VAIN:
+            break
+    return None
+
+
+_Rows = tuple[str, tuple[tuple[int, ...], ...]]  # a linear map, and the features of each head in it
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one draw showed."""
+
+    rows: Mapping[Role, _Rows]
+    heads: int
+
+
+def _layer(name: str, module: nn.Module, linears: dict[str, nn.Module], found: _Found) -> AttentionLayer:
+    slices: dict[Role, HeadSlice] = {}
+    for role, (path, rows) in found.rows.items():
+        index = torch.tensor(rows)
+        slices[role] = fit_slice(module, f"{path}.weight", index, projections.is_transposed(linears[path]))
+    output = linears[found.rows["output"][0]] if "output" in found.rows else None
+    key, value = slices["key"], slices["value"]
+    kind = describe_kind(slices)
+    return AttentionLayer(name, module, found.heads, key.heads, key.width, value.width, kind, slices, output)
+
+
+# --- one draw
+
+
+def _found(module: nn.Module, linears: dict[str, nn.Module], way: MadeUp, seed: int) -> _Found | None:
+    with in_private(seed), torch.enable_grad():
+        return _Look(module, linears, way).find()
+
+
+class _Leaves(Stub):
+    """Answers with features of its own for each token of whatever it is given."""
+
+    def __init__(self, linear: nn.Module, path: str, drawn: _Draw) -> None:
+        super().__init__(*projections.features(linear))
+        self.path, self.drawn, self.dim = path, drawn, projections.feature_dim(linear)
+        self.strides: tuple[int, ...] = getattr(linear, "stride", ()) if self.dim < -1 else ()
+        self.leaves: list[Tensor] = []  # (..., features)
+        self.received: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Answer.
+
+        Args:
+            x: what the linear map would be given.
+
+        Returns:
+            What it is to give.
+        """
+        x = x.movedim(self.dim, -1)
+        for dim, stride in enumerate(self.strides):  # of a convolution, which may leave tokens out
+            x = x[(slice(None),) * (dim + x.dim() - 1 - len(self.strides)) + (slice(None, None, stride),)]
+        self.received.append(x)
+        leaf = self.drawn(self.path, len(self.leaves), (*x.shape[:-1], self.out_features))
+        self.leaves.append(leaf.detach().requires_grad_())
+        return self.leaves[-1].movedim(-1, self.dim).clone()  # some work in place
+
+
+class _Watch(TorchFunctionMode):
+    """Looks at scores before they enter a softmax, and hands on weights that are apart from them."""
+
+    def __init__(self, changed: Callable[[int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.changed = changed
+        self.scores: list[Tensor] = []  # (..., keys)
+        self.weights: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func in (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax):
+            scores = args[0] if args else kwargs["input"]
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if isinstance(scores, Tensor) and scores.requires_grad and isinstance(dim, int):
+                return self._weigh(scores, dim)
+        return func(*args, **kwargs)
+
+    def _weigh(self, scores: Tensor, dim: int) -> Tensor:
+        self.scores.append(scores.movedim(dim, -1))
+        weights = scores.detach().softmax(dim).nan_to_num()
+        leaf = self.changed(len(self.weights), weights.movedim(dim, -1))
+        self.weights.append(leaf)
+        return leaf.movedim(-1, dim)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self._weigh(scores, -1) @ value if scores.requires_grad else scores.softmax(-1) @ value
+
+
+_Draw = Callable[[str, int, tuple[int, ...]], Tensor]  # what a linear map answers, in which of its calls
+_Change = Callable[[int, Tensor], Tensor]  # what becomes of attention weights
+_Where = tuple[str, int]  # a linear map, and which of its calls
+_Elements = dict[_Where, Tensor]  # which features of which tokens: (tokens, features), of those calls that matter
+_Features = tuple[tuple[str, tuple[int, ...]], ...]  # by linear map
+
+
+@dataclass
+class _Head:
+    """What the scores of one head depend on, and the rows that belong to it: event and place among its rows."""
+
+    rows: list[tuple[int, int]]
+    query: tuple[str, tuple[int, ...]] | None = None
+    key: tuple[str, tuple[int, ...]] = ("", ())
+
+
+@dataclass
+class _Seen:
+    """What one run of a copy showed."""
+
+    run: Run
+    stubs: dict[str, _Leaves]
+    watch: _Watch
+    leaves: dict[_Where, Tensor] = field(default_factory=dict)
+
+
+class _Look:
+    def __init__(self, module: nn.Module, linears: dict[str, nn.Module], way: MadeUp) -> None:
+        self.module, self.linears, self.way = module, linears, way
+        self.width = projections.features(next(iter(linears.values())))[0]
+        self.receiver: str | None = None  # the linear map that is given what attention gives
+        self.place: int | None = None  # else the place of that in what comes back
+        self.seed = int(torch.randint(2**31, ()))
+
+    def find(self) -> _Found | None:
+        seen = self._run(_random, lambda _, weights: weights.requires_grad_())
+        if not seen.watch.scores or sum(scores.numel() for scores in seen.watch.scores) > _MOST_SCORES:
+            return None
+        heads = self._heads(seen)
+        if heads is None or not self._find_receiver(seen):
+            return None
+        paths = {head.key[0] for head in heads} | {head.query[0] for head in heads if head.query}
+        if any(self._is_fed(seen, path) for path in paths):
+            return None
+        return self._claim(heads, seen)
+
+    # --- running
+
+    def _run(self, drawn: _Draw, changed: _Change) -> _Seen:
+        stubs = {path: _Leaves(linear, path, drawn) for path, linear in self.linears.items()}
+        watch = _Watch(changed)
+        replaced: dict[nn.Module, Stub] = {self.linears[path]: stub for path, stub in stubs.items()}
+        torch.manual_seed(self.seed)  # the parameters that are left are the same in all runs
+        with watch:
+            run = run_copy(self.module, replaced, self.way, batch=1, width=self.width)
+        leaves = {(path, call): leaf for path, stub in stubs.items() for call, leaf in enumerate(stub.leaves)}
+        return _Seen(run, stubs, watch, leaves=leaves)
+
+    # --- 1. and 2. queries and keys
+
+    def _heads(self, seen: _Seen) -> list[_Head] | None:
+        by_features: dict[_Features, _Head] = {}
+        for event, scores in enumerate(seen.watch.scores):
+            for row in _rows(scores.shape[:-1]):
+                of_row = scores.reshape(-1, scores.shape[-1])[row]
+                live = of_row.isfinite()
+                loss = (of_row[live] * torch.randn_like(of_row[live])).sum()
+                features = _features(self._elements(seen, loss))
+                if features:
+                    by_features.setdefault(features, _Head([])).rows.append((event, row))
+        heads: dict[Any, _Head] = {}
+        for head in by_features.values():
+            if self._look_at(seen, head):
+                known = heads.setdefault((head.query, head.key), head)
+                known.rows += [] if known is head else head.rows
+        found = list(heads.values())
+        return found if len(found) > 1 and _are_apart(found) else None
+
+    def _look_at(self, seen: _Seen, head: _Head) -> bool:
+        """Tell the query from the key of a head; False if these are no scores of attention over tokens."""
+        for event, row in head.rows:
+            scores = seen.watch.scores[event]
+            flat = scores.reshape(-1, scores.shape[-1])
+            columns = self._columns(seen, flat[row])
+            if len(columns) < 2:
+                continue
+            alone = {column: self._elements(seen, flat[row, column]) for column in columns}
+            query = _common(list(alone.values()))
+            keys = {column: _without(elements, query) for column, elements in alone.items()}
+            if query:
+                # What is added to the scores is no query and no key: both act on each other.
+                acting = {column: self._acting(seen, flat[row, column], query) for column in columns}
+                keys = {column: _common([elements, acting[column]]) for column, elements in keys.items()}
+                acting_on = self._acting(seen, flat[row, columns[0]], keys[columns[0]])
+                query = _common([query, acting_on])
+            if len({path for path, _ in keys[columns[0]]}) > 1:
+                keys = {column: self._shared(seen, scores, row, column, elements) for column, elements in keys.items()}
+            return self._take(head, query, list(keys.values()))
+        return False
+
+    def _take(self, head: _Head, query: _Elements, keys: list[_Elements]) -> bool:
+        of_keys = {_features(elements) for elements in keys}
+        if len(of_keys) != 1 or len(of_query := _features(query)) > 1:
+            return False
+        (of_key,) = of_keys
+        if len(of_key) != 1 or not all(_is_one_token(elements) for elements in [query, *keys] if elements):
+            return False
+        if len({_token(elements) for elements in keys}) != len(keys):
+            return False
+        head.query, head.key = (of_query[0] if of_query else None), of_key[0]
+        return True
+
+    def _columns(self, seen: _Seen, of_row: Tensor) -> list[int]:
+        """Choose scores of a row that depend on something."""
+        finite = of_row.isfinite().nonzero().flatten().tolist()
+        chosen: list[int] = []
+        for column in [finite[i] for i in torch.randperm(len(finite)).tolist()]:
+            if len(chosen) == _COLUMNS:
+                break
+            if self._elements(seen, of_row[column]):
+                chosen.append(column)
+        return chosen
+
+    def _shared(self, seen: _Seen, scores: Tensor, row: int, column: int, elements: _Elements) -> _Elements:
+        """Leave what other queries meet in this column too, which relative positions are not."""
+        place = [int(i) for i in torch.unravel_index(torch.tensor(row), scores.shape[:-1])]
+        by_key = scores[..., column]
+        for dim, size in enumerate(by_key.shape):
+            for step in sorted({1, 2, size - 1}) if size > 1 else ():
+                score = by_key[tuple((at + step) % size if i == dim else at for i, at in enumerate(place))]
+                if not score.isfinite():
+                    continue
+                common = _common([elements, self._elements(seen, score)])
+                if common:
+                    return common
+        return elements
+
+    def _elements(self, seen: _Seen, loss: Tensor) -> _Elements:
+        gradients = self._gradients(seen, loss)
+        largest = max((float(one.abs().max()) for one in gradients.values()), default=0.0)
+        if not largest > 0:
+            return {}
+        matter = {where: one.abs() > _MATTERS * largest for where, one in gradients.items()}
+        return {where: one for where, one in matter.items() if one.any()}
+
+    def _gradients(self, seen: _Seen, loss: Tensor, *, is_kept: bool = False) -> dict[_Where, Tensor]:
+        if not loss.requires_grad:
+            return {}
+        gradients = torch.autograd.grad(
+            loss, list(seen.leaves.values()), retain_graph=True, allow_unused=True, create_graph=is_kept
+        )
+        return {
+            where: gradient.reshape(-1, gradient.shape[-1])
+            for where, gradient in zip(seen.leaves, gradients)
+            if gradient is not None
+        }
+
+    def _acting(self, seen: _Seen, score: Tensor, on: _Elements) -> _Elements:
+        """Find what a derivative by some elements depends on."""
+        gradients = self._gradients(seen, score, is_kept=True)
+        chosen = [gradients[where][mask] for where, mask in on.items() if where in gradients]
+        if not chosen:
+            return {}
+        flat = torch.cat(chosen)
+        return self._elements(seen, (flat * torch.randn_like(flat)).sum())
+
+    # --- 3. values and outputs
+
+    def _find_receiver(self, seen: _Seen) -> bool:
+        """Find the first linear map that is given what depends on the attention weights; else it is what comes back."""
+        for path, stub in seen.stubs.items():
+            for call, received in enumerate(stub.received):
+                if _depends(received, seen.watch.weights):
+                    if call:
+                        return False
+                    self.receiver = path
+                    return True
+        outputs = list(_tensors(seen.run.output))
+        self.place = next((i for i, one in enumerate(outputs) if _depends(one, seen.watch.weights)), None)
+        return self.place is not None
+
+    def _received(self, seen: _Seen) -> Tensor:
+        """Give what the output projection receives, or what comes back, ``(tokens, features)``."""
+        if self.receiver is not None:
+            received = seen.stubs[self.receiver].received[0]
+        else:
+            assert self.place is not None
+            received = list(_tensors(seen.run.output))[self.place]
+        return received.reshape(-1, received.shape[-1])
+
+    def _is_fed(self, seen: _Seen, path: str) -> bool:
+        """Tell whether a projection is fed by another: then the weights of heads are not its own alone."""
+        received = seen.stubs[path].received
+        return any(self._elements(seen, (one * torch.randn_like(one)).sum()) for one in received)
+
+    def _difference(self, drawn: _Draw, factor: _Change) -> Tensor:
+        """Give what comes of attention weights that are multiplied, less what comes of them as they are."""
+        changes: tuple[_Change, _Change] = (factor, lambda _, weights: weights)
+        one, other = (self._received(self._run(drawn, changed)) for changed in changes)
+        return (one - other).detach()
+
+    def _claim(self, heads: list[_Head], seen: _Seen) -> _Found | None:
+        H = len(heads)
+        of_head = self._coded_heads(heads)
+        if of_head is None or len(of_head) % H:
+            return None
+        width = len(of_head) // H
+        order = of_head[::width]
+        if sorted(order.tolist()) != list(range(H)) or not torch.equal(order.repeat_interleave(width), of_head):
+            return None  # outputs of heads that do not lie side by side
+        heads = [heads[number] for number in order.tolist()]
+        values = self._coded_values(seen, heads)
+        if values is None:
+            return None
+        path, numbers = values
+        rows: dict[Role, _Rows | None] = {
+            "value": _distinct(path, numbers.view(H, width).tolist()),
+            "key": _distinct(heads[0].key[0], [list(head.key[1]) for head in heads]),
+        }
+        queries = [head.query for head in heads if head.query is not None]
+        if queries:
+            rows["query"] = (queries[0][0], tuple(tuple(features) for _, features in queries))
+        if self.receiver is not None:
+            features = range(H * width)
+            rows["output"] = (self.receiver, tuple(tuple(features[i * width : (i + 1) * width]) for i in range(H)))
+        found = {role: one for role, one in rows.items() if one is not None}
+        is_whole = len(found) == len(rows) and len(found["key"][1]) == len(found["value"][1])
+        return _Found(found, H) if is_whole else None
+
+    def _coded_heads(self, heads: list[_Head]) -> Tensor | None:
+        """Tell for each feature of the output the head whose weights it is an average by, ``(features,)``."""
+
+        def times(factors: Sequence[float]) -> _Change:
+            def apply(event: int, weights: Tensor) -> Tensor:
+                by_row = torch.ones(weights.shape[:-1].numel(), 1)
+                for head, factor in zip(heads, factors):
+                    for where, row in head.rows:
+                        if where == event:
+                            by_row[row] = 1 + factor
+                return weights * by_row.view(*weights.shape[:-1], 1)
+
+            return apply
+
+        plain = self._difference(_varied, times([1.0] * len(heads)))
+        digits = _digits(torch.arange(len(heads)))
+        coded = [self._difference(_varied, times([1.0 + digit for digit in of_all.tolist()])) for of_all in digits]
+        return _numbers(plain, coded, lambda ratio: ratio - 1)
+
+    def _coded_values(self, seen: _Seen, heads: list[_Head]) -> tuple[str, Tensor] | None:
+        """Tell for each feature of the output the value feature that it averages: their linear map, ``(features,)``."""
+
+        def twice(_: int, weights: Tensor) -> Tensor:
+            return 2 * weights
+
+        received = self._received(seen)
+        alone = self._values_of_a_token(seen, heads[0])
+        if alone is None:
+            return None
+        plain = self._difference(_constant, twice)
+        sources = self._elements(seen, (received * torch.randn_like(received)).sum())
+        for path in dict.fromkeys(path for path, _ in sources):
+            digits = _digits(torch.arange(projections.features(self.linears[path])[1]))
+            coded = [self._difference(_times(path, 1 + (1 + digit) / _BASE), twice) for digit in digits]
+            numbers = _numbers(plain, coded, lambda ratio: (ratio - 1) * _BASE - 1)
+            if numbers is None:
+                continue
+            own = set(numbers[: len(numbers) // len(heads)].tolist())
+            # Seen by the derivatives too: values of one token, and of this head alone.
+            return (path, numbers) if alone == {path: own} and not self._is_fed(seen, path) else None
+        return None
+
+    def _values_of_a_token(self, seen: _Seen, head: _Head) -> dict[str, set[int]] | None:
+        """Find what is averaged by one attention weight of a head: features of one token, by their linear map."""
+        received = self._received(seen)
+        probe = torch.randn_like(received, requires_grad=True)
+        event, row = head.rows[0]
+        weights = seen.watch.weights[event]
+        (gradient,) = torch.autograd.grad((received * probe).sum(), weights, create_graph=True)
+        of_row = gradient.reshape(-1, gradient.shape[-1])[row]
+        columns = [column for column in range(len(of_row)) if float(of_row[column].detach()) != 0][:_COLUMNS]
+        alone = [self._elements(seen, of_row[column]) for column in columns]
+        if not alone:
+            return None
+        gates = _common(alone) if len(alone) > 1 else {}
+        own = [_without(elements, gates) for elements in alone]
+        if not all(_is_one_token(elements) for elements in own) or len({_features(one) for one in own}) != 1:
+            return None
+        return {path: set(features) for path, features in _features(own[0])}
+
+
+# --- what is drawn, and what is read
+
+
+def _random(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
+    """Draw away from zero, and of a size that leaves products of order one both with and without a scale."""
+    sizes = torch.empty(shape).uniform_(0.5, 1.5) * float(shape[-1]) ** -0.125
+    return sizes * torch.randn(shape).sign()
+
+
+def _varied(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
+    """Draw features that differ from token to token, the same whenever they are asked for."""
+    return torch.empty(shape).uniform_(0.5, 1.5, generator=_generator(path, call))
+
+
+def _constant(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
+    """Draw features that are the same for all tokens."""
+    drawn = torch.empty(shape[-1]).uniform_(0.5, 1.5, generator=_generator(path, 0))
+    return drawn.expand(shape)
+
+
+def _times(path: str, factors: Tensor) -> _Draw:
+    """Draw the same for all tokens, and multiply what one of the maps answers by a factor for each feature."""
+
+    def drawn(other: str, call: int, shape: tuple[int, ...]) -> Tensor:
+        answer = _constant(other, call, shape)
+        return answer * factors if other == path else answer
+
+    return drawn
+
+
+def _generator(path: str, call: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"{path} {call}".encode()))
+
+
+def _digits(numbers: Tensor) -> list[Tensor]:
+    digits = [numbers % _BASE]
+    while int((numbers := numbers // _BASE).max()):
+        digits.append(numbers % _BASE)
+    return digits
+
+
+def _numbers(plain: Tensor, coded: list[Tensor], digit: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Read the number of each feature from its digits, ``(tokens, features)`` each; all tokens have to agree."""
+    counts = plain.abs() > 1e-3 * plain.abs().max()
+    if not counts.any(0).all():
+        return None
+    numbers = torch.zeros(plain.shape[1], dtype=torch.long)
+    for power, one in enumerate(coded):
+        read = digit(one / plain)
+        whole = read.round()
+        if not ((read - whole).abs() < 0.05)[counts].all():
+            return None
+        least, most = whole.where(counts, torch.inf).amin(0), whole.where(counts, -torch.inf).amax(0)
+        if not torch.equal(least, most) or least.min() < 0 or most.max() >= _BASE:
+            return None
+        numbers += least.long() * _BASE**power
+    return numbers
+
+
+def _distinct(path: str, rows: list[list[int]]) -> _Rows | None:
+    distinct = distinct_rows(torch.tensor(rows))
+    return None if distinct is None else (path, tuple(map(tuple, distinct.tolist())))
+
+
+def _rows(shape: Sequence[int]) -> list[int]:
+    """Choose rows of scores so that every dimension is gone through evenly, whichever of them numbers the heads."""
+    count = math.prod(shape)
+    if count <= _ROWS:
+        return list(range(count))
+    rows = torch.zeros(_ROWS, dtype=torch.long)
+    for size in shape:
+        rows = rows * size + torch.cat([torch.randperm(size) for _ in range(-(-_ROWS // size))])[:_ROWS]
+    chosen: list[int] = torch.unique(rows).tolist()
+    return chosen
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor) and output.dim() > 1:
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for one in output:
+            yield from _tensors(one)
+    elif isinstance(output, dict):
+        for one in output.values():
+            yield from _tensors(one)
+
+
+def _depends(tensor: Tensor, on: list[Tensor]) -> bool:
+    if not tensor.requires_grad:
+        return False
+    loss = (tensor * torch.randn_like(tensor)).sum()
+    gradients = torch.autograd.grad(loss, on, retain_graph=True, allow_unused=True)
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
+# --- elements: features of tokens
+
+
+def _common(all_of_them: list[_Elements]) -> _Elements:
+    first, *others = all_of_them
+    for other in others:
+        first = {where: mask & other[where] for where, mask in first.items() if where in other}
+    return {where: mask for where, mask in first.items() if mask.any()}
+
+
+def _without(elements: _Elements, others: _Elements) -> _Elements:
+    left = {where: mask & ~others[where] if where in others else mask for where, mask in elements.items()}
+    return {where: mask for where, mask in left.items() if mask.any()}
+
+
+def _features(elements: _Elements) -> _Features:
+    found: dict[str, set[int]] = {}
+    for (path, _), mask in elements.items():
+        found.setdefault(path, set()).update(mask.any(0).nonzero().flatten().tolist())
+    return tuple((path, tuple(sorted(features))) for path, features in sorted(found.items()))
+
+
+def _token(elements: _Elements) -> tuple[_Where, int] | None:
+    """Name the token that all elements belong to; `None` if there are several."""
+    tokens = [(where, token) for where, mask in elements.items() for token in mask.any(1).nonzero().flatten().tolist()]
+    return tokens[0] if len(tokens) == 1 else None
+
+
+def _is_one_token(elements: _Elements) -> bool:
+    return _token(elements) is not None
+
+
+def _are_apart(heads: list[_Head]) -> bool:
+    """Tell whether heads have queries of their own, and keys of their own or those of a whole group."""
+    widths = {len(head.key[1]) for head in heads} | {len(head.query[1]) for head in heads if head.query}
+    paths = {(head.key[0], head.query[0] if head.query else None) for head in heads}
+    if len(widths) != 1 or len(paths) != 1:
+        return False
+    keys = list(dict.fromkeys(head.key[1] for head in heads))
+    queries = [head.query[1] for head in heads if head.query] or keys
+    if len(queries) != len(heads):
+        return False
+    return all(len(set().union(*group)) == sum(map(len, group)) for group in (queries, keys))
