@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.projections import effective_weight
+from hdi_callback.attention import projections
 from hdi_callback.errors import UnsupportedAttentionError
 
 Role = Literal["query", "key", "value", "output"]
@@ -20,7 +20,7 @@ Centring = Literal["", "head", "layer"]
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """The heads' part of one linear map: for each head `width` of its features.
+    """The heads' part of one linear map, or of a convolution of kernel size one: for each head `width` of its features.
 
     Feature i of head h is feature ``start + (h // block) * block_stride + (h % block) * stride + i * step`` of the map.
     By default the heads lie one after the other.
@@ -63,8 +63,10 @@ class HeadSlice:
     @property
     def features(self) -> tuple[int, int]:
         """Features that the linear map takes, and that it gives."""
-        shape = self._parameter().shape
-        rows, columns = (int(size) for size in shape)
+        owner, name = self._owner()
+        if name == "weight" and projections.is_pointwise(owner):
+            return projections.features(owner)
+        rows, columns = (int(size) for size in getattr(owner, name).shape)
         return (rows, columns) if self.transposed else (columns, rows)
 
     @property
@@ -76,9 +78,10 @@ class HeadSlice:
         """Read the whole matrix of the linear map, as it is used: with LoRA, base and update together.
 
         Returns:
-            ``(out_features, in_features)``, a view of the parameter where it is one.
+            ``(out_features, in_features)``, a view of the parameter where it is one; of a convolution with groups a
+            copy, with zeros beside its blocks.
         """
-        weight = effective_weight(*self._owner())
+        weight = projections.effective_weight(*self._owner())
         return weight.mT if self.transposed else weight
 
     def rows(self) -> Tensor:
@@ -145,8 +148,11 @@ class HeadSlice:
         Returns:
             A predicate of "its weight", `None` if there is no contradiction.
         """
-        parameter = self._parameter()
-        if not isinstance(parameter, Tensor) or parameter.dim() != 2:
+        owner, name = self._owner()
+        parameter: Any = getattr(owner, name)
+        # That of a convolution of images is (out, in, 1, 1).
+        dims = 1 - projections.feature_dim(owner) if name == "weight" else 2
+        if not isinstance(parameter, Tensor) or parameter.dim() != dims:
             return "is not a matrix"
         index, count = self.index(), self.features[0 if is_output else 1]
         if self.start < 0 or int(index.max()) >= count:
@@ -167,9 +173,6 @@ class HeadSlice:
         path, _, name = self.parameter.rpartition(".")
         owner: nn.Module = reduce(getattr, path.split(".") if path else [], self.module)
         return owner, name
-
-    def _parameter(self) -> Any:
-        return getattr(*self._owner())
 
     def _heads_of(self, matrix: Tensor) -> Tensor:
         columns = matrix.shape[1]
@@ -300,8 +303,8 @@ class AttentionLayer:
         value_dim: width of a value head, d_v.
         kind: how the weights are laid out, in readable words.
         slices: role -> where its weight lies. ``"output"`` may be missing.
-        output_projection: the module whose input is the head outputs side by side, ``(..., H * d_v)``, and which is
-            really called; `None` if there is none to watch.
+        output_projection: the module whose input is the head outputs side by side, ``(..., H * d_v)`` or, of a
+            convolution, ``(batch, H * d_v, ...)``, and which is really called; `None` if there is none to watch.
     """
 
     name: str
@@ -322,7 +325,7 @@ class AttentionLayer:
 
         Returns:
             ``(heads or key heads, width, in_features)``; for the output ``(heads, value_dim, out_features)``. A live
-            view of the parameter.
+            view of the parameter where it is a part of one.
 
         Raises:
             UnsupportedAttentionError: if the layer has no weight of this role.

@@ -3,6 +3,10 @@
 The factor that a norm has for each token, and the gain of each feature, leave the subspace of a head as it is.
 What a LayerNorm subtracts does not: the mean over a head takes a direction from it, and that over all heads moves them
 all. So the rows that are read are centred as the norm centres what they give.
+
+A BatchNorm behind the map needs nothing: it scales and shifts each feature by itself, with the same factor for all
+tokens, by its running statistics in evaluation and by those of the batch in training. That is an invertible map within
+each head, unless a gain is zero.
 """
 
 from __future__ import annotations

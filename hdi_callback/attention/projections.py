@@ -166,7 +166,8 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
         raise UnsupportedAttentionError(f"The weight of a linear map cannot be read: it is {reason}.")
     weight = effective_weight(_child(module), name)
     for adapter in _active(module):
-        weight = weight + module.get_delta_weight(adapter).to(weight)  # type: ignore[operator]
+        update: Tensor = module.get_delta_weight(adapter)  # type: ignore[operator]
+        weight = weight + (_as_matrix(update, _base(module)) if is_pointwise(module) else update).to(weight)
     return weight
 
 
@@ -224,7 +225,8 @@ def _objection_to_adapter(module: Any) -> str | None:
         return f"{where} around {below}"
     # Only of these it is known that their update is a matrix that is added to the base's.
     kinds = {kind.__name__ for kind in type(module).__mro__}
-    if "LoraLayer" not in kinds or name not in ("Linear", "SVDLinear"):
+    known = ("Conv1d", "Conv2d") if is_pointwise(module) else ("Linear", "SVDLinear")
+    if "LoraLayer" not in kinds or name not in known or getattr(_base(module), "groups", 1) > 1:
         return f"{where}, whose update is not known to be a matrix that is added"
     odd = [name for name in _active(module) if name in getattr(module, "lora_variant", {})]
     if odd or any(getattr(module, "use_dora", {}).get(name) for name in _active(module)):

@@ -9,6 +9,8 @@ traced that depends on the number of tokens, and nothing is written to Python ob
 region would put an end to compilation for good. The flag is all that the graph has to guard: installed before the first
 compiled call, a tap costs no graph break and one recompilation.
 
+Where the output projection is a convolution of kernel size one, each image is one sequence, of all its positions.
+
 `nn.MultiheadAttention` uses its output projection without calling it. There the tap sits on the attention itself and
 computes the head outputs from what it received, through torch's own function with the identity in place of the output
 projection. They are therefore those without attention dropout.
@@ -32,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.projections import feature_dim
 from hdi_callback.attention.sharding import as_part, on_parts
 
 
@@ -260,6 +263,8 @@ class _Tap:
 
     def _keep(self, outputs: Tensor) -> None:
         H, width = self.layer.num_heads, self.layer.value_dim
+        if not outputs.is_nested:
+            outputs = _features_last(outputs, self.layer.output_projection)
         if not outputs.is_nested and outputs.shape[-1] != H * width:
             outputs = as_part(outputs, self.layer.output_projection)
         if outputs.is_nested:
@@ -268,6 +273,12 @@ class _Tap:
             self.failure = f"its output projection received {outputs.shape[-1]} features, expected {H} x {width}"
         else:
             self._rows, self._shape = on_parts(self._sampler.take, outputs), tuple(outputs.shape)
+
+
+def _features_last(outputs: Tensor, projection: nn.Module | None) -> Tensor:
+    """Read what a convolution is given, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
+    dim = -1 if projection is None else feature_dim(projection)
+    return outputs if dim == -1 else outputs.flatten(dim + 1).mT
 
 
 class Sampler:
