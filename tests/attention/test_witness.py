@@ -21,11 +21,9 @@ def claimed_by_rows(module: nn.Module, rows: dict[str, torch.Tensor], heads: int
     """A claim from the rows of each role; the output projection is left out."""
 
     def weight(role: str) -> torch.Tensor:
-        if role == "output":
-            raise LookupError("no output weight is claimed")
         return rows[role].view(-1, width, rows[role].shape[-1])
 
-    return Claim(module, heads, len(rows["key"]) // width, width, width, weight, None)
+    return Claim(module, heads, len(rows["key"]) // width, width, width, weight, None, frozenset(rows))
 
 
 def judged(module: nn.Module, claim: Claim) -> Finding:
@@ -282,3 +280,82 @@ def test_attention_by_odd_means_is_judged_as_strictly(core):
 def _rolled(weight: torch.Tensor) -> torch.Tensor:
     """Cut heads across each other by one row."""
     return weight.flatten(0, 1).roll(1, 0).view(weight.shape)
+
+
+class Pool(nn.Module):
+    """Attention whose queries are learned vectors, by hand and never given to each sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.latent, self.q = nn.Parameter(torch.randn(1, 2, D)), nn.Linear(D, D)
+        self.k, self.v, self.back = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (H, 8)).transpose(1, 2) for part in (self.q(self.latent), self.k(x), self.v(x)))
+        return self.back(softly(q, k, v).transpose(1, 2).flatten(2))
+
+
+def claimed_by_maps(module: nn.Module, **maps: nn.Module) -> Claim:
+    rows = {role: one.weight.detach().flatten(1) for role, one in maps.items()}
+    rows |= {"output": rows["output"].mT} if "output" in rows else {}
+    heads = {role: one.view(H, 8, -1) for role, one in rows.items()}
+    return Claim(module, H, H, 8, 8, heads.__getitem__, maps.get("output"), frozenset(maps))
+
+
+def test_a_layer_without_queries_is_right_only_where_queries_are_learned():
+    torch.manual_seed(0)
+    pool = Pool()
+    finding = judged(pool, claimed_by_maps(pool, key=pool.k, value=pool.v, output=pool.back))
+    assert finding.is_right, finding.reason
+    assert "the query is a learned vector" in finding.remarks
+    assert judged(pool, claimed_by_maps(pool, key=pool.v, value=pool.k, output=pool.back)).is_right is False
+    module = Attend(softly)
+    claim = replace(whole(module), roles=frozenset({"key", "value", "output"}))
+    finding = judged(module, claim)
+    assert finding.is_right is False
+    assert finding.reason == "its query is a map of its input, and no query weight is claimed"
+    finding = judged(module, replace(claim, roles=frozenset({"query", "value"})))
+    assert finding.is_right is False
+    assert finding.reason == "it claims no key weight"
+
+
+class OfPixels(nn.Module):
+    """Attention of pixels; projections are convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.back = (nn.Conv2d(D, D, 1) for _ in range(4))
+
+    def forward(self, x):
+        image = x.mT.unflatten(-1, (2, -1))
+        q, k, v = (one(image).flatten(2).unflatten(1, (H, 8)).mT for one in (self.q, self.k, self.v))
+        return self.back(softly(q, k, v).mT.reshape(image.shape))
+
+
+def test_projections_that_are_convolutions_are_compared_with_and_without_their_output():
+    torch.manual_seed(0)
+    module = OfPixels()
+    maps = {"query": module.q, "key": module.k, "value": module.v}
+    finding = judged(module, claimed_by_maps(module, **maps, output=module.back))
+    assert finding == Finding(True, heads=4, key_heads=4, key_width=8, value_width=8)
+    assert judged(module, claimed_by_maps(module, **maps)).remarks == ("no output weight",)
+    wrong = claimed_by_maps(module, **(maps | {"value": module.k}), output=module.back)
+    assert judged(module, wrong).is_right is False
+    wrong = claimed_by_maps(module, **maps, output=module.back)
+    turned = replace(wrong, weight=lambda role: wrong.weight(role).flip(0) if role == "output" else wrong.weight(role))
+    assert "output weight" in judged(module, turned).reason
+
+
+def test_keys_that_are_parameters_are_no_tokens():
+    class Memory(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slots = nn.Parameter(torch.randn(1, 5, D))
+
+        def forward(self, x):
+            return (x @ self.slots.mT).softmax(-1) @ self.slots
+
+    module = Memory()
+    with torch.no_grad(), witness(module) as seen:
+        module(torch.randn(B, T, D))
+    assert seen.computations == []

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ class Call:
     start: int
     outputs: list[Tensor] = field(default_factory=list)
     end: int | None = None
+    is_done: bool = False  # it ended by itself, and by no exception
 
 
 @dataclass(eq=False)
@@ -66,14 +68,26 @@ class Witness:
 
 
 @contextmanager
-def witness(model: nn.Module, *, shake: dict[nn.Module, float] | None = None) -> Iterator[Witness]:
+def witness(
+    model: nn.Module, *, shake: dict[nn.Module, float] | None = None, keep: Collection[nn.Module] | None = None
+) -> Iterator[Witness]:
     """Watch every computation of attention, and what each module of the model is given and gives.
 
     `shake`: modules whose inputs are disturbed by noise of this size relative to their own, so that the samples differ
     in every direction even where the model gives all of them the same, as learned queries are.
+    `keep`: modules whose inputs and outputs are kept, all if it is left out; of the others only that they were called.
     """
     seen = Witness()
     noise = torch.Generator().manual_seed(7)
+    copies: dict[int, tuple[weakref.ref, int, Tensor]] = {}
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        """Copy what may be changed in place; what one module gives and the next one takes is copied once."""
+        known = copies.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            return known[2]
+        copies[id(tensor)] = weakref.ref(tensor), tensor._version, tensor.detach().clone()
+        return copies[id(tensor)][2]
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if shake and module in shake:
@@ -84,11 +98,11 @@ def witness(model: nn.Module, *, shake: dict[nn.Module, float] | None = None) ->
             )
             rotations = {name: value for name, value in kwargs.items() if _is_rotation([name])}
             kwargs = _shaken(kwargs, shake[module], noise) | rotations
-        inputs = [tensor.detach().clone() for tensor in _tensors((args, kwargs))]
+        inputs = [copy_of(tensor) for tensor in _tensors((args, kwargs))] if keep is None or module in keep else []
         call = Call(module, inputs, seen.tick())
         seen.calls.append(call)
         seen.stack.append(call)
-        if args and isinstance(args[0], Tensor):
+        if inputs and args and isinstance(args[0], Tensor):
             seen.inputs[module] = inputs[0]
         return args, kwargs
 
@@ -97,9 +111,11 @@ def witness(model: nn.Module, *, shake: dict[nn.Module, float] | None = None) ->
             call = seen.stack.pop()
             call.end = seen.tick()
             if call.module is module:
-                call.outputs = [tensor.detach().clone() for tensor in _tensors(output)]
+                call.is_done = True
+                if keep is None or module in keep:
+                    call.outputs = [copy_of(tensor) for tensor in _tensors(output)]
                 break
-        if isinstance(output, Tensor):
+        if isinstance(output, Tensor) and (keep is None or module in keep):
             seen.outputs[module] = output.detach()
 
     handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
@@ -161,6 +177,16 @@ class _Product:
     left: Tensor
     right: Tensor
     is_swapped: bool = False  # the softmax runs over the left one's tokens
+    parameters: tuple[bool, bool] = (False, False)  # which of them are made of parameters alone
+
+    @property
+    def has_keys(self) -> bool:
+        """Tell whether keys are made of the input; queries may be learned."""
+        return not self.parameters[0 if self.is_swapped else 1]
+
+    @property
+    def is_of_learned_queries(self) -> bool:
+        return self.parameters[1 if self.is_swapped else 0]
 
 
 _BY_TWO = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
@@ -237,8 +263,8 @@ class _Products(TorchFunctionMode):
             self._record(answer, weights, right)
         elif weights := _marks(right, "_weights"):
             self._record(answer, weights, left.mT, lambda one: one.mT)
-        elif not _is_parameter(left) and not _is_parameter(right):
-            answer._scores = [_Product(left.detach(), right.detach().mT)]
+        elif not all(learned := (_is_parameter(left), _is_parameter(right))):
+            answer._scores = [_Product(left.detach(), right.detach().mT, False, learned)]
 
     def _summed(self, answer: Tensor, args: Any) -> None:
         """Take a sum of products of two tensors for the matrix product that it is."""
@@ -272,8 +298,8 @@ class _Products(TorchFunctionMode):
         if weights := _marks(left, "_weights"):
             order = [out.index(i) for i in batch + rows + columns]
             self._record(answer, weights, second.mT, lambda one: one.permute(order).flatten(len(batch), -2))
-        elif not _is_parameter(left) and not _is_parameter(right) and first.dim() >= 3:
-            answer._scores = [_Product(first.detach(), second.detach())]
+        elif not all(learned := (_is_parameter(left), _is_parameter(right))) and first.dim() >= 3:
+            answer._scores = [_Product(first.detach(), second.detach(), False, learned)]
 
     def _record(
         self,
@@ -314,12 +340,14 @@ class _Products(TorchFunctionMode):
         if func in _MINUS and scores and len(given) == 2 and getattr(given[1], "_is_log_sum", False):
             answer._is_log_weights = True
         if func in _EXP and scores and getattr(given[0], "_is_log_weights", False):
-            weights, scores = scores, []
+            weights, scores = [mark for mark in scores if mark.has_keys], []
         if func in _SOFTMAX and scores:
             dim = _argument(args, kwargs, 1, "dim")
             if isinstance(dim, int) and dim % given[0].dim() != given[0].dim() - 1:
-                scores = [_Product(mark.left, mark.right, True) for mark in scores]
-            weights, scores = scores, []
+                scores = [replace(mark, is_swapped=True) for mark in scores]
+            # First the products of what the input gives; keys that are learned are no tokens.
+            weights = sorted((mark for mark in scores if mark.has_keys), key=lambda mark: mark.is_of_learned_queries)
+            scores = []
         is_parameter = all(_is_parameter(tensor) for tensor in given)
         if not scores and not weights and not is_parameter:
             return

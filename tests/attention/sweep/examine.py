@@ -6,7 +6,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ from tests.attention.witness import Witness, witness
 
 BATCH = 41  # a prime, so that no other size is taken for it; more than twice the widest head
 _FEW = 3
-_PRIMES = (41, 67, 107, 193, 373, 733)
+_PRIMES = (41, 53, 67, 83, 107, 151, 193, 293, 373, 577, 733)
 _ATTENTION = re.compile(r"(?i)attention|attn")
 
 
@@ -106,7 +106,10 @@ def _examined(
     refusals = {parts[refusal.name]: refusal for refusal in found.refused}
     called: set[nn.Module] = set()
     widest = max([layer.head_dim for layer in found.layers] + [layer.value_dim for layer in found.layers] + [8])
-    batch = next(prime for prime in _PRIMES if prime >= max(batch, 2.2 * widest + 8))
+    wanted = [2.2 * widest + 8]
+    # That a query is a map of no token is seen with more sequences than features.
+    wanted += [layer.slices["key"].in_features + 9 for layer in found.layers if "query" not in layer.slices]
+    batch = next(prime for prime in _PRIMES if prime >= max(batch, min(max(wanted), _PRIMES[-1])))
     report: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "claimed": len(claims),
@@ -141,6 +144,15 @@ def _examined(
 _Inputs = Callable[[int], Iterator[Any]]  # keyword arguments for so many sequences
 
 
+def _compared(model: nn.Module, claims: Collection[nn.Module]) -> set[nn.Module]:
+    """Collect what claims are compared with: what is in a layer, beside it, and around it. The rest would be large."""
+    kept = {part for module in claims for part in module.modules()}
+    for module in model.modules():
+        if any(child in claims for child in module.children()):
+            kept |= {module, *module.children()}
+    return kept
+
+
 def _one(module: nn.Module, made: _Inputs, count: int) -> Any:
     """Run a module on a few sequences, made as those that ran it were."""
     return module(**next(islice(made(_FEW), count, None)))
@@ -160,7 +172,8 @@ def _tries(model: nn.Module, modules: Sequence[nn.Module]) -> list[Callable[[], 
 
 
 def _alone(module: nn.Module, layer: Any) -> _Inputs:
-    width, head_dim = (layer.slices["key"].in_features, layer.head_dim) if layer else (None, None)
+    slices = layer.slices if layer else {}
+    width, head_dim = (slices.get("query", slices["key"]).in_features, layer.head_dim) if layer else (None, None)
     return lambda batch: inputs.for_attention(module, batch, width, head_dim)
 
 
@@ -177,22 +190,20 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
     """
     ran: set[nn.Module] = set()
     shake = dict.fromkeys(claims, 0.5)
+    keep = _compared(model, claims)
 
     def attempt(module: nn.Module, calls: Iterator[Any], most: int) -> tuple[Witness, int] | None:
         for count, call in enumerate(calls):
             if count >= most:
                 return None
             try:
-                with torch.no_grad(), warnings.catch_warnings(), witness(module, shake=shake) as seen:
+                with torch.no_grad(), warnings.catch_warnings(), witness(module, shake=shake, keep=keep) as seen:
                     warnings.simplefilter("ignore")
                     torch.manual_seed(5)
                     call()
             except Exception as error:
                 errors.append(f"{type(module).__name__}: {_first_line(error)}")
-                if not seen.computations:
-                    continue
-            else:
-                called.update(one.module for one in seen.calls)
+            called.update(one.module for one in seen.calls if one.is_done)
             if seen.computations:
                 ran.update(one.module for computation in seen.computations for one in computation.calls)
                 return seen, count

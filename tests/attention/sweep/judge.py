@@ -31,6 +31,7 @@ class Claim:
     value_dim: int
     weight: Callable[[str], Tensor]
     output_projection: nn.Module | None
+    roles: frozenset[str] = frozenset({"query", "key", "value", "output"})
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,12 @@ class _Heads:
 
 def _by_head(one: Computation, batch: int) -> Iterator[_Heads]:
     """Read leading dimensions as sequences, tiles and heads, in every way in which they can be read."""
-    pairs = [(one.query, one.key), *one.others]
-    # Products with what belongs to no sequence (relative positions) are no queries and keys.
-    pairs = [(q, k) for q, k in pairs if q.dim() >= 3 and q.numel() % batch == 0 and k.numel() % batch == 0]
     lead = list(one.output.shape[:-2])
+    # Products with what belongs to no sequence (relative positions) are no queries and keys.
+    pairs = [(q, k) for q, k in [(one.query, one.key), *one.others] if k.dim() >= 3 and k.numel() % batch == 0]
+    own = [(q, k) for q, k in pairs if q.dim() >= 3 and q.numel() % batch == 0]
+    # A query that is a learned vector may be the same tensor for all sequences.
+    pairs = own + [(whole, k) for q, k in pairs if not _is_one(q, own) and (whole := _expanded(q, lead)) is not None]
 
     def alike(tensor: Tensor) -> Tensor:  # sequences and heads may be one dimension in scores, and two in values
         is_flat = tensor.shape[:-2] != one.output.shape[:-2] and tensor.shape[:-2].numel() == torch.Size(lead).numel()
@@ -121,6 +124,18 @@ def _by_head(one: Computation, batch: int) -> Iterator[_Heads]:
             )
         except RuntimeError:  # noqa: PERF203
             continue
+
+
+def _is_one(query: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    return any(query is other for other, _ in pairs)
+
+
+def _expanded(query: Tensor, lead: list[int]) -> Tensor | None:
+    """Give the queries to every sequence, as a product with the keys would."""
+    try:
+        return query.expand(*lead, *query.shape[-2:])
+    except RuntimeError:
+        return None
 
 
 def _head_dimensions(lead: list[int], at: int, batch: int) -> list[tuple[int, int]]:
@@ -170,6 +185,12 @@ def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads,
         ("value", [heads.value]),
     ]
     for role, received in roles:
+        if role not in claim.roles:
+            verdict = _left_out(role, received[0], inputs, batch)
+            if not verdict.is_right:
+                return Finding(verdict.is_right, verdict.reason, **facts)
+            remarks += verdict.remarks
+            continue
         try:
             weight = claim.weight(role).detach().double()
         except Exception as error:
@@ -183,6 +204,31 @@ def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads,
     if not verdict.is_right:
         return Finding(verdict.is_right, verdict.reason, **facts)
     return Finding(True, remarks=tuple(remarks) + verdict.remarks, **facts)
+
+
+def _left_out(role: str, received: Tensor, inputs: list[Tensor], batch: int) -> Finding:
+    """Tell whether it is true that a role has no weight: what is received is no map of a token of the input."""
+    if role == "key":
+        return Finding(False, "it claims no key weight")
+    received = received.double()
+    constant = float((received - received.mean(0)).abs().max()) < 1e-5 * float(received.abs().max())
+    if constant:
+        return Finding(True, remarks=(f"the {role} is a learned vector",))
+    is_tried = False
+    positions, count = received.shape[1:3]
+    for x in inputs:
+        for tokens in _tokens(x, batch, x.shape[-1]):
+            if tokens.shape[-1] + 8 > batch:
+                continue
+            is_tried = True
+            for position in _spread(positions):
+                for at in _nearest_first(tokens.shape[1], position, positions)[:40]:
+                    fit = determined(received[:, position], tokens[:, at, None].double().expand(-1, 1, -1))
+                    if count and float(fit.max()) < SAME:
+                        return Finding(False, f"its {role} is a map of its input, and no {role} weight is claimed")
+    if not is_tried:
+        return Finding(None, f"it claims no {role} weight; inputs are too wide to tell whether there is one")
+    return Finding(True, remarks=(f"no {role} weight: it is no map of one token",))
 
 
 def _distinct_heads(keys: Tensor) -> int:
@@ -199,8 +245,8 @@ def _tokens(x: Tensor, batch: int, features: int) -> Iterator[Tensor]:
         if x.dim() == 3 and x.shape[0] % batch and x.shape[1] == batch:
             x = x.transpose(0, 1)
         yield x.reshape(batch, -1, features)
-    if x.dim() == 4 and x.shape[1] == features and x.shape[0] == batch:  # pixels
-        yield x.flatten(2).mT
+    if x.dim() in (3, 4, 5) and x.shape[1] == features and x.shape[0] % batch == 0:  # pixels, perhaps in windows
+        yield x.flatten(2).mT.reshape(batch, -1, features)
 
 
 def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) -> Finding:
@@ -211,38 +257,38 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
         return Finding(False, f"it claims {G} {role} heads, attention has {count}")
     if claimed_width > width:
         return Finding(False, f"it claims {role} heads of width {claimed_width}, attention has {width}")
-    received = received.double()
     candidates: list[Tensor] = []
     for x in inputs:
         for tokens in _tokens(x, batch, features):
             is_known = any(tokens.shape == one.shape and torch.equal(tokens, one) for one in candidates)
             if not is_known and bool(tokens.isfinite().all()):
-                candidates.append(tokens.double())
+                candidates.append(tokens)
     if not candidates:
         return Finding(None, f"no input of the layer has the {features} features that its {role} weight takes")
     remarks: tuple[str, ...] = ()
     checked, failed, closest = 0, 0, float("inf")
     if not bool(received.isfinite().all()):
         return Finding(None, f"the {role} is not finite")
-    spread = received.std(0).amax(-1)  # (positions, count)
+    # In double precision only what is looked at: with many positions the whole is large.
+    spread = torch.stack([received[:, i].double().std(0).amax(-1) for i in range(positions)])  # (positions, count)
     # What is the same in all sequences is a token that is added, or padding.
     varying = [
         i for i in range(positions) if float(spread[i].max()) > 1e-6 and float(spread[i, 0] / spread[i].max()) > 1e-6
     ]
     for position in [varying[i] for i in _spread(len(varying))]:
-        vectors = received[:, position]  # (batch, count, width)
+        vectors = received[:, position].double()  # (batch, count, width)
         checked += 1
         is_found = False
         for tokens in candidates:
-            claimed = torch.einsum("bti,hki->bthk", tokens, weight)
             for at in _nearest_first(tokens.shape[1], position, positions):
+                claimed = torch.einsum("bi,hki->bhk", tokens[:, at].double(), weight)
                 parts, remark = _parts(vectors, claimed_width, role)
                 for part in parts:
-                    first = determined(part[:, :1], claimed[:, at, :1])
+                    first = determined(part[:, :1], claimed[:, :1])
                     closest = min(closest, float(first))
                     if float(first) > SAME:
                         continue
-                    fit = determined(part, claimed[:, at])  # (count, G)
+                    fit = determined(part, claimed)  # (count, G)
                     own = torch.arange(count) // (count // G)
                     mine = fit[torch.arange(count), own]
                     closest = min(closest, float(mine.max()))
@@ -282,7 +328,7 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
 def _selected(weight: Tensor, received: Tensor, candidates: list[Tensor]) -> bool:
     """Tell whether each vector is one token's, whichever it is, up to a bias and a scale."""
     for tokens in candidates:
-        claimed = torch.einsum("bti,hki->bthk", tokens, weight)
+        claimed = torch.einsum("bti,hki->bthk", tokens.double(), weight)
         if claimed.shape[2] != received.shape[2]:
             continue
         for scale in (1.0, weight.shape[1] ** -0.5):
@@ -360,16 +406,18 @@ def determined(received: Tensor, claimed: Tensor) -> Tensor:
 
 def _compare_output(claim: Claim, seen: Witness, computation: Computation, output: Tensor, batch: int) -> Finding:
     """Compare what the output projection takes, and the claimed weight with what it gives."""
-    try:
-        weight = claim.weight("output").detach().double()
-    except Exception:
+    if "output" not in claim.roles:
         return Finding(True, remarks=("no output weight",))
+    try:
+        weight = claim.weight("output").detach().float()
+    except Exception as error:
+        return Finding(False, f"its output weight cannot be read: {error}")
     width, features = weight.shape[1:]
     if width != output.shape[-1]:
         return Finding(False, f"it claims heads with outputs of width {width}, attention has {output.shape[-1]}")
     if claim.output_projection is None:
         gives = [call for call in seen.calls if call.module is claim.module and (call.end or 0) > computation.time]
-        heads = output.double()
+        heads = output
     else:
         gives = [
             call for call in seen.calls if call.module is claim.output_projection and call.start > computation.time
@@ -379,7 +427,7 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
             if is_within:
                 return Finding(None, "its output projection is not called")
             return Finding(True, remarks=("output not compared",))
-        taken = ((call, *_received_by(call, output.double(), batch)) for call in gives)
+        taken = ((call, *_received_by(call, output, batch)) for call in gives)
         call, heads, remark = next((one for one in taken if one[1] is not None), (gives[0], None, ""))
         if heads is None:
             return Finding(False, "its output projection does not take the heads' outputs side by side")
@@ -390,8 +438,8 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
                 summed = torch.einsum("bthv,hvd->btd", heads, weight)
                 if summed.shape != tokens.shape:
                     continue
-                rest = tokens.double() - summed
-                off = float((rest - rest.mean((0, 1))).norm() / (tokens.double() - rest.mean((0, 1))).norm())
+                rest = tokens - summed
+                off = float((rest - rest.mean((0, 1))).norm() / (tokens - rest.mean((0, 1))).norm())
                 if off > SAME:
                     return Finding(False, f"its output weight does not give what the layer gives (off by {off:.1g})")
                 return Finding(True, remarks=() if claim.output_projection is None or not remark else (remark,))
@@ -403,7 +451,7 @@ def _received_by(call: Call, output: Tensor, batch: int) -> tuple[Tensor | None,
     _, positions, H, width = output.shape
     for x in call.inputs:
         for tokens in _tokens(x, batch, H * width):
-            heads = tokens.double().unflatten(-1, (H, width))
+            heads = tokens.unflatten(-1, (H, width))
             if tokens.shape[1] != positions:
                 if _is_scattered(heads, output):
                     return heads, _SCATTERED
@@ -411,7 +459,7 @@ def _received_by(call: Call, output: Tensor, batch: int) -> tuple[Tensor | None,
             if float((heads - output).abs().max()) < 1e-4 * float(output.abs().max()):
                 return heads, ""
             for position in _spread(positions):
-                fit = determined(heads[:, position], output[:, position])
+                fit = determined(heads[:, position].double(), output[:, position].double())
                 if float(fit.diagonal().max()) > SAME:
                     break
             else:
@@ -427,9 +475,18 @@ _SCATTERED = "outputs are at other positions in the output projection"
 
 
 def _is_scattered(tokens: Tensor, output: Tensor) -> bool:
-    """Tell whether all that a head gives is found in its place at some token, or all that is there comes from it."""
-    near = torch.cdist(tokens.transpose(1, 2), output.transpose(1, 2)) < 1e-4 * float(output.abs().max())
-    return bool(near.any(-1).all()) or bool(near.any(-2).all())  # (batch, heads, tokens, positions)
+    """Tell whether all that a head gives is found in its place at some token, or all that is there comes from it.
+
+    Of many sequences, tokens and positions a few are looked for.
+    """
+    tokens, output = tokens[:8].transpose(1, 2).double(), output[:8].transpose(1, 2).double()
+    near = 1e-4 * float(output.abs().max())  # (batch, heads, tokens, positions)
+
+    def are_all_there(those: Tensor, among: Tensor) -> bool:
+        few = those[:, :, :: max(1, those.shape[2] // 48)]
+        return bool((torch.cdist(few, among).amin(-1) < near).all())
+
+    return are_all_there(tokens, output) or are_all_there(output, tokens)
 
 
 def claim_of(layer) -> Claim:
@@ -442,6 +499,7 @@ def claim_of(layer) -> Claim:
         layer.value_dim,
         layer.weight,
         layer.output_projection,
+        frozenset(layer.slices),
     )
 
 
