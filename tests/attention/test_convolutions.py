@@ -163,6 +163,10 @@ class Casts(nn.Conv2d):
         return F.conv2d(x, self.weight.to(x.dtype), self.bias, self.stride, groups=self.groups)
 
 
+class CastsInGroups(Casts):
+    """Looked at by itself, as a class is tried once."""
+
+
 class Standardises(nn.Conv2d):
     def forward(self, x):
         return F.conv2d(x, F.normalize(self.weight, dim=1), self.bias, groups=self.groups)
@@ -184,7 +188,7 @@ class Pads(nn.Conv2d):
 
 def test_a_subclass_is_read_if_it_multiplies_with_its_weight():
     assert objection(Casts(8, 12, 1)) is None
-    assert objection(Casts(8, 12, 1, groups=2, stride=2)) is None
+    assert objection(CastsInGroups(8, 12, 1, groups=2, stride=2)) is None
     for kind in (Standardises, Doubles, Pads):
         assert objection(kind(8, 12, 1)) == f"a {kind.__name__}, which does not multiply with its weight alone"
 
