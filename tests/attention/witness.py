@@ -167,7 +167,7 @@ def _shaken(values: Any, size: float, noise: torch.Generator) -> Any:
 def _is_mask(tensor: Tensor) -> bool:
     least, most = tensor.min(), tensor.max()
     has_two_values = bool(least < most) and bool(((tensor == least) | (tensor == most)).all())
-    return has_two_values or float(least) < -1e4
+    return has_two_values or float(least) < -1e4 or float(least) == float(most) == 1
 
 
 @dataclass(eq=False)

@@ -58,6 +58,15 @@ def _resnet(*stages: str) -> Any:
     )
 
 
+def _vision_tower() -> Any:
+    """Give a small tower in place of one of timm's."""
+    from transformers import CLIPVisionConfig
+
+    return CLIPVisionConfig(
+        hidden_size=MODEL, intermediate_size=48, num_hidden_layers=2, num_attention_heads=H, image_size=32, patch_size=8
+    )
+
+
 _ROTATION = {"rope_type": "default", "rope_theta": 1e4}
 _BY_AXIS = _ROTATION | {"mrope_section": [2, 1, 1]}
 # By config class, wherever it is a part: what keeps the small model whole. What can be called is called.
@@ -83,6 +92,10 @@ COMMON: dict[str, dict[str, Any]] = {
     },
     "Sam2HieraDetConfig": {"hidden_size": 16},
     "SamPromptEncoderConfig": {"image_embedding_size": 4},
+    "SamHQPromptEncoderConfig": {"image_embedding_size": 4},
+    "SamVisionConfig": {"num_pos_feats": MODEL // 2},
+    "SamHQVisionConfig": {"num_pos_feats": MODEL // 2},
+    "SegGptConfig": {"image_size": [64, 32], "pretrain_image_size": 32},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "LiltConfig": {"hidden_size": 48},
     "LEDConfig": {"attention_window": 4},
@@ -90,6 +103,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "NemotronHConfig": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
     "SqueezeBertConfig": {"q_groups": 1, "k_groups": 1, "v_groups": 1, "post_attention_groups": 1,
                           "intermediate_groups": 1, "output_groups": 1},
+    "MobileBertConfig": {"num_feedforward_networks": 2},
     "WhisperConfig": {"max_source_positions": 40},
     "BambaConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "attn_layer_indices": [1]},
     "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
@@ -144,11 +158,31 @@ COMMON: dict[str, dict[str, Any]] = {
         "text_config": {"num_kv_shared_layers": 2, "num_hidden_layers": 2, "hidden_size_per_layer_input": 0,
                         "vocab_size_per_layer_input": 0},
     },
+    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": _ROTATION | {"mrope_section": [1, 1, 2]}},
+    "EsmFold2AtomEncoderConfig": {"num_uid_rope_pairs": 1, "num_spatial_rope_pairs_per_axis": 1},
+    "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
+                             "downsample_rate": "2/4", "vision_config": {"hidden_size": 64 * H}},  # a head for every 64
+    "EsmFold2Config": {"single_inputs_size": MODEL + 2 * 33 + 1},
+    "FastVlmConfig": {"vision_config": lambda: _vision_tower()},
+    "T5Gemma2TextConfig": {"dropout_rate": 0.0},
+    "T5Gemma2DecoderConfig": {"dropout_rate": 0.0},
+    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 48},
+    "RadioConfig": {"video_temporal_patch_size": 2},
+    "VibeVoiceAcousticTokenizerConfig": {"num_filters": 4},
+    "VibeVoiceAcousticTokenizerEncoderConfig": {"num_filters": 4},
+    "VibeVoiceAcousticTokenizerDecoderConfig": {"num_filters": 4},
+    "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 3200},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "IMGIMGA": 6, "IMGIMGB": 7}},
     "Emu3Config": {"vocabulary_map": {"<image>": 5, "<|visual token 000001|>": 6, "<|extra_200|>": 7}},
 }  # fmt: skip
 # architectures that need something of their own
 OVERRIDES: dict[str, dict[str, Any]] = {}
+# where the auto mappings name a part that does not take the whole's config
+CLASSES = {
+    "musicgen": "MusicgenForConditionalGeneration",
+    "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
+}
 
 
 def architectures() -> dict[str, tuple[str, str]]:
@@ -173,13 +207,16 @@ def model_class(model_type: str) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto
 
+    if model_type in CLASSES:
+        return getattr(transformers, CLASSES[model_type])
     mappings = ["MODEL_MAPPING_NAMES", *sorted(name for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES"))]
     for mapping in mappings:
         if mapping.startswith("CONFIG"):
             continue
         named = getattr(modeling_auto, mapping).get(model_type)
-        if named:
-            return getattr(transformers, named if isinstance(named, str) else named[0])
+        named = named if isinstance(named, str) or not named else named[0]
+        if named and hasattr(transformers, named):
+            return getattr(transformers, named)
     module, config_class = architectures()[model_type]
     for path in _modeling_modules(module):
         kinds = [
@@ -256,7 +293,7 @@ def shrunken(
     if "qk_rope_head_dim" in changed and _get(default, "head_dim") == _get(default, "qk_rope_head_dim"):
         changed["head_dim"] = changed["qk_rope_head_dim"]
     if "qk_head_dim" in changed and "qk_nope_head_dim" in changed:
-        changed["qk_head_dim"] = changed["qk_nope_head_dim"] + changed["qk_rope_head_dim"]
+        changed["qk_head_dim"] = changed["qk_nope_head_dim"] + changed.get("qk_rope_head_dim", 0)
     changed |= _token_ids(default)
     changed |= overrides
     kept = {name: value for name, value in (needed | (values or {})).items() if name not in changed}
@@ -286,7 +323,9 @@ def _differences(config: Any) -> dict[str, Any]:
     return kept | {
         name: value
         for name, value in vars(config).items()
-        if not name.startswith("_") and isinstance(value, (bool, str)) and getattr(default, name, None) != value
+        if not name.startswith("_")
+        and (isinstance(value, (bool, str)) or name == "model_args")
+        and getattr(default, name, None) != value
         and name not in ("dtype", "transformers_version", "model_type")
     }  # fmt: skip
 
@@ -495,7 +534,7 @@ def randomized(model: nn.Module) -> nn.Module:
     }
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             if id(parameter) in attention_norm_biases:
                 # After a norm over all heads a vector's length is not its head's own; a shift then hides its direction.

@@ -6,7 +6,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -144,9 +144,10 @@ def _examined(
 _Inputs = Callable[[int], Iterator[Any]]  # keyword arguments for so many sequences
 
 
-def _compared(model: nn.Module, claims: Collection[nn.Module]) -> set[nn.Module]:
+def _compared(model: nn.Module, claims: Mapping[nn.Module, Any]) -> set[nn.Module]:
     """Collect what claims are compared with: what is in a layer, beside it, and around it. The rest would be large."""
     kept = {part for module in claims for part in module.modules()}
+    kept |= {layer.output_projection for layer in claims.values() if layer.output_projection is not None}
     for module in model.modules():
         if any(child in claims for child in module.children()):
             kept |= {module, *module.children()}

@@ -118,6 +118,8 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         images = [_noise(batch * 16, patch), *images]
     count = frames if isinstance(frames, int) else 2
     images += [_noise(batch, count, channels, height, breadth)]
+    if "prompt_masks" in names:  # the picture is below the one that it is compared with
+        images = [_noise(batch, channels, height // 2, breadth), *images]
     if "target_sizes" in names:  # the pictures' patches side by side
         side = _size(read(config, "patch_size", default=8))[0]
         images = [_noise(1, channels, side, batch * 16 * side), *images]
@@ -174,6 +176,14 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         "codes": [_tokens(batch, LENGTH, 100)],
         "audio_codes": [_tokens(batch, LENGTH, 100)[:, None], _tokens(batch, LENGTH, 100)[..., None]],
         "attention_mask": [torch.ones(batch, LENGTH, dtype=torch.long)],
+        "classes_input_ids": [_tokens(2 * batch, LENGTH, vocabulary)],
+        "classes_attention_mask": [torch.ones(2 * batch, LENGTH, dtype=torch.long)],
+        "classes_structure": [torch.full((batch,), 2)],
+        "tasks_input_ids": [_tokens(batch, LENGTH, vocabulary)],
+        "tasks_attention_mask": [torch.ones(batch, LENGTH, dtype=torch.long)],
+        "task_inputs": [_noise(batch, read(config, "task_seq_len", default=LENGTH))],
+        "prompt_pixel_values": images[:2],
+        "prompt_masks": images[:2],
         "token_type_ids": [torch.zeros(batch, LENGTH, dtype=torch.long)],
     }  # fmt: skip
 
@@ -190,6 +200,18 @@ def _first_filter(model: nn.Module) -> int | None:
 _ROTATIONS = re.compile(r"position_embeddings|rotary|freqs|rope|cos_sin")
 _FIRST = re.compile(r"^(hidden_states?|x|input|inputs|query|queries|tensor|q|src|hidden|features|input_tensor|embeds)$")
 _SECOND = re.compile(r"key|value|encoder|context|memory|latents|^k$|^v$|kv|cross|image|visual|feat|relative|pos")
+
+
+def _sampled(module: nn.Module, batch: int, length: int) -> dict[str, Any]:
+    """Take the tokens for pictures of several sizes, of which some points are sampled."""
+    levels = min(getattr(module, "n_levels", 1), length)
+    shapes = [(length - levels + 1, 1)] + [(1, 1)] * (levels - 1)
+    return {
+        "spatial_shapes": torch.tensor(shapes),
+        "spatial_shapes_list": shapes,
+        "level_start_index": torch.tensor([0, *range(shapes[0][0], length)]),
+        "reference_points": torch.rand(batch, length, levels, 2, generator=torch.Generator().manual_seed(4)),
+    }
 
 
 def for_attention(
@@ -229,6 +251,8 @@ def for_attention(
                 kwargs[name] = torch.arange(0, batch * lengths + 1, lengths, dtype=torch.int32)
             elif "max_seqlen" in name:
                 kwargs[name] = lengths
+            elif name in (sampled := _sampled(module, batch, lengths)):
+                kwargs[name] = sampled[name]
             elif name == "position_ids" and is_needed:
                 kwargs[name] = torch.arange(lengths)[None].repeat(batch, 1)
             elif re.search("mask|past|cache", name):
