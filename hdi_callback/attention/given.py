@@ -155,7 +155,7 @@ def _all_tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Cuts whatever has as many elements as there are sequences or tokens."""
+    """Cuts whatever has as many elements as there are sequences or tokens; nothing if their number is zero."""
 
     batch: int
     lengths: frozenset[int]
@@ -176,9 +176,11 @@ class _Cut:
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        if self.batch and tensor.dim() > self.batch_dim and tensor.shape[self.batch_dim] == self.batch:
+        if not self.batch:
+            return tensor.clone()
+        if tensor.dim() > self.batch_dim and tensor.shape[self.batch_dim] == self.batch:
             tensor = tensor.narrow(self.batch_dim, 0, 1)
-        elif self.batch and tensor.dim() == 2 and tensor.shape[0] == self.batch:  # a mask has the batch first all the same
+        elif tensor.dim() == 2 and tensor.shape[0] == self.batch:  # a mask has the batch first all the same
             tensor = tensor[:1]
         dims = [dim for dim, size in enumerate(tensor.shape) if size in self.lengths]
         if not {tensor.dim() - 2, tensor.dim() - 1} <= set(dims):  # else a mask

@@ -195,8 +195,9 @@ class _Head:
     """What the scores of one head depend on, and the rows that belong to it: event and place among its rows."""
 
     rows: list[tuple[int, int]]
-    query: tuple[str, tuple[int, ...]] | None = None
     key: tuple[str, tuple[int, ...]] = ("", ())
+    queries: _Features = ()  # whatever the query depends on
+    query: tuple[str, tuple[int, ...]] | None = None  # if that is one map of one token
 
 
 @dataclass
@@ -221,8 +222,8 @@ class _Look:
         seen = self._run(_random, lambda _, weights: weights.requires_grad_())
         if not seen.watch.scores or sum(scores.numel() for scores in seen.watch.scores) > _MOST_SCORES:
             return None
-        heads = self._heads(seen)
-        if heads is None or not self._find_receiver(seen):
+        heads = self._heads(seen) if self._find_receiver(seen) else None
+        if heads is None:
             return None
         paths = {head.key[0] for head in heads} | {head.query[0] for head in heads if head.query}
         if any(self._is_fed(seen, path) for path in paths):
@@ -245,7 +246,12 @@ class _Look:
 
     def _heads(self, seen: _Seen) -> list[_Head] | None:
         by_features: dict[_Features, _Head] = {}
+        received = self._received(seen)
         for event, scores in enumerate(seen.watch.scores):
+            if not _depends(received, [seen.watch.weights[event]]):
+                if self._leads_elsewhere(seen, event):
+                    return None  # a second attention
+                continue
             for row in _rows(scores.shape[:-1]):
                 of_row = scores.reshape(-1, scores.shape[-1])[row]
                 live = of_row.isfinite()
@@ -256,10 +262,15 @@ class _Look:
         heads: dict[Any, _Head] = {}
         for head in by_features.values():
             if self._look_at(seen, head):
-                known = heads.setdefault((head.query, head.key), head)
+                known = heads.setdefault((head.queries, head.key), head)
                 known.rows += [] if known is head else head.rows
         found = list(heads.values())
         return found if len(found) > 1 and _are_apart(found) else None
+
+    def _leads_elsewhere(self, seen: _Seen, event: int) -> bool:
+        """Tell whether attention weights are used; some modules compute some that are not."""
+        used = [*_tensors(seen.run.output), *(one for stub in seen.stubs.values() for one in stub.received)]
+        return any(_depends(tensor, [seen.watch.weights[event]]) for tensor in used)
 
     def _look_at(self, seen: _Seen, head: _Head) -> bool:
         """Tell the query from the key of a head; False if these are no scores of attention over tokens."""
@@ -267,32 +278,39 @@ class _Look:
             scores = seen.watch.scores[event]
             flat = scores.reshape(-1, scores.shape[-1])
             columns = self._columns(seen, flat[row])
-            if len(columns) < 2:
+            if len(columns) < 2:  # a single key shows nothing
                 continue
             alone = {column: self._elements(seen, flat[row, column]) for column in columns}
             query = _common(list(alone.values()))
             keys = {column: _without(elements, query) for column, elements in alone.items()}
             if query:
                 # What is added to the scores is no query and no key: both act on each other.
+                first = columns[0]
+                act = _common([keys[first], self._acting(seen, flat[row, first], query)])
+                query = _common([query, self._acting(seen, flat[row, first], act)])
+                keys = {column: _without(elements, query) for column, elements in alone.items()}
+            if query:
                 acting = {column: self._acting(seen, flat[row, column], query) for column in columns}
                 keys = {column: _common([elements, acting[column]]) for column, elements in keys.items()}
-                acting_on = self._acting(seen, flat[row, columns[0]], keys[columns[0]])
-                query = _common([query, acting_on])
             if len({path for path, _ in keys[columns[0]]}) > 1:
-                keys = {column: self._shared(seen, scores, row, column, elements) for column, elements in keys.items()}
+                both = keys
+                keys = {column: self._shared(seen, scores, row, column, elements) for column, elements in both.items()}
+                for column, elements in both.items():
+                    rest = _without(elements, keys[column])
+                    if not self._are_positions(seen, scores, row, column, rest):
+                        return False
             return self._take(head, query, list(keys.values()))
         return False
 
     def _take(self, head: _Head, query: _Elements, keys: list[_Elements]) -> bool:
         of_keys = {_features(elements) for elements in keys}
-        if len(of_keys) != 1 or len(of_query := _features(query)) > 1:
+        tokens = {_token(elements) for elements in keys}
+        if len(of_keys) != 1 or None in tokens or len(tokens) != len(keys):
             return False
         (of_key,) = of_keys
-        if len(of_key) != 1 or not all(_is_one_token(elements) for elements in [query, *keys] if elements):
-            return False
-        if len({_token(elements) for elements in keys}) != len(keys):
-            return False
-        head.query, head.key = (of_query[0] if of_query else None), of_key[0]
+        head.key, head.queries = of_key[0], _features(query)
+        # A query may be learned, or of several tokens: then it is no map of a token.
+        head.query = head.queries[0] if len(head.queries) == 1 and _token(query) is not None else None
         return True
 
     def _columns(self, seen: _Seen, of_row: Tensor) -> list[int]:
@@ -308,17 +326,29 @@ class _Look:
 
     def _shared(self, seen: _Seen, scores: Tensor, row: int, column: int, elements: _Elements) -> _Elements:
         """Leave what other queries meet in this column too, which relative positions are not."""
+        # Positions are shared by sequences, keys are not: nothing is left where rows differ in what they share.
+        found = [_common([elements, other]) for other in self._of_others(seen, scores, row, column)]
+        found = [common for common in found if common]
+        return _common(found) if found else {}
+
+    def _are_positions(self, seen: _Seen, scores: Tensor, row: int, column: int, elements: _Elements) -> bool:
+        """Tell whether other rows meet each of these in another column, as they do positions that are relative."""
+        others = [
+            other
+            for at in sorted({(column + step) % scores.shape[-1] for step in (1, -1)} - {column})
+            for other in self._of_others(seen, scores, row, at)
+        ]
+        return all(any(_common([{where: mask}, other]) for other in others) for where, mask in elements.items())
+
+    def _of_others(self, seen: _Seen, scores: Tensor, row: int, column: int) -> Iterator[_Elements]:
+        """Give what rows depend on in a column that differ from one row in one dimension."""
         place = [int(i) for i in torch.unravel_index(torch.tensor(row), scores.shape[:-1])]
         by_key = scores[..., column]
         for dim, size in enumerate(by_key.shape):
-            for step in sorted({1, 2, size - 1}) if size > 1 else ():
+            for step in sorted({1, 2 % size, size - 1} - {0}):
                 score = by_key[tuple((at + step) % size if i == dim else at for i, at in enumerate(place))]
-                if not score.isfinite():
-                    continue
-                common = _common([elements, self._elements(seen, score)])
-                if common:
-                    return common
-        return elements
+                if score.isfinite():
+                    yield self._elements(seen, score)
 
     def _elements(self, seen: _Seen, loss: Tensor) -> _Elements:
         gradients = self._gradients(seen, loss)
@@ -449,9 +479,11 @@ class _Look:
             numbers = _numbers(plain, coded, lambda ratio: (ratio - 1) * _BASE - 1)
             if numbers is None:
                 continue
-            own = set(numbers[: len(numbers) // len(heads)].tolist())
             # Seen by the derivatives too: values of one token, and of this head alone.
-            return (path, numbers) if alone == {path: own} and not self._is_fed(seen, path) else None
+            width = len(numbers) // len(heads)
+            own = set(numbers[:width].tolist())
+            is_seen = alone == {path: own} and len(own) == width
+            return (path, numbers) if is_seen and not self._is_fed(seen, path) else None
         return None
 
     def _values_of_a_token(self, seen: _Seen, head: _Head) -> dict[str, set[int]] | None:
@@ -468,7 +500,7 @@ class _Look:
             return None
         gates = _common(alone) if len(alone) > 1 else {}
         own = [_without(elements, gates) for elements in alone]
-        if not all(_is_one_token(elements) for elements in own) or len({_features(one) for one in own}) != 1:
+        if any(_token(elements) is None for elements in own) or len({_features(one) for one in own}) != 1:
             return None
         return {path: set(features) for path, features in _features(own[0])}
 
@@ -478,7 +510,7 @@ class _Look:
 
 def _random(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
     """Draw away from zero, and of a size that leaves products of order one both with and without a scale."""
-    sizes = torch.empty(shape).uniform_(0.5, 1.5) * float(shape[-1]) ** -0.125
+    sizes: Tensor = torch.empty(shape).uniform_(0.5, 1.5) * float(shape[-1]) ** -0.125
     return sizes * torch.randn(shape).sign()
 
 
@@ -489,7 +521,7 @@ def _varied(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
 
 def _constant(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
     """Draw features that are the same for all tokens."""
-    drawn = torch.empty(shape[-1]).uniform_(0.5, 1.5, generator=_generator(path, 0))
+    drawn: Tensor = torch.empty(shape[-1]).uniform_(0.5, 1.5, generator=_generator(path, 0))
     return drawn.expand(shape)
 
 
@@ -596,18 +628,17 @@ def _token(elements: _Elements) -> tuple[_Where, int] | None:
     return tokens[0] if len(tokens) == 1 else None
 
 
-def _is_one_token(elements: _Elements) -> bool:
-    return _token(elements) is not None
-
-
 def _are_apart(heads: list[_Head]) -> bool:
     """Tell whether heads have queries of their own, and keys of their own or those of a whole group."""
     widths = {len(head.key[1]) for head in heads} | {len(head.query[1]) for head in heads if head.query}
     paths = {(head.key[0], head.query[0] if head.query else None) for head in heads}
     if len(widths) != 1 or len(paths) != 1:
         return False
-    keys = list(dict.fromkeys(head.key[1] for head in heads))
-    queries = [head.query[1] for head in heads if head.query] or keys
-    if len(queries) != len(heads):
-        return False
-    return all(len(set().union(*group)) == sum(map(len, group)) for group in (queries, keys))
+    keys = list(dict.fromkeys(head.key for head in heads))
+    of_keys = [{(path, feature) for feature in features} for path, features in keys]
+    of_queries = [{(path, feature) for path, features in head.queries for feature in features} for head in heads]
+    # Where the query is learned, heads are known by their keys.
+    groups = [of_keys, of_queries if all(of_queries) else [set(own) for own in of_keys]]
+    return len(groups[1]) == len(heads) and all(
+        len(set().union(*group)) == sum(len(own) for own in group) for group in groups
+    )
