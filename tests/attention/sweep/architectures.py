@@ -95,6 +95,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "SamHQPromptEncoderConfig": {"image_embedding_size": 4},
     "SamVisionConfig": {"num_pos_feats": MODEL // 2},
     "SamHQVisionConfig": {"num_pos_feats": MODEL // 2},
+    "PvtConfig": {"image_size": 64},  # so that more than one key is left
     "SegGptConfig": {"image_size": [64, 32], "pretrain_image_size": 32},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "LiltConfig": {"hidden_size": 48},

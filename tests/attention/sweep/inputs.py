@@ -66,7 +66,7 @@ def for_model(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     base = {"use_cache": False} if "use_cache" in names else {}
-    later = ("decoder_input_ids", "future_values", "future_time_features")
+    later = ("decoder_input_ids", "future_values", "future_time_features", "input_points", "input_labels")
     decoder = [name for name in later if name in names]
     all_known = [name for name in shapes if name in names and not name.startswith(("inputs_embeds", "encoder_"))]
     plain = [
@@ -101,7 +101,7 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
     channels = channels if isinstance(channels, int) else 3
     width = read(config, "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", default=32)
     width = width if isinstance(width, int) else 32
-    size = read(config, "image_size", "img_size", "input_size", default=32)
+    size = read(config, "image_size", "img_size", "input_size", default=64)
     height, breadth = _size(size if isinstance(size, (int, list, tuple, dict)) else 32)
     frames = read(config, "num_frames", "tubelet_frames", "frames_per_clip", default=2)
     mels = read(config, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "mel_bins", "input_dim",
@@ -176,6 +176,8 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         "codes": [_tokens(batch, LENGTH, 100)],
         "audio_codes": [_tokens(batch, LENGTH, 100)[:, None], _tokens(batch, LENGTH, 100)[..., None]],
         "attention_mask": [torch.ones(batch, LENGTH, dtype=torch.long)],
+        "input_points": [_noise(batch, 2, 3, 2).abs()],
+        "input_labels": [torch.ones(batch, 2, 3, dtype=torch.long)],
         "classes_input_ids": [_tokens(2 * batch, LENGTH, vocabulary)],
         "classes_attention_mask": [torch.ones(2 * batch, LENGTH, dtype=torch.long)],
         "classes_structure": [torch.full((batch,), 2)],

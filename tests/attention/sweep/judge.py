@@ -9,6 +9,7 @@ One position of many sequences is compared, for a rotation differs from position
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,7 @@ def merged(computations: list[Computation], batch: int) -> list[Computation]:
 def judge(claim: Claim, seen: Witness, computation: Computation, batch: int) -> Finding:
     """Compare a claim with a computation that ran within a call of the claimed module."""
     findings = []
-    for heads in _by_head(computation, batch):
+    for heads in _by_head(computation, batch, claim.num_heads):
         findings.append(_judge(claim, seen, computation, heads, batch))
         if findings[-1].is_right:
             return findings[-1]
@@ -86,8 +87,11 @@ class _Heads:
     output: Tensor
 
 
-def _by_head(one: Computation, batch: int) -> Iterator[_Heads]:
-    """Read leading dimensions as sequences, tiles and heads, in every way in which they can be read."""
+def _by_head(one: Computation, batch: int, wanted: int = 0) -> Iterator[_Heads]:
+    """Read leading dimensions as sequences, tiles and heads, in every way in which they can be read.
+
+    `wanted`: heads that tiles and heads within one dimension are divided into.
+    """
     lead = list(one.output.shape[:-2])
     # Products with what belongs to no sequence (relative positions) are no queries and keys.
     pairs = [(q, k) for q, k in [(one.query, one.key), *one.others] if k.dim() >= 3 and k.numel() % batch == 0]
@@ -124,6 +128,22 @@ def _by_head(one: Computation, batch: int) -> Iterator[_Heads]:
             )
         except RuntimeError:  # noqa: PERF203
             continue
+    tiles = lead[at] // batch // wanted if wanted > 1 else 1
+    if tiles > 1 and lead[at] == batch * tiles * wanted:
+        with suppress(RuntimeError):
+            yield _Heads(
+                [(_untiled(q, at, tiles, batch), _untiled(k, at, tiles, batch)) for q, k in pairs],
+                _untiled(alike(one.value), at, tiles, batch),
+                _untiled(one.output, at, tiles, batch),
+            )
+
+
+def _untiled(tensor: Tensor, at: int, tiles: int, batch: int) -> Tensor:
+    """``(*, batch * tiles * heads, *, length, width)`` -> ``(batch, * tiles * length, heads, width)``"""
+    *lead, length, width = tensor.shape
+    apart = tensor.reshape(*lead[:at], batch, tiles, -1, *lead[at + 1 :], length, width)
+    apart = apart.movedim((at, at + 2), (0, -2))
+    return apart.reshape(batch, -1, *apart.shape[-2:])
 
 
 def _is_one(query: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> bool:
