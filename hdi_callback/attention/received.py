@@ -36,7 +36,7 @@ from hdi_callback.attention.probe import MadeUp, Run, Stub, in_private, run_copy
 
 _BASE = 64  # of the digits by which features and heads are known
 _MATTERS = 1e-6  # a derivative, relative to the largest
-_ROWS = 192  # of the scores, that are looked at
+_ROWS = 128  # of the scores, that are looked at
 _COLUMNS = 3
 _MOST_LINEARS = 16
 _MOST_IN_VAIN = 4  # ways that run, and show no heads
@@ -245,27 +245,37 @@ class _Look:
     # --- 1. and 2. queries and keys
 
     def _heads(self, seen: _Seen) -> list[_Head] | None:
-        by_features: dict[_Features, _Head] = {}
         received = self._received(seen)
-        for event, scores in enumerate(seen.watch.scores):
-            if not _depends(received, [seen.watch.weights[event]]):
+        heads: dict[Any, _Head] = {}
+        for event, weights in enumerate(seen.watch.weights):
+            if not _depends(received, [weights]):
                 if self._leads_elsewhere(seen, event):
                     return None  # a second attention
                 continue
-            for row in _rows(scores.shape[:-1]):
-                of_row = scores.reshape(-1, scores.shape[-1])[row]
-                live = of_row.isfinite()
-                loss = (of_row[live] * torch.randn_like(of_row[live])).sum()
-                features = _features(self._elements(seen, loss))
-                if features:
-                    by_features.setdefault(features, _Head([])).rows.append((event, row))
-        heads: dict[Any, _Head] = {}
-        for head in by_features.values():
-            if self._look_at(seen, head):
-                known = heads.setdefault((head.queries, head.key), head)
-                known.rows += [] if known is head else head.rows
+            by_features = self._by_features(seen, event)
+            for number, head in enumerate(by_features):
+                if self._look_at(seen, head):
+                    known = heads.setdefault((head.queries, head.key), head)
+                    known.rows += [] if known is head else head.rows
+                elif number:
+                    return None
+                else:  # no scores of attention, but those of a router, say
+                    break
         found = list(heads.values())
         return found if len(found) > 1 and _are_apart(found) else None
+
+    def _by_features(self, seen: _Seen, event: int) -> list[_Head]:
+        """Group rows of scores by the features that they depend on."""
+        scores = seen.watch.scores[event]
+        flat = scores.reshape(-1, scores.shape[-1])
+        by_features: dict[_Features, _Head] = {}
+        for row in _rows(scores.shape[:-1]):
+            live = flat[row].isfinite()
+            loss = (flat[row][live] * torch.randn_like(flat[row][live])).sum()
+            features = _features(self._elements(seen, loss))
+            if features:
+                by_features.setdefault(features, _Head([])).rows.append((event, row))
+        return list(by_features.values())
 
     def _leads_elsewhere(self, seen: _Seen, event: int) -> bool:
         """Tell whether attention weights are used; some modules compute some that are not."""
@@ -295,10 +305,12 @@ class _Look:
             if len({path for path, _ in keys[columns[0]]}) > 1:
                 both = keys
                 keys = {column: self._shared(seen, scores, row, column, elements) for column, elements in both.items()}
+                left = {path for elements in both.values() for path, _ in elements}
+                left -= {path for elements in keys.values() for path, _ in elements}
                 for column, elements in both.items():
-                    rest = _without(elements, keys[column])
-                    if not self._are_positions(seen, scores, row, column, rest):
-                        return False
+                    left -= self._positions(seen, scores, row, column, _without(elements, keys[column]))
+                if left:
+                    return False
             return self._take(head, query, list(keys.values()))
         return False
 
@@ -331,14 +343,14 @@ class _Look:
         found = [common for common in found if common]
         return _common(found) if found else {}
 
-    def _are_positions(self, seen: _Seen, scores: Tensor, row: int, column: int, elements: _Elements) -> bool:
-        """Tell whether other rows meet each of these in another column, as they do positions that are relative."""
+    def _positions(self, seen: _Seen, scores: Tensor, row: int, column: int, elements: _Elements) -> set[str]:
+        """Name the maps of relative positions: what other rows meet in another column."""
         others = [
             other
             for at in sorted({(column + step) % scores.shape[-1] for step in (1, -1)} - {column})
             for other in self._of_others(seen, scores, row, at)
         ]
-        return all(any(_common([{where: mask}, other]) for other in others) for where, mask in elements.items())
+        return {path for other in others for path, _ in _common([elements, other])}
 
     def _of_others(self, seen: _Seen, scores: Tensor, row: int, column: int) -> Iterator[_Elements]:
         """Give what rows depend on in a column that differ from one row in one dimension."""

@@ -1,0 +1,421 @@
+"""Heads found by what their scores depend on: modules whose heads are known by how they were written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdi_callback.attention import survey
+from hdi_callback.attention.given import given
+from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.received import find_by_scores
+
+H, D = 4, 8
+WIDTH = H * D
+
+
+def find(module: nn.Module, *args: Any) -> AttentionLayer | None:
+    return find_by_scores("one", module, given(module, args, {}))
+
+
+def rows_of(layer: AttentionLayer, role: Any) -> tuple[str, list[list[int]]]:
+    part = layer.slices[role]
+    return part.parameter, part.index().tolist()
+
+
+def blocks(start: int = 0, heads: int = H, width: int = D) -> list[list[int]]:
+    return [list(range(start + i * width, start + (i + 1) * width)) for i in range(heads)]
+
+
+def split(x: Tensor, heads: int = H) -> Tensor:
+    """``(..., tokens, features)`` -> ``(..., heads, tokens, width)``"""
+    return x.unflatten(-1, (heads, -1)).transpose(-2, -3)
+
+
+def joined(x: Tensor) -> Tensor:
+    return x.transpose(-2, -3).flatten(-2)
+
+
+class WindowAttention(nn.Module):
+    """Attention over windows of an image, cut within the module, as in Swin and Sam; a bias for each pair of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.back = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.randn(H, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, _ = x.shape
+        tiles = x.view(b, h // 2, 2, w // 2, 2, WIDTH).transpose(2, 3).reshape(-1, 4, WIDTH)
+        q, k, v = (split(part) for part in self.mix(tiles).chunk(3, -1))
+        out = ((q @ k.mT * D**-0.5) + self.table).softmax(-1) @ v
+        return self.back(joined(out)).view(b, h // 2, w // 2, 2, 2, WIDTH).transpose(2, 3).reshape(b, h, w, WIDTH)
+
+
+def test_heads_of_windows_that_are_cut_within_the_module() -> None:
+    layer = find(WindowAttention(), torch.randn(3, 4, 4, WIDTH))
+    assert layer is not None
+    assert rows_of(layer, "query") == ("mix.weight", blocks(0))
+    assert rows_of(layer, "key") == ("mix.weight", blocks(WIDTH))
+    assert rows_of(layer, "value") == ("mix.weight", blocks(2 * WIDTH))
+    assert rows_of(layer, "output") == ("back.weight", blocks())
+    assert (layer.num_heads, layer.num_key_heads, layer.head_dim, layer.value_dim) == (H, H, D, D)
+
+
+def test_a_real_forward_shows_them_to_a_survey() -> None:
+    model = nn.Sequential(WindowAttention(), WindowAttention())
+    found = survey(model, forward=lambda: model(torch.randn(2, 4, 4, WIDTH)))
+    assert [(layer.name, layer.num_heads) for layer in found.layers] == [("0", H), ("1", H)]
+
+
+class Grouped(nn.Module):
+    """Two key heads for four queries, interleaved by key head as in Falcon, over blocks of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, 2 * 4 * D)
+        self.back = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        mixed = self.mix(x).view(b, t // 4, 4, 2, 4, D)
+        q = mixed[..., :2, :].flatten(3, 4).transpose(2, 3)
+        k, v = (mixed[..., i, :].transpose(2, 3) for i in (2, 3))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.back(joined(out).reshape(b, t, WIDTH))
+
+
+def test_grouped_queries_that_are_interleaved() -> None:
+    layer = find(Grouped(), torch.randn(2, 8, WIDTH))
+    assert layer is not None
+    assert (layer.num_heads, layer.num_key_heads) == (4, 2)
+    assert rows_of(layer, "query")[1] == [list(range(i, i + D)) for i in (0, D, 4 * D, 5 * D)]
+    assert rows_of(layer, "key")[1] == [list(range(i, i + D)) for i in (2 * D, 6 * D)]
+    assert rows_of(layer, "value")[1] == [list(range(i, i + D)) for i in (3 * D, 7 * D)]
+
+
+class Plain(nn.Module):
+    """Where the others differ from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.d = nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(joined(self.attend(split(self.a(x)), split(self.b(x)), split(self.c(x)))))
+
+
+class RelativeKeys(Plain):
+    """Keys of relative positions, made by a map of their own, beside those of the tokens, as in Transformer-XL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Linear(WIDTH, WIDTH)
+        self.u, self.w = nn.Parameter(torch.randn(H, 1, D)), nn.Parameter(torch.randn(H, 1, D))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        t = x.shape[-2]
+        q, k, v = split(self.a(x)), split(self.b(x)), split(self.c(x))
+        r = split(self.e(positions))  # (1, H, 2 t - 1, D)
+        places = torch.arange(t)[None] - torch.arange(t)[:, None] + t - 1
+        by_place = ((q + self.w) @ r.mT).gather(-1, places.expand(*q.shape[:2], t, t))
+        return self.d(joined(((q + self.u) @ k.mT + by_place).softmax(-1) @ v))
+
+
+def test_keys_of_relative_positions_are_told_from_keys_of_tokens() -> None:
+    layer = find(RelativeKeys(), torch.randn(3, 6, WIDTH), torch.randn(1, 11, WIDTH))
+    assert layer is not None
+    assert [rows_of(layer, role)[0] for role in ("query", "key", "value")] == ["a.weight", "b.weight", "c.weight"]
+    assert rows_of(layer, "key")[1] == blocks()
+
+
+def test_nothing_is_told_of_relative_positions_from_sequences_of_one_token() -> None:
+    assert find(RelativeKeys(), torch.randn(3, 1, WIDTH), torch.randn(1, 1, WIDTH)) is None
+
+
+class AddedScores(Plain):
+    """A map of the values adds to the scores, another multiplies the bias of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f = nn.Linear(WIDTH, H), nn.Linear(WIDTH, H)
+        self.table = nn.Parameter(torch.randn(H, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = split(self.a(x)), split(self.b(x)), split(self.c(x))
+        gate = self.f(x).mT[..., None].sigmoid()
+        scores = q @ k.mT + self.e(joined(v)).mT[:, :, None] + gate * self.table
+        return self.d(joined(scores.softmax(-1) @ v))
+
+
+def test_what_is_added_to_the_scores_is_no_key_and_no_query() -> None:
+    layer = find(AddedScores(), torch.randn(2, 6, WIDTH))
+    assert layer is not None
+    assert [rows_of(layer, role)[0] for role in ("query", "key", "value")] == ["a.weight", "b.weight", "c.weight"]
+
+
+class Pooling(Plain):
+    """One learned query for all, as in pooling by attention."""
+
+    def __init__(self, is_mapped: bool) -> None:
+        super().__init__()
+        self.latent = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.is_mapped = is_mapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.latent.expand(len(x), -1, -1)
+        q = split(self.a(latent) if self.is_mapped else latent)
+        return self.d(joined(self.attend(q, split(self.b(x)), split(self.c(x)))))
+
+
+def test_a_query_that_is_learned_is_left_out_unless_a_map_makes_it() -> None:
+    without, mapped = find(Pooling(False), torch.randn(3, 6, WIDTH)), find(Pooling(True), torch.randn(3, 6, WIDTH))
+    assert without is not None
+    assert mapped is not None
+    assert "query" not in without.slices
+    assert rows_of(mapped, "query") == ("a.weight", blocks())
+    assert rows_of(without, "key") == rows_of(mapped, "key") == ("b.weight", blocks())
+
+
+class PooledQueries(Plain):
+    """Queries that are the largest of those of two tokens, as in Hiera."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = split(self.a(x)).unflatten(-2, (-1, 2)).amax(-2)
+        return self.d(joined(self.attend(q, split(self.b(x)), split(self.c(x)))))
+
+
+def test_a_query_of_several_tokens_is_left_out() -> None:
+    layer = find(PooledQueries(), torch.randn(2, 8, WIDTH))
+    assert layer is not None
+    assert sorted(layer.slices) == ["key", "output", "value"]
+    assert rows_of(layer, "key") == ("b.weight", blocks())
+
+
+class Reduced(Plain):
+    """Keys and values of an image that a convolution has made smaller, as in Pvt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smaller = nn.Conv2d(WIDTH, WIDTH, 2, 2)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        few = self.smaller(x.mT.unflatten(-1, (height, width))).flatten(2).mT
+        few = self.norm(few)
+        return self.d(joined(self.attend(split(self.a(x)), split(self.b(few)), split(self.c(few)))))
+
+
+def test_keys_of_fewer_tokens_than_queries() -> None:
+    layer = find(Reduced(), torch.randn(2, 16, WIDTH), 4, 4)
+    assert layer is not None
+    assert [rows_of(layer, role)[0] for role in ("query", "key", "value")] == ["a.weight", "b.weight", "c.weight"]
+
+
+class Pixels(nn.Module):
+    """Maps that are convolutions of kernel size one, as in CoAtNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.back = nn.Conv2d(WIDTH, 3 * WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(x).flatten(2).unflatten(1, (3, H, D)).unbind(1)  # (batch, H, D, pixels)
+        return self.back((v @ (k.mT @ q).softmax(-2)).flatten(1, 2).unflatten(-1, x.shape[2:]))
+
+
+def test_maps_that_are_convolutions() -> None:
+    layer = find(Pixels(), torch.randn(2, WIDTH, 3, 3))
+    assert layer is not None
+    assert rows_of(layer, "query") == ("mix.weight", blocks())
+    assert rows_of(layer, "key") == ("mix.weight", blocks(WIDTH))
+    assert tuple(layer.weight("key").shape) == (H, D, WIDTH)
+
+
+class Gated(Plain):
+    """Gates, and a memory of the values that is added to what attention gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Linear(WIDTH, WIDTH)
+        self.memory = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.c(x)
+        out = joined(self.attend(split(self.a(x)), split(self.b(x)), split(v))) * self.e(x).sigmoid()
+        return self.d(out + self.memory(v.mT).mT)
+
+
+def test_gates_and_what_is_added_to_the_outputs() -> None:
+    layer = find(Gated(), torch.randn(2, 6, WIDTH))
+    assert layer is not None
+    assert rows_of(layer, "value") == ("c.weight", blocks())
+    assert rows_of(layer, "output") == ("d.weight", blocks())
+
+
+# --- what must not be taken for heads
+
+
+class SummedKeys(Plain):
+    """A key that is the sum of two maps of two inputs, as in conditional DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        k = self.b(x) + self.e(positions)
+        return self.d(joined(self.attend(split(self.a(x)), split(k), split(self.c(x)))))
+
+
+class TalkingHeads(Plain):
+    """Scores of one head are sums of those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.randn(H, H))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("gh,bhts->bgts", self.mixing, q @ k.mT).softmax(-1) @ v
+
+
+class TalkingAfterwards(TalkingHeads):
+    """Weights of one head are sums of those of others."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("gh,bhts->bgts", self.mixing, (q @ k.mT).softmax(-1)) @ v
+
+
+class Differential(Plain):
+    """One softmax less another."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        one, other = ((q[:, i::2] @ k[:, i::2].mT).softmax(-1) for i in (0, 1))
+        return torch.cat([one - 0.3 * other] * 2, 1) @ v
+
+
+class OverFeatures(Plain):
+    """Scores of features with each other, as in XCiT."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q.mT @ k).softmax(-1) @ v.mT).mT
+
+
+class Smeared(Plain):
+    """Keys that a convolution spreads over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smear = nn.Conv1d(WIDTH, WIDTH, 4, padding=3, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.smear(self.b(x).mT)[..., : x.shape[1]].mT
+        return self.d(joined(self.attend(split(self.a(x)), split(k), split(self.c(x)))))
+
+
+class SmearedValues(Plain):
+    """Values that a convolution spreads over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smear = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.smear(self.c(x).mT).mT
+        return self.d(joined(self.attend(split(self.a(x)), split(self.b(x)), split(v))))
+
+
+class BothWays(Plain):
+    """Scores that are used from both sides, as in Grounding DINO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scores = split(self.a(x)) @ split(self.b(y)).mT
+        there, back = scores.softmax(-1) @ split(self.c(y)), scores.mT.softmax(-1) @ split(self.e(x))
+        return self.d(joined(there)), self.f(joined(back))
+
+
+class Twice(nn.Module):
+    """Two attentions, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Plain(), Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x))
+
+
+class TwoSources(Plain):
+    """Two attentions of one query, which are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q = split(self.a(x))
+        both = self.attend(q, split(self.b(x)), split(self.c(x))) + self.attend(q, split(self.e(y)), split(self.f(y)))
+        return self.d(joined(both))
+
+
+class Routed(nn.Module):
+    """A softmax over experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, H), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down((self.up(x).unflatten(-1, (H, D)) * self.gate(x).softmax(-1)[..., None]).flatten(-2))
+
+
+class Fed(Plain):
+    """Keys of keys: the weights of a head are not its own alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(joined(self.attend(split(self.a(x)), split(self.b(self.c(x))), split(self.c(x)))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [
+        (SummedKeys, 2), (TalkingHeads, 1), (TalkingAfterwards, 1), (Differential, 1), (OverFeatures, 1), (Smeared, 1),
+        (SmearedValues, 1), (BothWays, 2), (Twice, 1), (TwoSources, 2), (Routed, 1), (Fed, 1),
+    ],
+)  # fmt: skip
+def test_what_has_no_heads_of_its_own_is_not_read(kind: type[nn.Module], inputs: int) -> None:
+    assert find(Plain(), torch.randn(3, 7, WIDTH)) is not None
+    assert find(kind(), *(torch.randn(3, 7, WIDTH) for _ in range(inputs))) is None
+
+
+def test_a_single_head_is_not_read() -> None:
+    class One(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.d(self.attend(self.a(x), self.b(x), self.c(x)))
+
+    assert find(One(), torch.randn(3, 7, WIDTH)) is None
+
+
+def test_the_module_the_random_state_and_the_inputs_are_not_touched() -> None:
+    module, x = WindowAttention(), torch.randn(3, 4, 4, WIDTH)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    ways = given(module, (x,), {})
+    kept, state = x.clone(), torch.get_rng_state()
+    assert find_by_scores("one", module, ways) is not None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, kept)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
