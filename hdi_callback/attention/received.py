@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention import projections
 from hdi_callback.attention.finder import describe_kind, distinct_rows, fit_slice, linear_maps
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.probe import MadeUp, Run, Stub, in_private, run_copy
+from hdi_callback.attention.scores import Scores
 
 _BASE = 64  # of the digits by which features and heads are known
 _MATTERS = 1e-6  # a derivative, relative to the largest
@@ -83,6 +82,7 @@ class _Found:
 
     rows: Mapping[Role, _Rows]
     heads: int
+    is_called: bool  # the output projection, as a module
 
 
 def _layer(name: str, module: nn.Module, linears: dict[str, nn.Module], found: _Found) -> AttentionLayer:
@@ -90,7 +90,7 @@ def _layer(name: str, module: nn.Module, linears: dict[str, nn.Module], found: _
     for role, (path, rows) in found.rows.items():
         index = torch.tensor(rows)
         slices[role] = fit_slice(module, f"{path}.weight", index, projections.is_transposed(linears[path]))
-    output = linears[found.rows["output"][0]] if "output" in found.rows else None
+    output = linears[found.rows["output"][0]] if found.is_called else None
     key, value = slices["key"], slices["value"]
     kind = describe_kind(slices)
     return AttentionLayer(name, module, found.heads, key.heads, key.width, value.width, kind, slices, output)
@@ -110,7 +110,10 @@ class _Leaves(Stub):
     def __init__(self, linear: nn.Module, path: str, drawn: _Draw) -> None:
         super().__init__(*projections.features(linear))
         self.path, self.drawn, self.dim = path, drawn, projections.feature_dim(linear)
+        if isinstance(getattr(linear, "bias", None), Tensor):  # some ask for it
+            self.bias = torch.zeros(self.out_features)
         self.strides: tuple[int, ...] = getattr(linear, "stride", ()) if self.dim < -1 else ()
+        self.is_called = True  # as a module; some only use its weight
         self.leaves: list[Tensor] = []  # (..., features)
         self.received: list[Tensor] = []
 
@@ -130,57 +133,6 @@ class _Leaves(Stub):
         leaf = self.drawn(self.path, len(self.leaves), (*x.shape[:-1], self.out_features))
         self.leaves.append(leaf.detach().requires_grad_())
         return self.leaves[-1].movedim(-1, self.dim).clone()  # some work in place
-
-
-class _Watch(TorchFunctionMode):
-    """Looks at scores before they enter a softmax, and hands on weights that are apart from them."""
-
-    def __init__(self, changed: Callable[[int, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.changed = changed
-        self.scores: list[Tensor] = []  # (..., keys)
-        self.weights: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        if func in (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax):
-            scores = args[0] if args else kwargs["input"]
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            if isinstance(scores, Tensor) and scores.requires_grad and isinstance(dim, int):
-                return self._weigh(scores, dim)
-        return func(*args, **kwargs)
-
-    def _weigh(self, scores: Tensor, dim: int) -> Tensor:
-        self.scores.append(scores.movedim(dim, -1))
-        weights = scores.detach().softmax(dim).nan_to_num()
-        leaf = self.changed(len(self.weights), weights.movedim(dim, -1))
-        self.weights.append(leaf)
-        return leaf.movedim(-1, dim)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if enable_gqa:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        return self._weigh(scores, -1) @ value if scores.requires_grad else scores.softmax(-1) @ value
 
 
 _Draw = Callable[[str, int, tuple[int, ...]], Tensor]  # what a linear map answers, in which of its calls
@@ -206,7 +158,7 @@ class _Seen:
 
     run: Run
     stubs: dict[str, _Leaves]
-    watch: _Watch
+    watch: Scores
     leaves: dict[_Where, Tensor] = field(default_factory=dict)
 
 
@@ -234,7 +186,7 @@ class _Look:
 
     def _run(self, drawn: _Draw, changed: _Change) -> _Seen:
         stubs = {path: _Leaves(linear, path, drawn) for path, linear in self.linears.items()}
-        watch = _Watch(changed)
+        watch = Scores(changed)
         replaced: dict[nn.Module, Stub] = {self.linears[path]: stub for path, stub in stubs.items()}
         torch.manual_seed(self.seed)  # the parameters that are left are the same in all runs
         with watch:
@@ -452,7 +404,8 @@ class _Look:
             rows["output"] = (self.receiver, tuple(tuple(features[i * width : (i + 1) * width]) for i in range(H)))
         found = {role: one for role, one in rows.items() if one is not None}
         is_whole = len(found) == len(rows) and len(found["key"][1]) == len(found["value"][1])
-        return _Found(found, H) if is_whole else None
+        is_called = self.receiver is not None and seen.stubs[self.receiver].is_called
+        return _Found(found, H, is_called) if is_whole else None
 
     def _coded_heads(self, heads: list[_Head]) -> Tensor | None:
         """Tell for each feature of the output the head whose weights it is an average by, ``(features,)``."""
