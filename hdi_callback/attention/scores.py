@@ -84,10 +84,8 @@ class Scores(TorchFunctionMode):
     def _attend_with_weights(self, given: dict[str, Any]) -> Tensor:
         """Do what torch does with a matrix for each role, ``(length, batch, features)``."""
         H = given["num_heads"]
-        query, key, value = (
-            _mapped(given[role], given[f"{role[0]}_proj_weight"]).view(*given[role].shape[:2], H, -1).permute(1, 2, 0, 3)
-            for role in ("query", "key", "value")
-        )
+        mapped = [_mapped(given[role], given[f"{role[0]}_proj_weight"]) for role in ("query", "key", "value")]
+        query, key, value = (one.view(*one.shape[:2], H, -1).permute(1, 2, 0, 3) for one in mapped)
         mask, padding = given["attn_mask"], given["key_padding_mask"]
         if mask is not None and mask.dim() == 3:
             mask = mask.view(-1, H, *mask.shape[1:])
