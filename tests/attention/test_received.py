@@ -12,14 +12,17 @@ from torch.nn import functional as F
 from hdi_callback.attention import survey
 from hdi_callback.attention.given import given
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.received import find_by_scores
+from hdi_callback.attention.received import NoHeadsError, find_by_scores
 
 H, D = 4, 8
 WIDTH = H * D
 
 
 def find(module: nn.Module, *args: Any) -> AttentionLayer | None:
-    return find_by_scores("one", module, given(module, args, {}))
+    try:
+        return find_by_scores("one", module, given(module, args, {}))
+    except NoHeadsError:
+        return None
 
 
 def rows_of(layer: AttentionLayer, role: Any) -> tuple[str, list[list[int]]]:
@@ -390,15 +393,39 @@ class Fed(Plain):
 
 
 @pytest.mark.parametrize(
-    ("kind", "inputs"),
+    ("kind", "inputs", "reason"),
     [
-        (SummedKeys, 2), (TalkingHeads, 1), (TalkingAfterwards, 1), (Differential, 1), (OverFeatures, 1), (Smeared, 1),
-        (SmearedValues, 1), (BothWays, 2), (Twice, 1), (TwoSources, 2), (Routed, 1), (Fed, 1),
+        (SummedKeys, 2, "sums of what `b` and `e` give"),
+        (TalkingHeads, 1, "heads that mix"),
+        (TalkingAfterwards, 1, "mixed or normed before it reaches"),
+        (Differential, 1, "heads share features|mixed"),
+        (OverFeatures, 1, "several tokens"),
+        (Smeared, 1, "several tokens"),
+        (SmearedValues, 1, "not those of one value map at one token"),
+        (BothWays, 2, "more than one attention"),
+        (Twice, 1, "more than one attention"),
+        (TwoSources, 2, "share features"),
+        (Routed, 1, ""),
+        (Fed, 1, "is given what another one makes"),
     ],
-)  # fmt: skip
-def test_what_has_no_heads_of_its_own_is_not_read(kind: type[nn.Module], inputs: int) -> None:
+)
+def test_what_has_no_heads_of_its_own_is_refused_with_what_was_seen(
+    kind: type[nn.Module], inputs: int, reason: str
+) -> None:
     assert find(Plain(), torch.randn(3, 7, WIDTH)) is not None
-    assert find(kind(), *(torch.randn(3, 7, WIDTH) for _ in range(inputs))) is None
+    module, args = kind(), tuple(torch.randn(3, 7, WIDTH) for _ in range(inputs))
+    with pytest.raises(NoHeadsError, match=reason):
+        find_by_scores("one", module, given(module, args, {}))
+
+
+def test_the_reason_is_in_the_refusal() -> None:
+    class CrossAttention(SummedKeys):
+        pass
+
+    model = CrossAttention()
+    x = torch.randn(3, 7, WIDTH)
+    (refusal,) = survey(nn.ModuleDict({"cross": model}), forward=lambda: model(x, x)).refused
+    assert refusal.reason == "its keys are sums of what `b` and `e` give"
 
 
 def test_a_single_head_is_not_read() -> None:

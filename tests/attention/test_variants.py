@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention import find_attention, survey
+from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
+from hdi_callback.attention.finder import _Finder, linear_maps
+from hdi_callback.attention.probe import MadeUp, in_private
+from hdi_callback.attention.trial import acts_as_claimed, contradiction
+from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend
 from tests.attention.sweep.judge import claim_of, judge, merged
 from tests.attention.witness import witness
@@ -255,3 +261,269 @@ class LearnedDifference(Differential):
 
 def test_a_learned_difference_of_two_softmaxes_is_not_taken_for_one_head():
     assert survey(nn.Sequential(LearnedDifference())).layers == ()
+
+
+class ScaledLatent(nn.Module):
+    """Keys and values from a latent behind a norm, times a number; the twin has a number for each feature."""
+
+    def __init__(self, is_twin: bool = False):
+        super().__init__()
+        self.q, self.down, self.up, self.out = (
+            nn.Linear(*shape, bias=False) for shape in ((D, D), (D, 12), (8, 2 * D), (D, D))
+        )
+        self.between = nn.RMSNorm(8)
+        nn.init.uniform_(self.between.weight, 0.5, 2)
+        self.times = nn.Parameter(torch.rand(8) + 0.5) if is_twin else 1.7
+
+    def forward(self, x):
+        latent, _ = self.down(x).split([8, 4], -1)
+        k, v = (self.up(self.between(latent) * self.times)).unflatten(-1, (H, 16)).chunk(2, -1)
+        return self.out(attend(self.q(x).unflatten(-1, (H, 8)), k, v))
+
+
+def test_a_number_between_the_maps_of_a_latent_leaves_the_keys_where_they_are():
+    torch.manual_seed(0)
+    module = ScaledLatent()
+    (layer,) = find_attention(nn.Sequential(module))
+    up = module.up.weight.view(H, 16, 8) * module.between.weight
+    assert torch.allclose(layer.weight("key"), (up @ module.down.weight[:8])[:, :8], atol=1e-6)
+    assert torch.allclose(layer.weight("value"), (up @ module.down.weight[:8])[:, 8:], atol=1e-6)
+    assert survey(nn.Sequential(ScaledLatent(is_twin=True))).layers == ()
+
+
+class TwoSources(nn.Module):
+    """Queries, or keys, of a latent both as it is and behind a norm: no one matrix gives them."""
+
+    def __init__(self, role: str):
+        super().__init__()
+        self.role, self.norm = role, nn.RMSNorm(10)
+        self.a, self.b = nn.Linear(D, 10, bias=False), nn.Linear(20, D, bias=False)
+        self.other, self.v, self.o = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False), nn.Linear(D, D)
+
+    def forward(self, x):
+        latent = self.a(x)
+        one, other = self.b(torch.cat([self.norm(latent), latent], -1)), self.other(x)
+        q, k = (one, other) if self.role == "query" else (other, one)
+        return self.o(attend(*(part.unflatten(-1, (H, 8)) for part in (q, k, self.v(x)))))
+
+
+def test_keys_are_known_where_no_single_weight_gives_the_queries():
+    torch.manual_seed(0)
+    module = TwoSources("query")
+    (layer,) = find_attention(nn.Sequential(module))
+    assert sorted(layer.slices) == ["key", "output", "value"]
+    assert torch.equal(layer.weight("key"), module.other.weight.view(H, 8, D))
+    assert torch.equal(layer.weight("value"), module.v.weight.view(H, 8, D))
+
+
+def test_keys_that_no_single_weight_gives_are_refused():
+    torch.manual_seed(0)
+    assert survey(nn.Sequential(TwoSources("key"))).layers == ()
+
+
+class NormedOutputs(nn.Module):
+    """A norm and an activation between heads and output projection, and two softmaxes subtracted in the twin."""
+
+    def __init__(self, *between: nn.Module, is_twin: bool = False):
+        super().__init__()
+        self.a, self.b, self.c, self.e = (nn.Linear(D, D) for _ in range(4))
+        self.between, self.is_twin = nn.ModuleList(between), is_twin
+
+    def forward(self, x):
+        q, k, v = (part(x) for part in (self.a, self.b, self.c))
+        if self.is_twin:
+            q, k = (part.unflatten(-1, (2 * H, 4)) for part in (q, k))
+            one, other = (
+                attend(q, k, v.unflatten(-1, (H, 8)).repeat_interleave(2, 2)).unflatten(-1, (H, 2, 8)).unbind(-2)
+            )
+            out = (one - 0.5 * other).flatten(2)
+        else:
+            out = attend(*(part.unflatten(-1, (H, 8)) for part in (q, k, v)))
+        for part in self.between:
+            out = part(out)
+        return self.e(out)
+
+
+BETWEEN = [(nn.LayerNorm(D),), (nn.Hardswish(),), (nn.LayerNorm(D), nn.Hardswish())]
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=["norm", "activation", "both"])
+def test_what_stands_between_heads_and_output_projection_hides_no_keys(between):
+    torch.manual_seed(0)
+    module = NormedOutputs(*between)
+    (layer,) = find_attention(nn.Sequential(module))
+    for role, part in (("query", module.a), ("key", module.b), ("value", module.c)):
+        assert torch.equal(layer.weight(role), part.weight.view(H, 8, D)), role
+    assert layer.output_projection is None, "what it takes is not what the heads give"
+    assert "output" not in layer.slices
+    require_right(module)
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=["norm", "activation", "both"])
+def test_two_softmaxes_behind_a_norm_are_refused(between):
+    torch.manual_seed(0)
+    assert survey(nn.Sequential(NormedOutputs(*between, is_twin=True))).layers == ()
+
+
+class FedByValues(nn.Module):
+    """A map of the values adds a number to the scores of each key; in the twin, features to the keys."""
+
+    def __init__(self, is_twin: bool = False):
+        super().__init__()
+        self.num_heads = H
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
+        self.is_twin, self.dt = is_twin, nn.Linear(D, D if is_twin else H)
+
+    def forward(self, x):
+        q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        added = self.dt(v)
+        k = k + added if self.is_twin else k
+        q, k, v = (part.unflatten(-1, (H, 8)).transpose(1, 2) for part in (q, k, v))
+        scores = q @ k.mT / 8**0.5
+        if not self.is_twin:
+            scores = scores + nn.functional.softplus(added).mT[:, :, None]
+        return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_values_add_to_the_scores_is_no_key():
+    torch.manual_seed(0)
+    module = FedByValues()
+    (layer,) = find_attention(nn.Sequential(module))
+    for role in ("query", "key", "value"):
+        assert torch.equal(layer.weight(role), getattr(module, f"{role[0]}_proj").weight.view(H, 8, D))
+    require_right(module)
+
+
+def test_what_values_add_to_the_keys_is_not_left_out():
+    torch.manual_seed(0)
+    module = FedByValues(is_twin=True)
+    assert survey(nn.Sequential(module)).layers == ()
+    claimed = {role: HeadSlice(module, f"{role[0]}_proj.weight", H, 8) for role in ("query", "key", "value")}
+    layer = AttentionLayer("twin", module, H, H, 8, 8, "claimed", claimed, module.o_proj)
+    assert contradiction(layer, [MadeUp()]) is not None
+
+
+class Exclusive(nn.Module):
+    """What a token's own values have in common with the outputs of their head is taken from them."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (proj(x).unflatten(-1, (H, 8)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out, own = attend(q, k, v).unflatten(-1, (H, 8)), nn.functional.normalize(v, dim=-1)
+        return self.o_proj((out - 0.3 * (out * own).sum(-1, keepdim=True) * own).flatten(2))
+
+
+def test_outputs_that_are_no_average_of_the_values_are_refused():
+    torch.manual_seed(0)
+    assert survey(nn.Sequential(Exclusive())).layers == ()
+
+
+class Memory(nn.Module):
+    """Something of the values is added behind the output projection, which needs what nobody makes up."""
+
+    def __init__(self, is_before: bool = False):
+        super().__init__()
+        self.a, self.b, self.c, self.e = (nn.Linear(D, D) for _ in range(4))
+        self.convolution, self.is_before = nn.Conv1d(D, D, 3, padding=1, groups=D), is_before
+
+    def forward(self, x, lengths=None):
+        q, k, v = (part(x) for part in (self.a, self.b, self.c))
+        out = attend(*(part.unflatten(-1, (H, 8)) for part in (q, k, v)))
+        if self.is_before:
+            return self.e(out + self.convolution((v * lengths.unsqueeze(-1)).mT).mT)
+        return self.e(out) + self.convolution((v * lengths.unsqueeze(-1)).mT).mT
+
+
+def test_what_fails_behind_the_output_projection_hides_no_heads():
+    torch.manual_seed(0)
+    module = Memory()
+    (layer,) = find_attention(nn.Sequential(module))
+    assert torch.equal(layer.weight("key"), module.b.weight.view(H, 8, D))
+    assert survey(nn.Sequential(Memory(is_before=True))).layers == ()
+
+
+class InGroups(nn.Module):
+    """Tokens in groups, that have a dimension of their own; in the twin the keys are mixed across heads."""
+
+    def __init__(self, is_twin: bool = False):
+        super().__init__()
+        self.num_heads, self.is_twin = H, is_twin
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, query, key, value):
+        shape = (query.shape[0] * query.shape[1], -1, H, 8)
+        q, k, v = self.q_proj(query).view(shape), self.k_proj(key).view(shape), self.v_proj(value).view(shape)
+        if self.is_twin:
+            k = k + k.roll(1, 2)
+        return self.o_proj(attend(q, k, v).reshape(*query.shape[:2], -1, D))
+
+
+def test_groups_of_tokens_are_no_contradiction():
+    torch.manual_seed(0)
+    module = InGroups()
+    (layer,) = find_attention(nn.Sequential(module))
+    assert acts_as_claimed(layer) is True
+    assert acts_as_claimed(layer, [MadeUp("length first")]) is not True
+    x = torch.randn(B, 2, T, D)
+    with torch.no_grad(), witness(module.eval()) as seen:
+        module(x, x, x)
+    (computation,) = merged(seen.computations, B)
+    finding = judge(claim_of(layer), seen, computation, B)
+    assert finding.is_right, finding.reason
+    assert survey(nn.Sequential(InGroups(is_twin=True))).layers == ()
+
+
+def test_heads_are_neither_seen_nor_contradicted_where_batch_and_length_are_swapped():
+    torch.manual_seed(0)
+    (layer,) = find_attention(nn.Sequential(by_hand.LengthFirst()))
+    assert acts_as_claimed(layer, [MadeUp("length first")]) is True
+    assert acts_as_claimed(layer, [MadeUp("batch first")]) is None
+    mixed = replace(layer, num_heads=2, num_key_heads=2, head_dim=16, value_dim=16, slices={
+        role: replace(part, heads=2, width=16) for role, part in layer.slices.items()
+    })  # fmt: skip
+    assert acts_as_claimed(mixed, [MadeUp("length first")]) is False
+
+
+class Viewed(by_hand.Separate):
+    """Length first, and views that a tensor of another order in memory does not have."""
+
+    def forward(self, query, encoded):
+        length, batch, _ = query.shape
+        q, k, v = self.q_proj(query), self.k_proj(encoded), self.v_proj(encoded)
+        q = q.view(length, batch * H, 8).transpose(0, 1)
+        k, v = (part.view(-1, batch * H, 8).transpose(0, 1) for part in (k, v))
+        out = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        return self.out_proj(out.transpose(0, 1).reshape(length, batch, D))
+
+
+def test_another_input_under_any_name_and_views_are_no_hindrance():
+    torch.manual_seed(0)
+    (layer,) = find_attention(nn.Sequential(Viewed()))
+    assert acts_as_claimed(layer) is True
+
+
+class ManyGates(nn.Module):
+    """A gate for each of many heads, some of which may look like the number of a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(D, 256) for _ in range(3))
+        self.gate, self.e = nn.Linear(D, 64), nn.Linear(256, D)
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (64, 4)) for part in (self.a, self.b, self.c))
+        return self.e((attend(q, k, v).unflatten(-1, (64, 4)) * self.gate(x)[..., None].sigmoid()).flatten(2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_gate_is_taken_for_a_value(seed):
+    torch.manual_seed(0)
+    module = ManyGates()
+    with in_private(seed), torch.enable_grad():
+        finder = _Finder("gates", module, linear_maps(module), MadeUp(), 1.0)
+        layer = finder.find()
+    assert layer is not None
+    assert torch.equal(layer.weight("value"), module.c.weight.view(64, 4, D))

@@ -11,7 +11,7 @@ from torch import nn
 from hdi_callback.attention import find_attention
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
-from tests.attention.sweep.judge import Claim, Finding, claim_of, determined, heads_of, judge, merged
+from tests.attention.sweep.judge import Claim, Finding, claim_of, determined, heads_of, is_over_features, judge, merged
 from tests.attention.witness import witness
 
 B, T = 41, 6
@@ -359,3 +359,47 @@ def test_keys_that_are_parameters_are_no_tokens():
     with torch.no_grad(), witness(module) as seen:
         module(torch.randn(B, T, D))
     assert seen.computations == []
+
+
+class Features(nn.Module):
+    """A softmax over the features of each head, with products over tokens; or over tokens, with the same maps."""
+
+    def __init__(self, is_over_tokens):
+        super().__init__()
+        self.qkv, self.back, self.is_over_tokens = nn.Linear(D, 3 * D), nn.Linear(D, D), is_over_tokens
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (H, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        heads = softly(q, k, v) if self.is_over_tokens else softly(q.mT, nn.functional.normalize(k.mT, dim=-1), v.mT).mT
+        return self.back(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("is_over_tokens", [True, False], ids=["tokens", "features"])
+def test_a_softmax_over_features_is_told_from_one_over_tokens(is_over_tokens):
+    torch.manual_seed(0)
+    module = Features(is_over_tokens)
+    with torch.no_grad(), witness(module) as seen:
+        module(torch.randn(B, T, D))
+    (one,) = seen.computations
+    assert is_over_features(one, seen, B) is not is_over_tokens
+
+
+def test_heads_as_wide_as_their_input_are_told_apart_by_what_they_receive():
+    """Any map of one head's key is a map of another's, for both have all features of the input."""
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.maps = nn.ModuleList(nn.Linear(8, H * 8) for _ in range(3))
+
+        def forward(self, x):
+            q, k, v = (one(x[..., :8]).unflatten(-1, (H, 8)).transpose(1, 2) for one in self.maps)
+            return softly(q, k, v).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    module = Wide()
+    rows = dict(zip(("query", "key", "value"), (one.weight.detach() for one in module.maps)))
+    assert judged(module, claimed_by_rows(module, rows)).is_right
+    for role in rows:
+        swapped = rows | {role: rows[role].view(H, 8, 8)[[1, 0, 2, 3]].flatten(0, 1)}
+        assert judged(module, claimed_by_rows(module, swapped)).is_right is not True, role

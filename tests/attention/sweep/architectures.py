@@ -90,7 +90,7 @@ COMMON: dict[str, dict[str, Any]] = {
         for name in ("RTDetrConfig", "RTDetrV2Config", "DFineConfig", "Deimv2Config", "PPDocLayoutV2Config",
                      "PPDocLayoutV3Config", "PPDocLayoutV4Config")
     },
-    "Sam2HieraDetConfig": {"hidden_size": 16},
+    "Sam2HieraDetConfig": {"hidden_size": 16, "blocks_per_stage": [1, 2, 1, 1], "global_attention_blocks": [2]},
     "SamPromptEncoderConfig": {"image_embedding_size": 4},
     "SamHQPromptEncoderConfig": {"image_embedding_size": 4},
     "SamVisionConfig": {"num_pos_feats": MODEL // 2},
@@ -111,7 +111,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1},
-    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "MimiConfig": {"upsample_groups": MODEL},
     "Gemma3nTextConfig": {"num_kv_shared_layers": 0},

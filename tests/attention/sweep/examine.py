@@ -17,7 +17,7 @@ from torch import nn
 
 from hdi_callback.attention import survey
 from tests.attention.sweep import architectures, inputs, vision
-from tests.attention.sweep.judge import claim_of, heads_of, judge, merged
+from tests.attention.sweep.judge import claim_of, heads_of, is_over_features, judge, merged
 from tests.attention.witness import Witness, witness
 
 BATCH = 41  # a prime, so that no other size is taken for it; more than twice the widest head
@@ -118,6 +118,7 @@ def _examined(
         "missed": {},
         "single": [],
         "one_head": [],
+        "over_features": [],
         "errors": [],
         "ways": [],
     }
@@ -132,9 +133,16 @@ def _examined(
     report["unseen"] = {layer.name: type(layer.module).__name__ for layer in unseen}
     # What ran and computed no attention is none, though it was refused as if it were: linear attention, state spaces.
     # So is a single head.
+    # So is attention over features: it has no keys of tokens.
     rest = [r for r in found.refused if r.name not in report["refused"] and r.name not in report["one_head"]]
-    report["no_attention"] = sorted({r.module_type for r in rest if parts[r.name] in called})
-    report["unseen_refused"] = {r.name: [r.module_type, r.reason] for r in rest if parts[r.name] not in called}
+    over_features = {type(parts[name]).__name__ for name in report["over_features"]}
+    report["no_attention"] = sorted({r.module_type for r in rest if parts[r.name] in called} | over_features)
+    # One that has not run is as its twin that has.
+    known = {_shapes(parts[name]) for name in report["one_head"]}
+    known |= {_shapes(parts[r.name]) for r in rest if parts[r.name] in called}
+    known -= {_shapes(parts[name]) for name in report["refused"]}
+    rest = [r for r in rest if parts[r.name] not in called and _shapes(parts[r.name]) not in known]
+    report["unseen_refused"] = {r.name: [r.module_type, r.reason] for r in rest}
     report["verdict"], report["reason"] = _verdict(report)
     if not runs:
         forwards += _tries(model, [parts[name] for name in report["unseen_refused"]])
@@ -142,6 +150,10 @@ def _examined(
 
 
 _Inputs = Callable[[int], Iterator[Any]]  # keyword arguments for so many sequences
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters())
 
 
 def _compared(model: nn.Module, claims: Mapping[nn.Module, Any]) -> set[nn.Module]:
@@ -191,24 +203,30 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
     """
     ran: set[nn.Module] = set()
     shake = dict.fromkeys(claims, 0.5)
-    keep = _compared(model, claims)
+    keep = _compared(model, claims) | {part for module in refusals for part in module.modules()}
 
     def attempt(module: nn.Module, calls: Iterator[Any], most: int) -> tuple[Witness, int] | None:
+        best: tuple[Witness, int] | None = None  # one that ends with an exception is kept if none does better
         for count, call in enumerate(calls):
             if count >= most:
-                return None
+                break
+            is_whole = False
             try:
                 with torch.no_grad(), warnings.catch_warnings(), witness(module, shake=shake, keep=keep) as seen:
                     warnings.simplefilter("ignore")
                     torch.manual_seed(5)
                     call()
+                    is_whole = True
             except Exception as error:
                 errors.append(f"{type(module).__name__}: {_first_line(error)}")
             called.update(one.module for one in seen.calls if one.is_done)
-            if seen.computations:
-                ran.update(one.module for computation in seen.computations for one in computation.calls)
-                return seen, count
-        return None
+            if len(seen.computations) > (len(best[0].computations) if best is not None else 0):
+                best = seen, count
+            if is_whole and seen.computations:
+                break
+        if best is not None:
+            ran.update(one.module for computation in best[0].computations for one in computation.calls)
+        return best
 
     def owners(root: nn.Module) -> list[nn.Module]:
         """Attention that has not run: claimed, refused, or so called with nothing so called in it."""
@@ -276,6 +294,9 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
         heads = heads_of(computation, batch, inputs.LENGTH)
         where = modules[-1] if modules else None
         name = names.get(where, "?")
+        if heads != 1 and is_over_features(computation, seen, batch):
+            report["over_features"] = sorted({*report["over_features"], name if refused is None else names[refused]})
+            continue
         if heads == 1:
             report["single"].append(type(where if refused is None else refused).__name__)
             if refused is not None:

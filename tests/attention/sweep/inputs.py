@@ -146,7 +146,7 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         "pixel_values": images,
         "pixel_values_videos": [_noise(batch, max(2, count), channels, height, breadth)],
         "input_values": [_noise(batch, 1600), _noise(batch, length if isinstance(length, int) else 128, mels),
-                         _noise(batch, 1, 3200), _noise(batch, 24, mels)],
+                         _noise(batch, 1, 3200), _noise(batch, 1, 24 * 320), _noise(batch, 24, mels)],
         "input_features": features,
         "hidden_states": [_noise(batch * 16, patch)] * bool(patch and any("grid" in n for n in names))
         + [_noise(batch, LENGTH, width), _noise(batch, width, LENGTH), images[0]],
@@ -228,6 +228,11 @@ def for_attention(
         for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
+    filters = [m.weight for m in module.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]
+    if filters and not maps:  # of pictures
+        sides = [4] * (filters[0].dim() - 2)
+        needed = [name for name, parameter in signature.items() if parameter.default is parameter.empty]
+        yield dict.fromkeys(needed) | {next(iter(signature)): _noise(batch, filters[0].shape[1], *sides)}
     dims = list(dict.fromkeys(d for d in (head_dim, getattr(module, "head_dim", None), 8, 4, 16) if isinstance(d, int)))
     packed = any("cu_seqlens" in name for name in signature)
     for d, rotation, given, lengths in itertools.islice(

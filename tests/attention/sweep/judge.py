@@ -316,7 +316,12 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
                         continue
                     fit[torch.arange(count), own] = float("inf")
                     if G > 1 and float(fit.min()) < OTHER:
-                        return Finding(None, f"its {role} heads cannot be told apart by these samples")
+                        # Heads as wide as their input span the same: what they receive has to be the same then.
+                        same = _the_same(part, claimed)
+                        mine = same[torch.arange(count), own]
+                        same[torch.arange(count), own] = float("inf")
+                        if float(mine.max()) > SAME or float(same.min()) < OTHER:
+                            return Finding(None, f"its {role} heads cannot be told apart by these samples")
                     is_found = True
                     remarks = remark
                     break
@@ -424,6 +429,19 @@ def determined(received: Tensor, claimed: Tensor) -> Tensor:
     return residuals
 
 
+def _the_same(received: Tensor, claimed: Tensor) -> Tensor:
+    """Measure how far each received head is from being each claimed one, but for a bias and a factor.
+
+    As `determined`, with a multiple of the identity for the matrix.
+    """
+    k, u = received - received.mean(0), claimed - claimed.mean(0)
+    if k.shape[-1] != u.shape[-1]:
+        return received.new_full((k.shape[1], u.shape[1]), float("inf"))
+    factor = torch.einsum("thw,tgw->hg", k, u) / u.square().sum((0, 2)).clamp_min(1e-300)
+    rest = k[:, :, None] - factor[..., None] * u[:, None]
+    return (rest.square().sum((0, 3)) / k.square().sum((0, 2)).clamp_min(1e-300)[:, None]).sqrt()
+
+
 def _compare_output(claim: Claim, seen: Witness, computation: Computation, output: Tensor, batch: int) -> Finding:
     """Compare what the output projection takes, and the claimed weight with what it gives."""
     if "output" not in claim.roles:
@@ -507,6 +525,40 @@ def _is_scattered(tokens: Tensor, output: Tensor) -> bool:
         return bool((torch.cdist(few, among).amin(-1) < near).all())
 
     return are_all_there(tokens, output) or are_all_there(output, tokens)
+
+
+def is_over_features(computation: Computation, seen: Witness, batch: int) -> bool:
+    """Tell whether the softmax runs over features instead of tokens, as in cross-covariance attention.
+
+    Each value that is mixed is looked up, by its numbers in all sequences, in what a part of the module gave. In
+    attention a row of the values is one token. Here a column is, and its rows are of many tokens.
+    """
+    value = computation.value
+    if value.shape[0] % batch or not computation.calls or min(value.shape[-2:]) < 2:
+        return False
+    # One tile and head is enough: (batch, keys, features)
+    value = value.reshape(batch, -1, *value.shape[-2:])[:, 0]
+    rows, columns = (_spread(size, 2) if size > 2 else list(range(size)) for size in value.shape[-2:])
+    module = computation.calls[-1]
+    for call in seen.calls:
+        if not (module.start <= call.start and call.end is not None and call.end < computation.time):
+            continue
+        for given in call.outputs:
+            for features in {given.shape[-1], given.shape[1] if given.dim() == 4 else given.shape[-1]}:
+                for tokens in _tokens(given, batch, features):
+                    row = [_token_of(value[:, rows[0], j], tokens) for j in columns]
+                    column = [_token_of(value[:, i, columns[0]], tokens) for i in rows]
+                    if None in row or None in column:
+                        continue
+                    if len(set(column)) == 1 and len(set(row)) == len(row):
+                        return True
+    return False
+
+
+def _token_of(numbers: Tensor, tokens: Tensor) -> int | None:
+    """Find the only token that has a feature with these numbers in all sequences."""
+    found = (tokens == numbers[:, None, None]).all(0).any(-1).nonzero().flatten().tolist()
+    return found[0] if len(found) == 1 else None
 
 
 def claim_of(layer) -> Claim:

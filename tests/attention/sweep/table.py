@@ -107,7 +107,7 @@ def _reason(report: dict[str, Any]) -> str:
     remarks = {"read with `forward=`"} if report.get("forward") else set()
     remarks |= {remark for facts in report["layers"].values() for remark in facts["remarks"]}
     if report.get("no_attention"):
-        remarks.add("left out, no softmax attention: " + ", ".join(report["no_attention"]))
+        remarks.add("left out, no softmax over tokens: " + ", ".join(report["no_attention"]))
     return "; ".join(sorted(remarks))
 
 
