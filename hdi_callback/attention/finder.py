@@ -31,11 +31,13 @@ from torch.nn import functional as F
 
 from hdi_callback.attention import projections
 from hdi_callback.attention.heads import AttentionLayer, HeadProduct, HeadSlice, HeadWeight, Role
-from hdi_callback.attention.probe import Answer, MadeUp, Run, in_private, run_copy, ways_to_run
-from hdi_callback.attention.trial import acts_as_claimed
+from hdi_callback.attention.probe import Answer, MadeUp, Receive, Run, Stub, in_private, run_copy, ways_to_run
+from hdi_callback.attention.trial import Beside, acts_as_claimed
 
 _BASE = 64  # of the digits by which features are known
-_MATTERS = 1e-6  # a derivative, relative to the largest of its head
+_MATTERS = 1e-9  # a derivative, relative to the largest of its head; what does not matter has none at all
+_GATES = 1e-6  # the same where all tokens have the same values, which leaves rounding errors
+_PROPORTIONAL = 1e-4
 _SCALES = (1.0, 0.3, 2.0)  # of the answers: a softmax may be flat or saturated at one of them
 _MOST_LINEARS = 16
 _MOST_IN_VAIN = 4  # ways to run a module
@@ -62,13 +64,14 @@ def find_heads(name: str, module: nn.Module, ways: Sequence[MadeUp] | None = Non
         for seed, scale in enumerate(_SCALES):
             try:
                 with in_private(seed), torch.enable_grad():
-                    layer = _Finder(name, module, linears, way, scale).find()
+                    finder = _Finder(name, module, linears, way, scale)
+                    layer = finder.find()
             except ValueError:  # what was seen is not clear at this scale
                 continue
             except Exception:  # a module that cannot be run so is not known
                 break
-            if layer is not None and acts_as_claimed(layer, [way]):
-                return layer
+            if layer is not None and acts_as_claimed(layer, [way], finder.beside):
+                return finder.without_what_is_unknown(layer)
         else:
             vain += 1
         if vain == _MOST_IN_VAIN and not ways:  # it runs, and shows no heads
@@ -101,6 +104,9 @@ class _Finder:
         }
         self.inner: dict[str, Tensor] = {}  # linear map -> what it is on parts of tokens
         self.receiver: str | None = None
+        self.ahead: str | None = None  # a norm or an activation between the heads and the receiver
+        self.beside = Beside()
+        self.unknown: set[Role] = set()  # what the heads have and no single weight gives
         self.fed_by: dict[str, list[str]] = {}  # linear map -> those whose answers are in what it is given
 
     def find(self) -> AttentionLayer | None:
@@ -108,9 +114,17 @@ class _Finder:
         first, stubs = self._run(self.drawn, is_traced=True)
         self.first, self.first_stubs, self.first_answers = first, stubs, dict(self.drawn)
         self._follow()
-        values = self._values()
-        heads = None if values is None else self._heads(values)
-        return None if values is None or heads is None else self._claim(values, heads)
+        for ahead in (None, *self._between()):
+            self.ahead = ahead
+            values = self._values()
+            heads = None if values is None else self._heads(values)
+            if values is not None and heads is not None:
+                return self._claim(values, heads)
+        return None
+
+    def without_what_is_unknown(self, layer: AttentionLayer) -> AttentionLayer:
+        """Leave out the roles that no single weight stands for."""
+        return replace(layer, slices={role: part for role, part in layer.slices.items() if role not in self.unknown})
 
     # --- running
 
@@ -119,7 +133,9 @@ class _Finder:
             path: Answer(self.features[path][0], answers[path], self.way, partial(self._on_parts, path))
             for path in self.linears
         }
-        replaced = {self.linears[path]: stub for path, stub in stubs.items()}
+        replaced: dict[nn.Module, Stub] = {self.linears[path]: stub for path, stub in stubs.items()}
+        if self.ahead is not None:
+            replaced[self.module.get_submodule(self.ahead)] = Receive(1, 1)
         batch = next(iter(answers.values())).shape[0]
         way = replace(self.way, is_normed=True) if is_traced else self.way
         return run_copy(self.module, replaced, way, batch=batch, width=self.width, is_traced=is_traced), stubs
@@ -134,7 +150,7 @@ class _Finder:
         return F.linear(x, self.inner[path])
 
     def _output_of(self, run: Run, stubs: dict[str, Answer]) -> Tensor | None:
-        if self.receiver is not None:
+        if self.receiver is not None and self.ahead is None:
             received = stubs[self.receiver].received
         else:
             received = self.way.by_token(run.output, next(iter(stubs.values())).answer.shape[0])
@@ -172,16 +188,30 @@ class _Finder:
             raise ValueError("several maps are given a mix of tokens")
         self.receiver = mixed[0] if mixed else None
 
+    def _between(self) -> Iterator[str]:
+        """Name the modules without linear maps through which the heads' outputs go to the receiver, the last first."""
+        given = None if self.receiver is None else self.first_stubs[self.receiver].received
+        for name, (taken, gave, _) in reversed(self.first.passed.items()):
+            before, after = self.way.by_token(taken, 1), self.way.by_token(gave, 1)
+            if given is None or before is None or after is None or before.shape != given.shape:
+                continue
+            if torch.equal(after, given) and not torch.equal(before, after):
+                yield name
+                given = before
+
     # --- 1. the values
 
     def _values(self) -> Tensor | None:
         """For each feature of the output the number of the feature that it averages, ``(features,)``."""
         values = None
         for path, start in self.starts.items():
-            numbers, digits = torch.arange(self.features[path][1]), [torch.zeros(self.features[path][1])]
+            every = torch.arange(self.features[path][1])
+            numbers, digits = every, [torch.zeros(len(every))]
             while len(digits) == 1 or int(numbers.max()):
                 digits.append(1.0 + numbers % _BASE)
                 numbers = numbers // _BASE
+            check = (29 * every + 17) % _BASE  # so that a gate is not taken for a number by chance
+            digits.append(1.0 + check)
             coded = torch.stack(digits)  # zero, then the digits plus one
             answers = {
                 other: answer[:, :1].abs().expand(len(coded), self.way.tokens, -1)
@@ -194,13 +224,13 @@ class _Finder:
             whole = read.round()
             if values is None:
                 values = torch.full((outputs.shape[-1],), -1)
-            is_read = ((read - whole).abs() < 0.02) & (whole >= 1) & (whole <= _BASE) & (whole == whole[:, :1])
+            is_read = ((read - whole).abs() < 0.01) & (whole >= 1) & (whole <= _BASE) & (whole == whole[:, :1])
             of_this = is_read.all(0).all(0)
-            powers = _BASE ** torch.arange(len(whole))
-            features = ((whole[:, 0, of_this].long() - 1) * powers[:, None]).sum(0)
-            if (features >= self.features[path][1]).any():
-                return None
-            values[of_this] = start + features
+            powers = _BASE ** torch.arange(len(whole) - 1)
+            features = ((whole[:-1, 0].long() - 1) * powers[:, None]).sum(0)
+            of_this &= (features >= 0) & (features < len(every))
+            of_this[of_this.clone()] &= whole[-1, 0, of_this].long() - 1 == check[features[of_this]]
+            values[of_this] = start + features[of_this]
         return values if values is not None and int(values.min()) >= 0 else None
 
     # --- 2. the heads
@@ -248,7 +278,7 @@ class _Finder:
         constant = {path: answer.clone() for path, answer in self.drawn.items()}
         for path, index in self._split(torch.unique(values)):
             constant[path][..., index] = 1
-        gates = torch.stack([self._derivatives(half, constant)[:, -1] for half in halves]).amin(0) > _MATTERS
+        gates = torch.stack([self._derivatives(half, constant)[:, -1] for half in halves]).amin(0) > _GATES
         return here & ~elsewhere & ~gates, elsewhere
 
     def _derivatives(self, chosen: Tensor, drawn: dict[str, Tensor]) -> Tensor:
@@ -280,6 +310,8 @@ class _Finder:
                 self.drawn[path] = self.drawn[path].index_fill(-1, index, 0.0)
             queries, keys = self._matter(values, heads)
             keys &= ~shared
+        if queries.any() and not torch.equal(queries.sum(1), keys.sum(1)):
+            keys = self._acting_on(queries, keys, values, heads)
         query_rows, key_rows, value_rows = _rows(queries), distinct_rows(_rows(keys)), distinct_rows(values[heads])
         if query_rows is None or key_rows is None or value_rows is None:
             return None
@@ -291,6 +323,11 @@ class _Finder:
         rows: dict[Role, Tensor] = {"query": query_rows, "key": key_rows, "value": value_rows}
         for role, numbers in rows.items():
             weight = self._weight(numbers)
+            if weight is None and role == "query" and len(parts := list(self._split(numbers.flatten()))) == 1:
+                # It is made of several features of the input in a way of its own; the keys are known all the same.
+                self.unknown.add(role)
+                self.beside = replace(self.beside, width=self.width)
+                weight = self._slice(parts[0][0], parts[0][1].view(numbers.shape))
             if weight is None:
                 return None
             slices[role] = weight
@@ -300,10 +337,29 @@ class _Finder:
                 slices[role] = HeadProduct(self.module, self._slice(path, torch.arange(width)[None]), weight)
         kind = describe_kind(slices) + (", without the part that all heads share" if is_apart else "")
         output = None
-        if self.receiver is not None:
+        if self.ahead is not None:
+            self.beside = replace(self.beside, receiver=self.module.get_submodule(self.ahead))
+        elif self.receiver is not None:
             output = self.linears[self.receiver]
             slices["output"] = self._slice(self.receiver, torch.arange(H * value_dim).view(H, value_dim))
         return AttentionLayer(self.name, self.module, H, G, width, value_dim, kind, slices, output)
+
+    def _acting_on(self, queries: Tensor, keys: Tensor, values: Tensor, heads: Tensor) -> Tensor:
+        """Leave out what matters to the outputs of heads where no query does, as what is added to the scores."""
+        kept = dict(self.drawn)
+        for path, index in self._split(queries.any(0).nonzero().flatten()):
+            self.drawn[path] = self.drawn[path].index_fill(-1, index, 0.0)
+        _, others = self._matter(values, heads)
+        self.drawn = kept
+        others &= keys
+        if others[:, torch.unique(values)].any():
+            raise ValueError("values act in another way than as averages")
+        claimed = {path for path, _ in self._split((keys & ~others).any(0).nonzero().flatten())}
+        claimed |= {path for path, _ in self._split(torch.unique(values))}
+        claimed |= {path for path, _ in self._split(queries.any(0).nonzero().flatten())}
+        aside = [path for path, _ in self._split(others.any(0).nonzero().flatten()) if path not in claimed]
+        self.beside = replace(self.beside, aside=tuple(self.linears[path] for path in aside))
+        return keys & ~others
 
     def _on_each_head(self, values: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> dict[Role, list[str]]:
         """Find maps that are called on each head by itself, and for which role; so far they were the identity."""
@@ -369,7 +425,7 @@ class _Finder:
         assert received is not None
         for name, taken, gain_offset in _sources(received, self.first, self.way):
             for other in self.fed_by[path]:
-                start = _place_in(self.first_answers[other], taken)
+                start = place_in(self.first_answers[other], taken)
                 if start is not None:
                     inner = self._slice(other, start + torch.arange(taken.shape[-1])[None])
                     return HeadProduct(self.module, outer, inner, name, gain_offset)
@@ -482,24 +538,39 @@ def _sources(received: Tensor, run: Run, way: MadeUp) -> Iterator[tuple[str, Ten
     yield "", received, 0.0
     for name, (given, gave, part) in run.passed.items():
         taken, output = way.by_token(given, 1), way.by_token(gave, 1)
-        if taken is None or output is None or output.shape != received.shape or not torch.equal(output, received):
+        if taken is None or output is None or output.shape != received.shape or taken.shape != received.shape:
             continue
         weight = getattr(part, "weight", None)
         gains = [("", torch.ones(()), 0.0)]
         if isinstance(weight, Tensor) and weight.shape == taken.shape[-1:]:
             gains = [(f"{name}.weight", weight, 0.0), (f"{name}.weight", weight + 1, 1.0)]
         for path, gain, offset in gains:
-            factor = output / (taken * gain)  # one for each token, if it is a norm and nothing else
-            if (factor - factor[..., :1]).abs().max() < 1e-4 * factor.abs().max():
+            if _are_proportional(received, taken * gain):  # it is a norm and nothing else, and perhaps a scale
                 yield path, taken, offset
 
 
-def _place_in(answer: Tensor, piece: Tensor) -> int | None:
-    """Find where in an answer a piece of its features stands."""
+def place_in(answer: Tensor, piece: Tensor) -> int | None:
+    """Find where in an answer a piece of its features stands, as it is or with one factor for each token.
+
+    Args:
+        answer: ``(batch, tokens, features)``.
+        piece: ``(batch, tokens, width)``.
+
+    Returns:
+        The first of those features; `None` if it is no piece of the answer.
+    """
     width = piece.shape[-1]
-    if answer.shape[:-1] != piece.shape[:-1]:
+    if answer.shape[:-1] != piece.shape[:-1] or width > answer.shape[-1] or width < 2:
         return None
-    for start in (answer[0, 0] == piece[0, 0, 0]).nonzero().flatten().tolist():
-        if torch.equal(answer[..., start : start + width], piece):
+    pieces = answer[0, 0].unfold(0, width, 1)  # (places, width)
+    off = (pieces * piece[0, 0, :1] - pieces[:, :1] * piece[0, 0]).abs().amax(-1)
+    for start in (off < _PROPORTIONAL * pieces.abs().amax(-1) * piece[0, 0].abs().max()).nonzero().flatten().tolist():
+        if _are_proportional(piece, answer[..., start : start + width]):
             return int(start)
     return None
+
+
+def _are_proportional(one: Tensor, other: Tensor) -> bool:
+    """Tell whether there is a factor for each token that makes one tensor of the other."""
+    factor = one / other
+    return bool(((factor - factor[..., :1]).abs() < _PROPORTIONAL * factor[..., :1].abs()).all())

@@ -29,9 +29,13 @@ _ROTARY_WIDTHS = (
     "qk_rope_head_dim", "rotary_dim", "rotary_ndims", "rope_dim", "head_dim", "attention_head_size", "head_size",
 )  # fmt: skip
 _INPUT_NAMES = frozenset({"q", "k", "v", "query", "key", "value", "queries", "keys", "values", "kv", "context"})
+_ROTATIONS = ("position_embeddings", "rotary_pos_emb", "rope")
+_MASKS = ("attention_mask", "mask", "attn_mask")
+_POSITIONS = ("position_ids", "positions", "cache_position")
+_BIASES = ("alibi", "position_bias", "attention_bias", "bias")
 
 
-Shape = Literal["batch first", "length first", "flat"]
+Shape = Literal["batch first", "length first", "in groups", "flat"]
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,15 @@ class MadeUp:
     """Inputs that are made up. Nothing that is claimed rests on them: where they do not fit, nothing is seen.
 
     Attributes:
-        shape: ``(batch, length, width)``, ``(length, batch, width)``, or ``(batch * length, width)`` with
-            ``cu_seqlens``.
+        shape: ``(batch, length, width)``, ``(length, batch, width)``, ``(batch, 1, length, width)``, or
+            ``(batch * length, width)`` with ``cu_seqlens``.
         tokens: the length.
         rotary: features of the rotation, which is none.
         is_masked: whether masks are there, of ones; `None` otherwise.
         is_biased: whether the biases of positions that a forward requires are there, of zeros; `None` otherwise.
         is_normed: whether RMS norms are left in; one behind attention hides which values come through. What a LayerNorm
             subtracts is another matter (`norms.py`), so that it stays.
+        is_filled: whether other arguments that a forward requires are the tokens again; `None` otherwise.
     """
 
     shape: Shape = "batch first"
@@ -55,6 +60,7 @@ class MadeUp:
     is_masked: bool = False
     is_biased: bool = False
     is_normed: bool = True
+    is_filled: bool = False
 
     def arguments(self, forward: Any, batch: int, width: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the arguments of a forward.
@@ -73,27 +79,27 @@ class MadeUp:
         others: dict[str, Any] = {}
         for parameter in list(inspect.signature(forward).parameters.values())[1:]:
             name = parameter.name
-            if name in ("position_embeddings", "rotary_pos_emb", "rope"):
+            if name in _ROTATIONS:
                 others[name] = (torch.ones(*tokens, self.rotary), torch.zeros(*tokens, self.rotary))
             elif name == "cu_seqlens" and self.shape == "flat":
                 others[name] = torch.arange(0, batch * self.tokens + 1, self.tokens, dtype=torch.int32)
             elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
-            elif self.is_masked and name in ("attention_mask", "mask", "attn_mask"):
+            elif self.is_masked and name in _MASKS:
                 others[name] = torch.ones(batch, 1, self.tokens, self.tokens)
-            elif name in ("position_ids", "positions", "cache_position"):
+            elif name in _POSITIONS:
                 place = torch.arange(self.tokens)
                 others[name] = place if name == "cache_position" else place.expand(batch, -1)
             elif parameter.default is not parameter.empty:
                 continue
-            elif self.is_biased and name in ("alibi", "position_bias", "attention_bias", "bias"):
+            elif self.is_biased and name in _BIASES:
                 others[name] = torch.zeros(1, 1, 1)
             elif name in _INPUT_NAMES:
                 others[name] = x
             elif name == "residual":
                 others[name] = torch.zeros_like(x)
             else:
-                others[name] = None
+                others[name] = x if self.is_filled and name not in (*_MASKS, *_BIASES) else None
         return (x,), others
 
     def lay_out(self, tokens: Tensor) -> Tensor:
@@ -107,6 +113,8 @@ class MadeUp:
         """
         if self.shape == "flat":
             return tokens.flatten(0, 1)
+        if self.shape == "in groups":
+            return tokens[:, None]
         return tokens if self.shape == "batch first" else tokens.transpose(0, 1)
 
     def by_token(self, output: Any, batch: int) -> Tensor | None:
@@ -138,9 +146,10 @@ def ways_to_run(module: nn.Module, rotary: int | None = None) -> Iterator[MadeUp
     Yields:
         One way after the other.
     """
-    names = set(inspect.signature(module.forward).parameters)
+    parameters = inspect.signature(module.forward).parameters
+    names = set(parameters)
     widths = [] if rotary is None else [rotary]
-    if names & {"position_embeddings", "rotary_pos_emb", "rope"}:
+    if names & set(_ROTATIONS):
         # Names are asked for no more than a size that may fit.
         for owner in (module, getattr(module, "config", None)):
             for name in _ROTARY_WIDTHS:
@@ -150,12 +159,27 @@ def ways_to_run(module: nn.Module, rotary: int | None = None) -> Iterator[MadeUp
     widths = [width for width in dict.fromkeys([*widths, 1]) if width > 0]
     shapes: tuple[Shape, ...] = ("flat",) if "cu_seqlens" in names else ("batch first", "length first")
     lengths = dict.fromkeys([8, *_lengths(module)])
-    masks = (False, True) if names & {"attention_mask", "mask", "attn_mask"} else (False,)
-    biases = (False, True) if names & {"alibi", "position_bias", "attention_bias", "bias"} else (False,)
+    masks = (False, True) if names & set(_MASKS) else (False,)
+    biases = (False, True) if names & set(_BIASES) else (False,)
     norms = (True, False) if has_other_norms(module) else (True,)
-    choices = itertools.product(lengths, masks, biases, widths, shapes, norms)
-    for length, is_masked, is_biased, width, shape, is_normed in choices:
-        yield MadeUp(shape, length, width, is_masked, is_biased, is_normed)
+    fills = (False, True) if _requires_more(list(parameters.values())) else (False,)
+    choices = itertools.product(lengths, fills, masks, biases, widths, shapes, norms)
+    for length, is_filled, is_masked, is_biased, width, shape, is_normed in choices:
+        yield MadeUp(shape, length, width, is_masked, is_biased, is_normed, is_filled)
+    if "cu_seqlens" not in names:  # some number groups of tokens in a dimension of their own
+        for is_filled, is_normed in itertools.product(fills, norms):
+            yield MadeUp("in groups", 8, widths[0], is_normed=is_normed, is_filled=is_filled)
+
+
+def _requires_more(parameters: list[inspect.Parameter]) -> bool:
+    """Tell whether a forward has arguments without a default that may be tokens, beside the first."""
+    known = {*_ROTATIONS, *_MASKS, *_POSITIONS, *_BIASES, *_INPUT_NAMES, "cu_seqlens", "residual"}
+    return any(
+        parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in known
+        for parameter in parameters[1:]
+    )
 
 
 def has_other_norms(module: nn.Module) -> bool:
@@ -220,9 +244,11 @@ class Stub(nn.Module):
 
     def __init__(self, features_in: int, features_out: int) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bias = features_in, features_out, None
+        self.in_features, self.out_features = features_in, features_out
+        self.bias: Tensor | None = None
         self.weight = torch.empty(0)
         self.weight._stands_for = self  # type: ignore[attr-defined]
+        self.was_called = False
 
 
 class Answer(Stub):
@@ -240,7 +266,7 @@ class Answer(Stub):
     ) -> None:
         super().__init__(features_in, answer.shape[-1])
         self.answer, self.way, self.inner = answer, way, inner
-        self.was_called, self.was_inner = False, False
+        self.was_inner = False
         self.received: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -262,8 +288,9 @@ class Answer(Stub):
             self.was_inner = True
             return self.inner(x)
         self.was_called, self.received = True, received
-        # A copy, as some work in place.
-        return self.way.lay_out(self.answer).reshape(*x.shape[:-1], -1).clone()
+        # A copy, as some work in place, laid out in memory as a linear map gives it, as some ask for a view.
+        answer = self.way.lay_out(self.answer).reshape(*x.shape[:-1], -1)
+        return answer.clone(memory_format=torch.contiguous_format)
 
 
 class ReachedError(Exception):
@@ -312,7 +339,7 @@ def run_copy(
         is_traced: note what the modules without a stub within were given and gave.
 
     Returns:
-        What came of it.
+        What came of it; no output if what failed came after all stubs had been called.
     """
     memo: dict[int, Any] = {id(linear): stub for linear, stub in stubs.items()}  # taken for copied already
     trial = copy.deepcopy(module, memo)
@@ -338,6 +365,10 @@ def run_copy(
         output = trial.forward(*args, **kwargs)
     except ReachedError as reached:
         (output,) = reached.args
+    except Exception:
+        if not all(stub.was_called for stub in stubs.values()):
+            raise
+        output = None  # what fails after the last of the maps matters to none of them
     run.output = output[0] if isinstance(output, tuple) else output
     return run
 
@@ -347,8 +378,12 @@ class _WithoutChoice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is F.linear and len(args) > 1 and hasattr(args[1], "_stands_for"):
-            return args[1]._stands_for(args[0])  # a weight that is used without its module being called
+        if func is F.linear:
+            taken, weight = (
+                args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(("input", "weight"))
+            )
+            if hasattr(weight, "_stands_for"):  # a weight that is used without its module being called
+                return weight._stands_for(taken)
         if func in (F.dropout, torch.dropout):
             return args[0] if args else kwargs["input"]
         if func in (torch.topk, Tensor.topk):

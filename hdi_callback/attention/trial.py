@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention import projections
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.probe import Answer, MadeUp, Receive, Stub, in_private, run_copy, ways_to_run
 
@@ -33,12 +35,35 @@ _MATTERS = 1e-3  # the least of a key's features, relative to the largest
 _CHANGED, _SAME = 1e-4, 1e-5  # relative to the largest output
 
 
-def acts_as_claimed(layer: AttentionLayer, ways: Sequence[MadeUp] | None = None) -> bool | None:
+@dataclass(frozen=True)
+class Beside:
+    """What is known of a module beside the heads that are claimed.
+
+    Attributes:
+        receiver: the module that is given the heads' outputs, where that is not the output projection.
+        aside: linear maps that answer with the same features whatever is changed, as those do that only add to the
+            scores. Who names them has seen that they do nothing else.
+        width: features of the module's tokens, where that is not what the queries are made of.
+    """
+
+    receiver: nn.Module | None = None
+    aside: tuple[nn.Module, ...] = ()
+    width: int | None = None
+
+
+_NOTHING = Beside()
+
+
+def acts_as_claimed(
+    layer: AttentionLayer, ways: Sequence[MadeUp] | None = None, beside: Beside = _NOTHING
+) -> bool | None:
     """Tell whether a module really computes attention with the heads that a layout claims.
 
     Args:
-        layer: the claim; its output projection, if it has one, is a linear map within the module.
+        layer: the claim; its output projection, if it has one, is a linear map within the module. Where it has no
+            query, what the module's own parts give in a copy stands for it.
         ways: inputs to try it with; those that are made up by default.
+        beside: what is known of the module beside the claim.
 
     Returns:
         True or False where the trial could be made; `None` where it could not, such as when the module needs inputs
@@ -47,11 +72,14 @@ def acts_as_claimed(layer: AttentionLayer, ways: Sequence[MadeUp] | None = None)
     verdicts = []
     for way in ways_to_run(layer.module, layer.head_dim) if ways is None else ways:
         for seed in range(_SEEDS):
-            verdict = _try(layer, way, seed)
+            verdict = _try(layer, way, seed, beside)
             if verdict:
-                verdict = _attends_by_one_score(layer, way, seed)
+                verdict = _attends_by_one_score(layer, way, seed, beside)
             if verdict:
                 return True
+            # Where batch and length are swapped, what is seen says nothing of the heads.
+            if verdict is False and not _keeps_sequences_apart(layer, way, seed, beside):
+                verdict = None
             verdicts.append(verdict)
             if verdict is None:
                 break
@@ -59,7 +87,7 @@ def acts_as_claimed(layer: AttentionLayer, ways: Sequence[MadeUp] | None = None)
     return False if False in verdicts and layer.output_projection is not None else None
 
 
-def _attends_by_one_score(layer: AttentionLayer, way: MadeUp, seed: int) -> bool | None:
+def _attends_by_one_score(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> bool | None:
     """Tell whether all features of a key act together, as one score; `None` if it could not be tried."""
     # Then the derivatives of any two functions of a head's output by its key at one token have the same direction. They
     # have not where a head is two, whose weights are added or subtracted.
@@ -70,7 +98,7 @@ def _attends_by_one_score(layer: AttentionLayer, way: MadeUp, seed: int) -> bool
     heads = torch.linspace(0, H - 1, min(H, _HEADS_TRIED)).long()  # all are computed in one way
     try:
         with in_private(seed), torch.enable_grad():
-            changes = _Changes(layer, way.tokens)
+            changes = _Changes(layer, way.tokens, beside)
             changes.batch = len(heads)
             changes.answers = {one: answer[:1].repeat(len(heads), 1, 1) for one, answer in changes.answers.items()}
             leaf = changes.answers[linear].requires_grad_()
@@ -110,20 +138,20 @@ def contradiction(layer: AttentionLayer, ways: Sequence[MadeUp]) -> str | None:
         return None
     shown = None
     for way, seed in itertools.product(ways, range(_SEEDS)):
-        look = _look(layer, way, seed)
+        look = _look(layer, way, seed, _NOTHING)
         if look is True:
             return None
-        if look and shown is None and _keeps_sequences_apart(layer, way, seed):
+        if look and shown is None and _keeps_sequences_apart(layer, way, seed, _NOTHING):
             shown = look
     return shown
 
 
-def _keeps_sequences_apart(layer: AttentionLayer, way: MadeUp, seed: int) -> bool:
+def _keeps_sequences_apart(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> bool:
     """Tell whether changes in other sequences leave the first as it is; they do not if batch and length are swapped."""
     outputs = []
     for is_changed in (True, False):
         with in_private(seed), torch.no_grad():
-            changes = _Changes(layer, way.tokens)
+            changes = _Changes(layer, way.tokens, beside)
             if not is_changed:
                 changes.answers = {linear: answer[:1].expand_as(answer) for linear, answer in changes.answers.items()}
             found = _forward(layer, changes, way)
@@ -132,16 +160,16 @@ def _keeps_sequences_apart(layer: AttentionLayer, way: MadeUp, seed: int) -> boo
     return bool((outputs[0] - outputs[1]).abs().max() < _SAME * outputs[0].abs().max())
 
 
-def _try(layer: AttentionLayer, way: MadeUp, seed: int) -> bool | None:
-    shown = _look(layer, way, seed)
+def _try(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> bool | None:
+    shown = _look(layer, way, seed, beside)
     return shown if shown is None else shown is True
 
 
-def _look(layer: AttentionLayer, way: MadeUp, seed: int) -> Literal[True] | str | None:
+def _look(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> Literal[True] | str | None:
     """True if the heads are seen; what contradicts them, empty if they are just not seen; `None` if nothing ran."""
     try:
         with in_private(seed), torch.no_grad():
-            changes = _Changes(layer, way.tokens)
+            changes = _Changes(layer, way.tokens, beside)
             outputs = _forward(layer, changes, way)
     except Exception:
         return None
@@ -154,12 +182,14 @@ def _forward(layer: AttentionLayer, changes: _Changes, way: MadeUp) -> Tensor | 
     """Run a copy with stubs for projections; give what reaches the output projection, ``(batch, length, H, d_v)``."""
     stubs: dict[nn.Module, Stub] = {}
     for linear, answer in changes.answers.items():
-        features_in = next(_outer(layer, role).in_features for role in layer.slices if _linear(layer, role) is linear)
-        stubs[linear] = Answer(features_in, answer, way)
-    answers = list(stubs.values())
-    if layer.output_projection is not None:
-        stubs[layer.output_projection] = Receive(layer.num_heads * layer.value_dim, 1)
-    width = layer.slices["query" if "query" in layer.slices else "key"].in_features
+        roles = [role for role in layer.slices if _linear(layer, role) is linear]
+        taken = _outer(layer, roles[0]).in_features if roles else projections.features(linear)[0]
+        stubs[linear] = Answer(taken, answer, way)
+    answers = [stubs[linear] for linear in changes.answers if linear not in changes.beside.aside]
+    receiver = changes.beside.receiver or layer.output_projection
+    if receiver is not None:
+        stubs[receiver] = Receive(layer.num_heads * layer.value_dim, 1)
+    width = changes.beside.width or layer.slices["query" if "query" in layer.slices else "key"].in_features
     run = run_copy(layer.module, stubs, way, batch=changes.batch, width=width)
     if not all(isinstance(stub, Answer) and stub.was_called for stub in answers):
         return None
@@ -173,12 +203,12 @@ def _forward(layer: AttentionLayer, changes: _Changes, way: MadeUp) -> Tensor | 
 class _Changes:
     """The projections' answers: in element 0 of the batch as drawn, in each other one with some heads changed."""
 
-    def __init__(self, layer: AttentionLayer, tokens: int) -> None:
-        self.layer, self.tokens = layer, tokens
+    def __init__(self, layer: AttentionLayer, tokens: int, beside: Beside) -> None:
+        self.layer, self.tokens, self.beside = layer, tokens, beside
         H, G = layer.num_heads, layer.num_key_heads
         # what is changed, and in which of its heads
         self.cases: list[tuple[Literal["query", "key", "value", "ones", "weights"], Tensor]] = [
-            *(("query", heads) for heads in _subsets(H)),
+            *(("query", heads) for heads in _subsets(H) if "query" in layer.slices),
             *(("key", heads) for heads in _subsets(G)),
             # Where values are the keys, twice the values would be twice the keys.
             *(("value", heads) for heads in _subsets(G) if _outer(layer, "key") != _outer(layer, "value")),
@@ -190,6 +220,8 @@ class _Changes:
         self.answers: dict[nn.Module, Tensor] = {}
         roles: tuple[Role, ...] = ("query", "key", "value")
         for role in roles:
+            if role not in layer.slices:
+                continue
             linear = _linear(layer, role)
             features = _outer(layer, role).features[1]
             if linear not in self.answers:
@@ -200,6 +232,9 @@ class _Changes:
                 # So that products of queries and keys are of order one both with and without a scale.
                 part = _outer(layer, role)
                 self.answers[linear][..., part.index()] *= part.width**-0.125
+        for linear in beside.aside:
+            drawn = torch.randn(1, tokens, projections.features(linear)[1])
+            self.answers.setdefault(linear, drawn.expand(self.batch, -1, -1))
         for element, (case, heads) in enumerate(self.cases, 1):
             changed: Role = "query" if case == "query" else "key" if case == "key" else "value"
             rows = _outer(layer, changed).index()

@@ -249,7 +249,7 @@ class NeedsTables(by_hand.Interleaved):
     """Inputs that nobody can make up."""
 
     def forward(self, x, tables):
-        return super().forward(x) * tables["scale"]
+        return super().forward(x * tables["scale"])
 
 
 def test_a_real_forward_shows_what_made_up_inputs_cannot():
