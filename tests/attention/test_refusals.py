@@ -25,22 +25,14 @@ LOOK_ALIKES = {
     by_hand.DoesNotDivide: "its query projection has 32 rows, which 5 heads do not divide",
     by_hand.TooFewKeys: "its key projection has rows for 2 heads of width 8, but it names none",
     by_hand.OddOutput: "its output projection takes 64 features, expected 4 heads x 8",
-    **dict.fromkeys(
-        [by_hand.OverChannels, by_hand.OutputsInAnotherOrder],
-        "does not hold all queries, then all keys, then all values",
-    ),
-    **dict.fromkeys(
-        [
-            by_hand.KeysMixed,
-            by_hand.KeysRolled,
-            by_hand.TokensMixed,
-            by_hand.ValuesSquashed,
-            by_hand.KeysIgnored,
-            by_hand.DifferentialByConstant,
-            by_hand.GroupsTiled,
-        ],
-        "its heads are not the blocks of rows that its shapes suggest",
-    ),
+    by_hand.OverChannels: "its keys are made of several tokens, or its scores are not those of tokens",
+    by_hand.OutputsInAnotherOrder: "the outputs of its heads do not lie side by side",
+    by_hand.KeysMixed: "its heads share features",
+    by_hand.KeysRolled: "the features of the heads lie in no regular order in its projection `k_proj`",
+    by_hand.ValuesSquashed: "not those of one value map",
+    by_hand.KeysIgnored: "its heads are not the blocks of rows that its shapes suggest",
+    by_hand.DifferentialByConstant: "mixed or normed before it reaches the output projection",
+    by_hand.GroupsTiled: "do not share keys and values in groups side by side",
     by_hand.LowRankMLA: "none of the known layouts fits its parameters",
     by_hand.HiddenAttention: "none of the known layouts fits its parameters",
 }
@@ -62,13 +54,14 @@ def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
     assert LOOK_ALIKES[kind] in refusal.reason
 
 
+def test_queries_that_see_other_tokens_are_left_out_of_the_layer():
+    (layer,) = find_attention(nn.ModuleDict({"odd": by_hand.TokensMixed()}))
+    assert sorted(layer.slices) == ["key", "output", "value"]
+    assert layer.slices["key"].index().flatten().tolist() == list(range(D))
+
+
 REFUSED = {  # and how many layers there are
     "Longformer, windows": (tf.LongformerConfig(**SMALL | {"sep_token_id": 2}, attention_window=4), 2),
-    "LeViT, an activation behind attention": (
-        tf.LevitConfig(image_size=16, hidden_sizes=[16, 24, 32], num_attention_heads=[2, 2, 2], depths=[1, 1, 1],
-                       key_dim=[4, 4, 4], patch_size=4),
-        5,
-    ),
 }  # fmt: skip
 
 

@@ -66,7 +66,8 @@ def for_model(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     base = {"use_cache": False} if "use_cache" in names else {}
-    later = ("decoder_input_ids", "future_values", "future_time_features", "input_points", "input_labels")
+    later = ("decoder_input_ids", "future_values", "future_time_features", "input_points", "input_labels",
+             "protein_input_ids", "protein_attention_mask", "audio_mel", "audio_mel_mask")  # fmt: skip
     decoder = [name for name in later if name in names]
     all_known = [name for name in shapes if name in names and not name.startswith(("inputs_embeds", "encoder_"))]
     plain = [
@@ -176,6 +177,10 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         "codes": [_tokens(batch, LENGTH, 100)],
         "audio_codes": [_tokens(batch, LENGTH, 100)[:, None], _tokens(batch, LENGTH, 100)[..., None]],
         "attention_mask": [torch.ones(batch, LENGTH, dtype=torch.long)],
+        "protein_input_ids": [_tokens(batch, LENGTH, vocabulary)],
+        "protein_attention_mask": [torch.ones(batch, LENGTH, dtype=torch.long)],
+        "audio_mel": [_noise(batch, 48, read(config, "input_feat_size", default=mels))],
+        "audio_mel_mask": [torch.zeros(batch, 48, dtype=torch.bool)],
         "input_points": [_noise(batch, 2, 3, 2).abs()],
         "input_labels": [torch.ones(batch, 2, 3, dtype=torch.long)],
         "classes_input_ids": [_tokens(2 * batch, LENGTH, vocabulary)],
@@ -222,7 +227,8 @@ def for_attention(
     """Give arguments for a single attention module, where the model around it does not run."""
     maps = [m for m in module.modules() if isinstance(getattr(m, "weight", None), Tensor) and m.weight.dim() == 2]
     taken = [m.weight.shape[0] if type(m).__name__ == "Conv1D" else m.weight.shape[1] for m in maps]
-    widths = list(dict.fromkeys(([width] if width else []) + taken[:3]))[:3]
+    normed = [m.normalized_shape[-1] for m in module.modules() if isinstance(m, nn.LayerNorm)]
+    widths = list(dict.fromkeys(([width] if width else []) + normed[:1] + taken[:3]))[:3]
     signature = {
         name: parameter
         for name, parameter in inspect.signature(module.forward).parameters.items()
@@ -236,7 +242,7 @@ def for_attention(
     dims = list(dict.fromkeys(d for d in (head_dim, getattr(module, "head_dim", None), 8, 4, 16) if isinstance(d, int)))
     packed = any("cu_seqlens" in name for name in signature)
     for d, rotation, given, lengths in itertools.islice(
-        itertools.product(widths, [*dims, None], (False, True), (LENGTH, 16)), 60
+        itertools.product(widths, [*dims, None], (False, True), (LENGTH, 16)), 56
     ):
         kwargs: dict[str, Any] = {}
         for index, (name, parameter) in enumerate(signature.items()):
@@ -270,3 +276,7 @@ def for_attention(
             elif is_needed:
                 kwargs[name] = None
         yield kwargs
+    for d in widths[:2]:  # of pairs of tokens
+        kwargs = {name: None for name, parameter in signature.items() if parameter.default is parameter.empty}
+        kwargs |= {name: torch.ones(batch, LENGTH, dtype=torch.bool) for name in kwargs if "mask" in name}
+        yield kwargs | {next(iter(signature)): _noise(batch, LENGTH, LENGTH, d)}
