@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import nn
 
 from hdi_callback.attention.given import Recorder
-from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.heads import AttentionLayer, HeadSlice
 from hdi_callback.attention.layouts import Place, found_by_behaviour
+from hdi_callback.attention.probe import MadeUp
+from hdi_callback.attention.received import NoHeadsError, find_by_scores
 from hdi_callback.attention.trial import contradiction
 
 
@@ -40,11 +43,28 @@ class HeadCheck(Recorder):
             be run again with these arguments, is not among them.
         """
         seen = {name: ways for name, ways in self.take().items() if name not in leave_out}
-        shown = {
-            name: contradiction(self._layers[name], [way for way in ways if not way.is_whole])
-            for name, ways in seen.items()
+        shown = {name: contradiction(self._layers[name], ways) for name, ways in seen.items()}
+        return {
+            name: what
+            for name, what in shown.items()
+            if what is not None and not _scores_confirm(self._layers[name], seen[name])
         }
-        return {name: what for name, what in shown.items() if what is not None}
+
+
+def _scores_confirm(layer: AttentionLayer, ways: Sequence[MadeUp]) -> bool:
+    """Tell whether the scores show the claimed heads: where tokens change places, the outputs alone deceive."""
+    try:
+        found = find_by_scores(layer.name, layer.module, ways)
+    except NoHeadsError:
+        return False
+    return all(
+        isinstance(part, HeadSlice)
+        and role in layer.slices
+        and isinstance(claimed := layer.slices[role], HeadSlice)
+        and claimed.parameter == part.parameter
+        and torch.equal(claimed.index(), part.index())
+        for role, part in found.slices.items()
+    )
 
 
 class HeadSearch(Recorder):
@@ -56,18 +76,27 @@ class HeadSearch(Recorder):
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = {place.name: place for place in places}
-        super().__init__({place.name: place.module for place in places})
+        super().__init__({place.name: place.module for place in places}, keeps_whole=True)
 
-    def found(self) -> list[AttentionLayer]:
+    def found(self, reasons: dict[str, str] | None = None) -> list[AttentionLayer]:
         """Look, and let go of the arguments.
+
+        Args:
+            reasons: a dict for what was seen instead of heads: name -> reason.
 
         Returns:
             The layers that were found.
         """
         # Where a projection is spread over ranks, a module may count the heads of its own rank alone.
         ways = {name: ways for name, ways in self.take().items() if ways and not _is_spread(self._places[name].module)}
-        layers = (found_by_behaviour(self._places[name], given) for name, given in ways.items())
-        return [layer for layer in layers if layer is not None]
+        layers = []
+        for name, given in ways.items():
+            shown: list[str] = []
+            layer = found_by_behaviour(self._places[name], given, shown)
+            layers += [] if layer is None else [layer]
+            if layer is None and shown and reasons is not None:
+                reasons[name] = shown[0]
+        return layers
 
 
 def _is_spread(module: nn.Module) -> bool:

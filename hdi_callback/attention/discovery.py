@@ -127,10 +127,13 @@ def survey(
         elif _looks_like_attention(place):
             unknown = place.refuse("none of the known layouts fits its parameters, and a trial forward shows no heads")
             refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(unknown))
-    _look_at_behaviour(places, layers)
+    reasons: dict[str, str] = {}  # what was seen instead of heads
+    _look_at_behaviour(places, layers, reasons)
     undecided = {name: places[name] for name in refusals if name not in layers}
     if forward is not None and undecided:
-        _look_at_forward(undecided, layers, forward)
+        _look_at_forward(undecided, layers, forward, reasons)
+    for name in refusals.keys() & reasons.keys():
+        refusals[name] = Refusal(name, refusals[name].module_type, str(places[name].refuse(reasons[name])))
     described = [name for name in places if name in layers or name in refusals]
     # A wrapper is told apart by its parts: what contains a described or refused attention is not reported itself.
     refused = [
@@ -154,9 +157,10 @@ def survey(
     )
 
 
-def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionLayer]) -> None:
-    """Find heads where no layout does, from the innermost modules outwards; adds to `layers`."""
+def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionLayer], reasons: dict[str, str]) -> None:
+    """Find heads where no layout does, from the innermost modules outwards; adds to `layers` and `reasons`."""
     seen: dict[tuple[Any, ...], AttentionLayer | None] = {}  # a model has many alike
+    why: dict[tuple[Any, ...], str] = {}
     for name in sorted(places, key=lambda name: len(name.split(".")) if name else 0, reverse=True):
         place = places[name]
         if any(name == other or _is_inside(name, other) or _is_inside(other, name) for other in layers):
@@ -164,18 +168,26 @@ def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionL
         shapes = tuple((path, tuple(parameter.shape)) for path, parameter in place.module.named_parameters())
         alike = (type(place.module), shapes)
         if alike in seen and seen[alike] is None:
+            if alike in why:
+                reasons[name] = why[alike]
             continue
+        shown: list[str] = []
         layer = found_alike(place, seen[alike]) if alike in seen else None
-        layer = found_by_behaviour(place) if layer is None else layer
+        layer = found_by_behaviour(place, None, shown) if layer is None else layer
         seen[alike] = layer
+        if shown:
+            reasons[name] = why[alike] = shown[0]
         if layer is not None:
             layers[name] = layer
 
 
 def _look_at_forward(
-    undecided: Mapping[str, Place], layers: dict[str, AttentionLayer], forward: Callable[[], Any]
+    undecided: Mapping[str, Place],
+    layers: dict[str, AttentionLayer],
+    forward: Callable[[], Any],
+    reasons: dict[str, str],
 ) -> None:
-    """Find heads of what was refused with the inputs of a real forward; adds to `layers`."""
+    """Find heads of what was refused with the inputs of a real forward; adds to `layers` and `reasons`."""
     search = HeadSearch(list(undecided.values()))
     try:
         search.arm()
@@ -183,7 +195,7 @@ def _look_at_forward(
             forward()
     finally:
         search.suspend()
-    layers.update({layer.name: layer for layer in search.found()})
+    layers.update({layer.name: layer for layer in search.found(reasons)})
 
 
 def _first_line(error: Exception) -> str:

@@ -22,10 +22,11 @@ class Recorder:
 
     Args:
         modules: the modules, by their names.
+        keeps_whole: keep the arguments as they are too, where they are small.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Mapping[str, nn.Module], *, keeps_whole: bool = False) -> None:
+        self._modules, self._keeps_whole = modules, keeps_whole
         self._seen: dict[str, list[Given]] = {}
         self._handles: list[RemovableHandle] = []
         self.is_armed = False
@@ -64,7 +65,7 @@ class Recorder:
             if torch.compiler.is_compiling() or not self.is_armed or name in self._seen:
                 return
             try:
-                self._seen[name] = given(module, args, kwargs)
+                self._seen[name] = given(module, args, kwargs, is_whole=self._keeps_whole)
             except Exception:  # what cannot be cut is not tried
                 self._seen[name] = []
 
@@ -102,17 +103,19 @@ class Given(MadeUp):
         return _each(self.args, batch, place), _each(dict(self.kwargs), batch, place)
 
 
-def given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Given]:
+def given(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_whole: bool = False
+) -> list[Given]:
     """Cut the arguments of a forward.
 
     Args:
         module: the module whose forward it is.
         args: by position.
         kwargs: by name.
+        is_whole: give them as they are too, if they are small.
 
     Returns:
-        The cut arguments, once for each order that the dimensions of the tokens may have, and if they are small once
-        as they are; copies.
+        The cut arguments, once for each order that the dimensions of the tokens may have, then as they are; copies.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not tensors:
@@ -131,7 +134,7 @@ def given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if tokens.dim() == 3 and _is_small(tokens.shape[1], tokens):  # a length that the module insists on
         cut = _Cut(tokens.shape[0], frozenset(), 0)
         ways.append(Given("batch first", tokens.shape[1], args=cut(args), kwargs=cut(dict(kwargs))))
-    if sum(tensor.numel() for tensor in _all_tensors((args, kwargs))) <= _LARGEST:
+    if is_whole and sum(tensor.numel() for tensor in _all_tensors((args, kwargs))) <= _LARGEST:
         cut = _Cut(0, frozenset(), 0)
         ways.append(Given("batch first", 1, args=cut(args), kwargs=cut(dict(kwargs)), is_whole=True))
     return _with_and_without_norms(module, ways)

@@ -25,7 +25,7 @@ from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_
 from hdi_callback.attention.norms import with_norms
 from hdi_callback.attention.probe import MadeUp, ways_to_run
 from hdi_callback.attention.projections import is_linear
-from hdi_callback.attention.received import find_by_scores
+from hdi_callback.attention.received import NoHeadsError, find_by_scores
 from hdi_callback.attention.trial import acts_as_claimed
 from hdi_callback.errors import UnsupportedAttentionError
 
@@ -112,12 +112,15 @@ def describe_attention(place: Place) -> AttentionLayer | None:
     return None
 
 
-def found_by_behaviour(place: Place, ways: Sequence[MadeUp] | None = None) -> AttentionLayer | None:
+def found_by_behaviour(
+    place: Place, ways: Sequence[MadeUp] | None = None, reasons: list[str] | None = None
+) -> AttentionLayer | None:
     """Find heads that no layout knows by what a copy of the module does.
 
     Args:
         place: the module and where it stands.
         ways: inputs to try it with; those that are made up by default.
+        reasons: a list to which what was seen instead of heads is added.
 
     Returns:
         The layer; `None` if the module does not act as attention, could not be run, or has a layout of the user's own.
@@ -127,9 +130,12 @@ def found_by_behaviour(place: Place, ways: Sequence[MadeUp] | None = None) -> At
     by_token = None if ways is None else [way for way in ways if not getattr(way, "is_whole", False)]
     layer = None if by_token == [] else find_heads(place.name, place.module, by_token)
     if layer is None:
-        layer = find_by_scores(place.name, place.module, ways or islice(ways_to_run(place.module), _MOST_WAYS))
-    if layer is None:
-        return None
+        try:
+            layer = find_by_scores(place.name, place.module, ways or islice(ways_to_run(place.module), _MOST_WAYS))
+        except NoHeadsError as error:
+            if reasons is not None and str(error):
+                reasons.append(str(error))
+            return None
     layer = with_norms(layer)
     if layer.output_projection is not None:
         return layer

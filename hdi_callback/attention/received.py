@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,11 @@ _MOST_IN_VAIN = 4  # ways that run, and show no heads
 _MOST_SCORES = 2**24
 
 
-def find_by_scores(name: str, module: nn.Module, ways: Sequence[MadeUp]) -> AttentionLayer | None:
+class NoHeadsError(Exception):
+    """A module has no heads that can be read: what its scores show instead, nothing if it could not be run."""
+
+
+def find_by_scores(name: str, module: nn.Module, ways: Iterable[MadeUp]) -> AttentionLayer:
     """Find the heads of a module by what its scores depend on.
 
     Args:
@@ -51,26 +55,29 @@ def find_by_scores(name: str, module: nn.Module, ways: Sequence[MadeUp]) -> Atte
         ways: inputs to try it with.
 
     Returns:
-        The layer, without a query where that is no projection of an input; `None` if it computes no attention with
-        heads of their own, or could not be run.
+        The layer, without a query where that is no projection of an input.
+
+    Raises:
+        NoHeadsError: if it computes no attention with heads of their own, or could not be run.
     """
     linears = linear_maps(module, projections.is_map)
     if not 2 <= len(linears) <= _MOST_LINEARS:
-        return None
+        raise NoHeadsError
     if any(projections.objection(linear) is not None for linear in linears.values()):
-        return None
-    in_vain = 0
+        raise NoHeadsError
+    seen: list[str] = []
     for way in ways:
         try:
             found = _found(module, linears, way, 0)
-            if found is not None and found == _found(module, linears, way, 1):
+            if found == _found(module, linears, way, 1):
                 return _layer(name, module, linears, found)
+        except NoHeadsError as error:
+            seen.append(str(error))
         except Exception:  # a module that cannot be run so is not known
             continue
-        in_vain += 1
-        if in_vain == _MOST_IN_VAIN:
+        if len(seen) == _MOST_IN_VAIN:
             break
-    return None
+    raise NoHeadsError(next((why for why in seen if why), ""))
 
 
 _Rows = tuple[str, tuple[tuple[int, ...], ...]]  # a linear map, and the features of each head in it
@@ -86,20 +93,24 @@ class _Found:
 
 
 def _layer(name: str, module: nn.Module, linears: dict[str, nn.Module], found: _Found) -> AttentionLayer:
-    slices: dict[Role, HeadSlice] = {}
-    for role, (path, rows) in found.rows.items():
-        index = torch.tensor(rows)
-        slices[role] = fit_slice(module, f"{path}.weight", index, projections.is_transposed(linears[path]))
+    slices = {role: _slice(module, linears, *rows) for role, rows in found.rows.items()}
     output = linears[found.rows["output"][0]] if found.is_called else None
     key, value = slices["key"], slices["value"]
     kind = describe_kind(slices)
     return AttentionLayer(name, module, found.heads, key.heads, key.width, value.width, kind, slices, output)
 
 
+def _slice(module: nn.Module, linears: dict[str, nn.Module], path: str, rows: tuple[tuple[int, ...], ...]) -> HeadSlice:
+    try:
+        return fit_slice(module, f"{path}.weight", torch.tensor(rows), projections.is_transposed(linears[path]))
+    except ValueError as error:
+        raise NoHeadsError(f"{error} in its projection `{path}`") from None
+
+
 # --- one draw
 
 
-def _found(module: nn.Module, linears: dict[str, nn.Module], way: MadeUp, seed: int) -> _Found | None:
+def _found(module: nn.Module, linears: dict[str, nn.Module], way: MadeUp, seed: int) -> _Found:
     with in_private(seed), torch.enable_grad():
         return _Look(module, linears, way).find()
 
@@ -170,16 +181,17 @@ class _Look:
         self.place: int | None = None  # else the place of that in what comes back
         self.seed = int(torch.randint(2**31, ()))
 
-    def find(self) -> _Found | None:
+    def find(self) -> _Found:
         seen = self._run(_random, lambda _, weights: weights.requires_grad_())
-        if not seen.watch.scores or sum(scores.numel() for scores in seen.watch.scores) > _MOST_SCORES:
-            return None
-        heads = self._heads(seen) if self._find_receiver(seen) else None
-        if heads is None:
-            return None
-        paths = {head.key[0] for head in heads} | {head.query[0] for head in heads if head.query}
-        if any(self._is_fed(seen, path) for path in paths):
-            return None
+        if not seen.watch.scores:
+            raise NoHeadsError
+        if sum(scores.numel() for scores in seen.watch.scores) > _MOST_SCORES:
+            raise NoHeadsError("it computes more scores than a trial can look at")
+        self._find_receiver(seen)
+        heads = self._heads(seen)
+        for path in {head.key[0] for head in heads} | {head.query[0] for head in heads if head.query}:
+            if self._is_fed(seen, path):
+                raise NoHeadsError(f"its projection `{path}` is given what another one makes")
         return self._claim(heads, seen)
 
     # --- running
@@ -196,25 +208,33 @@ class _Look:
 
     # --- 1. and 2. queries and keys
 
-    def _heads(self, seen: _Seen) -> list[_Head] | None:
+    def _heads(self, seen: _Seen) -> list[_Head]:
         received = self._received(seen)
         heads: dict[Any, _Head] = {}
+        why = NoHeadsError()
         for event, weights in enumerate(seen.watch.weights):
             if not _depends(received, [weights]):
                 if self._leads_elsewhere(seen, event):
-                    return None  # a second attention
+                    raise NoHeadsError("it computes more than one attention")
                 continue
-            by_features = self._by_features(seen, event)
-            for number, head in enumerate(by_features):
-                if self._look_at(seen, head):
-                    known = heads.setdefault((head.queries, head.key), head)
-                    known.rows += [] if known is head else head.rows
-                elif number:
-                    return None
-                else:  # no scores of attention, but those of a router, say
+            for number, head in enumerate(self._by_features(seen, event)):
+                try:
+                    self._look_at(seen, head)
+                except NoHeadsError as error:
+                    if number:
+                        raise
+                    why = error  # no scores of attention, but those of a router, say
                     break
+                known = heads.setdefault((head.queries, head.key), head)
+                known.rows += [] if known is head else head.rows
         found = list(heads.values())
-        return found if len(found) > 1 and _are_apart(found) else None
+        if not found:
+            raise why
+        if len(found) == 1:
+            raise NoHeadsError("all its scores depend on the same features, as those of one head or of heads that mix")
+        if not _are_apart(found):
+            raise NoHeadsError("its heads share features, or differ in width")
+        return found
 
     def _by_features(self, seen: _Seen, event: int) -> list[_Head]:
         """Group rows of scores by the features that they depend on."""
@@ -234,8 +254,8 @@ class _Look:
         used = [*_tensors(seen.run.output), *(one for stub in seen.stubs.values() for one in stub.received)]
         return any(_depends(tensor, [seen.watch.weights[event]]) for tensor in used)
 
-    def _look_at(self, seen: _Seen, head: _Head) -> bool:
-        """Tell the query from the key of a head; False if these are no scores of attention over tokens."""
+    def _look_at(self, seen: _Seen, head: _Head) -> None:
+        """Tell the query from the key of a head; an error if these are no scores of attention over tokens."""
         for event, row in head.rows:
             scores = seen.watch.scores[event]
             flat = scores.reshape(-1, scores.shape[-1])
@@ -262,20 +282,24 @@ class _Look:
                 for column, elements in both.items():
                     left -= self._positions(seen, scores, row, column, _without(elements, keys[column]))
                 if left:
-                    return False
-            return self._take(head, query, list(keys.values()))
-        return False
+                    raise NoHeadsError(_sums(both.values()))
+            self._take(head, query, list(keys.values()))
+            return
+        raise NoHeadsError("it has one key for each query, which tells nothing")
 
-    def _take(self, head: _Head, query: _Elements, keys: list[_Elements]) -> bool:
+    def _take(self, head: _Head, query: _Elements, keys: list[_Elements]) -> None:
         of_keys = {_features(elements) for elements in keys}
         tokens = {_token(elements) for elements in keys}
-        if len(of_keys) != 1 or None in tokens or len(tokens) != len(keys):
-            return False
+        if any(len(features) > 1 for features in of_keys):
+            raise NoHeadsError(_sums(keys))
+        if None in tokens or len(tokens) != len(keys):
+            raise NoHeadsError("its keys are made of several tokens, or its scores are not those of tokens")
+        if len(of_keys) != 1:
+            raise NoHeadsError("its scores are not those of tokens")
         (of_key,) = of_keys
         head.key, head.queries = of_key[0], _features(query)
         # A query may be learned, or of several tokens: then it is no map of a token.
         head.query = head.queries[0] if len(head.queries) == 1 and _token(query) is not None else None
-        return True
 
     def _columns(self, seen: _Seen, of_row: Tensor) -> list[int]:
         """Choose scores of a row that depend on something."""
@@ -345,18 +369,19 @@ class _Look:
 
     # --- 3. values and outputs
 
-    def _find_receiver(self, seen: _Seen) -> bool:
+    def _find_receiver(self, seen: _Seen) -> None:
         """Find the first linear map that is given what depends on the attention weights; else it is what comes back."""
         for path, stub in seen.stubs.items():
             for call, received in enumerate(stub.received):
                 if _depends(received, seen.watch.weights):
                     if call:
-                        return False
+                        raise NoHeadsError(f"its projection `{path}` is called before and after attention")
                     self.receiver = path
-                    return True
+                    return
         outputs = list(_tensors(seen.run.output))
         self.place = next((i for i, one in enumerate(outputs) if _depends(one, seen.watch.weights)), None)
-        return self.place is not None
+        if self.place is None:
+            raise NoHeadsError
 
     def _received(self, seen: _Seen) -> Tensor:
         """Give what the output projection receives, or what comes back, ``(tokens, features)``."""
@@ -378,19 +403,19 @@ class _Look:
         one, other = (self._received(self._run(drawn, changed)) for changed in changes)
         return (one - other).detach()
 
-    def _claim(self, heads: list[_Head], seen: _Seen) -> _Found | None:
+    def _claim(self, heads: list[_Head], seen: _Seen) -> _Found:
         H = len(heads)
         of_head = self._coded_heads(heads)
         if of_head is None or len(of_head) % H:
-            return None
+            raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
         width = len(of_head) // H
         order = of_head[::width]
         if sorted(order.tolist()) != list(range(H)) or not torch.equal(order.repeat_interleave(width), of_head):
-            return None  # outputs of heads that do not lie side by side
+            raise NoHeadsError("the outputs of its heads do not lie side by side in what the output projection takes")
         heads = [heads[number] for number in order.tolist()]
         values = self._coded_values(seen, heads)
         if values is None:
-            return None
+            raise NoHeadsError("the features of its heads' outputs are not those of one value map at one token")
         path, numbers = values
         rows: dict[Role, _Rows | None] = {
             "value": _distinct(path, numbers.view(H, width).tolist()),
@@ -403,9 +428,10 @@ class _Look:
             features = range(H * width)
             rows["output"] = (self.receiver, tuple(tuple(features[i * width : (i + 1) * width]) for i in range(H)))
         found = {role: one for role, one in rows.items() if one is not None}
-        is_whole = len(found) == len(rows) and len(found["key"][1]) == len(found["value"][1])
+        if len(found) < len(rows) or len(found["key"][1]) != len(found["value"][1]):
+            raise NoHeadsError("its heads do not share keys and values in groups side by side")
         is_called = self.receiver is not None and seen.stubs[self.receiver].is_called
-        return _Found(found, H, is_called) if is_whole else None
+        return _Found(found, H, is_called)
 
     def _coded_heads(self, heads: list[_Head]) -> Tensor | None:
         """Tell for each feature of the output the head whose weights it is an average by, ``(features,)``."""
@@ -531,7 +557,9 @@ def _numbers(plain: Tensor, coded: list[Tensor], digit: Callable[[Tensor], Tenso
 
 def _distinct(path: str, rows: list[list[int]]) -> _Rows | None:
     distinct = distinct_rows(torch.tensor(rows))
-    return None if distinct is None else (path, tuple(map(tuple, distinct.tolist())))
+    if distinct is None or len(torch.unique(distinct, dim=0)) != len(distinct):
+        return None
+    return path, tuple(map(tuple, distinct.tolist()))
 
 
 def _rows(shape: Sequence[int]) -> list[int]:
@@ -563,6 +591,11 @@ def _depends(tensor: Tensor, on: list[Tensor]) -> bool:
     loss = (tensor * torch.randn_like(tensor)).sum()
     gradients = torch.autograd.grad(loss, on, retain_graph=True, allow_unused=True)
     return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
+def _sums(keys: Iterable[_Elements]) -> str:
+    names = sorted({path for elements in keys for path, _ in elements})
+    return f"its keys are sums of what `{'` and `'.join(names)}` give"
 
 
 # --- elements: features of tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
+from hdi_callback.attention.check import HeadCheck
 from hdi_callback.attention.given import given
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.received import NoHeadsError, find_by_scores
+from hdi_callback.attention.trial import contradiction
 
 H, D = 4, 8
 WIDTH = H * D
@@ -74,6 +77,33 @@ def test_a_real_forward_shows_them_to_a_survey() -> None:
     model = nn.Sequential(WindowAttention(), WindowAttention())
     found = survey(model, forward=lambda: model(torch.randn(2, 4, 4, WIDTH)))
     assert [(layer.name, layer.num_heads) for layer in found.layers] == [("0", H), ("1", H)]
+
+
+class InterleavedWindows(nn.Module):
+    """Every second token is one window, as in Hiera: tokens reach the output projection in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.back = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(x).unflatten(1, (-1, 2)).unflatten(-1, (3, H, D)).permute(3, 0, 4, 2, 1, 5)
+        return self.back(F.scaled_dot_product_attention(q, k, v).permute(0, 2, 3, 1, 4).reshape(x.shape))
+
+
+def test_a_training_contradicts_no_true_claim_where_tokens_change_places() -> None:
+    model = nn.Sequential(InterleavedWindows(), InterleavedWindows())
+    x = torch.randn(2, 8, WIDTH)
+    layers = survey(model, forward=lambda: model(x)).layers
+    assert [layer.num_heads for layer in layers] == [H, H]
+    assert contradiction(layers[0], given(model[0], (x,), {})), "by its outputs alone"
+    swapped = [replace(layer, slices={**layer.slices, "key": layer.slices["value"]}) for layer in layers]
+    for claims, names in ((layers, set()), (swapped, {"0", "1"})):
+        check = HeadCheck(claims)
+        check.arm()
+        model(x)
+        assert set(check.contradictions()) == names
+        check.suspend()
 
 
 class Grouped(nn.Module):
