@@ -136,12 +136,13 @@ class MadeUp:
         return output.reshape(batch, self.tokens, -1)
 
 
-def ways_to_run(module: nn.Module, rotary: int | None = None) -> Iterator[MadeUp]:
+def ways_to_run(module: nn.Module, rotary: int | None = None, *, with_groups: bool = False) -> Iterator[MadeUp]:
     """Give the inputs that are worth trying, the usual ones first.
 
     Args:
         module: the module.
         rotary: features of the rotation, if they are known.
+        with_groups: try tokens in groups as well, which some modules number in a dimension of their own.
 
     Yields:
         One way after the other.
@@ -166,7 +167,7 @@ def ways_to_run(module: nn.Module, rotary: int | None = None) -> Iterator[MadeUp
     choices = itertools.product(lengths, fills, masks, biases, widths, shapes, norms)
     for length, is_filled, is_masked, is_biased, width, shape, is_normed in choices:
         yield MadeUp(shape, length, width, is_masked, is_biased, is_normed, is_filled)
-    if "cu_seqlens" not in names:  # some number groups of tokens in a dimension of their own
+    if with_groups and "cu_seqlens" not in names:
         for is_filled, is_normed in itertools.product(fills, norms):
             yield MadeUp("in groups", 8, widths[0], is_normed=is_normed, is_filled=is_filled)
 

@@ -69,22 +69,24 @@ def acts_as_claimed(
         True or False where the trial could be made; `None` where it could not, such as when the module needs inputs
         that nobody can make up, cannot be copied, or uses its projections without calling them.
     """
-    verdicts = []
-    for way in ways_to_run(layer.module, layer.head_dim) if ways is None else ways:
+    is_seen_otherwise = is_contradicted = False
+    for way in ways_to_run(layer.module, layer.head_dim, with_groups=True) if ways is None else ways:
+        if way.shape == "in groups" and is_contradicted:
+            break
         for seed in range(_SEEDS):
-            verdict = _try(layer, way, seed, beside)
-            if verdict:
-                verdict = _attends_by_one_score(layer, way, seed, beside)
-            if verdict:
-                return True
-            # Where batch and length are swapped, what is seen says nothing of the heads.
-            if verdict is False and not _keeps_sequences_apart(layer, way, seed, beside):
-                verdict = None
-            verdicts.append(verdict)
-            if verdict is None:
+            look = _look(layer, way, seed, beside)
+            if look is None:
                 break
+            if look is True and (acts := _attends_by_one_score(layer, way, seed, beside)) is not False:
+                if acts:
+                    return True
+                break
+            # Where batch and length are swapped, what is seen says nothing of the heads.
+            if not is_seen_otherwise and not _keeps_sequences_apart(layer, way, seed, beside):
+                break
+            is_seen_otherwise, is_contradicted = True, is_contradicted or look != ""
     # Without an output projection what comes back may be anything, and is no evidence against the claim.
-    return False if False in verdicts and layer.output_projection is not None else None
+    return False if is_seen_otherwise and layer.output_projection is not None else None
 
 
 def _attends_by_one_score(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> bool | None:
@@ -158,11 +160,6 @@ def _keeps_sequences_apart(layer: AttentionLayer, way: MadeUp, seed: int, beside
             assert found is not None
             outputs.append(found[0])
     return bool((outputs[0] - outputs[1]).abs().max() < _SAME * outputs[0].abs().max())
-
-
-def _try(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> bool | None:
-    shown = _look(layer, way, seed, beside)
-    return shown if shown is None else shown is True
 
 
 def _look(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> Literal[True] | str | None:
