@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from hdi_callback.attention.given import Recorder
-from hdi_callback.attention.heads import AttentionLayer, HeadSlice
+from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.layouts import Place, found_by_behaviour
 from hdi_callback.attention.probe import MadeUp
-from hdi_callback.attention.received import NoHeadsError, find_by_scores
 from hdi_callback.attention.trial import contradiction
 
 
@@ -47,23 +46,15 @@ class HeadCheck(Recorder):
         return {
             name: what
             for name, what in shown.items()
-            if what is not None and not _scores_confirm(self._layers[name], seen[name])
+            if what is not None and not _is_found_again(self._layers[name], seen[name])
         }
 
 
-def _scores_confirm(layer: AttentionLayer, ways: Sequence[MadeUp]) -> bool:
-    """Tell whether the scores show the claimed heads: where tokens change places, the outputs alone deceive."""
-    try:
-        found = find_by_scores(layer.name, layer.module, ways)
-    except NoHeadsError:
-        return False
-    return all(
-        isinstance(part, HeadSlice)
-        and role in layer.slices
-        and isinstance(claimed := layer.slices[role], HeadSlice)
-        and claimed.parameter == part.parameter
-        and torch.equal(claimed.index(), part.index())
-        for role, part in found.slices.items()
+def _is_found_again(layer: AttentionLayer, ways: Sequence[MadeUp]) -> bool:
+    """Ask for a second opinion: where tokens change places, or values add to the scores, outputs alone deceive."""
+    found = found_by_behaviour(Place(layer.name, layer.module), ways)
+    return found is not None and all(
+        role in layer.slices and torch.equal(found.weight(role), layer.weight(role)) for role in found.slices
     )
 
 

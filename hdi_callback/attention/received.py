@@ -18,6 +18,7 @@ is accounted for, and if another draw shows the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention import projections
 from hdi_callback.attention.finder import describe_kind, distinct_rows, fit_slice, linear_maps
@@ -35,6 +38,7 @@ from hdi_callback.attention.scores import Scores
 
 _BASE = 64  # of the digits by which features and heads are known
 _MATTERS = 1e-6  # a derivative, relative to the largest
+_BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
 _ROWS = 128  # of the scores, that are looked at
 _COLUMNS = 3
 _MOST_LINEARS = 16
@@ -61,7 +65,7 @@ def find_by_scores(name: str, module: nn.Module, ways: Iterable[MadeUp]) -> Atte
         NoHeadsError: if it computes no attention with heads of their own, or could not be run.
     """
     linears = linear_maps(module, projections.is_map)
-    if not 2 <= len(linears) <= _MOST_LINEARS:
+    if not 1 <= len(linears) <= _MOST_LINEARS:
         raise NoHeadsError
     if any(projections.objection(linear) is not None for linear in linears.values()):
         raise NoHeadsError
@@ -90,13 +94,14 @@ class _Found:
     rows: Mapping[Role, _Rows]
     heads: int
     is_called: bool  # the output projection, as a module
+    is_spread: bool  # keys are made of several tokens
 
 
 def _layer(name: str, module: nn.Module, linears: dict[str, nn.Module], found: _Found) -> AttentionLayer:
     slices = {role: _slice(module, linears, *rows) for role, rows in found.rows.items()}
     output = linears[found.rows["output"][0]] if found.is_called else None
     key, value = slices["key"], slices["value"]
-    kind = describe_kind(slices)
+    kind = describe_kind(slices) + (", keys of several tokens" if found.is_spread else "")
     return AttentionLayer(name, module, found.heads, key.heads, key.width, value.width, kind, slices, output)
 
 
@@ -146,6 +151,39 @@ class _Leaves(Stub):
         return self.leaves[-1].movedim(-1, self.dim).clone()  # some work in place
 
 
+_CONVOLUTIONS = (
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+)  # fmt: skip
+_ACTIVATIONS = (
+    F.relu, F.relu_, torch.relu, Tensor.relu, F.relu6, F.gelu, F.silu, F.hardswish, F.leaky_relu, F.elu, F.mish,
+)  # fmt: skip
+
+
+class _Behind(TorchFunctionMode):
+    """Follows what attention gives: through activations, and up to convolutions that mix positions.
+
+    An activation leaves each feature where it is, but what comes of it is not proportional to the attention weights.
+    """
+
+    def __init__(self, scores: Scores, activations: set[int]) -> None:
+        super().__init__()
+        self.scores, self.activations = scores, set(activations)  # those behind attention, by their numbers
+        self.count = 0
+        self.convolved: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CONVOLUTIONS and args:
+            self.convolved.append(args[0])
+        if func in _ACTIVATIONS and args:
+            self.count += 1
+            weights = self.scores.weights
+            if all(one.requires_grad for one in weights) and _depends(args[0], weights):
+                self.activations.add(self.count)
+            if self.count in self.activations:
+                return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
 _Draw = Callable[[str, int, tuple[int, ...]], Tensor]  # what a linear map answers, in which of its calls
 _Change = Callable[[int, Tensor], Tensor]  # what becomes of attention weights
 _Where = tuple[str, int]  # a linear map, and which of its calls
@@ -159,6 +197,7 @@ class _Head:
 
     rows: list[tuple[int, int]]
     key: tuple[str, tuple[int, ...]] = ("", ())
+    is_spread: bool = False  # a key is made of several tokens, all of them by the same rows
     queries: _Features = ()  # whatever the query depends on
     query: tuple[str, tuple[int, ...]] | None = None  # if that is one map of one token
 
@@ -170,6 +209,7 @@ class _Seen:
     run: Run
     stubs: dict[str, _Leaves]
     watch: Scores
+    behind: _Behind
     leaves: dict[_Where, Tensor] = field(default_factory=dict)
 
 
@@ -178,7 +218,10 @@ class _Look:
         self.module, self.linears, self.way = module, linears, way
         self.width = projections.features(next(iter(linears.values())))[0]
         self.receiver: str | None = None  # the linear map that is given what attention gives
+        self.convolution: int | None = None  # else the convolution that is, by its number
         self.place: int | None = None  # else the place of that in what comes back
+        self.dim = -1  # of the features in what a convolution is given, or in what comes back
+        self.activations: set[int] = set()  # behind attention
         self.seed = int(torch.randint(2**31, ()))
 
     def find(self) -> _Found:
@@ -189,22 +232,32 @@ class _Look:
             raise NoHeadsError("it computes more scores than a trial can look at")
         self._find_receiver(seen)
         heads = self._heads(seen)
-        for path in {head.key[0] for head in heads} | {head.query[0] for head in heads if head.query}:
-            if self._is_fed(seen, path):
-                raise NoHeadsError(f"its projection `{path}` is given what another one makes")
-        return self._claim(heads, seen)
+        if not self._are_linear(heads, seen):
+            raise NoHeadsError("between a projection and the scores lies an activation")
+        self.activations = seen.behind.activations
+        dims = {-1} if self.receiver is not None else {-1, *map(projections.feature_dim, self.linears.values())}
+        if self.convolution is not None:
+            dims = {1 - seen.behind.convolved[self.convolution].dim()}
+        first: NoHeadsError | None = None
+        for self.dim in sorted(dims, reverse=True):
+            try:
+                return self._claim(heads, seen)
+            except NoHeadsError as error:  # noqa: PERF203
+                first = first or error
+        raise first or NoHeadsError
 
     # --- running
 
     def _run(self, drawn: _Draw, changed: _Change) -> _Seen:
         stubs = {path: _Leaves(linear, path, drawn) for path, linear in self.linears.items()}
         watch = Scores(changed)
+        behind = _Behind(watch, self.activations)
         replaced: dict[nn.Module, Stub] = {self.linears[path]: stub for path, stub in stubs.items()}
         torch.manual_seed(self.seed)  # the parameters that are left are the same in all runs
-        with watch:
+        with watch, behind:
             run = run_copy(self.module, replaced, self.way, batch=1, width=self.width)
         leaves = {(path, call): leaf for path, stub in stubs.items() for call, leaf in enumerate(stub.leaves)}
-        return _Seen(run, stubs, watch, leaves=leaves)
+        return _Seen(run, stubs, watch, behind, leaves=leaves)
 
     # --- 1. and 2. queries and keys
 
@@ -225,6 +278,9 @@ class _Look:
                         raise
                     why = error  # no scores of attention, but those of a router, say
                     break
+                for path in {head.key[0], *(path for path, _ in head.queries)} if not heads else ():
+                    if self._is_fed(seen, path):
+                        raise NoHeadsError(f"its projection `{path}` is given what another one makes")
                 known = heads.setdefault((head.queries, head.key), head)
                 known.rows += [] if known is head else head.rows
         found = list(heads.values())
@@ -265,6 +321,11 @@ class _Look:
             alone = {column: self._elements(seen, flat[row, column]) for column in columns}
             query = _common(list(alone.values()))
             keys = {column: _without(elements, query) for column, elements in alone.items()}
+            # A column of padding has no key, though its position may meet the query.
+            columns = [column for column, elements in keys.items() if elements]
+            if len(columns) < 2:
+                continue
+            alone = {column: alone[column] for column in columns}
             if query:
                 # What is added to the scores is no query and no key: both act on each other.
                 first = columns[0]
@@ -289,15 +350,13 @@ class _Look:
 
     def _take(self, head: _Head, query: _Elements, keys: list[_Elements]) -> None:
         of_keys = {_features(elements) for elements in keys}
-        tokens = {_token(elements) for elements in keys}
         if any(len(features) > 1 for features in of_keys):
             raise NoHeadsError(_sums(keys))
-        if None in tokens or len(tokens) != len(keys):
-            raise NoHeadsError("its keys are made of several tokens, or its scores are not those of tokens")
-        if len(of_keys) != 1:
+        if len(of_keys) != 1 or any(_are_same(one, other) for one, other in itertools.combinations(keys, 2)):
             raise NoHeadsError("its scores are not those of tokens")
         (of_key,) = of_keys
         head.key, head.queries = of_key[0], _features(query)
+        head.is_spread = any(_token(elements) is None for elements in keys)
         # A query may be learned, or of several tokens: then it is no map of a token.
         head.query = head.queries[0] if len(head.queries) == 1 and _token(query) is not None else None
 
@@ -311,6 +370,34 @@ class _Look:
             if self._elements(seen, of_row[column]):
                 chosen.append(column)
         return chosen
+
+    def _are_linear(self, heads: list[_Head], seen: _Seen) -> bool:
+        """Tell whether queries and keys are linear in what their maps answer, up to a factor for each token."""
+        # The derivative of a score by its query is the key that it meets, and the other way round. Of two keys and
+        # their sum the third is a sum of multiples of the others, which it is not behind an activation.
+        head = heads[0]
+        if head.query is None:
+            return True
+        event, row = head.rows[0]
+        scores = seen.watch.scores[event]
+        flat = scores.reshape(-1, scores.shape[-1])
+        is_key = (_holds(self._elements(seen, flat[row, column]), head.key) for column in range(flat.shape[-1]))
+        column = next(number for number, holds in enumerate(is_key) if holds)  # others may be padding
+        keys, queries = [one.key for one in heads], [one.query for one in heads if one.query is not None]
+        for (moved, _), (other, features), of_heads in ((head.key, head.query, keys), (head.query, head.key, queries)):
+            changed = sorted({feature for _, own in of_heads for feature in own})
+            met = []
+            for shares in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+                again = self._run(_mixed(moved, changed, shares), lambda _, weights: weights)
+                scores = again.watch.scores[event]
+                gradients = self._gradients(again, scores.reshape(-1, scores.shape[-1])[row, column])
+                parts = [one[:, features].flatten() for (path, _), one in gradients.items() if path == other]
+                met.append(torch.cat(parts))
+            constant, *others = met  # such as positions that are met as well
+            sizes = torch.linalg.svdvals(torch.stack(others) - constant)
+            if not sizes[2] < _BENT * sizes[0]:
+                return False
+        return True
 
     def _shared(self, seen: _Seen, scores: Tensor, row: int, column: int, elements: _Elements) -> _Elements:
         """Leave what other queries meet in this column too, which relative positions are not."""
@@ -378,6 +465,10 @@ class _Look:
                         raise NoHeadsError(f"its projection `{path}` is called before and after attention")
                     self.receiver = path
                     return
+        convolved = enumerate(seen.behind.convolved)
+        self.convolution = next((i for i, one in convolved if _depends(one, seen.watch.weights)), None)
+        if self.convolution is not None:
+            return
         outputs = list(_tensors(seen.run.output))
         self.place = next((i for i, one in enumerate(outputs) if _depends(one, seen.watch.weights)), None)
         if self.place is None:
@@ -387,9 +478,11 @@ class _Look:
         """Give what the output projection receives, or what comes back, ``(tokens, features)``."""
         if self.receiver is not None:
             received = seen.stubs[self.receiver].received[0]
+        elif self.convolution is not None:
+            received = seen.behind.convolved[self.convolution].movedim(self.dim, -1)
         else:
             assert self.place is not None
-            received = list(_tensors(seen.run.output))[self.place]
+            received = list(_tensors(seen.run.output))[self.place].movedim(self.dim, -1)
         return received.reshape(-1, received.shape[-1])
 
     def _is_fed(self, seen: _Seen, path: str) -> bool:
@@ -397,10 +490,9 @@ class _Look:
         received = seen.stubs[path].received
         return any(self._elements(seen, (one * torch.randn_like(one)).sum()) for one in received)
 
-    def _difference(self, drawn: _Draw, factor: _Change) -> Tensor:
+    def _difference(self, drawn: _Draw, factor: _Change, plain: _Change = lambda _, weights: weights) -> Tensor:
         """Give what comes of attention weights that are multiplied, less what comes of them as they are."""
-        changes: tuple[_Change, _Change] = (factor, lambda _, weights: weights)
-        one, other = (self._received(self._run(drawn, changed)) for changed in changes)
+        one, other = (self._received(self._run(drawn, changed)) for changed in (factor, plain))
         return (one - other).detach()
 
     def _claim(self, heads: list[_Head], seen: _Seen) -> _Found:
@@ -424,14 +516,16 @@ class _Look:
         queries = [head.query for head in heads if head.query is not None]
         if queries:
             rows["query"] = (queries[0][0], tuple(tuple(features) for _, features in queries))
-        if self.receiver is not None:
+        # Behind an activation the output projection is not given what the heads give.
+        is_told = self.receiver is not None and not self.activations
+        if self.receiver is not None and is_told:
             features = range(H * width)
             rows["output"] = (self.receiver, tuple(tuple(features[i * width : (i + 1) * width]) for i in range(H)))
         found = {role: one for role, one in rows.items() if one is not None}
         if len(found) < len(rows) or len(found["key"][1]) != len(found["value"][1]):
             raise NoHeadsError("its heads do not share keys and values in groups side by side")
-        is_called = self.receiver is not None and seen.stubs[self.receiver].is_called
-        return _Found(found, H, is_called)
+        is_called = self.receiver is not None and is_told and seen.stubs[self.receiver].is_called
+        return _Found(found, H, is_called, any(head.is_spread for head in heads))
 
     def _coded_heads(self, heads: list[_Head]) -> Tensor | None:
         """Tell for each feature of the output the head whose weights it is an average by, ``(features,)``."""
@@ -455,18 +549,22 @@ class _Look:
     def _coded_values(self, seen: _Seen, heads: list[_Head]) -> tuple[str, Tensor] | None:
         """Tell for each feature of the output the value feature that it averages: their linear map, ``(features,)``."""
 
+        # The same weights in all runs: where there is padding, which has no values, their sum over the others counts.
+        def once(_: int, weights: Tensor) -> Tensor:
+            return torch.full_like(weights, 1 / weights.shape[-1])
+
         def twice(_: int, weights: Tensor) -> Tensor:
-            return 2 * weights
+            return torch.full_like(weights, 2 / weights.shape[-1])
 
         received = self._received(seen)
         alone = self._values_of_a_token(seen, heads[0])
         if alone is None:
             return None
-        plain = self._difference(_constant, twice)
+        plain = self._difference(_constant, twice, once)
         sources = self._elements(seen, (received * torch.randn_like(received)).sum())
         for path in dict.fromkeys(path for path, _ in sources):
             digits = _digits(torch.arange(projections.features(self.linears[path])[1]))
-            coded = [self._difference(_times(path, 1 + (1 + digit) / _BASE), twice) for digit in digits]
+            coded = [self._difference(_times(path, 1 + (1 + digit) / _BASE), twice, once) for digit in digits]
             numbers = _numbers(plain, coded, lambda ratio: (ratio - 1) * _BASE - 1)
             if numbers is None:
                 continue
@@ -491,7 +589,7 @@ class _Look:
             return None
         gates = _common(alone) if len(alone) > 1 else {}
         own = [_without(elements, gates) for elements in alone]
-        if any(_token(elements) is None for elements in own) or len({_features(one) for one in own}) != 1:
+        if len({_features(one) for one in own}) != 1:
             return None
         return {path: set(features) for path, features in _features(own[0])}
 
@@ -516,6 +614,18 @@ def _constant(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
     return drawn.expand(shape)
 
 
+def _mixed(path: str, features: list[int], shares: tuple[float, float]) -> _Draw:
+    """Draw the same whenever asked, some features of one map as the sum of shares of two draws."""
+
+    def drawn(other: str, call: int, shape: tuple[int, ...]) -> Tensor:
+        one, second = (torch.empty(shape).uniform_(-1.5, 1.5, generator=_generator(other, n + call)) for n in (0, 999))
+        if other == path:
+            one[..., features] = shares[0] * one[..., features] + shares[1] * second[..., features]
+        return one
+
+    return drawn
+
+
 def _times(path: str, factors: Tensor) -> _Draw:
     """Draw the same for all tokens, and multiply what one of the maps answers by a factor for each feature."""
 
@@ -531,10 +641,18 @@ def _generator(path: str, call: int) -> torch.Generator:
 
 
 def _digits(numbers: Tensor) -> list[Tensor]:
+    """Write numbers by their digits, the lowest first, and a last one that checks them."""
     digits = [numbers % _BASE]
     while int((numbers := numbers // _BASE).max()):
         digits.append(numbers % _BASE)
-    return digits
+    return [*digits, _check_digit(digits)]
+
+
+def _check_digit(digits: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(digits[0])
+    for place, digit in enumerate(digits):
+        total += (2 * place + 5) * digit
+    return (total + 11) % _BASE
 
 
 def _numbers(plain: Tensor, coded: list[Tensor], digit: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -542,8 +660,8 @@ def _numbers(plain: Tensor, coded: list[Tensor], digit: Callable[[Tensor], Tenso
     counts = plain.abs() > 1e-3 * plain.abs().max()
     if not counts.any(0).all():
         return None
-    numbers = torch.zeros(plain.shape[1], dtype=torch.long)
-    for power, one in enumerate(coded):
+    digits: list[Tensor] = []
+    for one in coded:
         read = digit(one / plain)
         whole = read.round()
         if not ((read - whole).abs() < 0.05)[counts].all():
@@ -551,8 +669,11 @@ def _numbers(plain: Tensor, coded: list[Tensor], digit: Callable[[Tensor], Tenso
         least, most = whole.where(counts, torch.inf).amin(0), whole.where(counts, -torch.inf).amax(0)
         if not torch.equal(least, most) or least.min() < 0 or most.max() >= _BASE:
             return None
-        numbers += least.long() * _BASE**power
-    return numbers
+        digits.append(least.long())
+    *digits, check = digits
+    if not torch.equal(_check_digit(digits), check):
+        return None
+    return torch.stack([one * _BASE**power for power, one in enumerate(digits)]).sum(0)
 
 
 def _distinct(path: str, rows: list[list[int]]) -> _Rows | None:
@@ -586,7 +707,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _depends(tensor: Tensor, on: list[Tensor]) -> bool:
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or not on:
         return False
     loss = (tensor * torch.randn_like(tensor)).sum()
     gradients = torch.autograd.grad(loss, on, retain_graph=True, allow_unused=True)
@@ -618,6 +739,14 @@ def _features(elements: _Elements) -> _Features:
     for (path, _), mask in elements.items():
         found.setdefault(path, set()).update(mask.any(0).nonzero().flatten().tolist())
     return tuple((path, tuple(sorted(features))) for path, features in sorted(found.items()))
+
+
+def _are_same(one: _Elements, other: _Elements) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(mask, other[where]) for where, mask in one.items())
+
+
+def _holds(elements: _Elements, of_map: tuple[str, tuple[int, ...]]) -> bool:
+    return any(path == of_map[0] and bool(mask[:, of_map[1]].any()) for (path, _), mask in elements.items())
 
 
 def _token(elements: _Elements) -> tuple[_Where, int] | None:

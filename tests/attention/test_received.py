@@ -295,6 +295,45 @@ def test_gates_and_what_is_added_to_the_outputs() -> None:
     assert rows_of(layer, "output") == ("d.weight", blocks())
 
 
+class Smeared(Plain):
+    """Keys that a convolution spreads over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smear = nn.Conv1d(WIDTH, WIDTH, 4, padding=3, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.smear(self.b(x).mT)[..., : x.shape[1]].mT
+        return self.d(joined(self.attend(split(self.a(x)), split(k), split(self.c(x)))))
+
+
+class SmearedValues(Plain):
+    """Values that a convolution spreads over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smear = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.smear(self.c(x).mT).mT
+        return self.d(joined(self.attend(split(self.a(x)), split(self.b(x)), split(v))))
+
+
+@pytest.mark.parametrize("kind", [Smeared, SmearedValues])
+def test_keys_and_values_of_several_tokens_by_the_same_rows(kind: type[nn.Module]) -> None:
+    layer = find(kind(), torch.randn(3, 7, WIDTH))
+    assert layer is not None
+    assert [rows_of(layer, role) for role in ("key", "value")] == [("b.weight", blocks()), ("c.weight", blocks())]
+    assert ("keys of several tokens" in layer.kind) == (kind is Smeared)
+
+
+def test_keys_that_mix_heads_over_several_tokens_are_refused() -> None:
+    module = Smeared()
+    module.smear = nn.Conv1d(WIDTH, WIDTH, 4, padding=3)
+    with pytest.raises(NoHeadsError, match="share features"):
+        find_by_scores("one", module, given(module, (torch.randn(3, 7, WIDTH),), {}, is_whole=True))
+
+
 # --- what must not be taken for heads
 
 
@@ -343,28 +382,11 @@ class OverFeatures(Plain):
         return ((q.mT @ k).softmax(-1) @ v.mT).mT
 
 
-class Smeared(Plain):
-    """Keys that a convolution spreads over tokens."""
+class Activated(Plain):
+    """Keys behind an activation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.smear = nn.Conv1d(WIDTH, WIDTH, 4, padding=3, groups=WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k = self.smear(self.b(x).mT)[..., : x.shape[1]].mT
-        return self.d(joined(self.attend(split(self.a(x)), split(k), split(self.c(x)))))
-
-
-class SmearedValues(Plain):
-    """Values that a convolution spreads over tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.smear = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        v = self.smear(self.c(x).mT).mT
-        return self.d(joined(self.attend(split(self.a(x)), split(self.b(x)), split(v))))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q, F.silu(k), v)
 
 
 class BothWays(Plain):
@@ -429,9 +451,8 @@ class Fed(Plain):
         (TalkingHeads, 1, "heads that mix"),
         (TalkingAfterwards, 1, "mixed or normed before it reaches"),
         (Differential, 1, "heads share features|mixed"),
-        (OverFeatures, 1, "several tokens"),
-        (Smeared, 1, "several tokens"),
-        (SmearedValues, 1, "not those of one value map at one token"),
+        (OverFeatures, 1, "not those of tokens"),
+        (Activated, 1, "lies an activation"),
         (BothWays, 2, "more than one attention"),
         (Twice, 1, "more than one attention"),
         (TwoSources, 2, "share features"),

@@ -25,7 +25,7 @@ LOOK_ALIKES = {
     by_hand.DoesNotDivide: "its query projection has 32 rows, which 5 heads do not divide",
     by_hand.TooFewKeys: "its key projection has rows for 2 heads of width 8, but it names none",
     by_hand.OddOutput: "its output projection takes 64 features, expected 4 heads x 8",
-    by_hand.OverChannels: "its keys are made of several tokens, or its scores are not those of tokens",
+    by_hand.OverChannels: "its scores are not those of tokens",
     by_hand.OutputsInAnotherOrder: "the outputs of its heads do not lie side by side",
     by_hand.KeysMixed: "its heads share features",
     by_hand.KeysRolled: "the features of the heads lie in no regular order in its projection `k_proj`",
