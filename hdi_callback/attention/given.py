@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hdi_callback.attention.probe import MadeUp, Shape, has_other_norms
+from hdi_callback.attention.projections import is_pointwise
 
 _TOKENS = 8
 _LONGEST, _LARGEST = 400, 2**18  # tokens that are kept where they cannot be cut, and features of all of them
@@ -134,6 +135,11 @@ def given(
     if tokens.dim() == 3 and _is_small(tokens.shape[1], tokens):  # a length that the module insists on
         cut = _Cut(tokens.shape[0], frozenset(), 0)
         ways.append(Given("batch first", tokens.shape[1], args=cut(args), kwargs=cut(dict(kwargs))))
+    if tokens.dim() > 2 and any(is_pointwise(part) for part in module.modules()):  # (batch, features, ...)
+        cut = _Cut(tokens.shape[0], frozenset(), 0)
+        size = tokens.shape[2:].numel()
+        whole = Given("batch first", size, args=cut(args), kwargs=cut(dict(kwargs)))
+        ways += [whole] if size <= _LONGEST and tokens[0].numel() <= _LARGEST else []
     if is_whole and sum(tensor.numel() for tensor in _all_tensors((args, kwargs))) <= _LARGEST:
         cut = _Cut(0, frozenset(), 0)
         ways.append(Given("batch first", 1, args=cut(args), kwargs=cut(dict(kwargs)), is_whole=True))

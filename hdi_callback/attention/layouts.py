@@ -262,7 +262,7 @@ def fused_projection(place: Place) -> AttentionLayer | None:
     """One linear map whose rows are all queries, then all keys, then all values."""
     module = place.module
     fused = _child(place, _FUSED_NAMES)
-    if fused is None:
+    if fused is None or not _may_have_heads(place):
         return None
     output = _output_projection(place)
     _refuse_unknown_parts(place, [fused, output])
@@ -298,6 +298,13 @@ def fused_projection(place: Place) -> AttentionLayer | None:
 
 
 # --- evidence
+
+
+def _may_have_heads(place: Place) -> bool:
+    """Tell what is called attention, or names a number of heads, from what only has a map called `in_proj`."""
+    is_called = re.search("attention|attn|MLA$", type(place.module).__name__, re.IGNORECASE)
+    named = {**_claims(place.module, _HEAD_COUNTS), **_claims(_read(place.module, "config"), ("num_attention_heads",))}
+    return bool(is_called or named)
 
 
 @dataclass(frozen=True)

@@ -260,13 +260,19 @@ class Answer(Stub):
         answer: ``(batch, length, features)``.
         way: how the forward is run.
         inner: what is done with what is not a sequence of tokens; by default that is an error.
+        dim: where the features are in the input.
     """
 
     def __init__(
-        self, features_in: int, answer: Tensor, way: MadeUp, inner: Callable[[Tensor], Tensor] | None = None
+        self,
+        features_in: int,
+        answer: Tensor,
+        way: MadeUp,
+        inner: Callable[[Tensor], Tensor] | None = None,
+        dim: int = -1,
     ) -> None:
         super().__init__(features_in, answer.shape[-1])
-        self.answer, self.way, self.inner = answer, way, inner
+        self.answer, self.way, self.inner, self.dim = answer, way, inner, dim
         self.was_inner = False
         self.received: Tensor | None = None
 
@@ -282,6 +288,7 @@ class Answer(Stub):
         Raises:
             ValueError: if this is not a sequence of tokens.
         """
+        x = x.movedim(self.dim, -1)
         received = self.way.by_token(x, self.answer.shape[0])
         if received is None:
             if self.inner is None:
@@ -291,7 +298,7 @@ class Answer(Stub):
         self.was_called, self.received = True, received
         # A copy, as some work in place, laid out in memory as a linear map gives it, as some ask for a view.
         answer = self.way.lay_out(self.answer).reshape(*x.shape[:-1], -1)
-        return answer.clone(memory_format=torch.contiguous_format)
+        return answer.movedim(-1, self.dim).clone(memory_format=torch.contiguous_format)
 
 
 class ReachedError(Exception):
@@ -299,7 +306,17 @@ class ReachedError(Exception):
 
 
 class Receive(Stub):
-    """Ends the forward with what it is given."""
+    """Ends the forward with what it is given.
+
+    Args:
+        features_in: features that the map takes.
+        features_out: features that it gives.
+        dim: where the features are in the input.
+    """
+
+    def __init__(self, features_in: int, features_out: int, dim: int = -1) -> None:
+        super().__init__(features_in, features_out)
+        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
         """End the forward.
@@ -308,9 +325,9 @@ class Receive(Stub):
             x: what the linear map would be given.
 
         Raises:
-            ReachedError: always, with `x`.
+            ReachedError: always, with `x`, features last.
         """
-        raise ReachedError(x)
+        raise ReachedError(x.movedim(self.dim, -1))
 
 
 @dataclass

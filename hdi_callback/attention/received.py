@@ -583,10 +583,12 @@ class _Look:
         weights = seen.watch.weights[event]
         (gradient,) = torch.autograd.grad((received * probe).sum(), weights, create_graph=True)
         of_row = gradient.reshape(-1, gradient.shape[-1])[row]
-        columns = [column for column in range(len(of_row)) if float(of_row[column].detach()) != 0][:_COLUMNS]
-        alone = [self._elements(seen, of_row[column]) for column in columns]
-        if not alone:
+        live = [column for column in range(len(of_row)) if float(of_row[column].detach()) != 0]
+        if not live:
             return None
+        # Far from each other, as values may be made of several tokens; what they have in common are gates.
+        columns = dict.fromkeys([live[0], live[len(live) // 2], live[-1]])
+        alone = [self._elements(seen, of_row[column]) for column in columns]
         gates = _common(alone) if len(alone) > 1 else {}
         own = [_without(elements, gates) for elements in alone]
         if len({_features(one) for one in own}) != 1:

@@ -181,11 +181,11 @@ def _forward(layer: AttentionLayer, changes: _Changes, way: MadeUp) -> Tensor | 
     for linear, answer in changes.answers.items():
         roles = [role for role in layer.slices if _linear(layer, role) is linear]
         taken = _outer(layer, roles[0]).in_features if roles else projections.features(linear)[0]
-        stubs[linear] = Answer(taken, answer, way)
+        stubs[linear] = Answer(taken, answer, way, dim=projections.feature_dim(linear))
     answers = [stubs[linear] for linear in changes.answers if linear not in changes.beside.aside]
     receiver = changes.beside.receiver or layer.output_projection
     if receiver is not None:
-        stubs[receiver] = Receive(layer.num_heads * layer.value_dim, 1)
+        stubs[receiver] = Receive(layer.num_heads * layer.value_dim, 1, projections.feature_dim(receiver))
     width = changes.beside.width or layer.slices["query" if "query" in layer.slices else "key"].in_features
     run = run_copy(layer.module, stubs, way, batch=changes.batch, width=width)
     if not all(isinstance(stub, Answer) and stub.was_called for stub in answers):

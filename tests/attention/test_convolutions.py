@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import peft
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, find_attention, register_layout
 from hdi_callback.attention import AttentionLayer, HeadSlice, Taps
+from hdi_callback.attention import given as arguments
 from hdi_callback.attention.heads import check_layer
 from hdi_callback.attention.projections import (
     effective_weight,
@@ -26,6 +28,7 @@ from hdi_callback.attention.projections import (
     is_pointwise,
     objection,
 )
+from hdi_callback.attention.trial import acts_as_claimed, contradiction
 from hdi_callback.core import diversity_penalty, head_diversity
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 from hdi_callback.monitoring.interventions import DiversityPenalty, ReviveHeads
@@ -503,3 +506,17 @@ def test_a_norm_over_the_batch_leaves_principal_angles_as_they_are(kind, is_trai
         for other in range(head):
             angles = scipy.linalg.subspace_angles(really[head].T, really[other].T)
             np.testing.assert_allclose(scipy.linalg.subspace_angles(read[head].T, read[other].T), angles, atol=1e-4)
+
+
+# --- the check in a run
+
+
+@pytest.mark.parametrize("sides", [(2, 3), (2, D), (D, 2), (8, 8)])
+def test_a_claim_is_tried_on_images_whatever_their_sides(sides):
+    (layer,) = find_attention(twins()[0])
+    ways = [way for way in arguments.given(layer.module, (torch.randn(3, D, *sides),), {}) if not way.is_whole]
+    assert acts_as_claimed(layer, ways)
+    assert contradiction(layer, ways) is None
+    wrong = replace(layer, slices={role: replace(part, stride=1, step=H) for role, part in layer.slices.items()})
+    assert acts_as_claimed(wrong, ways) is False
+    assert contradiction(wrong, ways) is not None
