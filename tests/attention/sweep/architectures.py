@@ -77,7 +77,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "ZayaConfig": {"num_experts_per_tok": 1},
     **{
-        name: {"_default": {"prediction_length": 4}, "context_length": 12, "num_time_features": 1}
+        name: {"_default": {"prediction_length": 4}, "context_length": 12, "num_time_features": 1, "input_size": 1}
         for name in ("AutoformerConfig", "InformerConfig", "TimeSeriesTransformerConfig")
     },
     "HGNetV2Config": {
@@ -96,6 +96,8 @@ COMMON: dict[str, dict[str, Any]] = {
     "SamVisionConfig": {"num_pos_feats": MODEL // 2},
     "SamHQVisionConfig": {"num_pos_feats": MODEL // 2},
     "PvtConfig": {"image_size": 64},  # so that more than one key is left
+    "NeuCodecConfig": {"quantization_dim": 2 * MODEL},
+    "Xcodec2Config": {"quantization_dim": 2 * MODEL},
     "SegGptConfig": {"image_size": [64, 32], "pretrain_image_size": 32},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "LiltConfig": {"hidden_size": 48},

@@ -141,13 +141,20 @@ def _shapes(model: nn.Module, config: Any, batch: int, names: set[str]) -> dict[
         _noise(batch, 1, 64, mels),
         _noise(batch, 1, 1024, 64),
     ]
+    sounds = [
+        _noise(batch, 1600),
+        _noise(batch, length if isinstance(length, int) else 128, mels),
+        _noise(batch, 1, 3200),
+        _noise(batch, 24, mels),
+    ]
+    if "input_features" in names:  # as long as those
+        sounds = [_noise(batch, 1, 24 * 320), *sounds]
     return {
         "input_ids": ids,
         "decoder_input_ids": [_tokens(batch, LENGTH, decoder_vocabulary)],
         "pixel_values": images,
         "pixel_values_videos": [_noise(batch, max(2, count), channels, height, breadth)],
-        "input_values": [_noise(batch, 1600), _noise(batch, length if isinstance(length, int) else 128, mels),
-                         _noise(batch, 1, 3200), _noise(batch, 1, 24 * 320), _noise(batch, 24, mels)],
+        "input_values": sounds,
         "input_features": features,
         "hidden_states": [_noise(batch * 16, patch)] * bool(patch and any("grid" in n for n in names))
         + [_noise(batch, LENGTH, width), _noise(batch, width, LENGTH), images[0]],

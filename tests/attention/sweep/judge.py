@@ -547,8 +547,10 @@ def is_over_features(computation: Computation, seen: Witness, batch: int) -> boo
             for features in {given.shape[-1], given.shape[1] if given.dim() == 4 else given.shape[-1]}:
                 for tokens in _tokens(given, batch, features):
                     row = [_token_of(value[:, rows[0], j], tokens) for j in columns]
+                    if None in row:
+                        continue
                     column = [_token_of(value[:, i, columns[0]], tokens) for i in rows]
-                    if None in row or None in column:
+                    if None in column:
                         continue
                     if len(set(column)) == 1 and len(set(row)) == len(row):
                         return True
@@ -557,8 +559,9 @@ def is_over_features(computation: Computation, seen: Witness, batch: int) -> boo
 
 def _token_of(numbers: Tensor, tokens: Tensor) -> int | None:
     """Find the only token that has a feature with these numbers in all sequences."""
-    found = (tokens == numbers[:, None, None]).all(0).any(-1).nonzero().flatten().tolist()
-    return found[0] if len(found) == 1 else None
+    first = (tokens[0] == numbers[0]).nonzero().tolist()  # most are none already in the first sequence
+    found = {token for token, feature in first if torch.equal(tokens[:, token, feature], numbers)}
+    return found.pop() if len(found) == 1 else None
 
 
 def claim_of(layer) -> Claim:
