@@ -403,3 +403,32 @@ def test_heads_as_wide_as_their_input_are_told_apart_by_what_they_receive():
     for role in rows:
         swapped = rows | {role: rows[role].view(H, 8, 8)[[1, 0, 2, 3]].flatten(0, 1)}
         assert judged(module, claimed_by_rows(module, swapped)).is_right is not True, role
+
+
+class Filtered(Attend):
+    """Keys and values are filtered over time, feature by feature, as short convolutions do."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.taps = nn.Parameter(torch.randn(3, D))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k, v = (sum(tap * part.roll(lag, 1) * (torch.arange(T) >= lag)[:, None] for lag, tap in enumerate(self.taps))
+                for part in (k, v))  # fmt: skip
+        q, k, v = (part.unflatten(-1, (H, 8)).transpose(1, 2) for part in (q, k, v))
+        return self.back(softly(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_keys_that_are_filtered_over_time_are_of_several_tokens_of_their_own_head():
+    torch.manual_seed(0)
+    module = Filtered()
+    finding = judged(module, whole(module))
+    assert finding.is_right, finding.reason
+    assert "key: of several tokens" in finding.remarks
+    claim = whole(module)
+    for role in ("query", "key", "value"):
+        swapped = replace(claim, weight=lambda r, role=role: claim.weight(r).flip(0) if r == role else claim.weight(r))
+        assert judged(module, swapped).is_right is False, role
+        cut = replace(claim, weight=lambda r, role=role: _rolled(claim.weight(r)) if r == role else claim.weight(r))
+        assert judged(module, cut).is_right is False, role

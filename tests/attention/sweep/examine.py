@@ -109,6 +109,9 @@ def _examined(
     wanted = [2.2 * widest + 8]
     # That a query is a map of no token is seen with more sequences than features.
     wanted += [layer.slices["key"].in_features + 9 for layer in found.layers if "query" not in layer.slices]
+    # So is a filter over time that comes between a projection and attention.
+    filtered = [layer for layer in found.layers if any(one.dim() == 3 for one in layer.module.parameters())]
+    wanted += [5 * layer.head_dim + 20 for layer in filtered]
     batch = next(prime for prime in _PRIMES if prime >= max(batch, min(max(wanted), _PRIMES[-1])))
     report: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

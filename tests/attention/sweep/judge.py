@@ -329,6 +329,8 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
                     break
             if is_found:
                 break
+        if not is_found and _of_several_tokens(vectors, weight, candidates, position, positions):
+            is_found, remarks = True, (f"{role}: of several tokens",)
         failed += not is_found
     if not checked:
         return Finding(None, f"the {role} is the same in all sequences")
@@ -348,6 +350,29 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
             False, f"what attention receives as {role} is not what the claimed {role} heads give (off by {closest:.1g})"
         )
     return Finding(True, remarks=remarks)
+
+
+def _of_several_tokens(
+    vectors: Tensor, weight: Tensor, candidates: list[Tensor], position: int, positions: int
+) -> bool:
+    """Tell whether each head is determined by what its own weight gives at tokens side by side, and by no other's.
+
+    A short filter over time, for each feature, comes between such a projection and attention.
+    """
+    count, G = vectors.shape[1], weight.shape[0]
+    own = torch.arange(count) // (count // G)
+    for tokens in candidates:
+        at = position + tokens.shape[1] - positions
+        for first, last in ((at - 1, at), (at - 2, at), (at - 3, at), (at - 1, at + 1)):
+            window = tokens[:, max(first, 0) : last + 1].double() if 0 <= last < tokens.shape[1] else tokens[:, :0]
+            if window.shape[1] < 2 or window.shape[1] * weight.shape[1] + 8 > window.shape[0]:
+                continue
+            fit = determined(vectors, torch.einsum("bti,hki->bhtk", window, weight).flatten(2))
+            mine = fit[torch.arange(count), own]
+            fit[torch.arange(count), own] = float("inf")
+            if float(mine.max()) < SAME and float(fit.min()) > OTHER:
+                return True
+    return False
 
 
 def _selected(weight: Tensor, received: Tensor, candidates: list[Tensor]) -> bool:
