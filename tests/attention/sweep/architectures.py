@@ -145,7 +145,11 @@ COMMON: dict[str, dict[str, Any]] = {
         for name in ("Gemma4TextConfig", "Gemma4UnifiedTextConfig", "EmbeddingGemma2TextConfig",
                      "DiffusionGemmaTextConfig")
     },
-    "Dots3NoteTextConfig": {"num_key_value_heads": H},
+    "Dots3NoteTextConfig": {
+        "num_key_value_heads": H, "kv_lora_rank": 16, "q_lora_rank": 16, "swa_num_attention_heads": H,
+        "swa_num_key_value_heads": H, "swa_head_dim": 12, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
+        "swa_kv_lora_rank": 16,
+    },
     "BigBirdConfig": {"block_size": 2, "num_random_blocks": 1},
     "BigBirdPegasusConfig": {"block_size": 2, "num_random_blocks": 1},
     "Pix2StructTextConfig": {"initializer_range": 0.02},
