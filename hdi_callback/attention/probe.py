@@ -380,7 +380,7 @@ def run_copy(
         _trace(trial, run)
     args, kwargs = way.arguments(trial.forward, batch, width)
     try:
-        output = trial.forward(*args, **kwargs)
+        output = _called(trial, args, kwargs)
     except ReachedError as reached:
         (output,) = reached.args
     except Exception:
@@ -389,6 +389,17 @@ def run_copy(
         output = None  # what fails after the last of the maps matters to none of them
     run.output = output[0] if isinstance(output, tuple) else output
     return run
+
+
+def _called(trial: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return trial.forward(*args, **kwargs)
+    except KeyError as error:
+        if error.args != ("eager",):
+            raise
+    for part in trial.modules():  # some know no attention but torch's own
+        _choose_attention(part, "sdpa")
+    return trial.forward(*args, **kwargs)
 
 
 class _WithoutChoice(TorchFunctionMode):
@@ -429,13 +440,17 @@ class _Passing(nn.Module):
         return x
 
 
+def _choose_attention(module: nn.Module, name: str) -> None:
+    config: Any = module.__dict__.get("config")
+    if hasattr(config, "_attn_implementation"):
+        config._attn_implementation = name  # the config is a copy as well
+
+
 def _make_plain(module: nn.Module, is_normed: bool) -> None:
     """Take off what needs a GPU, calls back to the user, or mixes heads in a way that leaves them in place."""
     module._forward_hooks.clear()
     module._forward_pre_hooks.clear()
-    config: Any = module.__dict__.get("config")
-    if hasattr(config, "_attn_implementation"):
-        config._attn_implementation = "eager"  # the config is a copy as well
+    _choose_attention(module, "eager")
     for name, child in module.named_children():
         kind = type(child).__name__.lower()
         # A norm over all heads only scales each of them, and one over the batch each of their features.

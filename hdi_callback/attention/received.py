@@ -500,17 +500,23 @@ class _Look:
         of_head = self._coded_heads(heads)
         if of_head is None or len(of_head) % H:
             raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
-        width = len(of_head) // H
-        order = of_head[::width]
-        if sorted(order.tolist()) != list(range(H)) or not torch.equal(order.repeat_interleave(width), of_head):
-            raise NoHeadsError("the outputs of its heads do not lie side by side in what the output projection takes")
-        heads = [heads[number] for number in order.tolist()]
-        values = self._coded_values(seen, heads)
+        order = list(dict.fromkeys(of_head.tolist()))
+        if len(order) != H or len(set(of_head.bincount().tolist())) != 1:
+            raise NoHeadsError("not every head has a part of its own in what the output projection takes")
+        heads = [heads[number] for number in order]
+        outputs = torch.stack([(of_head == number).nonzero().flatten() for number in order])  # (H, width)
+        values = self._coded_values(seen, heads, outputs[0])
         if values is None:
             raise NoHeadsError("the features of its heads' outputs are not those of one value map at one token")
-        path, numbers = values
+        path, numbers = values[0], values[1][outputs]
+        # One half of a head's features may not depend on the values of the other half.
+        received = self._received(seen)[:, outputs[:, ::2].flatten()]
+        others = set(numbers.flatten().tolist()) - set(numbers[:, ::2].flatten().tolist())
+        for (of, _), mask in self._elements(seen, (received * torch.randn_like(received)).sum()).items():
+            if of == path and set(mask.any(0).nonzero().flatten().tolist()) & others:
+                raise NoHeadsError("the outputs of its heads are no averages of their values")
         rows: dict[Role, _Rows | None] = {
-            "value": _distinct(path, numbers.view(H, width).tolist()),
+            "value": _distinct(path, numbers.tolist()),
             "key": _distinct(heads[0].key[0], [list(head.key[1]) for head in heads]),
         }
         queries = [head.query for head in heads if head.query is not None]
@@ -519,13 +525,14 @@ class _Look:
         # Behind an activation the output projection is not given what the heads give.
         is_told = self.receiver is not None and not self.activations
         if self.receiver is not None and is_told:
-            features = range(H * width)
-            rows["output"] = (self.receiver, tuple(tuple(features[i * width : (i + 1) * width]) for i in range(H)))
+            rows["output"] = (self.receiver, tuple(map(tuple, outputs.tolist())))
         found = {role: one for role, one in rows.items() if one is not None}
         if len(found) < len(rows) or len(found["key"][1]) != len(found["value"][1]):
             raise NoHeadsError("its heads do not share keys and values in groups side by side")
+        # Whoever captures its input expects the heads side by side.
+        is_side_by_side = torch.equal(outputs.flatten(), torch.arange(len(of_head)))
         is_called = self.receiver is not None and is_told and seen.stubs[self.receiver].is_called
-        return _Found(found, H, is_called, any(head.is_spread for head in heads))
+        return _Found(found, H, is_called and is_side_by_side, any(head.is_spread for head in heads))
 
     def _coded_heads(self, heads: list[_Head]) -> Tensor | None:
         """Tell for each feature of the output the head whose weights it is an average by, ``(features,)``."""
@@ -546,33 +553,23 @@ class _Look:
         coded = [self._difference(_varied, times([1.0 + digit for digit in of_all.tolist()])) for of_all in digits]
         return _numbers(plain, coded, lambda ratio: ratio - 1)
 
-    def _coded_values(self, seen: _Seen, heads: list[_Head]) -> tuple[str, Tensor] | None:
+    def _coded_values(self, seen: _Seen, heads: list[_Head], first: Tensor) -> tuple[str, Tensor] | None:
         """Tell for each feature of the output the value feature that it averages: their linear map, ``(features,)``."""
-
-        # The same weights in all runs: where there is padding, which has no values, their sum over the others counts.
-        def once(_: int, weights: Tensor) -> Tensor:
-            return torch.full_like(weights, 1 / weights.shape[-1])
-
-        def twice(_: int, weights: Tensor) -> Tensor:
-            return torch.full_like(weights, 2 / weights.shape[-1])
-
         received = self._received(seen)
         alone = self._values_of_a_token(seen, heads[0])
         if alone is None:
             return None
-        plain = self._difference(_constant, twice, once)
-        sources = self._elements(seen, (received * torch.randn_like(received)).sum())
-        for path in dict.fromkeys(path for path, _ in sources):
+        paths = {path for path, _ in self._elements(seen, (received * torch.randn_like(received)).sum())}
+        for path, (once, twice) in itertools.product(sorted(paths & alone.keys()), _SAME_WEIGHTS):
+            plain = self._difference(_constant, twice, once)
             digits = _digits(torch.arange(projections.features(self.linears[path])[1]))
             coded = [self._difference(_times(path, 1 + (1 + digit) / _BASE), twice, once) for digit in digits]
             numbers = _numbers(plain, coded, lambda ratio: (ratio - 1) * _BASE - 1)
-            if numbers is None:
-                continue
-            # Seen by the derivatives too: values of one token, and of this head alone.
-            width = len(numbers) // len(heads)
-            own = set(numbers[:width].tolist())
-            is_seen = alone == {path: own} and len(own) == width
-            return (path, numbers) if is_seen and not self._is_fed(seen, path) else None
+            if numbers is not None:
+                # Seen by the derivatives too: values of this head alone.
+                own = set(numbers[first].tolist())
+                is_seen = alone == {path: own} and len(own) == len(first)
+                return (path, numbers) if is_seen and not self._is_fed(seen, path) else None
         return None
 
     def _values_of_a_token(self, seen: _Seen, head: _Head) -> dict[str, set[int]] | None:
@@ -586,17 +583,29 @@ class _Look:
         live = [column for column in range(len(of_row)) if float(of_row[column].detach()) != 0]
         if not live:
             return None
-        # Far from each other, as values may be made of several tokens; what they have in common are gates.
-        columns = dict.fromkeys([live[0], live[len(live) // 2], live[-1]])
-        alone = [self._elements(seen, of_row[column]) for column in columns]
+        # Far from each other, as values may be made of several tokens; padding has none. What they share are gates.
+        columns = dict.fromkeys(live[i * (len(live) - 1) // 4] for i in range(5))
+        alone = [elements for column in columns if (elements := self._elements(seen, of_row[column]))]
         gates = _common(alone) if len(alone) > 1 else {}
         own = [_without(elements, gates) for elements in alone]
-        if len({_features(one) for one in own}) != 1:
+        if len({_features(one) for one in own if one}) != 1:
             return None
-        return {path: set(features) for path, features in _features(own[0])}
+        return {path: set(features) for one in own for path, features in _features(one)}
 
 
 # --- what is drawn, and what is read
+
+
+def _even(times: float) -> _Change:
+    return lambda _, weights: torch.full_like(weights, times / weights.shape[-1])
+
+
+# The weights of constant queries and keys, which leave out padding that is masked; and even ones, by which the values
+# of padding that is zero are left out of all sums alike.
+_SAME_WEIGHTS: tuple[tuple[_Change, _Change], ...] = (
+    (lambda _, weights: weights, lambda _, weights: 2 * weights),
+    (_even(1.0), _even(2.0)),
+)
 
 
 def _random(path: str, call: int, shape: tuple[int, ...]) -> Tensor:

@@ -26,7 +26,6 @@ LOOK_ALIKES = {
     by_hand.TooFewKeys: "its key projection has rows for 2 heads of width 8, but it names none",
     by_hand.OddOutput: "its output projection takes 64 features, expected 4 heads x 8",
     by_hand.OverChannels: "its scores are not those of tokens",
-    by_hand.OutputsInAnotherOrder: "the outputs of its heads do not lie side by side",
     by_hand.KeysMixed: "its heads share features",
     by_hand.KeysRolled: "the features of the heads lie in no regular order in its projection `k_proj`",
     by_hand.ValuesSquashed: "not those of one value map",
@@ -52,6 +51,13 @@ def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
     (refusal,) = survey(model).refused
     assert (refusal.name, refusal.module_type) == ("odd", kind.__name__)
     assert LOOK_ALIKES[kind] in refusal.reason
+
+
+def test_outputs_that_do_not_lie_side_by_side_are_read_and_not_captured():
+    (layer,) = find_attention(nn.ModuleDict({"odd": by_hand.OutputsInAnotherOrder()}))
+    assert layer.output_projection is None
+    assert layer.slices["output"].index()[:2, :3].tolist() == [[0, 4, 8], [1, 5, 9]]
+    assert layer.slices["key"].index().flatten().tolist() == list(range(D, 2 * D))
 
 
 def test_queries_that_see_other_tokens_are_left_out_of_the_layer():
