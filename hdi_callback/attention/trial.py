@@ -69,7 +69,7 @@ def acts_as_claimed(
         True or False where the trial could be made; `None` where it could not, such as when the module needs inputs
         that nobody can make up, cannot be copied, or uses its projections without calling them.
     """
-    is_seen_otherwise = is_contradicted = False
+    is_seen_otherwise = is_contradicted = has_run = False
     for way in ways_to_run(layer.module, layer.head_dim, with_groups=True) if ways is None else ways:
         if way.shape == "in groups" and is_contradicted:
             break
@@ -81,12 +81,14 @@ def acts_as_claimed(
                 if acts:
                     return True
                 break
+            has_run = True
             # Where batch and length are swapped, what is seen says nothing of the heads.
             if not is_seen_otherwise and not _keeps_sequences_apart(layer, way, seed, beside):
                 break
             is_seen_otherwise, is_contradicted = True, is_contradicted or look != ""
-    # Without an output projection what comes back may be anything, and is no evidence against the claim.
-    return False if is_seen_otherwise and layer.output_projection is not None else None
+    # Sequences that are mixed in every way that runs are no evidence for the claim either. Without an output projection
+    # what comes back may be anything.
+    return False if has_run and layer.output_projection is not None else None
 
 
 def _attends_by_one_score(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> bool | None:

@@ -67,6 +67,13 @@ def test_queries_that_see_other_tokens_are_left_out_of_the_layer():
 
 
 REFUSED = {  # and how many layers there are
+    "Autoformer, delays that all heads share": (
+        tf.AutoformerConfig(prediction_length=4, context_length=8, label_length=2, lags_sequence=[1, 2], d_model=32,
+                            moving_average=3, num_time_features=1, encoder_layers=1, decoder_layers=1,
+                            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32,
+                            decoder_ffn_dim=32),
+        3,
+    ),
     "Longformer, windows": (tf.LongformerConfig(**SMALL | {"sep_token_id": 2}, attention_window=4), 2),
 }  # fmt: skip
 
