@@ -95,7 +95,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "SamHQPromptEncoderConfig": {"image_embedding_size": 4},
     "SamVisionConfig": {"num_pos_feats": MODEL // 2},
     "SamHQVisionConfig": {"num_pos_feats": MODEL // 2},
-    "PvtConfig": {"image_size": 64},  # so that more than one key is left
+    **{name: {"image_size": 64} for name in ("PvtConfig", "PvtV2Config")},  # so that more than one key is left
     "NeuCodecConfig": {"quantization_dim": 2 * MODEL},
     "Xcodec2Config": {"quantization_dim": 2 * MODEL},
     "SegGptConfig": {"image_size": [64, 32], "pretrain_image_size": 32},
