@@ -28,6 +28,7 @@ _ATTENTION = re.compile(r"(?i)attention|attn")
 
 def examine(model_type: str) -> dict[str, Any]:
     """Examine an architecture of transformers, or a model of timm by its name with a prefix."""
+    torch.manual_seed(0)  # the same weights whenever and wherever it is examined
     if model_type.startswith(vision.PREFIX):
         return _examine_vision(model_type)
     report: dict[str, Any] = {}

@@ -8,6 +8,7 @@ One position of many sequences is compared, for a rotation differs from position
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -235,20 +236,34 @@ def _left_out(role: str, received: Tensor, inputs: list[Tensor], batch: int) -> 
     if constant:
         return Finding(True, remarks=(f"the {role} is a learned vector",))
     is_tried = False
-    positions, count = received.shape[1:3]
+    positions = received.shape[1]
     for x in inputs:
         for tokens in _tokens(x, batch, x.shape[-1]):
             if tokens.shape[-1] + 8 > batch:
                 continue
             is_tried = True
             for position in _spread(positions):
-                for at in _nearest_first(tokens.shape[1], position, positions)[:40]:
-                    fit = determined(received[:, position], tokens[:, at, None].double().expand(-1, 1, -1))
-                    if count and float(fit.max()) < SAME:
+                near = _nearest_first(tokens.shape[1], position, positions)[:40]
+                for at in _likeliest(received[:, position, 0], tokens, near)[:12]:
+                    of_token = tokens[:, at, None].double()
+                    if float(determined(received[:, position, :1], of_token)) > SAME:
+                        continue
+                    if _is_itself(received[:, position], of_token[:, 0]):
+                        return Finding(True, remarks=(f"the {role} is an input, and no map of one",))
+                    if float(determined(received[:, position], of_token).max()) < SAME:
                         return Finding(False, f"its {role} is a map of its input, and no {role} weight is claimed")
     if not is_tried:
         return Finding(None, f"it claims no {role} weight; inputs are too wide to tell whether there is one")
     return Finding(True, remarks=(f"no {role} weight: it is no map of one token",))
+
+
+def _is_itself(received: Tensor, token: Tensor) -> bool:
+    """Tell whether what heads receive are the features of a token side by side, but for one factor."""
+    if received[0].numel() != token.shape[1]:
+        return False
+    token = token.reshape(received.shape)
+    factor = (received * token).sum() / token.square().sum().clamp_min(1e-300)
+    return float((received - factor * token).abs().max()) < 1e-4 * float(received.abs().max())
 
 
 def _distinct_heads(keys: Tensor) -> int:
@@ -299,34 +314,34 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
         vectors = received[:, position].double()  # (batch, count, width)
         checked += 1
         is_found = False
-        for tokens in candidates:
-            for at in _nearest_first(tokens.shape[1], position, positions):
+        parts, remark = _parts(vectors, claimed_width, role)
+        for tokens, part in itertools.product(candidates, parts):
+            near = _nearest_first(tokens.shape[1], position, positions)
+            for at in _likeliest(part[:, 0], torch.einsum("bti,ki->btk", tokens.double(), weight[0]), near)[:25]:
                 claimed = torch.einsum("bi,hki->bhk", tokens[:, at].double(), weight)
-                parts, remark = _parts(vectors, claimed_width, role)
-                for part in parts:
-                    first = determined(part[:, :1], claimed[:, :1])
-                    closest = min(closest, float(first))
-                    if float(first) > SAME:
-                        continue
-                    fit = determined(part, claimed)  # (count, G)
-                    own = torch.arange(count) // (count // G)
-                    mine = fit[torch.arange(count), own]
-                    closest = min(closest, float(mine.max()))
-                    if float(mine.max()) > SAME:
-                        continue
-                    fit[torch.arange(count), own] = float("inf")
-                    if G > 1 and float(fit.min()) < OTHER:
-                        # Heads as wide as their input span the same: what they receive has to be the same then.
-                        same = _the_same(part, claimed)
-                        mine = same[torch.arange(count), own]
-                        same[torch.arange(count), own] = float("inf")
-                        if float(mine.max()) > SAME or float(same.min()) < OTHER:
-                            return Finding(None, f"its {role} heads cannot be told apart by these samples")
-                    is_found = True
-                    remarks = remark
-                    break
-                if is_found:
-                    break
+                first = determined(part[:, :1], claimed[:, :1])
+                closest = min(closest, float(first))
+                if float(first) > SAME:
+                    continue
+                own = torch.arange(count) // (count // G)
+                # Where no head needs factors, no other may do without them either.
+                fit = determined(part, claimed, with_factors=False)  # (count, G)
+                if float(fit[torch.arange(count), own].max()) > SAME:
+                    fit = determined(part, claimed)
+                mine = fit[torch.arange(count), own]
+                closest = min(closest, float(mine.max()))
+                if float(mine.max()) > SAME:
+                    continue
+                fit[torch.arange(count), own] = float("inf")
+                if G > 1 and float(fit.min()) < OTHER:
+                    # Heads as wide as their input span the same: what they receive has to be the same then.
+                    same = _the_same(part, claimed)
+                    mine = same[torch.arange(count), own]
+                    same[torch.arange(count), own] = float("inf")
+                    if float(mine.max()) > SAME or float(same.min()) < OTHER:
+                        return Finding(None, f"its {role} heads cannot be told apart by these samples")
+                is_found, remarks = True, remark
+                break
             if is_found:
                 break
         if not is_found and _of_several_tokens(vectors, weight, candidates, position, positions):
@@ -402,6 +417,19 @@ def _nearest_first(tokens: int, position: int, positions: int) -> list[int]:
     return order[:400]
 
 
+def _likeliest(received: Tensor, claimed: Tensor, places: list[int]) -> list[int]:
+    """Sort tokens by how well what is claimed at them, ``(samples, tokens, width)``, explains what is received.
+
+    Linearly, without a factor for each sample: where there are such factors, the right token is among the first.
+    """
+    n = len(received)
+    at_places = claimed[:, places].double().transpose(0, 1)  # (places, samples, width)
+    scales = at_places.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None, None]
+    basis, _ = torch.linalg.qr(torch.cat([at_places / scales, at_places.new_full((len(places), n, 1), n**-0.5)], -1))
+    explained = (basis.mT @ received.double()).square().sum((1, 2))
+    return [places[i] for i in explained.argsort(descending=True).tolist()]
+
+
 def _parts(vectors: Tensor, width: int, role: str) -> tuple[list[Tensor], tuple[str, ...]]:
     """Take what a head receives for itself out of what is padded, or shared by all heads."""
     if vectors.shape[-1] == width:
@@ -415,7 +443,7 @@ def _parts(vectors: Tensor, width: int, role: str) -> tuple[list[Tensor], tuple[
     return [own for own, _ in parts], (f"{role}: {width} of {vectors.shape[-1]} features, the rest apart",)
 
 
-def determined(received: Tensor, claimed: Tensor) -> Tensor:
+def determined(received: Tensor, claimed: Tensor, *, with_factors: bool = True) -> Tensor:
     """Measure how far each received head is from being determined by each claimed one.
 
     For received ``k_t`` and claimed ``u_t``, the smallest relative residual of ``s_t k_t = A u_t + b`` over matrices A,
@@ -426,6 +454,7 @@ def determined(received: Tensor, claimed: Tensor) -> Tensor:
     Args:
         received: ``(samples, heads, width)``.
         claimed: ``(samples, claimed heads, claimed width)``.
+        with_factors: whether there may be factors.
 
     Returns:
         ``(heads, claimed heads)``; 0 is determined, 1 is unrelated.
@@ -437,7 +466,7 @@ def determined(received: Tensor, claimed: Tensor) -> Tensor:
     centred = received - received.mean(0)
     total = centred.square().sum((0, 2)).clamp_min(1e-300)
     units = received / received.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-    gram = torch.einsum("shw,thw->hst", units, units)
+    gram = torch.einsum("shw,thw->hst", units, units) if with_factors else units
     for g in range(G):
         regressors = torch.cat([claimed[:, g] / claimed[:, g].norm().clamp_min(1e-300), ones / n**0.5], 1)
         basis, singular, _ = torch.linalg.svd(regressors, full_matrices=False)
@@ -448,7 +477,7 @@ def determined(received: Tensor, claimed: Tensor) -> Tensor:
         complement = torch.eye(n, dtype=received.dtype) - basis @ basis.T
         rest = torch.einsum("st,thw->shw", complement, centred)
         residuals[:, g] = (rest.square().sum((0, 2)) / total).sqrt()
-        if w * free > 1.5 * n:
+        if with_factors and w * free > 1.5 * n:
             smallest = torch.linalg.eigvalsh(complement * gram)[:, 0].clamp_min(0).sqrt()
             residuals[:, g] = torch.minimum(residuals[:, g], smallest)
     return residuals
