@@ -410,15 +410,18 @@ def test_the_penalty_pushes_as_on_the_linear_twin(groups):
     torch.testing.assert_close(grown[0].flatten(1), torch.cat(blocks))
 
 
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("memory", ["contiguous", "channels last", "channels last after a step"])
 def test_a_head_is_revived_as_in_the_linear_twin_and_forgotten_by_the_optimizer(memory):
     convolved, multiplied = twins()
-    convolved = convolved.to(memory_format=memory)
+    if memory == "channels last":
+        convolved.to(memory_format=torch.channels_last)
     after = []
     for model, x in ((convolved, image()), (multiplied, tokens_of(image()))):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(x).square().sum().backward()
         optimizer.step()
+        if memory == "channels last after a step" and model is convolved:
+            convolved.to(memory_format=torch.channels_last)
         (layer,) = find_attention(model)
         with torch.no_grad():
             for role in ("query", "key", "value"):

@@ -210,7 +210,7 @@ class ReviveHeads(Intervention):
             return
         for optimizer in self.training.optimizers:
             for kept in optimizer.state.get(owner, {}).values():
-                if isinstance(kept, Tensor) and kept.shape == owner.shape and kept.stride() == owner.stride():
+                if isinstance(kept, Tensor) and _lie_alike(kept, owner):
                     offset = kept.storage_offset() + part.storage_offset() - owner.storage_offset()
                     kept.as_strided(part.shape, part.stride(), offset).zero_()
 
@@ -228,6 +228,12 @@ def _output_bias(layer: AttentionLayer) -> Tensor | None:
         return layer.module.out_proj.bias
     bias = getattr(layer.output_projection, "bias", None)
     return bias if isinstance(bias, Tensor) else None
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Tell whether strides of one tensor hold for another; those of dimensions of size one may be anything."""
+    strides = zip(one.stride(), other.stride(), other.shape)
+    return one.shape == other.shape and all(own == its or size == 1 for own, its, size in strides)
 
 
 def _listed(heads: Sequence[int]) -> str:
