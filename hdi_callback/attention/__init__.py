@@ -1,6 +1,6 @@
 """Attention layers: modules in, head weights and head outputs out."""
 
-from hdi_callback.attention.check import HeadCheck, HeadSearch
+from hdi_callback.attention.behaviour.check import HeadCheck, HeadSearch
 from hdi_callback.attention.discovery import Refusal, Survey, find_attention, survey
 from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadProduct, HeadSlice, Role
 from hdi_callback.attention.layouts import Place, register_layout

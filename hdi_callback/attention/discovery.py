@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdi_callback.attention.check import HeadSearch
+from hdi_callback.attention.behaviour.check import HeadSearch
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.layouts import Place, describe_attention, found_alike, found_by_behaviour
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning

@@ -20,13 +20,13 @@ from typing import Any
 from torch import nn
 
 from hdi_callback.attention import projections
-from hdi_callback.attention.finder import find_heads
+from hdi_callback.attention.behaviour.finder import find_heads
+from hdi_callback.attention.behaviour.probe import MadeUp, ways_to_run
+from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scores
+from hdi_callback.attention.behaviour.trial import acts_as_claimed
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
 from hdi_callback.attention.norms import with_norms
-from hdi_callback.attention.probe import MadeUp, ways_to_run
 from hdi_callback.attention.projections import is_linear
-from hdi_callback.attention.received import NoHeadsError, find_by_scores
-from hdi_callback.attention.trial import acts_as_claimed
 from hdi_callback.errors import UnsupportedAttentionError
 
 

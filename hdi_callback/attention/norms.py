@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from hdi_callback.attention.behaviour.probe import in_private
 from hdi_callback.attention.heads import AttentionLayer, Centring, HeadProduct, HeadWeight, Role
-from hdi_callback.attention.probe import in_private
 
 _NAMES: dict[Role, re.Pattern[str]] = {
     role: re.compile(rf"({role[0]}|{role})_?(norm|layer_?norm)$|norm_?{role[0]}$", re.IGNORECASE)

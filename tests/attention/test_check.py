@@ -13,8 +13,8 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSlice, find_attention, register_layout
 from hdi_callback.attention import layouts as known
-from hdi_callback.attention.given import given
-from hdi_callback.attention.probe import run_copy
+from hdi_callback.attention.behaviour.given import given
+from hdi_callback.attention.behaviour.probe import run_copy
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend
@@ -172,7 +172,7 @@ def test_checking_draws_no_random_number_and_leaves_the_model_as_it_was():
 
 
 def test_a_true_claim_is_tried_once_and_long_sequences_are_not_kept_whole(monkeypatch):
-    from hdi_callback.attention import trial
+    from hdi_callback.attention.behaviour import trial
 
     runs = []
     monkeypatch.setattr(trial, "run_copy", lambda *args, **kwargs: runs.append(args[2]) or run_copy(*args, **kwargs))

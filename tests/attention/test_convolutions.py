@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, find_attention, register_layout
 from hdi_callback.attention import AttentionLayer, HeadSlice, Taps
-from hdi_callback.attention import given as arguments
+from hdi_callback.attention.behaviour import given as arguments
+from hdi_callback.attention.behaviour.trial import acts_as_claimed, contradiction
 from hdi_callback.attention.heads import check_layer
 from hdi_callback.attention.projections import (
     effective_weight,
@@ -28,7 +29,6 @@ from hdi_callback.attention.projections import (
     is_pointwise,
     objection,
 )
-from hdi_callback.attention.trial import acts_as_claimed, contradiction
 from hdi_callback.core import diversity_penalty, head_diversity
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 from hdi_callback.monitoring.interventions import DiversityPenalty, ReviveHeads

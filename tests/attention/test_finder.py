@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import find_attention, survey
-from hdi_callback.attention.finder import find_heads, fit_slice
+from hdi_callback.attention.behaviour.finder import find_heads, fit_slice
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend
 from tests.attention.sweep.judge import Finding, claim_of, judge, merged

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
-from hdi_callback.attention.check import HeadCheck
-from hdi_callback.attention.given import given
+from hdi_callback.attention.behaviour.check import HeadCheck
+from hdi_callback.attention.behaviour.given import given
+from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scores
+from hdi_callback.attention.behaviour.trial import contradiction
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.received import NoHeadsError, find_by_scores
-from hdi_callback.attention.trial import contradiction
 
 H, D = 4, 8
 WIDTH = H * D

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
-from hdi_callback.attention.check import HeadCheck
-from hdi_callback.attention.finder import _Finder, linear_maps
-from hdi_callback.attention.probe import MadeUp, in_private
-from hdi_callback.attention.trial import acts_as_claimed
+from hdi_callback.attention.behaviour.check import HeadCheck
+from hdi_callback.attention.behaviour.finder import _Finder, linear_maps
+from hdi_callback.attention.behaviour.probe import MadeUp, in_private
+from hdi_callback.attention.behaviour.trial import acts_as_claimed
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend
 from tests.attention.sweep.judge import claim_of, judge, merged

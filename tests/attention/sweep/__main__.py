@@ -26,7 +26,7 @@ from typing import Any
 from tests.attention.sweep import vision
 
 ROOT = Path(__file__).parents[3]
-MEMORY = 8 * 2**30
+MEMORY = 10 * 2**30
 
 
 def _versions() -> str:
@@ -44,7 +44,7 @@ def _versions() -> str:
 def _key() -> str:
     """Everything that a result depends on."""
     digest = hashlib.sha256(_versions().encode())
-    sources = [*(ROOT / "hdi_callback/attention").glob("*.py"), *Path(__file__).parent.glob("*.py")]
+    sources = [*(ROOT / "hdi_callback/attention").rglob("*.py"), *Path(__file__).parent.glob("*.py")]
     for path in sorted([*sources, ROOT / "tests/attention/witness.py"]):
         if path.name not in ("__main__.py", "table.py"):
             digest.update(path.read_bytes())

@@ -101,6 +101,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "SegGptConfig": {"image_size": [64, 32], "pretrain_image_size": 32},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "LiltConfig": {"hidden_size": 48},
+    "FastSpeech2ConformerConfig": {"speaking_speed": 8.0},  # so that sequences are longer than one token
     "LEDConfig": {"attention_window": 4},
     "LongformerConfig": {"attention_window": 4},
     "NemotronHConfig": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},

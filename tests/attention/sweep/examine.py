@@ -133,7 +133,8 @@ def _examined(
         forwards.append(few)
         _take(report, seen, names, claims, refusals, batch)
     report["errors"] = list(dict.fromkeys(errors))[-3:]
-    unseen = [layer for layer in found.layers if layer.name not in report["layers"]]
+    # Of a single head there is nothing to compare.
+    unseen = [layer for layer in found.layers if layer.name not in report["layers"] and layer.num_heads > 1]
     report["unseen"] = {layer.name: type(layer.module).__name__ for layer in unseen}
     # What ran and computed no attention is none, though it was refused as if it were: linear attention, state spaces.
     # So is a single head.

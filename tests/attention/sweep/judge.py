@@ -34,6 +34,7 @@ class Claim:
     weight: Callable[[str], Tensor]
     output_projection: nn.Module | None
     roles: frozenset[str] = frozenset({"query", "key", "value", "output"})
+    bias: Callable[[str], Tensor | None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads,
             weight = claim.weight(role).detach().double()
         except Exception as error:
             return Finding(False, f"its {role} weight cannot be read: {error}", **facts)
-        verdicts = [_compare(weight, tensor, inputs, role) for tensor in received]
+        verdicts = [_compare(weight, tensor, inputs, role, claim.bias(role)) for tensor in received]
         best = next((verdict for verdict in verdicts if verdict.is_right), verdicts[0])
         if not best.is_right:
             return Finding(best.is_right, best.reason, **facts)
@@ -284,7 +285,7 @@ def _tokens(x: Tensor, batch: int, features: int) -> Iterator[Tensor]:
         yield x.flatten(2).mT.reshape(batch, -1, features)
 
 
-def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) -> Finding:
+def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str, bias: Tensor | None = None) -> Finding:
     """Compare the heads that a weight gives on any of the inputs with those that attention received."""
     batch, positions, count, width = received.shape
     G, claimed_width, features = weight.shape
@@ -348,7 +349,9 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
             is_found, remarks = True, (f"{role}: of several tokens",)
         failed += not is_found
     if not checked:
-        return Finding(None, f"the {role} is the same in all sequences")
+        told = f"the {role} is the same in all sequences"
+        is_it = role == "query" and _is_one_vector(weight, bias, received, candidates)
+        return Finding(True, remarks=(told,)) if is_it else Finding(None, told)
     lengths = sorted({tokens.shape[1] for tokens in candidates if tokens.shape[1] < positions}, reverse=True)
     for length in lengths if failed and role != "query" else ():
         # Keys and values of a cache come from another layer, before or after this one's own.
@@ -365,6 +368,19 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str) 
             False, f"what attention receives as {role} is not what the claimed {role} heads give (off by {closest:.1g})"
         )
     return Finding(True, remarks=remarks)
+
+
+def _is_one_vector(weight: Tensor, bias: Tensor | None, received: Tensor, candidates: list[Tensor]) -> bool:
+    """Tell whether a vector that is the same in all sequences is what weight and bias give, up to a factor per head."""
+    heads = received[0, 0].double()  # (heads, width)
+    for tokens in candidates:
+        claimed = torch.einsum("ti,hki->thk", tokens[0].double(), weight)
+        if claimed.shape[1:] == heads.shape:
+            claimed = claimed if bias is None else claimed + bias.double()
+            cosines = torch.nn.functional.cosine_similarity(claimed, heads[None], dim=-1)  # (tokens, heads)
+            if float(cosines.amin(1).max()) > 1 - SAME:
+                return True
+    return False
 
 
 def _of_several_tokens(
@@ -629,6 +645,7 @@ def claim_of(layer) -> Claim:
         layer.weight,
         layer.output_projection,
         frozenset(layer.slices),
+        lambda role: getattr(layer.slices[role], "bias", lambda: None)(),
     )
 
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from hdi_callback.attention.given import Recorder
+from hdi_callback.attention.behaviour.given import Recorder
+from hdi_callback.attention.behaviour.probe import MadeUp
+from hdi_callback.attention.behaviour.trial import contradiction
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.layouts import Place, found_by_behaviour
-from hdi_callback.attention.probe import MadeUp
-from hdi_callback.attention.trial import contradiction
 
 
 class HeadCheck(Recorder):

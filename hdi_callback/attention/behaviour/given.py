@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hdi_callback.attention.probe import MadeUp, Shape, has_other_norms
+from hdi_callback.attention.behaviour.probe import MadeUp, Shape, has_other_norms
 from hdi_callback.attention.projections import is_pointwise
 
 _TOKENS = 8

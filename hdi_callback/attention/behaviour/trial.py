@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import projections
+from hdi_callback.attention.behaviour.probe import Answer, MadeUp, Receive, Stub, in_private, run_copy, ways_to_run
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role
-from hdi_callback.attention.probe import Answer, MadeUp, Receive, Stub, in_private, run_copy, ways_to_run
 
 _SEEDS = 3  # a draw may saturate a softmax, and then nothing changes; a claim that is wrong never passes
 _HEADS_TRIED = 16  # for that all features of a key act together

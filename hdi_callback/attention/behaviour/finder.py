@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import projections
+from hdi_callback.attention.behaviour.probe import Answer, MadeUp, Receive, Run, Stub, in_private, run_copy, ways_to_run
+from hdi_callback.attention.behaviour.trial import Beside, acts_as_claimed
 from hdi_callback.attention.heads import AttentionLayer, HeadProduct, HeadSlice, HeadWeight, Role
-from hdi_callback.attention.probe import Answer, MadeUp, Receive, Run, Stub, in_private, run_copy, ways_to_run
-from hdi_callback.attention.trial import Beside, acts_as_claimed
 
 _BASE = 64  # of the digits by which features are known
 _MATTERS = 1e-9  # a derivative, relative to the largest of its head; what does not matter has none at all

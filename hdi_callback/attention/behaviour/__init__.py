@@ -1,0 +1,1 @@
+"""Heads as modules behave, whatever they are called: tried, found and checked on copies."""
