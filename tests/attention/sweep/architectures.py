@@ -101,6 +101,8 @@ COMMON: dict[str, dict[str, Any]] = {
     "SegGptConfig": {"image_size": [64, 32], "pretrain_image_size": 32},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "LiltConfig": {"hidden_size": 48},
+    "TimmWrapperConfig": {"model_args": {"depth": 2, "embed_dim": 64, "num_heads": 4, "img_size": 56}},
+    "LevitConfig": {"hidden_sizes": [64, 96, 128], "key_dim": [8, 8, 8], "num_attention_heads": [2, 4, 6]},
     "FastSpeech2ConformerConfig": {"speaking_speed": 8.0},  # so that sequences are longer than one token
     "LEDConfig": {"attention_window": 4},
     "LongformerConfig": {"attention_window": 4},
