@@ -67,6 +67,15 @@ def _vision_tower() -> Any:
     )
 
 
+def _perception_tower() -> Any:
+    """Make timm's tower of the perception encoder small."""
+    from transformers import PeVideoEncoderConfig
+
+    config = PeVideoEncoderConfig().vision_config
+    config.model_args = {"depth": 2, "embed_dim": 64, "num_heads": 4, "img_size": 56}
+    return config
+
+
 _ROTATION = {"rope_type": "default", "rope_theta": 1e4}
 _BY_AXIS = _ROTATION | {"mrope_section": [2, 1, 1]}
 # By config class, wherever it is a part: what keeps the small model whole. What can be called is called.
@@ -101,7 +110,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "SegGptConfig": {"image_size": [64, 32], "pretrain_image_size": 32},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "LiltConfig": {"hidden_size": 48},
-    "TimmWrapperConfig": {"model_args": {"depth": 2, "embed_dim": 64, "num_heads": 4, "img_size": 56}},
+    "PeVideoEncoderConfig": {"vision_config": lambda: _perception_tower()},
     "LevitConfig": {"hidden_sizes": [64, 96, 128], "key_dim": [8, 8, 8], "num_attention_heads": [2, 4, 6]},
     "FastSpeech2ConformerConfig": {"speaking_speed": 8.0},  # so that sequences are longer than one token
     "LEDConfig": {"attention_window": 4},

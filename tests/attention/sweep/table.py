@@ -30,6 +30,9 @@ where attention is computed, and compared, head by head, with what the weights t
 the layer's real input: what attention received for a head must be determined by the weights of that head, and of no
 other. Counts of heads and widths are those of the tensors. Names and tables play no part in this comparison.
 
+Where a query is learned, handed in or pooled from several tokens, no query weight is claimed, and that is compared as
+well; where a filter over tokens follows a projection, the rows of the head are compared at all tokens in it.
+
 A layer whose heads cannot be established is refused with a warning and left out; `register_layout` describes it.
 
 {summary}
