@@ -12,7 +12,7 @@ from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, su
 from hdi_callback.attention.behaviour.check import HeadCheck
 from hdi_callback.attention.behaviour.finder import _Finder, linear_maps
 from hdi_callback.attention.behaviour.probe import MadeUp, in_private
-from hdi_callback.attention.behaviour.trial import acts_as_claimed
+from hdi_callback.attention.behaviour.trial import acts_as_claimed, contradiction
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend
 from tests.attention.sweep.judge import claim_of, judge, merged
@@ -491,11 +491,12 @@ def test_groups_of_tokens_are_no_contradiction():
     assert survey(nn.Sequential(InGroups(is_twin=True))).layers == ()
 
 
-def test_heads_are_neither_seen_nor_contradicted_where_batch_and_length_are_swapped():
+def test_heads_are_not_contradicted_where_batch_and_length_are_swapped_nor_taken_for_seen():
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(by_hand.LengthFirst()))
     assert acts_as_claimed(layer, [MadeUp("length first")]) is True
-    assert acts_as_claimed(layer, [MadeUp("batch first")]) is None
+    assert acts_as_claimed(layer, [MadeUp("batch first")]) is False, "no evidence, where no other way runs"
+    assert contradiction(layer, [MadeUp("batch first")]) is None
     mixed = replace(layer, num_heads=2, num_key_heads=2, head_dim=16, value_dim=16, slices={
         role: replace(part, heads=2, width=16) for role, part in layer.slices.items()
     })  # fmt: skip
