@@ -15,8 +15,8 @@ RIGHT = {
     "deit3_small_patch16_224": (4, 16),
     "vit_small_patch16_18x2_224": (4, 16),
 }
-# talking heads, attention over channels, two softmaxes for one head
-OTHERWISE = ["cait_xxs24_224", "xcit_nano_12_p8_224"]
+# talking heads are refused; attention over channels is none over tokens
+OTHERWISE = {"cait_xxs24_224": ("refused", "TalkingHeadAttn"), "xcit_nano_12_p8_224": ("right", "XCA")}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,6 +43,7 @@ def test_what_is_no_plain_attention_is_left_out(name):
     from tests.attention.sweep.examine import examine
 
     report = examine(f"timm.{name}")
-    assert report["verdict"] == "refused", report["reason"]
-    assert {kind for kind, *_ in report["refused"].values()} & {"TalkingHeadAttn", "XCA"}
+    verdict, left_out = OTHERWISE[name]
+    assert report["verdict"] == verdict, report["reason"]
+    assert {*report["no_attention"], *(kind for kind, *_ in report["refused"].values())} == {left_out}
     assert {facts["class"] for facts in report["layers"].values()} == {"ClassAttn"}
