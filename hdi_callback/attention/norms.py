@@ -37,9 +37,9 @@ def with_norms(layer: AttentionLayer) -> AttentionLayer:
         The layer, its slices centred where the module centres.
     """
     slices: dict[Role, HeadWeight] = dict(layer.slices)
-    for role, names in _NAMES.items():
-        norm = next((child for name, child in layer.module.named_children() if names.match(name)), None)
-        if role not in slices or norm is None or "norm" not in type(norm).__name__.lower():
+    for role in _NAMES:
+        norm = _norm_behind(layer, role)
+        if role not in slices or norm is None:
             continue
         part = slices[role]
         centring = _centring(norm, part.heads, part.width)
@@ -48,6 +48,25 @@ def with_norms(layer: AttentionLayer) -> AttentionLayer:
         elif centring and not isinstance(part, HeadProduct):
             slices[role] = replace(part, centring=centring)
     return replace(layer, slices=slices)
+
+
+def is_normed(layer: AttentionLayer, role: Role) -> bool:
+    """Tell whether a norm follows the projection of a role.
+
+    Args:
+        layer: the layer.
+        role: ``"query"``, ``"key"`` or ``"value"``.
+
+    Returns:
+        True if its module has a norm that is called after that role.
+    """
+    return _norm_behind(layer, role) is not None
+
+
+def _norm_behind(layer: AttentionLayer, role: Role) -> nn.Module | None:
+    named = (child for name, child in layer.module.named_children() if _NAMES[role].match(name))
+    norm = next(named, None)
+    return norm if norm is not None and "norm" in type(norm).__name__.lower() else None
 
 
 def _centring(norm: nn.Module, heads: int, width: int) -> Centring:

@@ -33,7 +33,7 @@ LOOK_ALIKES = {
     by_hand.DifferentialByConstant: "mixed or normed before it reaches the output projection",
     by_hand.GroupsTiled: "do not share keys and values in groups side by side",
     by_hand.LowRankMLA: "none of the known layouts fits its parameters",
-    by_hand.HiddenAttention: "none of the known layouts fits its parameters",
+    by_hand.HiddenAttention: "it holds no linear maps or 1x1 convolutions",
 }
 
 

@@ -85,9 +85,12 @@ def find_by_scores(name: str, module: nn.Module, ways: Iterable[MadeUp]) -> Atte
     """
     linears = linear_maps(module, projections.is_map)
     if not 1 <= len(linears) <= _MOST_LINEARS:
-        raise NoHeadsError
-    if any(projections.objection(linear) is not None for linear in linears.values()):
-        raise NoHeadsError
+        many = f"more than {_MOST_LINEARS}" if linears else "no"
+        raise NoHeadsError(f"it holds {many} linear maps or 1x1 convolutions that could be its projections")
+    for path, linear in linears.items():
+        objection = projections.objection(linear)
+        if objection is not None:
+            raise NoHeadsError(f"its projection `{path}` is {objection}")
     seen: list[str] = []
     for way in ways:
         try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, Role
+from hdi_callback.attention.norms import is_normed
 from hdi_callback.core import diversity_penalty, fold_head, fresh_head, head_diversity
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
@@ -141,6 +142,11 @@ class ReviveHeads(Intervention):
         """Refuse layers whose heads cannot be written in place."""
         for layer in self.training.layers.values():
             refuse_sharded(layer, self.name)
+            if is_normed(layer, "value"):
+                raise MisconfigurationError(
+                    f"ReviveHeads cannot fold a head of `{layer.name}` into another, for a norm follows its values: "
+                    f"leave the layer out with layers=[...]."
+                )
             for role in self._ROLES:
                 if role not in layer.slices or owner_of(layer, layer.weight(role)) is None:
                     raise MisconfigurationError(

@@ -326,3 +326,10 @@ def test_heads_that_cannot_be_written_in_place_are_refused_before_training():
     nn.utils.parametrizations.weight_norm(model.attn.k_proj)
     with pytest.raises(MisconfigurationError, match="cannot write the key heads of `attn` in place"):
         ReviveHeads().attach(Open(model))
+
+
+def test_heads_whose_values_are_normed_are_refused_before_training():
+    model = make("many")
+    model.attn.v_norm = nn.RMSNorm(8, elementwise_affine=False)
+    with pytest.raises(MisconfigurationError, match="a norm follows its values"):
+        ReviveHeads().attach(Open(model))
