@@ -26,7 +26,7 @@ from typing import Any
 from tests.attention.sweep import vision
 
 ROOT = Path(__file__).parents[3]
-MEMORY = 10 * 2**30
+MEMORY = 12 * 2**30
 
 
 def _versions() -> str:
