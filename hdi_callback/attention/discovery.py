@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention.behaviour.check import HeadSearch
+from hdi_callback.attention.behaviour.received import NoHeadsError
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.layouts import Place, describe_attention, found_alike, found_by_behaviour
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
@@ -132,7 +133,7 @@ def survey(
     undecided = {name: places[name] for name in refusals if name not in layers}
     if forward is not None and undecided:
         _look_at_forward(undecided, layers, forward, reasons)
-    for name in refusals.keys() & reasons.keys():
+    for name in refusals.keys() & {name for name, why in reasons.items() if why}:
         refusals[name] = Refusal(name, refusals[name].module_type, str(places[name].refuse(reasons[name])))
     described = [name for name in places if name in layers or name in refusals]
     # A wrapper is told apart by its parts: what contains a described or refused attention is not reported itself.
@@ -159,26 +160,24 @@ def survey(
 
 def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionLayer], reasons: dict[str, str]) -> None:
     """Find heads where no layout does, from the innermost modules outwards; adds to `layers` and `reasons`."""
-    seen: dict[tuple[Any, ...], AttentionLayer | None] = {}  # a model has many alike
-    why: dict[tuple[Any, ...], str] = {}
+    seen: dict[tuple[Any, ...], AttentionLayer | str] = {}  # a model has many alike; where none is found, why
     for name in sorted(places, key=lambda name: len(name.split(".")) if name else 0, reverse=True):
         place = places[name]
         if any(name == other or _is_inside(name, other) or _is_inside(other, name) for other in layers):
             continue
         shapes = tuple((path, tuple(parameter.shape)) for path, parameter in place.module.named_parameters())
         alike = (type(place.module), shapes)
-        if alike in seen and seen[alike] is None:
-            if alike in why:
-                reasons[name] = why[alike]
-            continue
-        shown: list[str] = []
-        layer = found_alike(place, seen[alike]) if alike in seen else None
-        layer = found_by_behaviour(place, None, shown) if layer is None else layer
-        seen[alike] = layer
-        if shown:
-            reasons[name] = why[alike] = shown[0]
+        known = seen.get(alike)
+        layer = found_alike(place, known) if isinstance(known, AttentionLayer) else None
+        if layer is None and not isinstance(known, str):
+            try:
+                layer = found_by_behaviour(place)
+            except NoHeadsError as error:
+                known = str(error)
         if layer is not None:
-            layers[name] = layer
+            seen[alike] = layers[name] = layer
+        elif isinstance(known, str):
+            seen[alike] = reasons[name] = known
 
 
 def _look_at_forward(
@@ -195,7 +194,8 @@ def _look_at_forward(
             forward()
     finally:
         search.suspend()
-    layers.update({layer.name: layer for layer in search.found(reasons)})
+    layers.update({layer.name: layer for layer in search.found()})
+    reasons.update({name: why for name, why in search.reasons.items() if why})
 
 
 def _first_line(error: Exception) -> str:

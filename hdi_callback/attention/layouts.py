@@ -112,30 +112,25 @@ def describe_attention(place: Place) -> AttentionLayer | None:
     return None
 
 
-def found_by_behaviour(
-    place: Place, ways: Sequence[MadeUp] | None = None, reasons: list[str] | None = None
-) -> AttentionLayer | None:
+def found_by_behaviour(place: Place, ways: Sequence[MadeUp] | None = None) -> AttentionLayer:
     """Find heads that no layout knows by what a copy of the module does.
 
     Args:
         place: the module and where it stands.
         ways: inputs to try it with; those that are made up by default.
-        reasons: a list to which what was seen instead of heads is added.
 
     Returns:
-        The layer; `None` if the module does not act as attention, could not be run, or has a layout of the user's own.
+        The layer.
+
+    Raises:
+        NoHeadsError: if the module does not act as attention, could not be run, or has a layout of the user's own.
     """
     if _registered(place):
-        return None
-    by_token = None if ways is None else [way for way in ways if not getattr(way, "is_whole", False)]
+        raise NoHeadsError
+    by_token = None if ways is None else [way for way in ways if not way.is_whole]
     layer = None if by_token == [] else find_heads(place.name, place.module, by_token)
     if layer is None:
-        try:
-            layer = find_by_scores(place.name, place.module, ways or islice(ways_to_run(place.module), _MOST_WAYS))
-        except NoHeadsError as error:
-            if reasons is not None and str(error):
-                reasons.append(str(error))
-            return None
+        layer = find_by_scores(place.name, place.module, ways or islice(ways_to_run(place.module), _MOST_WAYS))
     layer = with_norms(layer)
     if layer.output_projection is not None:
         return layer
@@ -146,7 +141,7 @@ def found_by_behaviour(
     return replace(layer, slices=slices, output_projection=output.module)
 
 
-def found_alike(place: Place, other: AttentionLayer | None) -> AttentionLayer | None:
+def found_alike(place: Place, other: AttentionLayer) -> AttentionLayer | None:
     """Take over what was found in a module of the same class and shapes, if a trial forward confirms it.
 
     Args:
@@ -156,8 +151,6 @@ def found_alike(place: Place, other: AttentionLayer | None) -> AttentionLayer | 
     Returns:
         The layer; `None` if it is not confirmed.
     """
-    if other is None:
-        return None
     path = next((path for path, part in other.module.named_modules() if part is other.output_projection), None)
     if other.output_projection is not None and path is None:  # it lies beside the module
         return None

@@ -22,7 +22,7 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.hooks import Hooks
 from hdi_callback.attention.projections import feature_dim
 from hdi_callback.attention.sharding import as_part, on_parts
 
@@ -53,7 +54,7 @@ class Capture:
     seen: int
 
 
-class Taps:
+class Taps(Hooks):
     """Capture the head outputs of layers, on armed forwards only.
 
     Args:
@@ -66,7 +67,7 @@ class Taps:
         self._max_tokens = max_tokens
         self._never: dict[str, str] = {}
         self._is_armed = False
-        self._handles: list[RemovableHandle] = []
+        super().__init__()
         self.add(layers)
 
     def add(self, layers: Sequence[AttentionLayer]) -> None:
@@ -86,7 +87,7 @@ class Taps:
             elif projections[id(layer.output_projection)] > 1:
                 self._never[layer.name] = "it shares its output projection with another layer"
         self.suspend()
-        self._install()
+        self.resume()
 
     def __enter__(self) -> Self:
         return self
@@ -136,31 +137,19 @@ class Taps:
             tap.forget()
             tap.is_armed = False
 
-    def suspend(self) -> None:
-        """Take the hooks off for an evaluation, as their mere presence switches off torch's fast path there."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def resume(self) -> None:
-        """Put the hooks back after `suspend`."""
-        if not self._handles:
-            self._install()
-
     def remove(self) -> None:
         """Take the hooks off and let go of what was captured; calling it again does nothing."""
         self.suspend()
         self.release()
 
-    def _install(self) -> None:
+    def _install(self) -> Iterator[RemovableHandle]:
         for name, tap in self._taps.items():
             if name in self._never:
                 continue
             if tap.layer.output_projection is not None:
-                handle = tap.layer.output_projection.register_forward_pre_hook(tap.take_input, with_kwargs=True)
+                yield tap.layer.output_projection.register_forward_pre_hook(tap.take_input, with_kwargs=True)
             else:
-                handle = tap.layer.module.register_forward_pre_hook(tap.take_recomputed, with_kwargs=True)
-            self._handles.append(handle)
+                yield tap.layer.module.register_forward_pre_hook(tap.take_recomputed, with_kwargs=True)
 
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]

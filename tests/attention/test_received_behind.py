@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hdi_callback.attention.behaviour.given import given
+from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scores
 from tests.attention.test_received import WIDTH, D, H, Plain, blocks, find, joined, rows_of, split
 
 
@@ -127,3 +129,17 @@ def test_an_activation_before_attention_is_no_map(kind: type[nn.Module]) -> None
 @pytest.mark.parametrize("kind", [OnePosition, Fused])
 def test_what_comes_back_is_no_head_of_its_own(kind: type[nn.Module]) -> None:
     assert find(kind(), torch.randn(2, WIDTH, 7)) is None
+
+
+class ReturnsInterleaved(Plain):
+    """Feature 0 of every head, then feature 1 of every head; the projection lies beside the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.attend(split(self.a(x)), split(self.b(x)), split(self.c(x)))
+        return out.permute(0, 2, 3, 1).flatten(2)
+
+
+def test_what_comes_back_in_another_order_is_refused_as_a_projection_beside_it_would_be_read_wrong():
+    module = ReturnsInterleaved()
+    with pytest.raises(NoHeadsError, match="do not lie side by side in what it returns"):
+        find_by_scores("one", module, given(module, (torch.randn(3, 6, WIDTH),), {}, is_whole=True))

@@ -14,6 +14,7 @@ from torch import nn
 
 from hdi_callback.attention.behaviour.given import Recorder
 from hdi_callback.attention.behaviour.probe import MadeUp
+from hdi_callback.attention.behaviour.received import NoHeadsError
 from hdi_callback.attention.behaviour.trial import contradiction
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.layouts import Place, found_by_behaviour
@@ -52,10 +53,11 @@ class HeadCheck(Recorder):
 
 def _is_found_again(layer: AttentionLayer, ways: Sequence[MadeUp]) -> bool:
     """Ask for a second opinion: where tokens change places, or values add to the scores, outputs alone deceive."""
-    found = found_by_behaviour(Place(layer.name, layer.module), ways)
-    return found is not None and all(
-        role in layer.slices and torch.equal(found.weight(role), layer.weight(role)) for role in found.slices
-    )
+    try:
+        found = found_by_behaviour(Place(layer.name, layer.module), ways)
+    except NoHeadsError:
+        return False
+    return all(role in layer.slices and torch.equal(found.weight(role), layer.weight(role)) for role in found.slices)
 
 
 class HeadSearch(Recorder):
@@ -63,17 +65,18 @@ class HeadSearch(Recorder):
 
     Args:
         places: modules whose heads could not be established with inputs that are made up.
+
+    Attributes:
+        reasons: what was seen instead of heads, name -> reason.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
+        self.reasons: dict[str, str] = {}
         self._places = {place.name: place for place in places}
         super().__init__({place.name: place.module for place in places}, keeps_whole=True)
 
-    def found(self, reasons: dict[str, str] | None = None) -> list[AttentionLayer]:
+    def found(self) -> list[AttentionLayer]:
         """Look, and let go of the arguments.
-
-        Args:
-            reasons: a dict for what was seen instead of heads: name -> reason.
 
         Returns:
             The layers that were found.
@@ -82,11 +85,10 @@ class HeadSearch(Recorder):
         ways = {name: ways for name, ways in self.take().items() if ways and not _is_spread(self._places[name].module)}
         layers = []
         for name, given in ways.items():
-            shown: list[str] = []
-            layer = found_by_behaviour(self._places[name], given, shown)
-            layers += [] if layer is None else [layer]
-            if layer is None and shown and reasons is not None:
-                reasons[name] = shown[0]
+            try:
+                layers.append(found_by_behaviour(self._places[name], given))
+            except NoHeadsError as error:  # noqa: PERF203
+                self.reasons[name] = str(error)
         return layers
 
 

@@ -58,21 +58,6 @@ def draw_varied(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape).uniform_(0.5, 1.5, generator=_generator(path, call))
 
 
-def draw_constant(path: str, call: int, shape: tuple[int, ...]) -> Tensor:
-    """Draw features that are the same for all tokens.
-
-    Args:
-        path: the linear map.
-        call: which of its calls.
-        shape: ``(..., features)``.
-
-    Returns:
-        What it answers.
-    """
-    drawn: Tensor = torch.empty(shape[-1]).uniform_(0.5, 1.5, generator=_generator(path, 0))
-    return drawn.expand(shape)
-
-
 def draw_mixed(path: str, features: list[int], shares: tuple[float, float]) -> Draw:
     """Draw the same whenever asked, some features of one map as the sum of shares of two draws.
 
@@ -106,8 +91,8 @@ def draw_times(path: str, factors: Tensor) -> Draw:
     """
 
     def drawn(other: str, call: int, shape: tuple[int, ...]) -> Tensor:
-        answer = draw_constant(other, call, shape)
-        return answer * factors if other == path else answer
+        features: Tensor = torch.empty(shape[-1]).uniform_(0.5, 1.5, generator=_generator(other, 0))
+        return (features * factors if other == path else features).expand(shape)
 
     return drawn
 
@@ -162,7 +147,18 @@ def read_numbers(plain: Tensor, coded: list[Tensor], digit: Callable[[Tensor], T
         if not torch.equal(least, most) or least.min() < 0 or most.max() >= BASE:
             return None
         digits.append(least.long())
-    *digits, check = digits
-    if not torch.equal(_check_digit(digits), check):
-        return None
-    return torch.stack([one * BASE**power for power, one in enumerate(digits)]).sum(0)
+    numbers, is_right = numbers_of(digits)
+    return numbers if is_right.all() else None
+
+
+def numbers_of(digits: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Put digits together.
+
+    Args:
+        digits: as `digits_of` gives them.
+
+    Returns:
+        The numbers, and whether the digit that checks each is right.
+    """
+    *own, check = digits
+    return torch.stack([digit * BASE**power for power, digit in enumerate(own)]).sum(0), check == _check_digit(own)

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import projections
+from hdi_callback.attention.behaviour.codes import BASE, digits_of, numbers_of
 from hdi_callback.attention.behaviour.probe import Answer, MadeUp, Receive, Run, Stub, in_private, run_copy, ways_to_run
 from hdi_callback.attention.behaviour.trial import Beside, acts_as_claimed
 from hdi_callback.attention.heads import AttentionLayer, HeadProduct, HeadSlice, HeadWeight, Role
 
-_BASE = 64  # of the digits by which features are known
 _MATTERS = 1e-9  # a derivative, relative to the largest of its head; what does not matter has none at all
 _GATES = 1e-6  # the same where all tokens have the same values, which leaves rounding errors
 _PROPORTIONAL = 1e-4
@@ -205,31 +205,24 @@ class _Finder:
         """For each feature of the output the number of the feature that it averages, ``(features,)``."""
         values = None
         for path, start in self.starts.items():
-            every = torch.arange(self.features[path][1])
-            numbers, digits = every, [torch.zeros(len(every))]
-            while len(digits) == 1 or int(numbers.max()):
-                digits.append(1.0 + numbers % _BASE)
-                numbers = numbers // _BASE
-            check = (29 * every + 17) % _BASE  # so that a gate is not taken for a number by chance
-            digits.append(1.0 + check)
-            coded = torch.stack(digits)  # zero, then the digits plus one
+            count = self.features[path][1]
+            digits = digits_of(torch.arange(count))  # the last checks the others, as a gate may look like a digit
+            coded = torch.stack([torch.zeros(count), *(1.0 + digit for digit in digits)])
             answers = {
                 other: answer[:, :1].abs().expand(len(coded), self.way.tokens, -1)
                 for other, answer in self.drawn.items()
             }
-            answers[path] = answers[path] * (1 + coded / _BASE)[:, None]
+            answers[path] = answers[path] * (1 + coded / BASE)[:, None]
             outputs = self._outputs(answers)
             # A gate behind attention cancels, unless it comes from the same map as the values.
-            read = (outputs[1:] / outputs[:1] - 1) * _BASE
+            read = (outputs[1:] / outputs[:1] - 1) * BASE
             whole = read.round()
             if values is None:
                 values = torch.full((outputs.shape[-1],), -1)
-            is_read = ((read - whole).abs() < 0.01) & (whole >= 1) & (whole <= _BASE) & (whole == whole[:, :1])
+            is_read = ((read - whole).abs() < 0.01) & (whole >= 1) & (whole <= BASE) & (whole == whole[:, :1])
             of_this = is_read.all(0).all(0)
-            powers = _BASE ** torch.arange(len(whole) - 1)
-            features = ((whole[:-1, 0].long() - 1) * powers[:, None]).sum(0)
-            of_this &= (features >= 0) & (features < len(every))
-            of_this[of_this.clone()] &= whole[-1, 0, of_this].long() - 1 == check[features[of_this]]
+            features, is_right = numbers_of(list(whole[:, 0].long() - 1))
+            of_this &= is_right & (features >= 0) & (features < count)
             values[of_this] = start + features[of_this]
         return values if values is not None and int(values.min()) >= 0 else None
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hdi_callback.attention.behaviour.probe import MadeUp, Shape, has_other_norms
+from hdi_callback.attention.hooks import Hooks
 from hdi_callback.attention.projections import is_pointwise
 
 _TOKENS = 8
@@ -18,7 +19,7 @@ _LONGEST, _LARGEST = 400, 2**18  # tokens that are kept where they cannot be cut
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Recorder:
+class Recorder(Hooks):
     """Keeps the arguments of the next forward of some modules, cut to what a trial needs.
 
     Args:
@@ -29,8 +30,8 @@ class Recorder:
     def __init__(self, modules: Mapping[str, nn.Module], *, keeps_whole: bool = False) -> None:
         self._modules, self._keeps_whole = modules, keeps_whole
         self._seen: dict[str, list[Given]] = {}
-        self._handles: list[RemovableHandle] = []
         self.is_armed = False
+        super().__init__()
         self.resume()
 
     def arm(self) -> None:
@@ -49,17 +50,9 @@ class Recorder:
         seen, self._seen = self._seen, {}
         return seen
 
-    def suspend(self) -> None:
-        """Take the hooks off; calling it again does nothing."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def resume(self) -> None:
-        """Put the hooks back after `suspend`."""
-        if not self._handles:
-            for name, module in self._modules.items():
-                self._handles.append(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
+    def _install(self) -> Iterator[RemovableHandle]:
+        for name, module in self._modules.items():
+            yield module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
 
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,12 +73,10 @@ class Given(MadeUp):
     Attributes:
         args: by position.
         kwargs: by name.
-        is_whole: nothing was cut, so that which dimension numbers sequences and which tokens is not known.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    is_whole: bool = False
 
     def arguments(self, forward: Any, batch: int, width: int) -> _Arguments:
         """Give them to every element of a batch.

@@ -52,6 +52,7 @@ class MadeUp:
         is_normed: whether RMS norms are left in; one behind attention hides which values come through. What a LayerNorm
             subtracts is another matter (`norms.py`), so that it stays.
         is_filled: whether other arguments that a forward requires are the tokens again; `None` otherwise.
+        is_whole: nothing was cut or made up, so that which dimension numbers sequences and which tokens is not known.
     """
 
     shape: Shape = "batch first"
@@ -61,6 +62,7 @@ class MadeUp:
     is_biased: bool = False
     is_normed: bool = True
     is_filled: bool = False
+    is_whole: bool = False
 
     def arguments(self, forward: Any, batch: int, width: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the arguments of a forward.

@@ -193,14 +193,16 @@ class _Look:
 
     def _heads(self, seen: Seen) -> list[_Head]:
         received = self._received(seen)
+        loss = (received * torch.randn_like(received)).sum()
+        used = torch.autograd.grad(loss, seen.watch.weights, retain_graph=True, allow_unused=True)
         heads: dict[Any, _Head] = {}
         why = NoHeadsError()
-        for event, weights in enumerate(seen.watch.weights):
-            if not depends_on(received, [weights]):
+        for event, weights in enumerate(used):
+            if weights is None or not weights.any():
                 if self._leads_elsewhere(seen, event):
                     raise NoHeadsError("it computes more than one attention")
                 continue
-            for number, head in enumerate(self._by_features(seen, event)):
+            for number, head in enumerate(self._by_features(seen, event, weights)):
                 try:
                     self._look_at(seen, head)
                 except NoHeadsError as error:
@@ -222,13 +224,10 @@ class _Look:
             raise NoHeadsError("its heads share features, or differ in width")
         return found
 
-    def _by_features(self, seen: Seen, event: int) -> list[_Head]:
-        """Group rows of scores by the features that they depend on."""
+    def _by_features(self, seen: Seen, event: int, used: Tensor) -> list[_Head]:
+        """Group rows of scores by the features that they depend on; what padding gives is not used."""
         scores = seen.watch.scores[event]
         flat = scores.reshape(-1, scores.shape[-1])
-        # Rows that lead to what the output projection takes; of padding, they may not.
-        received, weights = self._received(seen), seen.watch.weights[event]
-        (used,) = torch.autograd.grad((received * torch.randn_like(received)).sum(), [weights], retain_graph=True)
         is_used = used.reshape(-1, used.shape[-1]).any(1)
         by_features: dict[Features, _Head] = {}
         for row in _rows(scores.shape[:-1], is_used):
@@ -438,15 +437,17 @@ class _Look:
         if queries:
             rows["query"] = (queries[0][0], tuple(tuple(features) for _, features in queries))
         # Behind an activation the output projection is not given what the heads give.
-        is_told = self.receiver is not None and not self.activations
-        if self.receiver is not None and is_told:
-            rows["output"] = (self.receiver, tuple(map(tuple, outputs.tolist())))
+        output = None if self.activations else self.receiver
+        if output is not None:
+            rows["output"] = (output, tuple(map(tuple, outputs.tolist())))
         found = {role: one for role, one in rows.items() if one is not None}
         if len(found) < len(rows) or len(found["key"][1]) != len(found["value"][1]):
             raise NoHeadsError("its heads do not share keys and values in groups side by side")
-        # Whoever captures its input expects the heads side by side.
+        # Whoever captures its input expects the heads side by side, and so does a projection beside the module.
         is_side_by_side = torch.equal(outputs.flatten(), torch.arange(len(of_head)))
-        is_called = self.receiver is not None and is_told and seen.stubs[self.receiver].is_called
+        if self.receiver is None and not is_side_by_side and outputs.numel() == len(of_head):
+            raise NoHeadsError("the outputs of its heads do not lie side by side in what it returns")
+        is_called = output is not None and seen.stubs[output].is_called
         return _Found(found, H, is_called and is_side_by_side, any(head.is_spread for head in heads))
 
     def _coded_heads(self, heads: list[_Head]) -> Tensor | None:
@@ -480,26 +481,21 @@ class _Look:
 
     def _coded_values(self, seen: Seen, head: _Head, outputs: Tensor) -> tuple[str, Tensor] | None:
         """Tell which value feature each feature of the heads' outputs averages: its linear map, ``(heads, width)``."""
-        received = self._received(seen)
         alone = self._values_of_a_token(seen, head)
-        if alone is None:
+        if len(alone) != 1 or self._is_fed(seen, path := alone[0][0]):
             return None
-        paths = {path for path, _ in elements_of(seen.leaves, (received * torch.randn_like(received)).sum())}
-        for path, (once, twice) in itertools.product(sorted(paths & alone.keys()), SAME_WEIGHTS):
-            digits = digits_of(torch.arange(projections.features(self.linears[path])[1]))
-            draws = [
-                draw_times(path, factors) for factors in (torch.ones(()), *(1 + (1 + one) / BASE for one in digits))
-            ]
+        digits = digits_of(torch.arange(projections.features(self.linears[path])[1]))
+        draws = [draw_times(path, factors) for factors in (torch.ones(()), *(1 + (1 + one) / BASE for one in digits))]
+        for once, twice in SAME_WEIGHTS:
             plain, *coded = (self._difference(drawn, twice, once)[:, outputs.flatten()] for drawn in draws)
             numbers = read_numbers(plain, coded, lambda ratio: (ratio - 1) * BASE - 1)
             if numbers is not None:
                 numbers = numbers.view(outputs.shape)
                 # Seen by the derivatives too: values of this head alone.
-                is_seen = alone == {path: set(numbers[0].tolist())} and len(alone[path]) == numbers.shape[1]
-                return (path, numbers) if is_seen and not self._is_fed(seen, path) else None
+                return (path, numbers) if alone[0][1] == tuple(sorted(numbers[0].tolist())) else None
         return None
 
-    def _values_of_a_token(self, seen: Seen, head: _Head) -> dict[str, set[int]] | None:
+    def _values_of_a_token(self, seen: Seen, head: _Head) -> Features:
         """Find what is averaged by one attention weight of a head: features of one token, by their linear map."""
         received = self._received(seen)
         probe = torch.randn_like(received, requires_grad=True)
@@ -509,15 +505,14 @@ class _Look:
         of_row = gradient.reshape(-1, gradient.shape[-1])[row]
         live = [column for column in range(len(of_row)) if float(of_row[column].detach()) != 0]
         if not live:
-            return None
+            return ()
         # Far from each other, as values may be made of several tokens; padding has none. What they share are gates.
         columns = dict.fromkeys(live[i * (len(live) - 1) // 4] for i in range(5))
         alone = [elements for column in columns if (elements := elements_of(seen.leaves, of_row[column]))]
         gates = common_to(alone) if len(alone) > 1 else {}
         own = [without(elements, gates) for elements in alone]
-        if len({features_of(one) for one in own if one}) != 1:
-            return None
-        return {path: set(features) for one in own for path, features in features_of(one)}
+        found = {features_of(one) for one in own if one}
+        return found.pop() if len(found) == 1 else ()
 
 
 def _distinct(path: str, rows: list[list[int]]) -> _Rows | None:
