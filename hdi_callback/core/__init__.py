@@ -2,6 +2,7 @@
 
 from hdi_callback.core.allocation import HeadAllocation, allocate_heads
 from hdi_callback.core.chance import chance_of_overlap
+from hdi_callback.core.circuits import CircuitSimilarity, ov_circuits, qk_circuits
 from hdi_callback.core.covariance import (
     BiasVarianceCovariance,
     HeadCovariance,
@@ -20,6 +21,7 @@ from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bas
 
 __all__ = [
     "BiasVarianceCovariance",
+    "CircuitSimilarity",
     "Folding",
     "HeadAllocation",
     "HeadBases",
@@ -37,5 +39,7 @@ __all__ = [
     "head_diversity_from_covariance",
     "head_overlap",
     "orthonormal_bases",
+    "ov_circuits",
     "principal_cosines",
+    "qk_circuits",
 ]

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
 from hdi_callback.core.subspaces import (
     _bases,
     _flatness,
@@ -225,9 +226,8 @@ def _summarise(
     """Reduce the matrices of a layer. `energy` holds the squared norms of the cross products of heads of norm 1."""
     H = overlap.shape[-1]
     rank = rank.to(overlap.dtype)
-    live = ~dead
+    live, pairs = ~dead, live_pairs(dead)
     eye = torch.eye(H, dtype=torch.bool, device=overlap.device)
-    pairs = live[..., :, None] & live[..., None, :] & ~eye
     heads = live.sum(-1).to(overlap.dtype)
     # A product that rounds to 1 + 1e-7 is 1; the diagonal is 1 by definition, unless the weights are not finite.
     overlap = torch.where(eye & live[..., None] & overlap.isfinite(), 1, overlap)
@@ -240,12 +240,12 @@ def _summarise(
     participation = torch.where(dead, 0, 1 / own)  # (tr G)^2 / ||G||^2, the energy's own count of directions
     energy_chance = (participation[..., :, None] * participation[..., None, :]).sqrt() / width
 
-    mean, chance = _mean(overlap, pairs), _mean(subspace_chance, pairs)
-    energy_mean = _mean(energy_overlap, pairs)
-    worst, worst_pair, nearest, nearest_overlap = _largest(overlap, pairs)
-    energy_worst, energy_worst_pair, _, _ = _largest(energy_overlap, pairs)
-    worst_alignment, worst_alignment_pair, *_ = _largest(_above_chance(overlap, subspace_chance), pairs)
-    energy_worst_alignment, energy_worst_alignment_pair, *_ = _largest(
+    mean, chance = mean_over_pairs(overlap, pairs), mean_over_pairs(subspace_chance, pairs)
+    energy_mean = mean_over_pairs(energy_overlap, pairs)
+    worst, worst_pair, nearest, nearest_overlap = largest_pair(overlap, pairs)
+    energy_worst, energy_worst_pair, _, _ = largest_pair(energy_overlap, pairs)
+    worst_alignment, worst_alignment_pair, *_ = largest_pair(_above_chance(overlap, subspace_chance), pairs)
+    energy_worst_alignment, energy_worst_alignment_pair, *_ = largest_pair(
         _above_chance(energy_overlap, energy_chance), pairs
     )
     # ||sum_h P_h / sqrt(r_h)||_F^2 >= (its trace)^2 / d, by Cauchy-Schwarz.
@@ -272,7 +272,7 @@ def _summarise(
         dead=dead,
         energy_index=1 - energy_mean,
         energy_overlap=energy_overlap,
-        energy_alignment=_above_chance(energy_mean, _mean(energy_chance, pairs)),
+        energy_alignment=_above_chance(energy_mean, mean_over_pairs(energy_chance, pairs)),
         energy_worst=energy_worst,
         energy_worst_pair=energy_worst_pair,
         energy_worst_alignment=energy_worst_alignment,
@@ -280,28 +280,6 @@ def _summarise(
     )
 
 
-def _mean(matrix: Tensor, pairs: Tensor) -> Tensor:
-    """Average over the pairs of live heads; NaN where there is none."""
-    return torch.where(pairs, matrix, 0).sum((-2, -1)) / pairs.sum((-2, -1))
-
-
 def _above_chance(overlap: Tensor, chance: Tensor) -> Tensor:
     """Rescale so that 0 is chance and 1 identical; NaN where chance itself is identical (d_k >= d)."""
     return torch.where(chance < 1 - 1e-6, (overlap - chance) / (1 - chance), torch.nan)
-
-
-def _largest(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the largest entry over pairs, its two heads, and for each head its largest neighbour; -1 and NaN if none."""
-    H = matrix.shape[-1]
-    masked = torch.where(pairs, matrix, -torch.inf)
-    each, nearest = masked.max(-1)
-    worst, first = each.max(-1)
-    second = nearest.gather(-1, first[..., None])[..., 0]
-    both = torch.stack([torch.minimum(first, second), torch.maximum(first, second)], -1)
-    known = worst.isfinite()
-    return (
-        torch.where(known, worst, torch.nan),
-        torch.where(known[..., None], both, -1),
-        torch.where(each.isfinite(), nearest, -1).reshape(*matrix.shape[:-2], H),
-        torch.where(each.isfinite(), each, torch.nan),
-    )

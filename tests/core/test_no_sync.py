@@ -7,7 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from hdi_callback.core import HeadMoments, diversity_penalty, head_covariance, head_diversity, principal_cosines
+from hdi_callback.core import (
+    HeadMoments,
+    diversity_penalty,
+    head_covariance,
+    head_diversity,
+    ov_circuits,
+    principal_cosines,
+    qk_circuits,
+)
 from hdi_callback.core import head_diversity_from_covariance as from_covariance
 from tests.core.no_sync import NoSync
 from tests.core.test_subspaces import CASES, gaussian
@@ -21,6 +29,11 @@ SILENT = {
     "penalty": (diversity_penalty, [gaussian(4, 8, 32)]),
     "penalty, float16": (diversity_penalty, [gaussian(4, 8, 32).half()]),
     "head_covariance": (partial(head_covariance, lengths=[5, 15]), [gaussian(20, 4, 8), gaussian(4, 8, 32)]),
+    "query-key circuits": (qk_circuits, [gaussian(3, 4, 8, 32), gaussian(3, 2, 8, 24)]),
+    "output-value circuits": (
+        lambda value, output, S, heads: ov_circuits(value, output, value_covariance=S, key_head=heads),
+        [gaussian(2, 8, 32), gaussian(4, 8, 32), gaussian(32, 32) @ gaussian(32, 32).mT, torch.tensor([0, 1, 0, 1])],
+    ),
     "streaming": (lambda first, second: HeadMoments.of(first).update(second), [gaussian(9, 4, 8), gaussian(9, 4, 8)]),
 }
 

@@ -1,0 +1,242 @@
+r"""Cosines of the heads' circuits: the weights of two projections -> `CircuitSimilarity`.
+
+What a head computes from its input is a product of two projections: :math:`B_h = W_Q^{h\top} W_K^h` scores pairs of
+tokens, :math:`C_h = W_V^{h\top} W_O^h` writes into the output. The products are ``d x d`` and are never formed: their
+inner products are sums over blocks of ``d_k x d_k``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdi_callback.core.pairs import clusters, largest_pair, live_pairs, mean_over_pairs
+from hdi_callback.core.subspaces import _normalise, _whitener
+from hdi_callback.errors import MisconfigurationError, ShapeError
+
+_CHUNK_ELEMENTS = 2**24  # of a product of two chunks of heads, about 64 MB in float32
+
+
+@dataclass(frozen=True)
+class CircuitSimilarity:
+    """How alike the circuits of the heads of a layer are. All fields have the batch dimensions of the weights in front.
+
+    Attributes:
+        cosine: ``(H, H)``, cosine of every pair of circuits as vectors, in [-1, 1]: 1 is the same map up to a positive
+            factor, 0 what independent heads have; diagonal 1 (0 for dead heads).
+        mean: mean cosine over the pairs of live heads; NaN with fewer than two of them.
+        worst: largest cosine of a pair.
+        worst_pair: ``(2,)``, the two heads of that pair; -1 with fewer than two live heads.
+        nearest: ``(H,)``, for each head the head whose circuit is most like its own; -1 if there is none.
+        nearest_cosine: ``(H,)``, that cosine.
+        cluster: ``(H,)``, the smallest head among those that a chain of cosines at or above the limit joins with this
+            one: its own number for a head that stands alone.
+        distinct: number of clusters of live heads.
+        norm: ``(H,)``, Frobenius norm of each circuit.
+        dead: ``(H,)``, True where a circuit is all but zero beside the largest of its layer.
+    """
+
+    cosine: Tensor
+    mean: Tensor
+    worst: Tensor
+    worst_pair: Tensor
+    nearest: Tensor
+    nearest_cosine: Tensor
+    cluster: Tensor
+    distinct: Tensor
+    norm: Tensor
+    dead: Tensor
+
+
+@torch.no_grad()
+def qk_circuits(
+    query: Tensor,
+    key: Tensor,
+    *,
+    query_covariance: Tensor | None = None,
+    key_covariance: Tensor | None = None,
+    key_head: Tensor | None = None,
+    limit: float = 0.9,
+    rank_tol: float = 1e-6,
+) -> CircuitSimilarity:
+    r"""Compute how alike the heads score: the cosines of :math:`B_h = W_Q^{h\top} W_K^h`.
+
+    .. math:: \langle B_h, B_g \rangle
+              = \sum_{ij} (W_Q^h W_Q^{g\top})_{ij} \, (W_K^h W_K^{g\top})_{ij}
+
+    Invariant under :math:`W_Q^h \to A W_Q^h, W_K^h \to A^{-\top} W_K^h`, which leaves attention as it is. A cosine of 1
+    is the same kernel up to its temperature. With covariances it is the cosine of the scores on inputs so distributed,
+    :math:`\operatorname{tr}(S_q B_h S_k B_g^\top)`. Biases are left out; with rotary positions B is the kernel at
+    distance 0, and with a norm on queries or keys it is not the kernel exactly. Inner products of circuits: Elhage et
+    al. 2021 name the circuits, the cosine over pairs in training is ours.
+
+    Args:
+        query: ``(..., H, d_k, d)``, rows are features as in ``nn.Linear.weight``.
+        key: ``(..., G, d_k, d')``, the distinct key heads; G divides H.
+        query_covariance: ``(..., d, d)``, covariance of what the queries are made of; the identity by default.
+        key_covariance: ``(..., d', d')``, covariance of what the keys are made of.
+        key_head: ``(H,)``, whole numbers: the key head of each query head; by default the groups lie side by side.
+        limit: cosines from here on join heads to a cluster.
+        rank_tol: a circuit whose norm is below this fraction of the layer's largest is dead, and directions of a key
+            head below this fraction of its largest do not count.
+
+    Returns:
+        The cosines, in float32 (float64 for float64 weights); NaN everywhere in a layer with a weight that is not
+        finite.
+
+    Raises:
+        MisconfigurationError: if `limit` or `rank_tol` is not between 0 and 1.
+        ShapeError: if the shapes do not belong together.
+
+    Example:
+        >>> weight = torch.eye(4).reshape(2, 2, 4)  # two heads that score in orthogonal planes
+        >>> qk_circuits(weight, weight).cosine.tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+    return _similarity(query, key, query_covariance, key_covariance, key_head, limit, rank_tol, "query", "key")
+
+
+@torch.no_grad()
+def ov_circuits(
+    value: Tensor,
+    output: Tensor,
+    *,
+    value_covariance: Tensor | None = None,
+    key_head: Tensor | None = None,
+    limit: float = 0.9,
+    rank_tol: float = 1e-6,
+) -> CircuitSimilarity:
+    r"""Compute how alike the heads write: the cosines of :math:`C_h = W_V^{h\top} W_O^h`.
+
+    .. math:: \langle C_h, C_g \rangle
+              = \sum_{ij} (W_V^h W_V^{g\top})_{ij} \, (W_O^h W_O^{g\top})_{ij}
+
+    A cosine of 1 is the same message about every token, of -1 messages that cancel.
+
+    Args:
+        value: ``(..., G, d_v, d)``, the distinct value heads; G divides H.
+        output: ``(..., H, d_v, d')``, the output projection's slice of each head.
+        value_covariance: ``(..., d, d)``, covariance of what the values are made of; the identity by default.
+        key_head: ``(H,)``, whole numbers: the value head of each head; by default the groups lie side by side.
+        limit: cosines from here on join heads to a cluster.
+        rank_tol: as in `qk_circuits`.
+
+    Returns:
+        The cosines, in float32 (float64 for float64 weights); NaN everywhere in a layer with a weight that is not
+        finite.
+
+    Raises:
+        MisconfigurationError: if `limit` or `rank_tol` is not between 0 and 1.
+        ShapeError: if the shapes do not belong together.
+
+    Example:
+        >>> value = torch.eye(4).reshape(2, 2, 4)
+        >>> bool(ov_circuits(value, torch.ones(2, 2, 4)).worst.abs() < 1e-6)  # two sources, one message: not alike
+        True
+    """
+    return _similarity(output, value, None, value_covariance, key_head, limit, rank_tol, "output", "value")
+
+
+def _similarity(
+    own: Tensor,
+    grouped: Tensor,
+    own_covariance: Tensor | None,
+    grouped_covariance: Tensor | None,
+    key_head: Tensor | None,
+    limit: float,
+    rank_tol: float,
+    own_name: str,
+    grouped_name: str,
+) -> CircuitSimilarity:
+    """Compare the products of `own` (..., H, k, d) with `grouped` (..., G, k, d') of each head's group."""
+    if not 0 < limit <= 1:
+        raise MisconfigurationError(f"`limit` is a cosine in (0, 1], got {limit}. Write limit=0.9.")
+    _require_shapes(own, grouped, own_name, grouped_name)
+    H, G = own.shape[-3], grouped.shape[-3]
+    group = torch.arange(H, device=own.device) // (H // G) if key_head is None else key_head
+    if group.shape != (H,):
+        raise ShapeError(f"`key_head` has one entry for each of the {H} heads, got {tuple(group.shape)}.")
+    wide = torch.promote_types(own.dtype, grouped.dtype)
+    out = torch.float64 if wide == torch.float64 else torch.float32
+    scaled, _ = _normalise(own, rank_tol)
+    shared, _ = _normalise(grouped, rank_tol)
+    weighed = shared if grouped_covariance is None else shared @ grouped_covariance.to(shared.dtype)
+    gram = weighed @ shared.mT
+    # K = M R with R a frame of the rows of K (in the metric of the covariance), so that Q^T K = (M^T Q)^T R and the
+    # circuit's norm is ||M^T Q||: nothing cancels, however unevenly a head shares its scale between Q and K.
+    T = _whitener(gram, rank_tol)
+    rows = (T @ shared).to(out)
+    metric_rows = rows if grouped_covariance is None else (T @ weighed).to(out)
+    back = (gram @ T.mT).index_select(-3, group)
+    left = back.mT @ scaled  # (..., H, k, d)
+    metric_left = left if own_covariance is None else left @ own_covariance.to(left.dtype)
+    size = (metric_left * left).sum((-2, -1)).clamp_min(0).sqrt()
+    norm = size * _norm(own) * _norm(grouped).index_select(-1, group)
+    largest = norm.amax(-1, keepdim=True)
+    dead = ((norm < rank_tol * largest) | (largest == 0)) & largest.isfinite()
+    unit = torch.where(largest.isfinite(), size.masked_fill(dead, 1), torch.nan)[..., None, None]
+    left = (left / unit).to(out)
+    metric_left = left if own_covariance is None else (metric_left / unit).to(out)
+    inner = _inner_products(metric_left, left, metric_rows, rows, group)
+
+    diagonal = torch.eye(H, dtype=torch.bool, device=own.device)
+    live = ~dead
+    size_of = inner.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(out).tiny).sqrt()
+    cosine = (inner / (size_of[..., :, None] * size_of[..., None, :])).clamp(-1, 1)
+    cosine = torch.where(diagonal & cosine.isfinite(), 1, cosine)
+    cosine = torch.where(live[..., :, None] & live[..., None, :], cosine, 0)
+    pairs = live_pairs(dead)
+    worst, worst_pair, nearest, nearest_cosine = largest_pair(cosine, pairs)
+    cluster = clusters(cosine, pairs, limit)
+    first = cluster == torch.arange(H, device=own.device)
+    return CircuitSimilarity(
+        cosine=cosine,
+        mean=mean_over_pairs(cosine, pairs),
+        worst=worst,
+        worst_pair=worst_pair,
+        nearest=nearest,
+        nearest_cosine=nearest_cosine,
+        cluster=cluster,
+        distinct=(first & live).sum(-1).to(out),
+        norm=torch.where(largest.isfinite(), norm, torch.nan).to(out),
+        dead=dead,
+    )
+
+
+def _inner_products(metric_left: Tensor, left: Tensor, metric_rows: Tensor, rows: Tensor, group: Tensor) -> Tensor:
+    """Sum the products of two blocks of each pair of heads, in chunks of heads, the upper triangle alone."""
+    *batch, H, k, d = left.shape
+    G = rows.shape[-3]
+    layers = max(1, torch.Size(batch).numel())
+    step = max(1, min(-(-H // 4), _CHUNK_ELEMENTS // max(1, layers * k * H * k)))
+    inner = left.new_zeros(*batch, H, H)
+    flat, flat_rows = left.reshape(*batch, H * k, d), rows.reshape(*batch, G * k, rows.shape[-1])
+    for start in range(0, H, step):
+        stop = min(start + step, H)
+        mine = metric_left[..., start:stop, :, :].reshape(*batch, -1, d)
+        product = (mine @ flat[..., start * k :, :].mT).reshape(*batch, stop - start, k, H - start, k)
+        of_groups = metric_rows.index_select(-3, group[start:stop]).flatten(-3, -2) @ flat_rows.mT
+        product *= of_groups.reshape(*batch, stop - start, k, G, k).index_select(-2, group[start:])
+        blocks = product.sum((-3, -1))
+        inner[..., start:stop, start:] = blocks
+        inner[..., start:, start:stop] = blocks.mT
+    return inner
+
+
+def _norm(weight: Tensor) -> Tensor:
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(weight, dim=(-2, -1), dtype=wide)
+    return norm
+
+
+def _require_shapes(own: Tensor, grouped: Tensor, own_name: str, grouped_name: str) -> None:
+    fits = own.dim() >= 3 and grouped.dim() == own.dim() and own.shape[:-3] == grouped.shape[:-3]
+    fits = fits and own.shape[-2] == grouped.shape[-2] and 0 not in own.shape[-3:] + grouped.shape[-3:]
+    if not fits or own.shape[-3] % grouped.shape[-3]:
+        raise ShapeError(
+            f"A circuit needs `{own_name}` (..., heads, width, features) and `{grouped_name}` (..., groups, width, "
+            f"features) of equal widths, the groups dividing the heads; got {tuple(own.shape)} and "
+            f"{tuple(grouped.shape)}."
+        )
