@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Of the same release as the torch in constraints.txt; only the zoo needs them.
 VISION := timm==1.0.31 torchvision==0.28.0
 
-.PHONY: demo test lint types docs check bench evidence zoo lower-bounds clean
+.PHONY: demo test slow lint types docs check bench evidence zoo lower-bounds clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -21,8 +21,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## Train a small GPT on real text and watch its heads (TensorBoard, offline W&B, a figure).
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(INSTALLED)  ## Run every test.
-	$(BIN)/python -m pytest --doctest-modules hdi_callback tests $(ARGS)
+test: $(INSTALLED)  ## Run the tests (all but the slow ones), on all cores.
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow' --doctest-modules hdi_callback tests $(ARGS)
+
+slow: $(INSTALLED)  ## Run the slow tests.
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests $(ARGS)
 
 lint: $(INSTALLED)  ## Check style and formatting.
 	$(BIN)/ruff check .
@@ -34,7 +37,7 @@ types: $(INSTALLED)  ## Check types strictly.
 docs: $(INSTALLED)  ## Build the documentation, warnings as errors.
 	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html
 
-check: lint types test docs  ## Everything that continuous integration runs.
+check: lint types test slow docs  ## Everything that continuous integration runs.
 
 bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 	$(BIN)/python -m tests.benchmarks.bench_reading --output docs/benchmarks/reading.md

@@ -159,6 +159,7 @@ def test_the_top_level_holds_only_what_a_repository_needs(root):
         "README.md",
         "LICENSE",
         "CHANGELOG.md",
+        "CITATION.cff",
         "Makefile",
     }
     assert {name for name in top if not name.startswith((".", "constraints"))} <= allowed

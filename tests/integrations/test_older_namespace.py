@@ -42,6 +42,7 @@ def script(version: str, first: str) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "first", "works"),
     [("2.5.6", "", False), ("2.6.0", "", True), ("2.10.1", "", True), ("2.5.6", "import lightning", True)],

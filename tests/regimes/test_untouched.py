@@ -111,6 +111,7 @@ def test_nothing_of_a_reading_outlives_it():
     assert parameter() is None, "a closed monitor holds no model"
 
 
+@pytest.mark.slow
 def test_thousands_of_armed_steps_do_not_grow_the_process():
     model = Classifier(blocks=1, width=8, num_heads=2)
     x = torch.zeros(2, LENGTH, dtype=torch.long)
