@@ -19,11 +19,12 @@ WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 @dataclass
 class WandbRun:
-    """What the run file holds: logged rows, how metrics were defined, and alerts."""
+    """What the run file holds: logged rows, how metrics were defined, alerts, and the last summary."""
 
     history: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     alerts: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
 
 
 def read_wandb(folder: Path) -> WandbRun:
@@ -43,6 +44,9 @@ def read_wandb(folder: Path) -> WandbRun:
         elif kind == "metric":
             told = MessageToDict(record.metric, preserving_proto_field_name=True)
             run.metrics.append({"name": "", "glob_name": "", "summary": {}, **told})
+        elif kind == "summary":
+            for item in record.summary.update:
+                run.summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
         elif kind == "alert":
             run.alerts.append(MessageToDict(record.alert, preserving_proto_field_name=True))
     return run

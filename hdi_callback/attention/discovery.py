@@ -16,6 +16,7 @@ from hdi_callback.attention.behaviour.check import HeadSearch
 from hdi_callback.attention.behaviour.received import NoHeadsError
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.layouts import Place, describe_attention, found_alike, found_by_behaviour
+from hdi_callback.attention.names import printable
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
 
 
@@ -212,7 +213,7 @@ def _places(model: nn.Module) -> Iterable[Place]:
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleDict, nn.ModuleList)):  # which compute nothing
             continue
-        yield Place(name, module, parents.get(id(module)))
+        yield Place(printable(name), module, parents.get(id(module)))
 
 
 _ATTENTION_NAME = re.compile(r"(?i:attention|attn)|MLA$")

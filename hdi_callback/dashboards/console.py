@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from hdi_callback.errors import HeadCollapseWarning
+from hdi_callback.monitoring.faults import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.attention import AttentionLayer, Refusal
     from hdi_callback.monitoring.alerts import Alert
-    from hdi_callback.monitoring.interventions import Intervention
+    from hdi_callback.monitoring.interventions import Action, Intervention
     from hdi_callback.monitoring.watch import Outcome
 
 _Item = TypeVar("_Item")
@@ -38,9 +40,17 @@ def print_layers(
     """
     title = f"hdi_callback watches {len(layers)} attention layers, every {every_n_steps} optimizer steps"
     if not _print_table(title, layers, refused):
-        say("\n".join(_lines(title, layers, refused)))
+        _say_in_its_letters(say, "\n".join(_lines(title, layers, refused)))
     for intervention in interventions:
-        say(f"hdi_callback intervenes: {intervention.describe()}")
+        _say_in_its_letters(say, f"hdi_callback intervenes: {intervention.describe()}")
+
+
+def _say_in_its_letters(say: Callable[[str], None], text: str) -> None:
+    """Say something also where the stream knows ASCII alone, as in many containers."""
+    try:
+        say(text)
+    except UnicodeEncodeError:
+        say(text.encode("ascii", "backslashreplace").decode("ascii"))
 
 
 def _heads(layer: AttentionLayer) -> str:
@@ -56,6 +66,7 @@ def _width(layer: AttentionLayer) -> str:
 def _print_table(title: str, layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) -> bool:
     try:
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
     except ImportError:
         return False
@@ -67,9 +78,10 @@ def _print_table(title: str, layers: Sequence[AttentionLayer], refused: Sequence
     for heading, justify in (("layer", "left"), ("heads", "right"), ("width", "right"), ("layout", "left")):
         table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
     for layer in layers:
-        table.add_row(layer.name, _heads(layer), _width(layer), layer.kind)
+        table.add_row(escape(layer.name), _heads(layer), _width(layer), escape(layer.kind))
     for refusal in refused:
-        table.add_row(f"[dim]{refusal.name}[/dim]", "", "", f"[yellow]not watched: {refusal.reason}[/yellow]")
+        reason = escape(f"not watched: {refusal.reason}")
+        table.add_row(f"[dim]{escape(refusal.name)}[/dim]", "", "", f"[yellow]{reason}[/yellow]")
     console.print(table)
     return True
 
@@ -89,12 +101,12 @@ class AlertLines:
 
     Args:
         say: prints a line.
-        elsewhere: where all alerts can be read.
+        elsewhere: where all alerts can be read; written out when it is needed.
     """
 
     name = "printing alerts"
 
-    def __init__(self, say: Callable[[str], None] = print, elsewhere: str = "the history file") -> None:
+    def __init__(self, say: Callable[[str], None] = print, elsewhere: object = "the history file") -> None:
         self._say, self._elsewhere = say, elsewhere
         self._lines = 0
 
@@ -105,25 +117,35 @@ class AlertLines:
             outcome: the reading and what came of it.
         """
         alerts = [alert for alert in outcome.alerts if alert.level != "notice"]
-        for group in _groups(alerts, lambda alert: (alert.rule, alert.level, alert.is_resolved)):
-            self._print_alerts(group)
-        for actions in _groups(outcome.actions, lambda action: (action.intervention, action.is_dry_run)):
-            self._say(f"hdi_callback {_gather([action.message for action in actions], [a.layer for a in actions])}")
-        critical = [alert for alert in alerts if alert.level == "critical" and not alert.is_resolved]
-        if critical:
-            message = _gather([alert.message for alert in critical], [alert.layer for alert in critical])
-            warnings.warn(message, HeadCollapseWarning, stacklevel=2)
+        groups = _groups(alerts, lambda alert: (alert.rule, alert.level, alert.is_resolved))
+        done = _groups(outcome.actions, lambda action: (action.intervention, action.is_dry_run))
+        attempt_each(
+            [
+                *(partial(self._print_alerts, group) for group in groups),
+                *(partial(self._print_actions, actions) for actions in done),
+                partial(_warn, [alert for alert in alerts if alert.level == "critical" and not alert.is_resolved]),
+            ]
+        )
 
     def _print_alerts(self, alerts: Sequence[Alert]) -> None:
         self._lines += 1
         if self._lines > _MOST_LINES:
             return
         word = "resolved" if alerts[0].is_resolved else alerts[0].level
-        self._say(
-            f"hdi_callback {word}: {_gather([alert.message for alert in alerts], [alert.layer for alert in alerts])}"
-        )
+        told = _gather([alert.message for alert in alerts], [alert.layer for alert in alerts])
+        _say_in_its_letters(self._say, f"hdi_callback {word}: {told}")
         if self._lines == _MOST_LINES:
             self._say(f"hdi_callback prints no further alerts; all of them are in {self._elsewhere}.")
+
+    def _print_actions(self, actions: Sequence[Action]) -> None:
+        told = _gather([action.message for action in actions], [action.layer for action in actions])
+        _say_in_its_letters(self._say, f"hdi_callback {told}")
+
+
+def _warn(critical: Sequence[Alert]) -> None:
+    if critical:
+        message = _gather([alert.message for alert in critical], [alert.layer for alert in critical])
+        warnings.warn(message, HeadCollapseWarning, stacklevel=2)
 
 
 def _groups(items: Iterable[_Item], kind: Callable[[_Item], object]) -> list[list[_Item]]:

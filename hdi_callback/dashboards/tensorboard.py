@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from hdi_callback.monitoring.faults import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.monitoring.watch import Outcome
@@ -39,16 +42,19 @@ def write_alerts(writer: Any, outcome: Outcome, prefix: str = "") -> None:
         prefix: what stands before every tag.
     """
     axis = outcome.record.axis
+    writes: list[Callable[[], object]] = []
     if outcome.alerts:
         lines = [f"- **{'resolved' if item.is_resolved else item.level}** {item.message}" for item in outcome.alerts]
-        writer.add_text(f"{prefix}hdi_alerts", "\n".join(lines), axis)
+        writes.append(partial(writer.add_text, f"{prefix}hdi_alerts", "\n".join(lines), axis))
     if outcome.actions:
-        writer.add_text(f"{prefix}hdi_interventions", "\n".join(f"- {item.message}" for item in outcome.actions), axis)
+        lines = [f"- {item.message}" for item in outcome.actions]
+        writes.append(partial(writer.add_text, f"{prefix}hdi_interventions", "\n".join(lines), axis))
     for alert in outcome.alerts:
         metric = _MARKED.get(alert.finding.metric or "", "hdi")
         value = outcome.record.layers[alert.layer].values.get(metric)
         if value is not None and alert.level != "notice" and not alert.is_resolved:
-            writer.add_scalar(f"{prefix}alert/{metric}/{alert.layer}", value, axis)
+            writes.append(partial(writer.add_scalar, f"{prefix}alert/{metric}/{alert.layer}", value, axis))
+    attempt_each(writes)
 
 
 class Board:
@@ -71,6 +77,11 @@ class Board:
         Args:
             outcome: the reading.
         """
-        for tag, value in outcome.record.scalars(self._metrics).items():
-            self.writer.add_scalar(tag, value, outcome.record.axis)
-        write_alerts(self.writer, outcome)
+        tags = outcome.record.scalars(self._metrics)
+        axis = outcome.record.axis
+        attempt_each(
+            [
+                *(partial(self.writer.add_scalar, tag, value, axis) for tag, value in tags.items()),
+                partial(write_alerts, self.writer, outcome),
+            ]
+        )

@@ -3,43 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from hdi_callback.monitoring.faults import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.monitoring.watch import Outcome
 
+_EXTREMES = {"hdi": "min", "hdi_worst_pair": "max", "head_correlation": "max"}
 _LEVELS = {"warning": "WARN", "critical": "ERROR"}
 _SECONDS_BETWEEN = 300  # of two alerts with the same title
 
 
-def define_metrics(
-    run: Any,
-    metrics: Sequence[str],
-    layers: Iterable[str],
-    prefix: str = "",
-    step_metric: str = "trainer/global_step",
-) -> None:
-    """Let the summary of the run keep the lowest index and the highest overlap, as those are what one looks for.
+class Extremes:
+    """Lets the summary of the run keep the lowest index and the highest overlap, as those are what one looks for.
 
-    Each curve is defined by its full name, because a pattern would yield to the ``*`` of Lightning's own logger.
+    Each curve is defined by its full name, because a pattern would yield to the ``*`` of Lightning's own logger. To
+    W&B a dot in the name of a metric is a step into nested values unless it is escaped (wandb issue 8445).
 
     Args:
         run: a `wandb` run.
         metrics: names of metrics.
-        layers: names of layers.
         prefix: what stands before every tag.
         step_metric: the axis of the curves.
     """
-    extremes = {"hdi": "min", "hdi_worst_pair": "max", "head_correlation": "max"}
-    names = list(layers)
-    for metric in metrics:
-        if metric in extremes:
-            for name in [*names, *(("mean", "min") if metric == "hdi" else ())]:
-                run.define_metric(
-                    f"{prefix}{metric}/{name}",
-                    step_metric=step_metric,
-                    summary=f"{extremes[metric]},last",
-                )
+
+    def __init__(
+        self, run: Any, metrics: Sequence[str], prefix: str = "", step_metric: str = "trainer/global_step"
+    ) -> None:
+        self._run, self._prefix, self._step_metric = run, prefix, step_metric
+        self._metrics = [metric for metric in metrics if metric in _EXTREMES]
+        self._defined: set[str] = set()
+
+    def define(self, layers: Iterable[str]) -> None:
+        """Define the curves of layers, before their first values are logged; those that are defined are left alone.
+
+        Args:
+            layers: names of layers.
+        """
+        names = list(layers)
+        wanted = {
+            f"{metric}/{name}": _EXTREMES[metric]
+            for metric in self._metrics
+            for name in [*names, *(("mean", "min") if metric == "hdi" else ())]
+        }
+        new = {tag: extreme for tag, extreme in wanted.items() if tag not in self._defined}
+        self._defined.update(new)
+        attempt_each(partial(self._define, tag, extreme) for tag, extreme in new.items())
+
+    def _define(self, tag: str, extreme: str) -> None:
+        name = f"{self._prefix}{tag}".replace(".", "\\.")
+        self._run.define_metric(name, step_metric=self._step_metric, summary=f"{extreme},last")
 
 
 def send_alerts(run: Any, outcome: Outcome) -> None:
@@ -55,8 +70,10 @@ def send_alerts(run: Any, outcome: Outcome) -> None:
             texts.setdefault((f"Attention heads: {alert.rule}", _LEVELS[alert.level]), []).append(alert.message)
     for action in outcome.actions:
         texts.setdefault((f"Attention heads: {action.intervention}", "INFO"), []).append(action.message)
-    for (title, level), messages in texts.items():
-        run.alert(title=title, text="\n".join(messages), level=level, wait_duration=_SECONDS_BETWEEN)
+    attempt_each(
+        partial(run.alert, title=title, text="\n".join(messages), level=level, wait_duration=_SECONDS_BETWEEN)
+        for (title, level), messages in texts.items()
+    )
 
 
 class RunLog:
@@ -88,7 +105,8 @@ class RunLog:
         if is_guest:  # the axis of all others is not ours
             for metric in self._metrics:
                 run.define_metric(f"{metric}/*", step_metric=step_metric)
-        define_metrics(run, self._metrics, layers, step_metric=step_metric)
+        self._extremes = Extremes(run, self._metrics, step_metric=step_metric)
+        self._extremes.define(layers)
 
     def follow(self, outcome: Outcome) -> None:
         """Log one reading and what came of it.
@@ -98,11 +116,19 @@ class RunLog:
         """
         tags = outcome.record.scalars(self._metrics)
         row = {**tags, self._step_metric: outcome.record.axis}
+        attempt_each(
+            [
+                partial(self._extremes.define, outcome.record.layers),  # some are found after the start
+                partial(self._log, row),
+                partial(send_alerts, self._run, outcome),
+            ]
+        )
+
+    def _log(self, row: dict[str, Any]) -> None:
         if not self._is_guest:
             self._run.log(row)
-        else:
-            if self._open_row == self._run.step:
-                self._run.log({}, commit=True)
-            self._run.log(row, commit=False)
-            self._open_row = self._run.step
-        send_alerts(self._run, outcome)
+            return
+        if self._open_row == self._run.step:
+            self._run.log({}, commit=True)
+        self._run.log(row, commit=False)
+        self._open_row = self._run.step

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +16,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.names import printable
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.integrations.arguments import check_outlets, layer_patterns
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
-from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.faults import Faults, attempt_each
 from hdi_callback.monitoring.history import History, place_history
 from hdi_callback.monitoring.interventions import Intervention, check_interventions
 from hdi_callback.monitoring.metrics import choose_metrics
@@ -196,13 +198,14 @@ class HDICallback(pl.Callback):
         for what, patterns in self._patterns.items():
             check_patterns(what, patterns, names)
         if self._verbose and trainer.is_global_zero:  # before a progress bar is drawn
-            console.print_layers(
-                self._monitor.layers,
-                self._monitor.refused,
-                every_n_steps=self._schedule.every,
-                interventions=self._interventions,
-                say=rank_zero_info,
-            )
+            with self._faults.contained("printing the layers"):
+                console.print_layers(
+                    self._monitor.layers,
+                    self._monitor.refused,
+                    every_n_steps=self._schedule.every,
+                    interventions=self._interventions,
+                    say=rank_zero_info,
+                )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the history, lay out the charts and begin to watch."""
@@ -227,14 +230,10 @@ class HDICallback(pl.Callback):
             faults=self._faults,
         )
         self._watch.begin(trainer.global_step, state)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            with self._faults.contained(f"laying out the charts of {type(logger).__name__}"):
-                experiment = getattr(logger, "experiment", None)
-                if hasattr(experiment, "add_custom_scalars"):
-                    tensorboard.lay_out_charts(experiment, self._metrics, self._prefix)
-                elif hasattr(experiment, "define_metric"):
-                    names = [layer.name for layer in monitor.layers]
-                    wandb.define_metrics(experiment, self._metrics, names, self._prefix)
+        for follower in self._watch.followers:
+            if isinstance(follower, _Logger):
+                with self._faults.contained(f"laying out the charts of {follower.logger_type}"):
+                    follower.lay_out(layer.name for layer in monitor.layers)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -270,7 +269,8 @@ class HDICallback(pl.Callback):
         )
         if self._prog_bar:
             for outcome in outcomes:
-                pl_module.log_dict(self._named(outcome.record.summary()), prog_bar=True, logger=False)
+                with self._faults.contained("writing to the progress bar"):
+                    pl_module.log_dict(self._named(outcome.record.summary()), prog_bar=True, logger=False)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave evaluation alone."""
@@ -324,7 +324,7 @@ class HDICallback(pl.Callback):
 
     @property
     def _prefix(self) -> str:
-        return "" if self._name is None else f"{self._name}/"
+        return "" if self._name is None else f"{printable(self._name)}/"
 
     def _named(self, tags: dict[str, float]) -> dict[str, float]:
         return {self._prefix + tag: value for tag, value in tags.items()}
@@ -366,12 +366,30 @@ class _Logger:
 
     def __init__(self, logger: Any, metrics: Sequence[str], prefix: str) -> None:
         self._logger, self._metrics, self._prefix = logger, list(metrics), prefix
-        self.name = f"logging to {type(logger).__name__}"
+        self.logger_type = type(logger).__name__
+        self.name = f"logging to {self.logger_type}"
+        self._extremes: wandb.Extremes | None = None
+
+    def lay_out(self, layers: Iterable[str]) -> None:
+        experiment = getattr(self._logger, "experiment", None)
+        if hasattr(experiment, "add_custom_scalars"):
+            tensorboard.lay_out_charts(experiment, self._metrics, self._prefix)
+        elif hasattr(experiment, "define_metric"):
+            self._extremes = wandb.Extremes(experiment, self._metrics, self._prefix)
+            self._extremes.define(layers)
 
     def follow(self, outcome: Outcome) -> None:
         tags = outcome.record.scalars(self._metrics)
         named = {self._prefix + tag: value for tag, value in tags.items()}
-        self._logger.log_metrics(named, step=outcome.record.axis)
+        attempt_each(
+            [
+                *([] if self._extremes is None else [partial(self._extremes.define, outcome.record.layers)]),
+                partial(self._logger.log_metrics, named, step=outcome.record.axis),
+                partial(self._tell, outcome),
+            ]
+        )
+
+    def _tell(self, outcome: Outcome) -> None:
         if not outcome.alerts and not outcome.actions:
             return
         experiment = getattr(self._logger, "experiment", None)

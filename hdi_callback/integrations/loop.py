@@ -158,7 +158,8 @@ def watch_heads(
             intervention.detach()
         raise
     if verbose and is_first_rank():
-        console.print_layers(monitor.layers, monitor.refused, every_n_steps=every_n_steps, interventions=chosen)
+        with faults.contained("printing the layers"):
+            console.print_layers(monitor.layers, monitor.refused, every_n_steps=every_n_steps, interventions=chosen)
     return HeadWatch(watch, training, logs, is_strict=strict)
 
 

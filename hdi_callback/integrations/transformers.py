@@ -132,9 +132,10 @@ class HDITrainerCallback(transformers.TrainerCallback):
         )
         history = place_history(self._history_choice, args.output_dir, state=restored) if is_first else None
         if self._verbose and is_first:
-            console.print_layers(
-                monitor.layers, monitor.refused, every_n_steps=self._every, interventions=self._interventions
-            )
+            with self._faults.contained("printing the layers"):
+                console.print_layers(
+                    monitor.layers, monitor.refused, every_n_steps=self._every, interventions=self._interventions
+                )
         self._watch = Watch(
             monitor,
             Schedule(self._every),
@@ -178,7 +179,8 @@ class HDITrainerCallback(transformers.TrainerCallback):
         if self._watch is not None:
             self._watch.finish(state.global_step, epoch=_epoch(state))
         if self._board is not None:
-            self._board.writer.close()
+            with self._faults.contained("closing TensorBoard"):
+                self._board.writer.close()
 
     def _restored(self, args: Any, state: Any) -> dict[str, Any] | None:
         if state.global_step == 0:

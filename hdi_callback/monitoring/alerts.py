@@ -13,8 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
+from hdi_callback.attention.names import printable
+from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.readings import Record
 
@@ -22,6 +25,7 @@ Level = Literal["notice", "warning", "critical"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 _READINGS_KEPT = 64
+_Answer = TypeVar("_Answer")
 
 
 def is_at_least(level: Level, least: Level) -> bool:
@@ -296,10 +300,7 @@ class Alerts:
                 series = self._series[name] = Series(name, self._facts.get(name, {}), siblings, row)
             series.append(row)
             for rule in self._rules_for(name):
-                if not all(metric in row.values for metric in rule.needs):
-                    continue
-                active = self._active.get((name, rule.name))
-                alert = self._ask(rule, series, active)
+                alert = self._ask(rule, series)
                 if alert is None:
                     continue
                 if alert.is_resolved:
@@ -344,30 +345,43 @@ class Alerts:
     def _rules_for(self, name: str) -> list[Rule]:
         if name not in self._rules_of:
             rules = self._rules(name) if callable(self._rules) else self._rules
-            self._rules_of[name] = [
-                rule
-                for rule in rules
-                if rule.layers is None or any(fnmatchcase(name, pattern) for pattern in rule.layers)
-            ]
+            chosen = [(rule, self._contain(rule, partial(_is_for, rule, name))) for rule in rules]
+            self._rules_of[name] = [rule for rule, is_for in chosen if is_for]
         return self._rules_of[name]
 
-    def _ask(self, rule: Rule, series: Series, active: Alert | None) -> Alert | None:
-        """Ask a rule about the latest reading; give an alert if there is something to tell."""
+    def _ask(self, rule: Rule, series: Series) -> Alert | None:
+        """Ask a rule about the latest reading; whatever is wrong with its answer concerns this rule alone."""
+        return self._contain(rule, partial(self._judge_by, rule, series))
+
+    def _contain(self, rule: Rule, ask: Callable[[], _Answer]) -> _Answer | None:
         try:
-            finding = rule.judge(series, active)
+            return ask()
         except Exception as error:
             if self._faults is None:
                 raise
-            self._faults.tell(f"the alert rule {rule.name!r}", error)
+            self._faults.tell(f"the alert rule {getattr(rule, 'name', rule)!r}", error)
             return None
+
+    def _judge_by(self, rule: Rule, series: Series) -> Alert | None:
+        """Give an alert if there is something to tell."""
+        if not all(metric in series.latest.values for metric in rule.needs):
+            return None
+        active = self._active.get((series.layer, rule.name))
+        finding = rule.judge(series, active)
         if finding is None:
             return None if active is None else _resolved(active, series.latest.step)
+        if finding.level not in LEVELS:
+            raise MisconfigurationError(f"its level must be one of {', '.join(LEVELS)}, got {finding.level!r}")
         if active is not None and is_at_least(active.level, finding.level):
             return None
         if finding.since is None:
             finding = replace(finding, since=series.latest.step)
         step = series.latest.step
         return Alert(step, series.layer, rule.name, finding.level, _sentence(step, series.layer, finding), finding)
+
+
+def _is_for(rule: Rule, name: str) -> bool:
+    return rule.layers is None or any(fnmatchcase(name, pattern) for pattern in rule.layers)
 
 
 def _sentence(step: int, layer: str, finding: Finding) -> str:
@@ -378,7 +392,7 @@ def _sentence(step: int, layer: str, finding: Finding) -> str:
         parts.append(finding.certainty)
     if finding.remedy:
         parts.append(f"try {finding.remedy}")
-    return f"step {step}, {layer}: {'; '.join(parts)}"
+    return printable(f"step {step}, {layer}: {'; '.join(parts)}")
 
 
 def _resolved(alert: Alert, step: int) -> Alert:

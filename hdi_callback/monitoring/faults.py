@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from hdi_callback.attention.names import printable
 from hdi_callback.errors import MonitoringWarning
 
 
@@ -37,10 +38,52 @@ class Faults:
 
     def tell(self, work: str, error: Exception) -> None:
         """Warn that `work` failed with `error`, once for each kind of work."""
-        self.say(work, f"{work} failed ({type(error).__name__}: {error}). Training goes on.")
+        self.say(work, f"{work} failed ({describe(error)}). Training goes on.")
 
     def say(self, kind: str, message: str) -> None:
         """Warn with `message`, once for each `kind`."""
         self.count[kind] = self.count.get(kind, 0) + 1
         if self.count[kind] == 1:
-            warnings.warn(message, MonitoringWarning, stacklevel=3)
+            warnings.warn(printable(message), MonitoringWarning, stacklevel=3)
+
+
+def describe(error: BaseException) -> str:
+    """Give the type of an exception and what it says, even if it cannot say it.
+
+    Args:
+        error: any exception.
+
+    Returns:
+        One line.
+    """
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def attempt_each(actions: Iterable[Callable[[], object]]) -> None:
+    """Do each of several things, also those after one that fails.
+
+    Args:
+        actions: what to do, in order.
+
+    Raises:
+        Exception: the first failure, once everything has been tried.
+
+    Example:
+        >>> done = []
+        >>> attempt_each([lambda: done.append(1), lambda: 1 / 0, lambda: done.append(3)])
+        Traceback (most recent call last):
+        ZeroDivisionError: division by zero
+        >>> done
+        [1, 3]
+    """
+    first: Exception | None = None
+    for action in actions:
+        try:
+            action()
+        except Exception as error:  # noqa: PERF203
+            first = error if first is None else first
+    if first is not None:
+        raise first

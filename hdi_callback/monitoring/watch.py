@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Alerts
-from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.faults import Faults, attempt_each
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Action, Intervention, Training
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
@@ -68,13 +69,12 @@ class OnAlert:
         self.name = f"on_alert ({getattr(function, '__name__', type(function).__name__)})"
 
     def follow(self, outcome: Outcome) -> None:
-        """Call it with what is new at one reading.
+        """Call it with what is new at one reading, with every alert even if it raises.
 
         Args:
             outcome: the reading and what came of it.
         """
-        for alert in outcome.alerts:
-            self._function(alert)
+        attempt_each(partial(self._function, alert) for alert in outcome.alerts)
 
 
 class Watch:
@@ -338,21 +338,25 @@ class Watch:
             with self.faults.contained("judging head diversity"):
                 alerts = self.alerts.judge(record)
         # Written before anybody acts: what is done may be to end the run.
-        if self.history is not None:
-            with self.faults.contained(f"writing {self.history.path}"):
-                self.history.write(record)
-                for alert in alerts:
-                    self.history.note("alert", **alert.to_dict())
+        self._keep(record, alerts, ())
         actions = self._intervene(alerts) if may_intervene else []
-        if self.history is not None and actions:
-            with self.faults.contained(f"writing {self.history.path}"):
-                for action in actions:
-                    self.history.note("intervention", **action.to_dict())
+        self._keep(None, (), actions)
         outcome = Outcome(record, tuple(alerts), tuple(actions))
         for follower in self.followers:
             with self.faults.contained(follower.name):
                 follower.follow(outcome)
         return [outcome]
+
+    def _keep(self, record: Record | None, alerts: Sequence[Alert], actions: Sequence[Action]) -> None:
+        """Write what is given to the history, each line even if one before it failed."""
+        history = self.history
+        if history is None:
+            return
+        lines: list[Callable[[], object]] = [] if record is None else [partial(history.write, record)]
+        lines += [partial(_note, history, "alert", alert) for alert in alerts]
+        lines += [partial(_note, history, "intervention", action) for action in actions]
+        with self.faults.contained(f"writing {history.path}"):
+            attempt_each(lines)
 
     def _intervene(self, alerts: Sequence[Alert]) -> list[Action]:
         actions: list[Action] = []
@@ -365,6 +369,10 @@ class Watch:
                     if action is not None:
                         actions.append(action)
         return actions
+
+
+def _note(history: History, kind: str, item: Alert | Action) -> None:
+    history.note(kind, **item.to_dict())
 
 
 def state_of_this_model(

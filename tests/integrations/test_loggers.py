@@ -64,14 +64,16 @@ def test_the_run_file_of_wandb_holds_every_tag_at_every_due_step_with_the_values
         assert [value for _, value in written] == pytest.approx([value for _, value in points], rel=1e-6), tag
 
 
-def test_the_summary_of_wandb_is_asked_for_the_extremes(run):
-    _, folder, _ = run
-    defined = {metric["glob_name"] or metric["name"]: metric["summary"] for metric in read_wandb(folder).metrics}
-    # By its full name: a pattern would yield to the "*" that Lightning's logger defines first.
-    for name in LIT_LAYERS:
-        assert "min" in defined[f"hdi/{name}"]
-        assert "max" in defined[f"hdi_worst_pair/{name}"]
-    assert "min" in defined["hdi/min"]
+def test_the_summary_of_wandb_holds_the_extremes_of_every_layer(run):
+    _, folder, callback = run
+    summary = read_wandb(folder).summary
+    curves = expected(callback)
+    tags = [f"{metric}/{name}" for metric in ("hdi", "hdi_worst_pair", "head_correlation") for name in LIT_LAYERS]
+    for tag in ["hdi/mean", "hdi/min", *tags]:
+        values = [value for _, value in curves[tag]]
+        extreme, truth = ("min", min(values)) if tag.startswith("hdi/") else ("max", max(values))
+        assert summary[tag][extreme] == pytest.approx(truth, rel=1e-6), tag
+        assert summary[tag]["last"] == pytest.approx(values[-1], rel=1e-6), tag
 
 
 def test_tensorboard_gets_one_chart_per_metric_with_all_layers(run):

@@ -195,7 +195,10 @@ def test_wandb_loses_no_row_of_the_user(tmp_path):
         assert [row["_step"] for row in told.history if tag in row] == list(range(8))
     assert [row["hdi_step"] for row in told.history if "hdi/mean" in row] == [0, 2, 4, 6, 8]
     axes = {metric["glob_name"] or metric["name"]: metric.get("step_metric") for metric in told.metrics}
-    assert {"hdi/*", "head_correlation/*", f"hdi/{LAYERS[0]}"} <= set(axes), axes
+    assert {"hdi/*", "head_correlation/*", rf"hdi/{LAYERS[0]}".replace(".", r"\.")} <= set(axes), axes
+    assert told.summary[f"hdi/{LAYERS[0]}"]["min"] == min(
+        row[f"hdi/{LAYERS[0]}"] for row in told.history if "hdi/mean" in row
+    )
 
 
 def test_several_optimizers_make_one_step(tmp_path):

@@ -88,6 +88,29 @@ def test_an_exception_in_a_rule_costs_one_warning_and_leaves_the_others_at_work(
         Alerts([Broken()]).judge(heads(1, 1))
 
 
+def odd_rule(name: str, answer=None, **attributes) -> Rule:
+    return type("Odd", (Rule,), {"name": name, "judge": lambda self, series, active: answer, **attributes})()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        odd_rule("odd", Finding("something", level="fatal")),
+        odd_rule("odd", Finding("something", level=3)),
+        odd_rule("odd", "a text in place of a finding"),
+        odd_rule("odd", needs=5),
+        odd_rule("odd", layers=5),
+        odd_rule("odd", layers=[3]),
+    ],
+    ids=["unknown level", "level that is a number", "no finding", "needs", "layers", "pattern"],
+)
+def test_a_rule_that_is_wrong_in_itself_silences_no_rule_after_it(odd):
+    alerts = Alerts([odd, FewEffectiveHeads()], faults=Faults())
+    with pytest.warns(MonitoringWarning, match="the alert rule 'odd' failed") as seen:
+        assert told(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_a_resumed_run_tells_what_an_uninterrupted_one_tells(cut):
     values = [0.1, 0.2, 0.45, 0.55, 0.52, 0.45, 0.3, 0.6, 0.91, 0.95, 0.2, 0.1]

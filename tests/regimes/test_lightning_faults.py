@@ -14,14 +14,15 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from hdi_callback import HDICallback, Rule
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring import history as history_file
 from hdi_callback.monitoring.alerts import Finding
-from hdi_callback.monitoring.history import read_lines, read_records
+from hdi_callback.monitoring.history import load_history, read_lines, read_records
 from hdi_callback.monitoring.interventions import Call, Intervention, SaveCheckpoint, ScaleLearningRate
-from tests.models import LIT_LAYERS, batches
+from tests.models import CLASSES, LIT_LAYERS, WIDTH, Block, batches
 from tests.regimes.trainings import Module, in_a_process, told, trainer_for
 from tests.wandb_files import read_wandb
 
@@ -266,6 +267,54 @@ def test_all_at_once(tmp_path):
     callback = HDICallback(every_n_steps=2, alerts=[Breaks(), Always()], on_alert=lambda alert: 1 / 0)
     said = fit(tmp_path, callback, Lose(), logger=Unreachable())
     assert len(said) == 5, "the history, the charts, the curves, the rule, the function"
+
+
+class RefusesProgressBar(Module):
+    def log_dict(self, *args, **kwargs):
+        raise TypeError("this module logs nothing")
+
+
+def test_a_progress_bar_that_cannot_be_written_costs_one_warning(tmp_path):
+    callback = HDICallback(every_n_steps=2, prog_bar=True)
+    said = fit(tmp_path, callback, module=RefusesProgressBar())
+    assert len(said) == 1
+    assert "writing to the progress bar failed (TypeError: this module logs nothing)" in said[0]
+    check_history(callback)
+
+
+class OddlyNamed(nn.Module):
+    """One of its blocks has a name that no text file can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.parts = nn.ModuleDict({"a\ud800": Block(), "b": Block()})
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for part in self.parts.values():
+            x = part(x)
+        return self.head(x.mean(1))
+
+
+def test_a_lone_surrogate_in_a_name_reaches_every_outlet_as_its_escape(tmp_path, capsys):
+    layers = [r"net.parts.a\ud800.attn", "net.parts.b.attn"]
+    callback, board = HDICallback(every_n_steps=2, alerts=[Always()]), TensorBoardLogger(tmp_path)
+    run = WandbLogger(save_dir=tmp_path, offline=True, project="hdi")
+    trainer = trainer_for(tmp_path, callback, logger=[board, run])
+    with told() as said:
+        trainer.fit(Module(OddlyNamed()), batches(count=8))
+    run.experiment.finish()
+    assert said == []
+    check_history(callback)
+    assert set(load_history(callback.history_path)["layer"]) == set(layers)
+    board.experiment.flush()
+    events = EventAccumulator(board.log_dir).Reload()
+    rows = read_wandb(tmp_path).history
+    for name in layers:
+        assert [event.step for event in events.Scalars(f"hdi/{name}")] == STEPS
+        assert [row["trainer/global_step"] for row in rows if f"hdi/{name}" in row] == STEPS
+    assert f"step 0, {layers[0]}: as ever" in capsys.readouterr().out
 
 
 # --- misuse, told before the first step

@@ -1,0 +1,130 @@
+"""One outlet, one alert or one tag that fails never keeps the others from their data."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+
+from hdi_callback.dashboards.console import AlertLines, print_layers
+from hdi_callback.dashboards.tensorboard import Board
+from hdi_callback.dashboards.wandb import RunLog
+from hdi_callback.errors import HeadCollapseWarning
+from hdi_callback.monitoring.alerts import Alert, Finding
+from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.watch import OnAlert, Outcome
+from tests.wandb_files import read_wandb
+
+
+def alert(layer: str, level: str = "warning", rule: str = "mean alignment") -> Alert:
+    return Alert(3, layer, rule, level, f"step 3, {layer}: what happened", Finding("what happened", level=level))
+
+
+def outcome(values: dict[str, float], alerts=(), step: int = 3) -> Outcome:
+    layers = {name: LayerRecord({"hdi": value, "hdi_worst_pair": 1 - value}) for name, value in values.items()}
+    return Outcome(Record(step, layers, axis=step), tuple(alerts))
+
+
+class RefusesOne:
+    """A writer that cannot write what is about one layer."""
+
+    def __init__(self, refused: str) -> None:
+        self.refused, self.written, self.texts = refused, {}, {}
+
+    def add_custom_scalars(self, layout): ...
+
+    def add_scalar(self, tag, value, step):
+        if tag.endswith(self.refused):
+            raise ValueError(f"{tag} cannot be written")
+        self.written[tag] = value
+
+    def add_text(self, tag, text, step):
+        raise OSError("the disk is full")
+
+
+def test_every_alert_is_delivered_to_a_function_that_raises_at_each():
+    delivered = []
+
+    def on_alert(one):
+        delivered.append(one.layer)
+        raise KeyError(one.layer)
+
+    with pytest.raises(KeyError, match="a"):
+        OnAlert(on_alert).follow(outcome({}, [alert(name) for name in "abc"]))
+    assert delivered == ["a", "b", "c"]
+
+
+def test_a_tag_that_cannot_be_written_leaves_the_other_curves_and_marks():
+    writer = RefusesOne("/b")
+    board = Board(writer, ["hdi", "hdi_worst_pair"])
+    with pytest.raises(ValueError, match="hdi/b cannot be written"):
+        board.follow(outcome({"a": 0.1, "b": 0.2, "c": 0.3}, [alert("b"), alert("c")]))
+    curves = {f"{metric}/{name}" for metric in ("hdi", "hdi_worst_pair") for name in "ac"}
+    assert set(writer.written) == curves | {"hdi/mean", "hdi/min", "alert/hdi/c"}
+
+
+def test_a_line_that_cannot_be_printed_keeps_neither_the_next_one_nor_the_warning_back():
+    lines = []
+
+    def say(text):
+        lines.append(text)
+        if "layer.a" in text:
+            raise BrokenPipeError
+
+    told = [alert("layer.a", "critical"), alert("layer.b", rule="worst pair")]
+    with pytest.raises(BrokenPipeError), pytest.warns(HeadCollapseWarning, match=r"layer\.a"):
+        AlertLines(say).follow(outcome({}, told))
+    assert len(lines) == 2
+    assert "layer.b" in lines[1]
+
+
+def test_names_are_printed_where_the_stream_knows_ascii_alone():
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding="ascii", write_through=True)
+    AlertLines(lambda text: print(text, file=stream)).follow(outcome({}, [alert("köpfe.0")]))
+    assert r"k\xf6pfe.0" in buffer.getvalue().decode("ascii")
+    stream.write("still open")
+
+
+def test_a_table_shows_names_with_brackets_as_they_are(monkeypatch, capsys):
+    rich_console = pytest.importorskip("rich.console")
+    terminal = rich_console.Console(force_terminal=True, width=120, color_system=None)
+    monkeypatch.setattr(rich_console, "Console", lambda: terminal)
+
+    class Layer:
+        name, kind, num_heads, num_key_heads, head_dim, value_dim = "blocks[/0].attn", "own", 4, 4, 8, 8
+
+    print_layers([Layer()], [], every_n_steps=2)
+    assert "blocks[/0].attn" in capsys.readouterr().out
+
+
+def test_the_summary_of_wandb_has_the_extremes_of_names_with_dots_also_of_a_layer_found_late(tmp_path):
+    import wandb
+
+    run = wandb.init(mode="offline", dir=tmp_path, project="test", settings=wandb.Settings(silent=True))
+    log = RunLog(run, ["hdi", "hdi_worst_pair"], ["blocks.0.attn"], "hdi_step")
+    for step, (first, late) in enumerate([(0.5, None), (0.2, 0.9), (0.7, 0.8)]):
+        values = {"blocks.0.attn": first} | ({} if late is None else {r"late.1\x.attn": late})
+        log.follow(outcome(values, step=step))
+    run.finish()
+    wandb.teardown()
+    summary = read_wandb(tmp_path).summary
+    assert summary["hdi/blocks.0.attn"] == {"last": 0.7, "min": 0.2}
+    assert summary["hdi_worst_pair/blocks.0.attn"] == {"last": pytest.approx(0.3), "max": 0.8}
+    assert summary[r"hdi/late.1\x.attn"] == {"last": 0.8, "min": 0.8}
+    assert summary["hdi/min"]["min"] == 0.2
+
+
+def test_a_failure_that_cannot_say_what_it_is_costs_one_warning():
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Faults().contained("a thing with \ud800 in its name"):
+            raise MuteError
+    (only,) = seen
+    assert str(only.message) == r"a thing with \ud800 in its name failed (MuteError). Training goes on."
