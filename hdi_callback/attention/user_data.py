@@ -1,0 +1,352 @@
+"""Data of the user's that user code can reach, and how it is put back.
+
+A forward may count its calls in an attribute of its class, add its auxiliary loss to a list of its module, or keep a
+buffer behind a weak reference. `UserData` walks from a module along classes, functions and what these name, writes down
+every container, attribute and small tensor that it meets, and puts back what has changed.
+
+Entered is the code of the user's own files, and that of the packages that the modules themselves are from. Other
+installed packages, torch, the standard library and trainers are taken to keep no such data: what their threads do
+meanwhile must not be undone.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NOT_ENTERED = frozenset(sys.stdlib_module_names) | {
+    "torch", "numpy", "hdi_callback", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed",
+    "composer", "wandb", "tensorboard", "torchmetrics", "IPython", "ipykernel", "pytest", "_pytest", "pluggy",
+}  # fmt: skip
+_MOST_OBJECTS = 100_000
+_MOST_ITEMS = 100_000  # of one container
+_MOST_ELEMENTS = 2**16  # of a tensor or an array; a large one is a weight or a table, and no record of calls
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size)
+_ABSENT = object()
+
+
+class UserData:
+    """What user code can reach, as it was when it was noted.
+
+    Example:
+        >>> losses = [1.0]
+        >>> data = UserData()
+        >>> data.note([losses])
+        >>> losses.append(2.0)
+        >>> data.restore()
+        >>> losses
+        [1.0]
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # keeps what it has seen alive, so that numbers stay those of one object
+        self._undo: list[Callable[[], None]] = []
+        self._homes: set[str] = set()  # packages that modules are from
+        # Of the methods of classes only those are entered whose names some code uses: a model may inherit hundreds.
+        self._used: set[str] = {"forward"}
+        self._unused: dict[str, list[Any]] = {}
+
+    def note(self, roots: Iterable[Any]) -> None:
+        """Write down what can be reached from some objects; what is known already is left as it was noted.
+
+        Args:
+            roots: modules, functions, classes, containers.
+        """
+        todo = list(roots)
+        for module in todo:
+            if isinstance(module, nn.Module):
+                kinds = {type(part) for part in module.modules()}
+                self._homes |= {base.__module__.partition(".")[0] for kind in kinds for base in kind.__mro__}
+        while todo and len(self._seen) < _MOST_OBJECTS:
+            one = todo.pop()
+            if isinstance(one, _ATOMS) or id(one) in self._seen:
+                continue
+            self._seen[id(one)] = one
+            with suppress(Exception):  # an object that cannot be looked at is not known
+                todo += self._noted(one)
+
+    def restore(self) -> None:
+        """Put back what has changed since."""
+        for undo in reversed(self._undo):
+            with suppress(Exception):
+                undo()
+
+    def _noted(self, one: Any) -> Iterable[Any]:
+        """Write down one object, and give what it leads to."""
+        if isinstance(one, (list, dict, set, collections.deque, bytearray)):
+            return self._container(one)
+        if isinstance(one, tuple):
+            return one
+        if isinstance(one, Tensor):
+            self._tensor(one)
+            return ()
+        if isinstance(one, types.FunctionType):
+            return self._function(one)
+        if isinstance(one, types.MethodType):
+            return (one.__func__, one.__self__)
+        if isinstance(one, (staticmethod, classmethod)):
+            return (one.__func__,)
+        if isinstance(one, property):
+            return (one.fget, one.fset)
+        if isinstance(one, partial):
+            return (one.func, one.args, one.keywords)
+        if isinstance(one, weakref.ref):
+            return (one(),)
+        if isinstance(one, type):
+            return self._class(one)
+        if isinstance(one, types.ModuleType):  # entered along the names that code uses
+            return ()
+        if self._has_state(one):
+            return ()
+        return self._instance(one)
+
+    # --- kinds of objects
+
+    def _container(self, one: Any) -> Iterable[Any]:
+        if len(one) > _MOST_ITEMS:
+            return ()
+        before: list[Any] = list(one.items()) if isinstance(one, dict) else list(one)
+        counters = _counters(before)
+
+        def undo() -> None:
+            _rewind(before, counters)
+            now = list(one.items()) if isinstance(one, dict) else list(one)
+            if _are_same(now, before):
+                return
+            one.clear()
+            one.extend(before) if isinstance(one, (list, collections.deque, bytearray)) else one.update(before)
+
+        self._undo.append(undo)
+        self._undo_attributes(one)
+        if isinstance(one, dict):
+            return [value for _, value in before]
+        return () if isinstance(one, bytearray) else before
+
+    def _tensor(self, one: Tensor) -> None:
+        # A parameter is trained, and nothing that counts. Other kinds of tensors may call back when they are read.
+        if type(one) is not Tensor or one.is_meta or one.layout is not torch.strided or one.numel() > _MOST_ELEMENTS:
+            return
+        with torch.no_grad():
+            before, version = one.detach().clone(), None if one.is_inference() else one._version
+
+        def undo() -> None:
+            # Unchanged, nothing may be written: autograd may have saved the tensor.
+            if version is None or one._version != version:
+                with torch.no_grad(), torch.inference_mode(one.is_inference()):
+                    one.detach().copy_(before)
+
+        self._undo.append(undo)
+
+    def _function(self, one: types.FunctionType) -> Iterator[Any]:
+        if self._is_foreign(one.__module__):
+            return
+        yield from (one.__defaults__ or (), one.__kwdefaults__ or {}, one.__dict__)
+        for cell in one.__closure__ or ():
+            yield self._cell(cell)
+        names = _names_in(one.__code__)
+        for name in names - self._used:
+            yield from self._unused.pop(name, ())
+        self._used |= names
+        yield from self._names(one.__globals__, names)
+
+    def _cell(self, cell: types.CellType) -> Any:
+        try:
+            before = cell.cell_contents
+        except ValueError:  # empty yet
+            return None
+
+        def undo() -> None:
+            if cell.cell_contents is not before:
+                cell.cell_contents = before
+
+        self._undo.append(undo)
+        return before
+
+    def _names(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
+        """Write down what a piece of code may read and bind in the namespace of a module."""
+        if self._is_foreign(namespace.get("__name__")):
+            return
+        for name in names:
+            before = namespace.get(name, _ABSENT)
+            if before is _ABSENT and not name.isidentifier():
+                continue
+            self._undo.append(partial(_bind_again, namespace, name, before))
+            if isinstance(before, types.ModuleType):
+                yield from self._names(vars(before), names)
+            elif before is not _ABSENT:
+                yield before
+
+    def _class(self, one: type) -> Iterator[Any]:
+        if self._is_foreign(one.__module__):
+            return
+        before = {name: value for name, value in vars(one).items() if not _is_dunder(name)}
+
+        def undo() -> None:
+            now = {name: value for name, value in vars(one).items() if not _is_dunder(name)}
+            for name in now.keys() - before.keys():
+                type.__delattr__(one, name)
+            for name, value in before.items():
+                if now.get(name, _ABSENT) is not value:
+                    type.__setattr__(one, name, value)
+
+        self._undo.append(undo)
+        for name, value in list(vars(one).items()):
+            is_code = isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
+            is_called = _is_dunder(name) and not (name == "__init__" and issubclass(one, nn.Module))
+            if not is_code or is_called or name in self._used:
+                yield value
+            else:
+                self._unused.setdefault(name, []).append(value)
+        yield from one.__mro__[1:]
+
+    def _has_state(self, one: Any) -> bool:
+        """Write down generators of random numbers; False if it is none."""
+        numpy: Any = sys.modules.get("numpy")
+        if isinstance(one, torch.Generator):
+            self._undo.append(partial(_set_state, one, one.get_state()))
+        elif isinstance(one, random.Random):
+            with suppress(NotImplementedError):  # that of the operating system has none
+                self._undo.append(partial(one.setstate, one.getstate()))
+        elif numpy is not None and isinstance(one, numpy.random.Generator):
+            bits = one.bit_generator
+            self._undo.append(partial(setattr, bits, "state", copy.deepcopy(bits.state)))
+        elif numpy is not None and isinstance(one, numpy.random.RandomState):
+            self._undo.append(partial(one.set_state, one.get_state()))
+        elif numpy is not None and isinstance(one, numpy.ndarray):
+            if one.size <= _MOST_ELEMENTS and one.dtype != object and one.flags.writeable:
+                self._undo.append(partial(_write_again, one, one.copy()))
+        else:
+            return False
+        return True
+
+    def _instance(self, one: Any) -> Iterator[Any]:
+        kind = type(one)
+        is_open = isinstance(one, (nn.Module, types.SimpleNamespace, threading.local))
+        if self._is_foreign(kind.__module__) and not is_open:
+            return
+        yield kind
+        attributes = attributes_of(one)
+        if attributes is not None:
+            yield attributes
+        for owner in kind.__mro__:
+            for name in self._slots(owner):
+                before = getattr(one, name, _ABSENT)
+                if before is not _ABSENT:
+                    self._undo.append(partial(_set_again, one, name, before))
+                    yield before
+
+    def _slots(self, owner: type) -> tuple[str, ...]:
+        slots = () if self._is_foreign(owner.__module__) else vars(owner).get("__slots__", ())
+        return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not _is_dunder(name))
+
+    def _is_foreign(self, module: Any) -> bool:
+        package = module.partition(".")[0] if isinstance(module, str) else "builtins"
+        return package in _NOT_ENTERED or (package not in self._homes and _is_installed(package))
+
+    def _undo_attributes(self, one: Any) -> None:
+        """Write down what an instance of a subclass of a container has beside its items."""
+        attributes = attributes_of(one)
+        if attributes is not None and id(attributes) not in self._seen:
+            self._seen[id(attributes)] = attributes
+            self._container(attributes)
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def attributes_of(one: Any) -> dict[str, Any] | None:
+    """Read the attributes of an instance behind the back of its class, which may do anything when it is asked.
+
+    Args:
+        one: any object.
+
+    Returns:
+        Its own dictionary; `None` if it has none.
+    """
+    try:
+        found = object.__getattribute__(one, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    path = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in path or "dist-packages" in path
+
+
+_NAMES: dict[types.CodeType, frozenset[str]] = {}
+
+
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The global names and attributes that a function uses, those of functions within included."""
+    if code not in _NAMES:
+        within = [_names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+        _NAMES[code] = frozenset(code.co_names).union(*within)
+    return _NAMES[code]
+
+
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    for one, other in zip(now, before):
+        if one is other:
+            continue
+        is_item = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
+        if not is_item or one[0] is not other[0] or one[1] is not other[1]:
+            return False
+    return True
+
+
+def _bind_again(namespace: dict[str, Any], name: str, before: Any) -> None:
+    now = namespace.get(name, _ABSENT)
+    if now is before:
+        return
+    if before is not _ABSENT:
+        namespace[name] = before
+    elif not isinstance(now, (types.ModuleType, types.FunctionType, type)):  # these were only loaded late
+        del namespace[name]
+
+
+def _set_again(one: Any, name: str, before: Any) -> None:
+    if getattr(one, name, _ABSENT) is not before:
+        object.__setattr__(one, name, before)
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _write_again(array: Any, before: Any) -> None:
+    if array.tobytes() != before.tobytes():
+        array[...] = before
+
+
+def _counters(items: list[Any]) -> dict[int, str]:
+    """Counters of itertools among the items, which can only be replaced: their places, and what they are at."""
+    values = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
+    return {place: repr(value) for place, value in enumerate(values) if isinstance(value, itertools.count)}
+
+
+def _rewind(items: list[Any], counters: dict[int, str]) -> None:
+    for place, before in counters.items():
+        item = items[place]
+        value = item[1] if isinstance(item, tuple) else item
+        if repr(value) != before:  # "count(5)" or "count(5, 2)", of whole numbers
+            again = itertools.count(*(int(number) for number in before[6:-1].split(",")))
+            items[place] = (item[0], again) if isinstance(item, tuple) else again

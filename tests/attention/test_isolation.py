@@ -1,0 +1,359 @@
+"""Code of the user's leaves no trace when it is run by this package."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import random
+import signal
+import threading
+import warnings
+import weakref
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from hdi_callback.attention.isolation import IsolationError, isolated, isolated_copy
+
+LOSSES: list[torch.Tensor] = []
+TALLY: collections.Counter[str] = collections.Counter()
+TABLE = torch.zeros(4)
+NUMBERS = {"next": itertools.count(3)}
+GENERATOR = torch.Generator()
+STEPS = 0
+
+
+class Settings:
+    """A plain object of the user's."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+SETTINGS = Settings()
+
+
+class Root(torch.autograd.Function):
+    """A function that counts its calls in its class."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        Root.calls += 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def noted(x, history=[]):  # noqa: B006 - a mutable default is what is put back
+    history.append(float(x.sum()))
+    noted.calls = getattr(noted, "calls", 0) + 1
+    return x
+
+
+class Restless(nn.Module):
+    """A module that does everything that a forward should not."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.lock = threading.Lock()
+        self.generator = torch.Generator()
+        self.itself = weakref.ref(self)
+        self.losses = [self.map(torch.ones(4)).sum()]
+        self.count = 0
+
+    def forward(self, x):
+        global STEPS
+        STEPS += 1
+        Restless.calls += 1
+        TALLY["forward"] += 1
+        SETTINGS.seen += 1
+        TABLE.add_(1)
+        next(NUMBERS["next"])
+        torch.rand(1, generator=GENERATOR)
+        torch.rand(1, generator=self.generator)
+        self.itself().mean.add_(1)
+        self.itself().count += 1
+        self.mean.add_(1)
+        self.count += 1
+        LOSSES.append(self.map(x).sum())
+        self.losses.append(LOSSES[-1])
+        random.random()
+        np.random.rand()  # noqa: NPY002 - the global state is what is put back
+        torch.manual_seed(7)
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = True
+        torch.set_grad_enabled(False)
+        print("forward")  # noqa: T201
+        warnings.warn("forward", stacklevel=1)
+        return noted(Root.apply(x)) + torch.rand(4)
+
+
+def numpy_state() -> str:
+    return str(np.random.get_state())  # noqa: NPY002
+
+
+def everything(module: Restless) -> list:
+    return [
+        STEPS, Restless.calls, Root.calls, dict(TALLY), SETTINGS.seen, TABLE.tolist(), repr(NUMBERS["next"]),
+        GENERATOR.get_state().tolist(), module.generator.get_state().tolist(), module.mean.tolist(), module.count,
+        [id(loss) for loss in LOSSES], [id(loss) for loss in module.losses], random.getstate(),
+        numpy_state(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.is_grad_enabled(),
+        list(noted.__defaults__[0]), noted.__dict__.copy(), vars(torch.cuda._lazy_seed_tracker)["call_order"][:],
+    ]  # fmt: skip
+
+
+def test_whatever_a_forward_does_is_put_back(capsys):
+    module = Restless()
+    with isolated(module):  # what the classes keep from other tests does not matter
+        module.forward(torch.ones(4, dtype=torch.float32))
+    before = everything(module)
+    for _ in range(2):
+        with isolated(module, seed=0):
+            isolated_copy(module).forward(torch.ones(4))
+            module.forward(torch.ones(4, dtype=torch.float32))
+    assert everything(module) == before
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_forward_does_is_seen_without_isolation():
+    module = Restless()
+    with isolated(module):
+        before = everything(module)
+        module.forward(torch.ones(4))
+        after = everything(module)
+    # Grad mode, dtype and all others: each of them is really moved, so that the test above can fail.
+    assert [place for place, (one, other) in enumerate(zip(before, after)) if one == other] == []
+
+
+def test_no_device_is_seeded(monkeypatch):
+    called = []
+    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: called.append(name))
+    with isolated(nn.Linear(2, 2), seed=3):
+        torch.randn(2)
+    assert called == []
+
+
+def test_the_states_of_all_devices_in_use_are_put_back(monkeypatch):
+    devices = (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", devices)
+    before = [one.get_state() for one in devices]
+    with isolated(seed=0):
+        for one in devices:
+            one.manual_seed(5)
+    assert all(torch.equal(one.get_state(), state) for one, state in zip(devices, before))
+
+
+def test_a_device_that_is_not_in_use_is_not_initialised(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    with isolated(seed=0):
+        isolated_copy(nn.Linear(2, 2))
+
+
+def test_random_states_are_put_back_after_each_of_nested_blocks():
+    with isolated(seed=0):
+        first = torch.randn(2)
+        with isolated(seed=1):
+            torch.randn(5)
+        rest = torch.randn(2)
+    with isolated(seed=0):
+        assert torch.equal(torch.randn(4), torch.cat([first, rest]))
+
+
+def test_hooks_of_the_module_and_global_hooks_do_not_fire():
+    fired = []
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def note(*args):
+        fired.append(args)
+
+    module[0].register_forward_hook(note)
+    module[0].register_forward_pre_hook(note, prepend=True)
+    module[1].register_full_backward_hook(note)
+    module[1].register_full_backward_pre_hook(note)
+    module.register_forward_hook(note, always_call=True)
+    handles = [
+        module_hooks.register_module_forward_hook(note, always_call=True),
+        module_hooks.register_module_forward_pre_hook(note),
+        module_hooks.register_module_full_backward_hook(note),
+        module_hooks.register_module_full_backward_pre_hook(note),
+        module_hooks.register_module_parameter_registration_hook(note),
+        module_hooks.register_module_module_registration_hook(note),
+    ]
+    kept = {name: copy.copy(value) for name, value in vars(module_hooks).items() if name.startswith("_global_")}
+    try:
+        with isolated(module, seed=0):
+            trial = isolated_copy(module)
+            trial(torch.randn(3, 2, requires_grad=True)).sum().backward()
+            trial.register_parameter("other", nn.Parameter(torch.ones(1)))
+            nn.Sequential(nn.Linear(1, 1))
+        assert fired == []
+        now = {name: value for name, value in vars(module_hooks).items() if name.startswith("_global_")}
+        assert now == kept
+        module(torch.randn(3, 2, requires_grad=True)).sum().backward()
+        assert len(fired) > 8  # they are in place again
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Shy(nn.Module):
+    """A module whose copies are the module itself, or share its weights."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.ones(2))
+
+    def __deepcopy__(self, memo):
+        torch.rand(1)
+        if self.kind == "itself":
+            return self
+        if self.kind == "exit":
+            raise SystemExit
+        return copy.copy(self)
+
+
+@pytest.mark.parametrize("kind", ["itself", "shared", "exit"])
+def test_a_copy_that_is_none_is_refused(kind):
+    module = nn.Sequential(Shy(kind))
+    before = torch.get_rng_state()
+    with pytest.raises(IsolationError, match="copying it"):
+        isolated_copy(module)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_parametrization_is_computed_and_neither_draws_nor_iterates():
+    module = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+    module(torch.ones(4))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    kind = type(module[0])
+    trial = isolated_copy(module)
+    assert type(trial[0]) is nn.Linear
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    module.eval()
+    assert torch.equal(trial[0].weight, module[0].weight)
+    assert type(module[0]) is kind
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_older_weight_norm_can_be_copied_after_a_forward():
+    module = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
+    x = torch.randn(2, 4)
+    given = module(x)
+    trial = isolated_copy(module)
+    assert torch.equal(trial(x), given)
+    assert trial[0].weight.grad_fn is None
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, type("Stop", (BaseException,), {})])
+def test_code_that_would_end_the_process_costs_an_exception(error):
+    with pytest.raises(IsolationError, match=error.__name__), isolated():
+        raise error
+    assert torch.randn(1).dtype is torch.float32
+
+
+def test_an_interruption_by_the_user_ends_the_run():
+    with pytest.raises(KeyboardInterrupt), isolated():
+        raise KeyboardInterrupt
+
+
+def test_the_end_that_a_signal_asks_for_is_the_end():
+    def stop(number, frame):
+        raise SystemExit(3)
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(SystemExit), isolated():
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_settings_of_the_users_do_not_act_within():
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Seen.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    packed = []
+    with (
+        torch.device("meta"),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        Seen(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x),
+        isolated(seed=0),
+    ):
+        x = torch.randn(2, 2, requires_grad=True)
+        y = x @ x
+        assert (y.device.type, y.dtype, Seen.calls, packed) == ("cpu", torch.float32, 0, [])
+        assert torch.autograd.grad(y.sum(), x)[0].shape == (2, 2)
+    with torch.inference_mode(), isolated(), torch.enable_grad():
+        assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+    with torch.no_grad(), isolated():
+        assert not torch.is_grad_enabled()
+
+
+def test_a_compiled_child_runs_as_it_was_written():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    module = nn.Sequential(torch.compile(nn.Linear(2, 2), backend=backend))
+    with isolated(module, seed=0):
+        isolated_copy(module)(torch.randn(1, 2))
+    assert graphs == []
+    module(torch.randn(1, 2))
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_another_thread_goes_on_printing(capsys):
+    with isolated():
+        print("mine")  # noqa: T201
+        thread = threading.Thread(target=print, args=("theirs",))
+        thread.start()
+        thread.join()
+    assert capsys.readouterr().out == "theirs\n"
+
+
+def test_too_large_a_copy_is_refused():
+    module = nn.Module()
+    module.register_buffer("mask", torch.empty(2**31, dtype=torch.int8, device="meta"))
+    module.register_buffer("other", torch.empty(1))
+    with pytest.raises(IsolationError, match="2 GiB"):
+        isolated_copy(module)
+
+
+def test_a_tensor_that_did_not_change_is_not_written():
+    module = Restless()
+    weight = torch.ones(4, requires_grad=True)
+    loss = (module.mean * weight).sum()  # saves the buffer
+    version = module.mean._version
+    with isolated(module), suppress(RuntimeError):
+        isolated_copy(module).map(torch.ones(4))
+    assert module.mean._version == version
+    loss.backward()
+    assert torch.equal(weight.grad, torch.zeros(4))
