@@ -16,10 +16,13 @@ from hdi_callback.core.diversity import (
     head_diversity,
     head_diversity_from_covariance,
 )
+from hdi_callback.core.kernels import AttentionRows, AttentionSums, NormSums, logit_bound, noise_covariance
 from hdi_callback.core.separation import Folding, fold_head, fresh_head
 from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bases, principal_cosines
 
 __all__ = [
+    "AttentionRows",
+    "AttentionSums",
     "BiasVarianceCovariance",
     "CircuitSimilarity",
     "Folding",
@@ -28,6 +31,7 @@ __all__ = [
     "HeadCovariance",
     "HeadDiversity",
     "HeadMoments",
+    "NormSums",
     "allocate_heads",
     "bias_variance_covariance",
     "chance_of_overlap",
@@ -38,6 +42,8 @@ __all__ = [
     "head_diversity",
     "head_diversity_from_covariance",
     "head_overlap",
+    "logit_bound",
+    "noise_covariance",
     "orthonormal_bases",
     "ov_circuits",
     "principal_cosines",

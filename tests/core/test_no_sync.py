@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from hdi_callback.core import (
+    AttentionSums,
     HeadMoments,
+    NormSums,
     diversity_penalty,
     head_covariance,
     head_diversity,
+    logit_bound,
+    noise_covariance,
     ov_circuits,
     principal_cosines,
     qk_circuits,
@@ -33,6 +37,20 @@ SILENT = {
     "output-value circuits": (
         lambda value, output, S, heads: ov_circuits(value, output, value_covariance=S, key_head=heads),
         [gaussian(2, 8, 32), gaussian(4, 8, 32), gaussian(32, 32) @ gaussian(32, 32).mT, torch.tensor([0, 1, 0, 1])],
+    ),
+    "attention rows": (
+        lambda rows, seen, first: (
+            AttentionSums.of(rows, seen, logits=rows, first=first) + AttentionSums.of(rows[..., :9])
+        ).rows(),
+        [gaussian(2, 4, 8, 16).softmax(-1), gaussian(2, 1, 8, 16) > 0, torch.tensor([[[0]], [[1]]])],
+    ),
+    "norms": (
+        lambda query, key, valid: logit_bound(NormSums.of(query, valid) + NormSums.of(query), NormSums.of(key), 0.5),
+        [gaussian(2, 4, 8, 16), gaussian(2, 2, 8, 16), gaussian(2, 1, 8) > 0],
+    ),
+    "noise": (
+        lambda product, value, output: noise_covariance(product, ov_circuits(value, output)),
+        [gaussian(4, 4), gaussian(4, 8, 32), gaussian(4, 8, 32)],
     ),
     "streaming": (lambda first, second: HeadMoments.of(first).update(second), [gaussian(9, 4, 8), gaussian(9, 4, 8)]),
 }

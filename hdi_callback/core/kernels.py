@@ -1,0 +1,385 @@
+r"""What heads do: attention rows of sampled queries -> `AttentionSums` -> `AttentionRows`; norms -> a bound of logits.
+
+A head averages values with the row :math:`a_h(q)` over the n keys that query q sees, as a Nadaraya-Watson estimator
+does with its kernel. Sums over queries add up over chunks and over ranks, and are divided once, when they are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from hdi_callback.core.circuits import CircuitSimilarity
+from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
+from hdi_callback.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    r"""How the heads of a layer attend, averaged over queries. What could not be measured is NaN (a position: -1).
+
+    Attributes:
+        queries: number of queries that count.
+        entropy: ``(H,)``, mean of the entropy over log n: 1 uniform, 0 one token.
+        samples: ``(H,)``, mean effective sample size (ESS) ``(sum a)^2 / ||a||^2``, over how many tokens a row
+            averages.
+        sample_share: ``(H,)``, mean of ESS / n.
+        sink: ``(H,)``, the largest mean attention that one key position gets.
+        sink_position: ``(H,)``, that position.
+        product: ``(H, H)``, :math:`A_{hg} = \operatorname{mean}_q \langle a_h(q), a_g(q) \rangle`.
+        overlap: ``(H, H)``, :math:`A_{hg} / \sqrt{A_{hh} A_{gg}}`, in [0, 1]: the correlation of the noise of two
+            heads. Heads that are merely both flat have it near 1.
+        overlap_mean: mean of `overlap` over the pairs.
+        alike: ``(H, H)``, the same of ``a_h - s_h / n`` with the row's sum s_h: do two heads attend alike beyond both
+            being flat; in [-1, 1], NaN for a head that is flat to rounding.
+        alike_mean: mean of `alike` over the pairs of heads that are not flat.
+        alike_worst: the largest `alike` of a pair.
+        alike_worst_pair: ``(2,)``, its two heads; -1 with fewer than two heads that are not flat.
+        logit: ``(H,)``, the largest score of a sampled query.
+    """
+
+    queries: Tensor
+    entropy: Tensor
+    samples: Tensor
+    sample_share: Tensor
+    sink: Tensor
+    sink_position: Tensor
+    product: Tensor
+    overlap: Tensor
+    overlap_mean: Tensor
+    alike: Tensor
+    alike_mean: Tensor
+    alike_worst: Tensor
+    alike_worst_pair: Tensor
+    logit: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSums:
+    """Sums over queries of what attention rows tell. All add up over disjoint queries; `logit` merges by maximum.
+
+    Attributes:
+        queries: number of queries that count.
+        entropy: ``(H,)``, sum of the normalised entropies.
+        samples: ``(H,)``, sum of the effective sample sizes.
+        sample_share: ``(H,)``, sum of ESS / n.
+        columns: ``(H, keys)``, sum of the rows.
+        product: ``(H, H)``, sum of the inner products of rows.
+        centred: ``(H, H)``, the same with the uniform part taken out.
+        logit: ``(H,)``, the largest score; minus infinity where there is none.
+    """
+
+    queries: Tensor
+    entropy: Tensor
+    samples: Tensor
+    sample_share: Tensor
+    columns: Tensor
+    product: Tensor
+    centred: Tensor
+    logit: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        rows: Tensor,
+        visible: Tensor | None = None,
+        *,
+        logits: Tensor | None = None,
+        min_keys: int = 2,
+        first: int | Tensor | None = None,
+    ) -> AttentionSums:
+        """Add up the rows of some queries of one layer.
+
+        Args:
+            rows: ``(..., H, queries, keys)``, what each key gets of each query's attention; all dimensions in front of
+                the heads are further queries. Rows that add up to less than 1 (learned sinks) are taken as they are.
+            visible: boolean, broadcastable to `rows`: True where that query sees that key; all by default. A query
+                that is to be left out sees no key.
+            logits: as `rows`, the scores after scale, softcap and bias; masked ones are not looked at.
+            min_keys: queries that see fewer keys are left out of everything but the largest score.
+            first: column of the key that is left out, as many heads rest on the first token of a sequence: a number,
+                or whole numbers broadcastable to ``(..., H, queries)``. Rows are divided by what is left.
+
+        Returns:
+            Their sums, in float32 or wider.
+
+        Raises:
+            ShapeError: if `rows` has fewer than three dimensions, `logits` another shape, or `visible` does not fit.
+        """
+        _require_rows(rows, visible, logits)
+        H, queries, keys = rows.shape[-3:]
+        sequences = rows.shape[:-3].numel()
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        seen = wide.new_ones((), dtype=torch.bool) if visible is None else visible
+        seen = seen.expand(rows.shape)
+        logit = _largest_logit(wide if logits is None else logits, seen, wide.dtype, given=logits is not None)
+        if first is not None:
+            column = torch.arange(keys, device=rows.device)
+            seen = seen & (column != (first[..., None] if isinstance(first, Tensor) else first))
+        n = seen.sum(-1)  # (..., H, queries)
+        total = torch.where(seen, wide, 0).sum(-1)
+        # A query counts for all heads or for none, so that pairs of heads are compared on the same queries.
+        counts = n >= max(min_keys, 2)
+        if first is not None:
+            counts = counts & ~(total <= 0)
+        counts = counts.all(-2, keepdim=True)
+        a = torch.where(seen & counts[..., None], wide, 0)
+        n = torch.where(counts, n, 1).to(wide.dtype)
+        total = torch.where(counts, total, 1)
+        if first is not None:
+            a, total = a / total[..., None], torch.ones_like(total)
+        energy = a.square().sum(-1)
+        samples = torch.where(counts, total.square() / energy.clamp_min(torch.finfo(wide.dtype).tiny), 0)
+        centred = torch.where(seen & counts[..., None], a - (total / n)[..., None], 0)
+        # What is left of a uniform row is rounding, and rounding of two heads can look alike.
+        rounding = (2 * torch.finfo(rows.dtype).eps) ** 2 * energy
+        centred = torch.where((centred.square().sum(-1) <= rounding)[..., None], 0, centred)
+        flat, flat_centred = (x.reshape(sequences, H, queries * keys) for x in (a, centred))
+        entropy = torch.special.entr(a).sum(-1) / torch.where(counts, n, 2).log()
+        return cls(
+            queries=counts.sum().to(wide.dtype),
+            entropy=_per_head(torch.where(counts, entropy, 0)),
+            samples=_per_head(samples),
+            sample_share=_per_head(samples / n),
+            columns=a.sum(-2).reshape(sequences, H, keys).sum(0),
+            product=(flat @ flat.mT).sum(0),
+            centred=(flat_centred @ flat_centred.mT).sum(0),
+            logit=logit,
+        )
+
+    def __add__(self, other: AttentionSums) -> AttentionSums:
+        """Join disjoint queries of the same heads; the shorter key axis is padded."""
+        keys = max(self.columns.shape[-1], other.columns.shape[-1])
+        ours, theirs = self.padded(keys), other.padded(keys)
+        added = {
+            item.name: getattr(ours, item.name) + getattr(theirs, item.name)
+            for item in fields(AttentionSums)
+            if item.name != "logit"
+        }
+        return AttentionSums(**added, logit=torch.maximum(self.logit, other.logit))
+
+    def padded(self, keys: int) -> AttentionSums:
+        """Give the columns a fixed width, so that shapes agree over ranks.
+
+        Args:
+            keys: width of the columns, at least what it is.
+
+        Returns:
+            The same sums with zeros in the new columns.
+
+        Raises:
+            ShapeError: if the columns are wider already.
+        """
+        missing = keys - self.columns.shape[-1]
+        if missing < 0:
+            raise ShapeError(f"The columns have {self.columns.shape[-1]} keys already, more than {keys}.")
+        values = {item.name: getattr(self, item.name) for item in fields(AttentionSums)}
+        return AttentionSums(**values | {"columns": torch.nn.functional.pad(self.columns, (0, missing))})
+
+    @torch.no_grad()
+    def rows(self) -> AttentionRows:
+        """Divide the sums by the number of queries.
+
+        Returns:
+            The averages; NaN where no query counts.
+        """
+        queries = self.queries
+        # A column more, as an empty tensor has no largest entry.
+        sink, position = torch.nn.functional.pad(self.columns, (0, int(self.columns.shape[-1] == 0))).max(-1)
+        overlap, alike = _cosine(self.product), _cosine(self.centred)
+        # Heads that give all to a learned sink overlap with none; flat ones are like none. NaN stays in, and shows.
+        pairs, not_flat = (live_pairs(sums.diagonal() == 0) for sums in (self.product, self.centred))
+        alike_worst, alike_worst_pair, *_ = largest_pair(alike, not_flat)
+        return AttentionRows(
+            queries=queries,
+            entropy=self.entropy / queries,
+            samples=self.samples / queries,
+            sample_share=self.sample_share / queries,
+            sink=sink / queries,
+            sink_position=torch.where(queries > 0, position, -1),
+            product=self.product / queries,
+            overlap=overlap,
+            overlap_mean=mean_over_pairs(overlap, pairs),
+            alike=alike,
+            alike_mean=mean_over_pairs(alike, not_flat),
+            alike_worst=alike_worst,
+            alike_worst_pair=alike_worst_pair,
+            logit=torch.where(self.logit == -torch.inf, torch.nan, self.logit),
+        )
+
+
+@dataclass(frozen=True)
+class NormSums:
+    """Sums of the norms of a layer's queries or keys. All add up over disjoint tokens; `largest` merges by maximum.
+
+    Attributes:
+        count: ``(H,)``, number of tokens.
+        total: ``(H,)``, sum of the norms.
+        squares: ``(H,)``, sum of their squares.
+        largest: ``(H,)``, the largest norm; 0 without tokens.
+    """
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+    largest: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, features: Tensor, valid: Tensor | None = None) -> NormSums:
+        """Add up the norms of some tokens of one layer.
+
+        Args:
+            features: ``(..., H, tokens, width)``, as they enter the product of queries and keys; all dimensions in
+                front of the heads are further tokens.
+            valid: boolean, broadcastable to ``(..., H, tokens)``; False for padding.
+
+        Returns:
+            Their sums, in float64 where the device has it: a spread far below the mean would drown in float32.
+
+        Raises:
+            ShapeError: if `features` has fewer than three dimensions.
+        """
+        if features.dim() < 3:
+            raise ShapeError(f"Features have the shape (..., heads, tokens, width), got {tuple(features.shape)}.")
+        single = torch.promote_types(features.dtype, torch.float32)
+        wide = torch.float32 if features.device.type == "mps" else torch.float64
+        norm = torch.linalg.vector_norm(features, dim=-1, dtype=single).to(wide)
+        counts = torch.ones_like(norm) if valid is None else valid.expand(norm.shape).to(wide)
+        norm = torch.where(counts > 0, norm, 0)
+        flat = norm.movedim(-2, 0).flatten(1)
+        # A zero more, as an empty tensor has no largest entry.
+        largest = torch.nn.functional.pad(flat, (0, 1)).amax(-1)
+        return cls(_per_head(counts), flat.sum(-1), flat.square().sum(-1), largest)
+
+    def __add__(self, other: NormSums) -> NormSums:
+        """Join disjoint tokens of the same heads."""
+        return NormSums(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            torch.maximum(self.largest, other.largest),
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean norm of each head, ``(H,)``; NaN without tokens."""
+        return self.total / self.count
+
+    @property
+    def spread(self) -> Tensor:
+        """Coefficient of variation of the norms of each head, ``(H,)``.
+
+        Softmax attention is the Gaussian kernel exactly where all keys have one norm, that is where this is 0.
+        """
+        return (self.squares / self.count - self.mean.square()).clamp_min(0).sqrt() / self.mean
+
+
+@torch.no_grad()
+def logit_bound(
+    query: NormSums,
+    key: NormSums,
+    scale: float | Tensor,
+    *,
+    bias: float | Tensor = 0.0,
+    key_head: Tensor | None = None,
+) -> Tensor:
+    r"""Bound the largest score of all queries, not only of those that were sampled.
+
+    .. math:: \max_{q,k} s_h(q, k) \le |\mathrm{scale}| \, \max \lVert q \rVert \, \max \lVert k \rVert + \max b
+
+    by the inequality of Cauchy and Schwarz. A softcap only lowers what it bounds.
+
+    Args:
+        query: norms of all queries, ``(H,)``.
+        key: norms of all keys, ``(G,)``; G divides H.
+        scale: what the products are multiplied with, a number or ``(H,)``.
+        bias: largest entry of what is added to the scores, a number or ``(H,)``.
+        key_head: ``(H,)``, the key head of each query head; by default the groups lie side by side.
+
+    Returns:
+        ``(H,)``; NaN where there was no query or no key.
+
+    Raises:
+        ShapeError: if the heads cannot be divided among the key heads.
+
+    Example:
+        >>> queries, keys = torch.full((2, 3, 4), 2.0), torch.ones(1, 5, 4)  # norms 4 and 2
+        >>> logit_bound(NormSums.of(queries), NormSums.of(keys), 0.5).tolist()
+        [4.0, 4.0]
+    """
+    H, G = query.largest.shape[0], key.largest.shape[0]
+    if key_head is None and H % G:
+        raise ShapeError(f"{H} heads cannot be divided among {G} key heads: give `key_head`.")
+    group = torch.arange(H, device=query.largest.device) // (H // G) if key_head is None else key_head
+    size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
+    bound = query.largest * key.largest.index_select(0, group) * size + bias
+    known = (query.count > 0) & (key.count.index_select(0, group) > 0)
+    return torch.where(known, bound, torch.nan)
+
+
+@torch.no_grad()
+def noise_covariance(product: Tensor, circuits: CircuitSimilarity, *, noise: float = 1.0) -> Tensor:
+    r"""Compute the covariance of two heads' contributions under independent noise of what they read.
+
+    .. math:: N_{hg} = \sigma^2 A_{hg} \langle C_h, C_g \rangle_F
+
+    exact for independent noise :math:`\sigma^2 I` on every token, through values that are linear in it and attention
+    that does not depend on it. Ours, after the ensemble view of Fokoué 2026.
+
+    Args:
+        product: ``(H, H)``, `AttentionRows.product`.
+        circuits: what `ov_circuits` gives for the layer.
+        noise: variance :math:`\sigma^2` of the noise of each feature.
+
+    Returns:
+        ``(H, H)``, the trace of the covariance of the contributions, averaged over the queries.
+
+    Example:
+        >>> from hdi_callback.core import ov_circuits
+        >>> alone = ov_circuits(torch.eye(2)[None], torch.eye(2)[None])  # one head that copies
+        >>> noise_covariance(torch.tensor([[0.25]]), alone).tolist()  # it averages over four tokens
+        [[0.5]]
+    """
+    norm = circuits.norm
+    return noise * product * circuits.cosine * norm[..., :, None] * norm[..., None, :]
+
+
+def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: bool) -> Tensor:
+    """Find the largest score of each head over all that is seen; minus infinity if there is none."""
+    H = logits.shape[-3]
+    if not given or logits.numel() == 0:  # an empty tensor has no largest entry
+        return torch.full((H,), -torch.inf, dtype=dtype, device=logits.device)
+    masked = torch.where(seen, logits.to(dtype), -torch.inf)
+    largest: Tensor = masked.movedim(-3, 0).flatten(1).amax(-1)
+    return largest
+
+
+def _per_head(values: Tensor) -> Tensor:
+    """Add up (..., H, queries) over everything but the heads."""
+    return values.movedim(-2, 0).flatten(1).sum(-1)
+
+
+def _cosine(product: Tensor) -> Tensor:
+    """Divide inner products (H, H) by the norms; 1 on the diagonal, NaN for what has no norm."""
+    own = product.diagonal()
+    cosine = product / (own.sqrt()[:, None] * own.sqrt()[None, :])
+    eye = torch.eye(len(own), dtype=torch.bool, device=own.device)
+    return torch.where(eye & cosine.isfinite(), 1, cosine.clamp(-1, 1))
+
+
+def _require_rows(rows: Tensor, visible: Tensor | None, logits: Tensor | None) -> None:
+    if rows.dim() < 3:
+        raise ShapeError(f"Attention rows have the shape (..., heads, queries, keys), got {tuple(rows.shape)}.")
+    if logits is not None and logits.shape != rows.shape:
+        raise ShapeError(f"Logits have the shape of the rows {tuple(rows.shape)}, got {tuple(logits.shape)}.")
+    if visible is not None:
+        try:
+            visible.expand(rows.shape)
+        except RuntimeError:
+            raise ShapeError(
+                f"`visible` must broadcast to the rows {tuple(rows.shape)}, got {tuple(visible.shape)}."
+            ) from None
