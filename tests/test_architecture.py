@@ -14,16 +14,18 @@ PACKAGE = "hdi_callback"
 # Which rooms each room may import. An arrow that is not here runs the wrong way.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
-    "core": {"errors"},
-    "attention": {"errors"},
-    "monitoring": {"errors", "core", "attention"},
-    "dashboards": {"errors", "core", "attention", "monitoring"},
-    "integrations": {"errors", "core", "attention", "monitoring", "dashboards"},
+    "arguments": {"errors"},
+    "core": {"errors", "arguments"},
+    "attention": {"errors", "arguments"},
+    "monitoring": {"errors", "arguments", "core", "attention"},
+    "dashboards": {"errors", "arguments", "core", "attention", "monitoring"},
+    "integrations": {"errors", "arguments", "core", "attention", "monitoring", "dashboards"},
     "__init__": {"errors", "core", "attention", "monitoring", "integrations"},
 }
 # What may be imported from outside when a module is loaded; functions may import more when they are called.
 OUTSIDE = {
     "errors": set(),
+    "arguments": set(),
     "core": {"torch"},
     "attention": {"torch", "typing_extensions"},
     "monitoring": {"torch", "typing_extensions"},

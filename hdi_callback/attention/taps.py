@@ -18,6 +18,7 @@ projection. They are therefore those without attention dropout.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -283,7 +284,11 @@ class Sampler:
 
     def __init__(self, max_tokens: int) -> None:
         self._limit = max_tokens
-        self._prime = next(n for n in range(max_tokens, 1, -1) if all(n % f for f in range(2, math.isqrt(n) + 1)))
+
+    @functools.cached_property
+    def _prime(self) -> int:
+        # Asked for only where there are more tokens than the limit, so that a limit without an end costs nothing.
+        return next(n for n in range(self._limit, 1, -1) if all(n % f for f in range(2, math.isqrt(n) + 1)))
 
     def take(self, outputs: Tensor) -> Tensor:
         """Take the sample.

@@ -20,15 +20,14 @@ from hdi_callback.attention.names import printable
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
-from hdi_callback.integrations.arguments import check_outlets, layer_patterns
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults, attempt_each
 from hdi_callback.monitoring.history import History, place_history
-from hdi_callback.monitoring.interventions import Intervention, check_interventions
-from hdi_callback.monitoring.metrics import choose_metrics
-from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_arguments
-from hdi_callback.monitoring.rules import choose_rules
+from hdi_callback.monitoring.interventions import Intervention
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.ranks import refuse_apart, share_within
 from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.settings import Settings, check_arguments
 from hdi_callback.monitoring.watch import Follower, OnAlert, Outcome, Watch, check_patterns, state_of_this_model
 
 
@@ -69,6 +68,9 @@ class HDICallback(pl.Callback):
             alerts and interventions start anew after such a checkpoint.
         check_heads: check once, on a few tokens of the first forward that is read, that every layer computes attention
             with the heads that were found; a layer that does not is left out, with a warning that shows why.
+        process_group: the ranks that measure together: ``"auto"`` for all of them, or `None` for each rank alone, as is
+            needed where ranks leave training at different steps; then the first rank writes what it measures of its own
+            tokens, and interventions are refused. A `torch.distributed` process group as well.
         verbose: print once at start which layers were found.
 
     Raises:
@@ -98,24 +100,39 @@ class HDICallback(pl.Callback):
         name: str | None = None,
         strict: bool = False,
         check_heads: bool = True,
+        process_group: Any = "auto",
         verbose: bool = True,
     ) -> None:
         super().__init__()
         _require_one_namespace()
-        self._schedule = Schedule(every_n_steps)
-        check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
-        check_outlets(history, on_alert)
-        self._metrics = choose_metrics(metrics)
+        self._settings = settings = Settings(
+            every_n_steps=every_n_steps,
+            metrics=metrics,
+            include=include,
+            exclude=exclude,
+            max_tokens=max_tokens,
+            rank_tol=rank_tol,
+            method=method,
+            history=history,
+            alerts=alerts,
+            thresholds=thresholds,
+            on_alert=on_alert,
+            interventions=interventions,
+            strict=strict,
+            check_heads=check_heads,
+            process_group=process_group,
+            verbose=verbose,
+        )
+        own = check_arguments(prog_bar=prog_bar, name=name)
+        self._prog_bar: bool = own["prog_bar"]
+        self._name: str | None = own["name"]
+        self._schedule = Schedule(settings.every_n_steps)
+        self._metrics: Sequence[str] = settings.metrics or ()
+        # As they were written, for the state's name in a checkpoint is made of them.
         self._layer_choice: dict[str, Sequence[str] | None] = {"include": include, "exclude": exclude}
-        self._max_tokens, self._rank_tol, self._strict = max_tokens, rank_tol, strict
-        self._check_heads = check_heads
-        self._method: Method = method
-        self._history_choice, self._prog_bar, self._verbose = history, prog_bar, verbose
-        self._name = name
-        self._rules = None if alerts is None else choose_rules(alerts, thresholds)
-        self._on_alert = on_alert
-        self._interventions = check_interventions(interventions, alerts)
-        self._patterns = layer_patterns(alerts, thresholds, self._interventions)
+        self._strict, self._history_choice, self._verbose = settings.strict, settings.history, settings.verbose
+        self._rules, self._on_alert = settings.rules, settings.on_alert
+        self._interventions = tuple(settings.interventions or ())
         self._trainer: weakref.ref[Any] | None = None
         self._monitor: HeadDiversityMonitor | None = None
         self._watch: Watch | None = None
@@ -184,18 +201,10 @@ class HDICallback(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers and install the hooks, before anything has been compiled or run."""
-        self._monitor = HeadDiversityMonitor(
-            pl_module,
-            metrics=self._metrics,
-            **self._layer_choice,
-            max_tokens=self._max_tokens,
-            rank_tol=self._rank_tol,
-            method=self._method,
-            strict=self._strict,
-            check_heads=self._check_heads,
-        )
+        refuse_apart(self._settings.process_group, [item.name for item in self._interventions if not item.dry_run])
+        self._monitor = HeadDiversityMonitor(pl_module, **self._settings.measuring)
         names = [layer.name for layer in self._monitor.layers] + [refusal.name for refusal in self._monitor.refused]
-        for what, patterns in self._patterns.items():
+        for what, patterns in self._settings.layer_patterns.items():
             check_patterns(what, patterns, names)
         if self._verbose and trainer.is_global_zero:  # before a progress bar is drawn
             with self._faults.contained("printing the layers"):
@@ -226,7 +235,9 @@ class HDICallback(pl.Callback):
             interventions=self._interventions,
             training=_LightningTraining(trainer, monitor, folder),
             followers=self._followers(trainer),
-            share=lambda thing: trainer.strategy.broadcast(thing),
+            share=trainer.strategy.broadcast
+            if self._settings.process_group == "auto"
+            else share_within(self._settings.process_group),
             faults=self._faults,
         )
         self._watch.begin(trainer.global_step, state)

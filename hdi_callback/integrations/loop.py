@@ -14,20 +14,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hdi_callback.arguments import function, path, shown
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.integrations.arguments import check_outlets, layer_patterns
 from hdi_callback.integrations.optimizers import inner_optimizer
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History, place_history
-from hdi_callback.monitoring.interventions import Intervention, SaveCheckpoint, check_interventions
-from hdi_callback.monitoring.metrics import choose_metrics
-from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_arguments
-from hdi_callback.monitoring.ranks import from_first_rank, is_first_rank
-from hdi_callback.monitoring.rules import choose_rules
+from hdi_callback.monitoring.interventions import Intervention, SaveCheckpoint
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.ranks import is_first_rank, refuse_apart, share_within
 from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.settings import Method, Settings
 from hdi_callback.monitoring.watch import (
     Follower,
     OnAlert,
@@ -62,6 +61,7 @@ def watch_heads(
     save_checkpoint: Callable[[str], Any] | None = None,
     strict: bool = False,
     check_heads: bool = True,
+    process_group: Any = "auto",
     verbose: bool = True,
 ) -> HeadWatch:
     """Watch the diversity of the attention heads of a model that a loop of your own trains.
@@ -94,6 +94,8 @@ def watch_heads(
             loaded is of a model with other heads.
         check_heads: check once, on a few tokens of the first forward that is read, that every layer computes attention
             with the heads that were found; a layer that does not is left out, with a warning that shows why.
+        process_group: the ranks that measure together: ``"auto"`` for all of them, a process group, or `None` for each
+            rank alone, see `HDICallback`.
         verbose: print once at start which layers were found.
 
     Returns:
@@ -114,42 +116,50 @@ def watch_heads(
         >>> heads.global_step, sorted(heads.latest)[:2]
         (3, ['hdi/mean', 'hdi/min'])
     """
-    schedule = Schedule(every_n_steps)
-    check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
-    rules = None if alerts is None else choose_rules(alerts, thresholds)
-    chosen = check_interventions(interventions, alerts)
-    if save_checkpoint is None and any(isinstance(item, SaveCheckpoint) and not item.dry_run for item in chosen):
-        raise MisconfigurationError(
-            "SaveCheckpoint has to be told how: write save_checkpoint=lambda name: torch.save(..., name + '.pt')."
-        )
-    optimizers = _inner_optimizers(optimizer)
-    names = choose_metrics(metrics)
-    check_outlets(history, on_alert)
-    logs = _Logs(Path(log_dir), history, tensorboard, wandb, on_alert, names)
-    faults = Faults()
-    monitor = HeadDiversityMonitor(
-        model,
-        metrics=names,
+    settings = Settings(
+        every_n_steps=every_n_steps,
+        metrics=metrics,
         include=include,
         exclude=exclude,
         max_tokens=max_tokens,
         rank_tol=rank_tol,
         method=method,
+        history=history,
+        alerts=alerts,
+        thresholds=thresholds,
+        on_alert=on_alert,
+        interventions=interventions,
         strict=strict,
         check_heads=check_heads,
+        process_group=process_group,
+        verbose=verbose,
     )
+    if not isinstance(model, nn.Module):
+        raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
+    function("save_checkpoint", save_checkpoint, "the name of a checkpoint")
+    chosen = tuple(settings.interventions or ())
+    if save_checkpoint is None and any(isinstance(item, SaveCheckpoint) and not item.dry_run for item in chosen):
+        raise MisconfigurationError(
+            "SaveCheckpoint has to be told how: write save_checkpoint=lambda name: torch.save(..., name + '.pt')."
+        )
+    optimizers = _inner_optimizers(optimizer)
+    folder = Path(path("log_dir", log_dir, "runs/heads"))
+    logs = _Logs(folder, settings.history, tensorboard, wandb, on_alert, settings.metrics or ())
+    faults = Faults()
+    refuse_apart(settings.process_group, [item.name for item in chosen if not item.dry_run])
+    monitor = HeadDiversityMonitor(model, **settings.measuring)
     training = _LoopTraining(monitor, optimizers, save_checkpoint)
     try:
         found = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]
-        for what, patterns in layer_patterns(alerts, thresholds, chosen).items():
+        for what, patterns in settings.layer_patterns.items():
             check_patterns(what, patterns, found)
         watch = Watch(
             monitor,
-            schedule,
-            alerts=None if rules is None else Alerts(rules, monitor.facts, faults),
+            Schedule(settings.every_n_steps),
+            alerts=None if settings.rules is None else Alerts(settings.rules, monitor.facts, faults),
             interventions=chosen,
             training=training,
-            share=from_first_rank,
+            share=share_within(settings.process_group),
             faults=faults,
         )
     except Exception:
@@ -157,10 +167,12 @@ def watch_heads(
         for intervention in chosen:
             intervention.detach()
         raise
-    if verbose and is_first_rank():
+    if settings.verbose and is_first_rank():
         with faults.contained("printing the layers"):
-            console.print_layers(monitor.layers, monitor.refused, every_n_steps=every_n_steps, interventions=chosen)
-    return HeadWatch(watch, training, logs, is_strict=strict)
+            console.print_layers(
+                monitor.layers, monitor.refused, every_n_steps=settings.every_n_steps, interventions=chosen
+            )
+    return HeadWatch(watch, training, logs, is_strict=settings.strict)
 
 
 class HeadWatch:
@@ -415,10 +427,10 @@ class _Logs:
     ) -> None:
         self.metrics = list(metrics)
         self._folder, self._history, self._board, self._run, self._on_alert = folder, history, board, run, on_alert
-        if board not in (None, False, True) and not hasattr(board, "add_scalar"):
-            raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {board!r}.")
-        if run is not None and not hasattr(run, "log"):
-            raise MisconfigurationError(f"`wandb` must be a run, got {run!r}: write wandb=wandb.init(...).")
+        if board is not None and not isinstance(board, bool) and not hasattr(board, "add_scalar"):
+            raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {shown(board)}.")
+        if run is not None and (not hasattr(run, "log") or isinstance(run, type(os))):
+            raise MisconfigurationError(f"`wandb` must be a run, got {shown(run)}: write wandb=wandb.init(...).")
         self._own_writer: Any = None
 
     def open(self, watch: Watch, restored: Mapping[str, Any] | None) -> tuple[History | None, list[Follower]]:
@@ -427,7 +439,7 @@ class _Logs:
             return None, []
         history = place_history(self._history, self._folder, state=restored)
         followers: list[Follower] = []
-        if self._board:
+        if self._board is not None and self._board is not False:
             with watch.faults.contained("opening TensorBoard"):
                 followers.append(tensorboard.Board(self._writer(restored), self.metrics))
         if self._run is not None:
@@ -500,6 +512,6 @@ class _LoopTraining:
 
 def _inner_optimizers(optimizer: Any) -> list[Optimizer]:
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    if not several:
+    if not len(several):
         raise MisconfigurationError("`optimizer` is an empty list: give the optimizer that steps.")
     return list({id(inner): inner for inner in map(inner_optimizer, several)}.values())

@@ -6,7 +6,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
+
+_MOST_WRAPPERS = 10  # objects that have every attribute end nowhere
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
@@ -22,11 +25,13 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
         MisconfigurationError: if there is none.
     """
     inner = optimizer
-    while not isinstance(inner, Optimizer) or hasattr(inner, "optimizer"):
+    for _ in range(_MOST_WRAPPERS):
+        if isinstance(inner, Optimizer) and not hasattr(inner, "optimizer"):
+            return inner
         if not hasattr(inner, "optimizer"):
-            raise MisconfigurationError(
-                f"`optimizer` must be a torch optimizer, or a list of them, got {type(optimizer).__name__}: write "
-                "torch.optim.AdamW(model.parameters()) or the like."
-            )
+            break
         inner = inner.optimizer
-    return inner
+    raise MisconfigurationError(
+        f"`optimizer` must be a torch optimizer, or a list of them, got {shown(optimizer)}: write "
+        "torch.optim.AdamW(model.parameters()) or the like."
+    )

@@ -13,17 +13,15 @@ from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.dashboards import console, tensorboard, wandb
-from hdi_callback.integrations.arguments import check_outlets, layer_patterns
 from hdi_callback.integrations.optimizers import inner_optimizer
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History, place_history
-from hdi_callback.monitoring.interventions import Intervention, check_interventions
-from hdi_callback.monitoring.metrics import choose_metrics
-from hdi_callback.monitoring.monitor import HeadDiversityMonitor, Method, check_arguments
-from hdi_callback.monitoring.ranks import from_first_rank
-from hdi_callback.monitoring.rules import choose_rules
+from hdi_callback.monitoring.interventions import Intervention
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.ranks import refuse_apart, share_within
 from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.settings import Method, Settings
 from hdi_callback.monitoring.watch import Follower, OnAlert, Watch, check_patterns, state_of_this_model
 
 _STATE = "hdi_state.json"
@@ -56,6 +54,8 @@ class HDITrainerCallback(transformers.TrainerCallback):
             resume from is of a model with other heads.
         check_heads: check once, on a few tokens of the first forward that is read, that every layer computes attention
             with the heads that were found; a layer that does not is left out, with a warning that shows why.
+        process_group: the ranks that measure together: ``"auto"`` for all of them, a process group, or `None` for each
+            rank alone, see `HDICallback`.
         verbose: print once at start which layers were found.
 
     Raises:
@@ -82,26 +82,32 @@ class HDITrainerCallback(transformers.TrainerCallback):
         interventions: Sequence[Intervention] | None = None,
         strict: bool = False,
         check_heads: bool = True,
+        process_group: Any = "auto",
         verbose: bool = True,
     ) -> None:
-        Schedule(every_n_steps)
-        check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
-        check_outlets(history, on_alert)
-        self._every = every_n_steps
-        self._metrics = choose_metrics(metrics)
-        self._measuring: dict[str, Any] = {
-            "include": include,
-            "exclude": exclude,
-            "max_tokens": max_tokens,
-            "rank_tol": rank_tol,
-            "method": method,
-            "strict": strict,
-            "check_heads": check_heads,
-        }
-        self._rules = None if alerts is None else choose_rules(alerts, thresholds)
-        self._interventions = check_interventions(interventions, alerts)
-        self._patterns = layer_patterns(alerts, thresholds, self._interventions)
-        self._history_choice, self._on_alert, self._verbose = history, on_alert, verbose
+        self._settings = settings = Settings(
+            every_n_steps=every_n_steps,
+            metrics=metrics,
+            include=include,
+            exclude=exclude,
+            max_tokens=max_tokens,
+            rank_tol=rank_tol,
+            method=method,
+            history=history,
+            alerts=alerts,
+            thresholds=thresholds,
+            on_alert=on_alert,
+            interventions=interventions,
+            strict=strict,
+            check_heads=check_heads,
+            process_group=process_group,
+            verbose=verbose,
+        )
+        self._every = settings.every_n_steps
+        self._metrics: Sequence[str] = settings.metrics or ()
+        self._rules = settings.rules
+        self._interventions = tuple(settings.interventions or ())
+        self._history_choice, self._on_alert, self._verbose = settings.history, settings.on_alert, settings.verbose
         self._faults = Faults()
         self._watch: Watch | None = None
         self._optimizer: Optimizer | None = None
@@ -121,12 +127,13 @@ class HDITrainerCallback(transformers.TrainerCallback):
         """Find the layers, install the hooks, open the history, and take up where a checkpoint left off."""
         model: nn.Module = kwargs["model"]
         self._optimizer = inner_optimizer(kwargs["optimizer"])
-        monitor = HeadDiversityMonitor(model, metrics=self._metrics, **self._measuring)
+        refuse_apart(self._settings.process_group, [item.name for item in self._interventions if not item.dry_run])
+        monitor = HeadDiversityMonitor(model, **self._settings.measuring)
         names = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]
-        for what, patterns in self._patterns.items():
+        for what, patterns in self._settings.layer_patterns.items():
             check_patterns(what, patterns, names)
         is_first = bool(state.is_world_process_zero)
-        is_strict = self._measuring["strict"]
+        is_strict = self._settings.strict
         restored = state_of_this_model(
             self._restored(args, state), monitor.layers, is_strict=is_strict, faults=self._faults
         )
@@ -144,7 +151,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
             interventions=self._interventions,
             training=_TrainerTraining(args, state, control, monitor, kwargs["optimizer"]),
             followers=self._followers(args, monitor, history) if is_first else (),
-            share=from_first_rank,
+            share=share_within(self._settings.process_group),
             faults=self._faults,
         )
         self._watch.begin(state.global_step, restored)

@@ -8,6 +8,8 @@ from its history file (`replay`).
 
 from __future__ import annotations
 
+import math
+import numbers
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +18,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
+from hdi_callback.arguments import one_of, shown, words
 from hdi_callback.attention.names import printable
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.faults import Faults
@@ -370,8 +373,7 @@ class Alerts:
         finding = rule.judge(series, active)
         if finding is None:
             return None if active is None else _resolved(active, series.latest.step)
-        if finding.level not in LEVELS:
-            raise MisconfigurationError(f"its level must be one of {', '.join(LEVELS)}, got {finding.level!r}")
+        finding = check_finding(finding, series)
         if active is not None and is_at_least(active.level, finding.level):
             return None
         if finding.since is None:
@@ -382,6 +384,93 @@ class Alerts:
 
 def _is_for(rule: Rule, name: str) -> bool:
     return rule.layers is None or any(fnmatchcase(name, pattern) for pattern in rule.layers)
+
+
+def check_rule(rule: Any) -> Rule:
+    """Check a rule of a user's before it is asked.
+
+    Args:
+        rule: what is to be a rule.
+
+    Returns:
+        It.
+
+    Raises:
+        MisconfigurationError: if it is none, or its name, `needs` or `layers` cannot work.
+    """
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        raise MisconfigurationError(
+            f"`alerts` must hold rules, got the class {rule.__name__}: write {rule.__name__}()."
+        )
+    if not isinstance(rule, Rule):
+        raise MisconfigurationError(f"`alerts` must hold rules (instances of Rule), got {shown(rule)}.")
+    kind = type(rule).__name__
+    name = getattr(rule, "name", None)
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise MisconfigurationError(
+            f"The rule {kind} must have a name, a string of one line, got {shown(name)}: write name = "
+            f'"few effective heads" in its class.'
+        )
+    if words(f"needs of the rule {name!r}", rule.needs, what="names of metrics") is None:
+        raise MisconfigurationError(f"`needs` of the rule {name!r} must be a list of metrics, got None: write ().")
+    words(f"layers of the rule {name!r}", rule.layers, what="patterns of layer names", may_be_empty=False)
+    return rule
+
+
+def check_finding(finding: Any, series: Series) -> Finding:
+    """Check what a rule has found, and bring its numbers into the types of plain data.
+
+    Args:
+        finding: what `Rule.judge` gave.
+        series: the readings that it judged.
+
+    Returns:
+        The finding; a value or threshold that is not finite is left out.
+
+    Raises:
+        MisconfigurationError: if it is no finding, or a part of it cannot work; says which.
+    """
+    if not isinstance(finding, Finding):
+        raise MisconfigurationError(f"`judge` must give a Finding or None, got {shown(finding)}.")
+    one_of("level of a Finding", finding.level, LEVELS)
+    for name in ("what", "certainty", "remedy"):
+        if not isinstance(getattr(finding, name), str):
+            raise MisconfigurationError(f"`{name}` of a Finding must be a string, got {shown(getattr(finding, name))}.")
+    if finding.metric is not None and not isinstance(finding.metric, str):
+        raise MisconfigurationError(f"`metric` of a Finding must be a string or None, got {shown(finding.metric)}.")
+    if finding.since is not None and (not _is_whole(finding.since) or finding.since > series.latest.step):
+        raise MisconfigurationError(
+            f"`since` of a Finding must be a step, at most that of the reading ({series.latest.step}), got "
+            f"{shown(finding.since)}."
+        )
+    most = series.facts.get("num_heads", math.inf)
+    heads = finding.heads
+    if not isinstance(heads, tuple | list) or not all(_is_whole(head) and 0 <= head < most for head in heads):
+        raise MisconfigurationError(
+            f"`heads` of a Finding must hold numbers of heads, from 0 to {most - 1} in this layer, got {shown(heads)}."
+        )
+    return replace(
+        finding,
+        value=_plain_number("value", finding.value),
+        threshold=_plain_number("threshold", finding.threshold),
+        heads=tuple(int(head) for head in heads),
+        since=None if finding.since is None else int(finding.since),
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _plain_number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise MisconfigurationError(
+            f"`{name}` of a Finding must be a number or None, got {shown(value)}: write float(...) around it."
+        )
+    plain = int(value) if isinstance(value, numbers.Integral) else float(value)
+    return plain if math.isfinite(plain) else None
 
 
 def _sentence(step: int, layer: str, finding: Finding) -> str:

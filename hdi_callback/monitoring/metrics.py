@@ -6,12 +6,13 @@ A metric's name is the first part of its tag: the metric `hdi` of layer `blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from hdi_callback.arguments import did_you_mean, words
 from hdi_callback.errors import MisconfigurationError
 
 COVARIANCE = "head outputs"
@@ -136,13 +137,37 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
         >>> choose_metrics(["hdi", "hdi_query", "hdi"])
         ('hdi', 'hdi_query')
     """
-    if isinstance(names, str):
-        raise MisconfigurationError(f"`metrics` must be a list of names, got the string {names!r}: write [{names!r}].")
-    chosen = tuple(dict.fromkeys(DEFAULT_METRICS if names is None else names))
+    given = words("metrics", names, what="names of metrics")
+    chosen = tuple(dict.fromkeys(DEFAULT_METRICS if given is None else given))
     unknown = [name for name in chosen if name not in METRICS]
     if unknown or not chosen:
         raise MisconfigurationError(
-            f"`metrics` must name at least one of the known metrics, got {list(chosen)}; unknown: {unknown}. "
-            f"Known metrics: {', '.join(METRICS)}."
+            f"`metrics` must name at least one of the known metrics, got {list(chosen)}; unknown: {unknown}."
+            f"{did_you_mean(unknown[0], METRICS) if unknown else ''} Known metrics: {', '.join(METRICS)}."
         )
     return chosen
+
+
+def check_needs(rule: str, needs: Sequence[str], metrics: Sequence[str]) -> None:
+    """Refuse a rule that would never be asked, as what it needs is not measured.
+
+    Args:
+        rule: its name.
+        needs: the metrics without which it is not asked.
+        metrics: the metrics that are logged: what they are read from is measured as a whole, and so are the keys.
+
+    Raises:
+        MisconfigurationError: if one of its needs is unknown, or read from what is not measured.
+    """
+    for name in needs:
+        if name not in METRICS:
+            raise MisconfigurationError(
+                f"The rule {rule!r} needs {name!r}, which is no metric.{did_you_mean(name, METRICS)} Known metrics: "
+                f"{', '.join(METRICS)}."
+            )
+        sources = {"key", *(METRICS[metric].source for metric in metrics)}
+        is_error = name.endswith("_error") and not any(metric.endswith("_error") for metric in metrics)
+        if METRICS[name].source not in sources or is_error:
+            raise MisconfigurationError(
+                f"The rule {rule!r} needs {name!r}, which is not measured with metrics={list(metrics)}: add it there."
+            )

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from hdi_callback.arguments import shown
 from hdi_callback.attention import ROLES, AttentionLayer, Capture, HeadCheck, HeadSearch, Refusal, Role, Taps, survey
 from hdi_callback.attention.sharding import Sharding, as_if_whole, is_first_holder, whole
 from hdi_callback.attention.wrappers import inner_model, users_name
@@ -21,11 +22,10 @@ from hdi_callback.core import HeadCovariance, HeadDiversity, head_covariance, he
 from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import HDIError, MisconfigurationError, MonitoringWarning, UnsupportedAttentionWarning
 from hdi_callback.monitoring.faults import Faults
-from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, choose_metrics
+from hdi_callback.monitoring.metrics import COVARIANCE, METRICS
 from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement, Reading
-
-Method = Literal["whiten", "svd", "exact"]
+from hdi_callback.monitoring.settings import Method, check_arguments
 
 _CHUNK_BYTES = 512 * 2**20
 
@@ -82,8 +82,16 @@ class HeadDiversityMonitor:
         check_heads: bool = True,
         process_group: Any = "auto",
     ) -> None:
-        check_arguments(max_tokens=max_tokens, rank_tol=rank_tol, method=method)
-        self.metrics = choose_metrics(metrics)
+        if not isinstance(model, nn.Module):
+            raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
+        checked = check_arguments(
+            metrics=metrics, include=include, exclude=exclude, max_tokens=max_tokens, rank_tol=rank_tol, method=method,
+            strict=strict, check_heads=check_heads, process_group=process_group,
+        )  # fmt: skip
+        include, exclude, max_tokens, rank_tol = (
+            checked[name] for name in ("include", "exclude", "max_tokens", "rank_tol")
+        )
+        self.metrics: tuple[str, ...] = checked["metrics"]
         sources = {METRICS[name].source for name in self.metrics}
         self._roles = tuple(role for role in ROLES if role == "key" or role in sources)
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
@@ -537,27 +545,6 @@ class HeadDiversityMonitor:
 
 class _UntrueError(HDIError):
     """The heads of a layer are not what was claimed."""
-
-
-def check_arguments(*, max_tokens: int, rank_tol: float, method: str) -> None:
-    """Check what a monitor is asked for.
-
-    Args:
-        max_tokens: must be at least 2.
-        rank_tol: must lie in (0, 1).
-        method: must be ``"whiten"``, ``"svd"`` or ``"exact"``.
-
-    Raises:
-        MisconfigurationError: if one of them cannot work; says what to write instead.
-    """
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 2:
-        raise MisconfigurationError(
-            f"`max_tokens` must be a whole number of at least 2, got {max_tokens!r}: write 2048."
-        )
-    if not 0 < rank_tol < 1:
-        raise MisconfigurationError(f"`rank_tol` must lie between 0 and 1, got {rank_tol!r}: write 1e-6.")
-    if method not in ("whiten", "svd", "exact"):
-        raise MisconfigurationError(f'`method` must be "whiten", "svd" or "exact", got {method!r}.')
 
 
 def _outputs_of(name: str) -> str:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
 
 _PATIENCE = timedelta(seconds=120)
@@ -88,6 +89,73 @@ def from_first_rank(thing: Any) -> Any:
     return box[0]
 
 
+def check_process_group(group: Any) -> Any:
+    """Check which ranks are to measure together.
+
+    Args:
+        group: ``"auto"``, a process group or `None`.
+
+    Returns:
+        It.
+
+    Raises:
+        MisconfigurationError: if it is none of these, or a group that this rank does not belong to.
+    """
+    if group is None or (isinstance(group, str) and group == "auto"):
+        return group
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise MisconfigurationError(
+                "`process_group` is a group that this rank does not belong to: give this rank a group of its own, or "
+                "None to measure on it alone."
+            )
+        raise MisconfigurationError(
+            f'`process_group` must be "auto", a process group or None, got {shown(group)}: write "auto" to measure '
+            "over all ranks, or None to measure on this rank alone."
+        )
+    return group
+
+
+def share_within(group: Any) -> Callable[[Any], Any]:
+    """Make the function that gives all ranks of a group what the first of them has.
+
+    Args:
+        group: as `check_process_group` takes it.
+
+    Returns:
+        A function of a thing that can be pickled.
+    """
+    if group is None:
+        return lambda thing: thing
+    if isinstance(group, str):
+        return from_first_rank
+
+    def share(thing: Any) -> Any:
+        box = [thing]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+        return box[0]
+
+    return share
+
+
+def refuse_apart(group: Any, names: Sequence[str]) -> None:
+    """Refuse what must happen on all ranks alike where each rank measures alone.
+
+    Args:
+        group: as `check_process_group` takes it.
+        names: interventions that change the training.
+
+    Raises:
+        MisconfigurationError: if there are any, several processes, and no group.
+    """
+    if group is None and names and number_of_processes() > 1:
+        raise MisconfigurationError(
+            f"process_group=None measures on each of {number_of_processes()} ranks alone, so that they cannot agree on "
+            f'interventions ({", ".join(names)}): write process_group="auto", or leave interventions out or to '
+            "dry_run=True."
+        )
+
+
 class Meeting:
     """Find the ranks that measure together, and make sure once that all of them came.
 
@@ -100,12 +168,7 @@ class Meeting:
     """
 
     def __init__(self, group: Any = "auto") -> None:
-        if isinstance(group, str) and group != "auto":
-            raise MisconfigurationError(
-                f'`process_group` must be "auto", a process group or None, got {group!r}: write "auto" to measure over '
-                "all ranks, or None to measure on this rank alone."
-            )
-        self._choice = group
+        self._choice = check_process_group(group)
         self._ranks: Ranks | None = None
 
     def attend(self, subject: Sequence[Any], say: Callable[[str, str], None]) -> Ranks:

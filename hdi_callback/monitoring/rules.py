@@ -13,11 +13,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from hdi_callback.arguments import did_you_mean, number, shown
 from hdi_callback.core import chance_of_overlap
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.alerts import Alert, Finding, Level, Row, Rule, Series
+from hdi_callback.monitoring.alerts import Alert, Finding, Level, Row, Rule, Series, check_rule
 from hdi_callback.monitoring.readings import NOT_FINITE
 
 Lens = Literal["subspace", "energy"]
@@ -70,6 +71,16 @@ class Thresholds:
     tied: float | None = 1e-6
     trend: float | None = 0.05
 
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, _limit(f"{item.name} of Thresholds", getattr(self, item.name)))
+
+
+def _limit(argument: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    return number(argument, value, above=0, below=1, example="", remedy="; write null (None) to switch it off")
+
 
 _TRIED = Thresholds()
 
@@ -99,7 +110,8 @@ class MeanAlignment(Rule):
             ("warning", "subspace", subspace),
             ("warning", "energy", energy),
         ]
-        self.limits = [(level, lens, limit) for level, lens, limit in limits if limit is not None]
+        checked = [(level, lens, _limit("a limit of MeanAlignment", limit)) for level, lens, limit in limits]
+        self.limits = [(level, lens, limit) for level, lens, limit in checked if limit is not None]
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the most serious limit that is reached, by the lens that is further beyond it."""
@@ -144,7 +156,8 @@ class WorstPair(Rule):
 
     def __init__(self, subspace: float | None = 0.8, energy: float | None = None) -> None:
         limits: dict[Lens, float | None] = {"subspace": subspace, "energy": energy}
-        self.limits = {lens: limit for lens, limit in limits.items() if limit is not None}
+        checked = {lens: _limit(f"{lens} of WorstPair", limit) for lens, limit in limits.items()}
+        self.limits = {lens: limit for lens, limit in checked.items() if limit is not None}
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the pair that is further beyond its limit."""
@@ -199,7 +212,9 @@ class AlignmentForecast(Rule):
     hits: ClassVar[int] = 3
 
     def __init__(self, limit: float = 0.9, deviations: float = 3.5, rise: float = 0.05) -> None:
-        self.limit, self.deviations, self.rise = limit, deviations, rise
+        self.limit = number("limit of AlignmentForecast", limit, above=0, below=1, example=0.9)
+        self.deviations = number("deviations of AlignmentForecast", deviations, above=0, below=math.inf, example=3.5)
+        self.rise = number("rise of AlignmentForecast", rise, above=0, below=1, example=0.05)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the mean or the pair that will be there first."""
@@ -271,7 +286,8 @@ class AlignmentTrend(Rule):
     allowance: ClassVar[float] = 0.5
 
     def __init__(self, rise: float = 0.05, false_alarms: float = 0.05) -> None:
-        self.rise, self.false_alarms = rise, false_alarms
+        self.rise = number("rise of AlignmentTrend", rise, above=0, below=math.inf, example=0.05)
+        self.false_alarms = number("false_alarms of AlignmentTrend", false_alarms, above=0, below=1, example=0.05)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the lens in which the change is clearer."""
@@ -336,7 +352,7 @@ class SharedDirection(Rule):
     rise: ClassVar[float] = 0.4
 
     def __init__(self, limit: float = 0.8) -> None:
-        self.limit = limit
+        self.limit = number("limit of SharedDirection", limit, above=0, below=1, example=0.8)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find a late jump of the energy alignment."""
@@ -405,7 +421,7 @@ class FallingRank(Rule):
     fall: ClassVar[float] = 0.1
 
     def __init__(self, flatness: float = 0.005) -> None:
-        self.flatness = flatness
+        self.flatness = number("flatness of FallingRank", flatness, above=0, below=1, example=0.005)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the heads that have lost directions since the first reading."""
@@ -469,7 +485,7 @@ class TiedHeads(Rule):
     alignment: ClassVar[float] = 0.5
 
     def __init__(self, probability: float = 1e-6) -> None:
-        self.probability = probability
+        self.probability = number("probability of TiedHeads", probability, above=0, below=1, example="1e-6")
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the closest pair at step 0; afterwards, tell when it has come apart."""
@@ -511,10 +527,17 @@ def default_rules(thresholds: Thresholds = Thresholds()) -> list[Rule]:
     Returns:
         The rules.
 
+    Raises:
+        MisconfigurationError: if they are no `Thresholds`.
+
     Example:
         >>> [rule.name for rule in default_rules(Thresholds(trend=None, forecast=None, jump=None, tied=None))]
         ['mean alignment', 'worst pair', 'dead heads', 'falling rank', 'weights not finite']
     """
+    if not isinstance(thresholds, Thresholds):
+        raise MisconfigurationError(
+            f"`thresholds` must be Thresholds, got {shown(thresholds)}: write Thresholds(pair=0.9)."
+        )
     limits = thresholds
     rules: list[Rule] = []
     if (limits.mean, limits.energy_mean, limits.critical) != (None, None, None):
@@ -558,8 +581,8 @@ def choose_rules(
         >>> [rule.limits[1] for rule in rules_for("decoder.0.attn") if rule.name == "mean alignment"]
         [('warning', 'subspace', 0.8)]
     """
-    if rules == "default":
-        layered = {pattern: _check_limits(pattern, limits) for pattern, limits in (thresholds or {}).items()}
+    if isinstance(rules, str) and rules == "default":
+        layered = check_thresholds(thresholds) or {}
 
         def rules_for(layer: str) -> list[Rule]:
             chosen = Thresholds()
@@ -574,9 +597,12 @@ def choose_rules(
             "`thresholds` are those of the default rules; rules of your own have their limits in their own arguments."
         )
     if not isinstance(rules, list | tuple):
-        raise MisconfigurationError(f'`alerts` must be "default", None or a list of rules, got {rules!r}.')
-    if strangers := [rule for rule in rules if not isinstance(rule, Rule)]:
-        raise MisconfigurationError(f"`alerts` must hold rules (instances of Rule), got {strangers[0]!r}.")
+        raise MisconfigurationError(
+            f'`alerts` must be "default", None or a list of rules, got {shown(rules)}.'
+            + did_you_mean(rules, ["default"])
+        )
+    for rule in rules:
+        check_rule(rule)
     names = [rule.name for rule in rules]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -586,19 +612,54 @@ def choose_rules(
     return list(rules)
 
 
-def _check_limits(pattern: str, limits: Mapping[str, float | None]) -> dict[str, float | None]:
+def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]] | None:
+    """Check limits by layer.
+
+    Args:
+        thresholds: pattern of layer names -> limits (see `Thresholds`), or `None`.
+
+    Returns:
+        The same.
+
+    Raises:
+        MisconfigurationError: if it has another form, or a limit is unknown or cannot be reached.
+
+    Example:
+        >>> check_thresholds({"*": {"pair": 0.9}})
+        {'*': {'pair': 0.9}}
+    """
     known = [item.name for item in fields(Thresholds)]
-    for name, limit in limits.items():
-        if name not in known:
+    if thresholds is None:
+        return None
+    if isinstance(thresholds, Thresholds):
+        changed = {name: value for name in known if (value := getattr(thresholds, name)) != getattr(_TRIED, name)}
+        raise MisconfigurationError(f'`thresholds` are given by pattern of layer names: write {{"*": {changed}}}.')
+    if not isinstance(thresholds, Mapping):
+        raise MisconfigurationError(
+            f'`thresholds` must be a dictionary, got {shown(thresholds)}: write {{"*": {{"pair": 0.9}}}}.'
+        )
+    checked: dict[str, dict[str, float | None]] = {}
+    for pattern, limits in thresholds.items():
+        if not isinstance(pattern, str):
             raise MisconfigurationError(
-                f"`thresholds` for {pattern!r} name {name!r}, which is none of {', '.join(known)}."
+                f'`thresholds` must have patterns of layer names as keys, got {shown(pattern)}: write {{"*": ...}}.'
             )
-        if limit is not None and not 0 < limit < 1:
+        if not isinstance(limits, Mapping):
+            inner = f'{{"{pattern}": {shown(limits)}}}' if pattern in known else '{"pair": 0.9}'
+            outer = "*" if pattern in known else pattern
             raise MisconfigurationError(
-                f"`thresholds` for {pattern!r}: {name!r} must lie between 0 and 1, got {limit!r}; write null (None) "
-                "to switch it off."
+                f"`thresholds` for {pattern!r} must be a dictionary of limits, got {shown(limits)}: write "
+                f'{{"{outer}": {inner}}}.'
             )
-    return dict(limits)
+        checked[pattern] = {}
+        for name, limit in limits.items():
+            if name not in known:
+                raise MisconfigurationError(
+                    f"`thresholds` for {pattern!r} name {shown(name)}, which is none of {', '.join(known)}."
+                    f"{did_you_mean(name, known)}"
+                )
+            checked[pattern][name] = _limit(f'thresholds["{pattern}"]["{name}"]', limit)
+    return checked
 
 
 # --- words and numbers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hdi_callback.errors import MisconfigurationError
+from hdi_callback.arguments import whole_number
 
 
 class Schedule:
@@ -29,11 +29,7 @@ class Schedule:
     """
 
     def __init__(self, every: int) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise MisconfigurationError(
-                f"`every_n_steps` must be a whole number of optimizer steps of at least 1, got {every!r}: write 50."
-            )
-        self.every = every
+        self.every = whole_number("every_n_steps", every, least=1, example=50, of=" of optimizer steps")
         self.last: int | None = None
 
     def is_due(self, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdi_callback.arguments import number, one_of, whole_number, words
 from hdi_callback.attention import AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.norms import is_normed
 from hdi_callback.core import diversity_penalty, fold_head, fresh_head, head_diversity
@@ -46,15 +48,11 @@ class DiversityPenalty(WhileItStands):
         self, weight: float = 0.1, *, roles: Sequence[Role] = ("key",), noise: float = 1e-2, **options: Any
     ) -> None:
         super().__init__(**options)
-        if not weight > 0 or not noise > 0:
-            raise MisconfigurationError(
-                f"`weight` and `noise` of DiversityPenalty must be positive, got {weight!r} and {noise!r}."
-            )
-        if isinstance(roles, str) or not roles or not set(roles) <= {"key", "query", "value"}:
-            raise MisconfigurationError(
-                f'`roles` of DiversityPenalty must be a list of "key", "query" and "value", got {roles!r}.'
-            )
-        self.weight, self.roles, self.noise = weight, tuple(roles), noise
+        self.weight = number("weight of DiversityPenalty", weight, above=0, below=math.inf, example=0.1)
+        self.noise = number("noise of DiversityPenalty", noise, above=0, below=math.inf, example=0.01)
+        for role in words("roles of DiversityPenalty", roles, what="roles", may_be_empty=False) or ("",):
+            one_of("roles of DiversityPenalty", role, ("key", "query", "value"))
+        self.roles = tuple(roles)
 
     def check(self) -> None:
         """Refuse weights that are spread over ranks."""
@@ -136,7 +134,7 @@ class ReviveHeads(Intervention):
 
     def __init__(self, *, seed: int = 0, **options: Any) -> None:
         super().__init__(**options)
-        self.seed = seed
+        self.seed = whole_number("seed of ReviveHeads", seed, least=0, example=0)
 
     def check(self) -> None:
         """Refuse layers whose heads cannot be written in place."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch.optim import Optimizer
 
+from hdi_callback.arguments import flag, one_of, shown, whole_number, words
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import LEVELS, Alert, Level, is_at_least
@@ -120,18 +121,20 @@ class Intervention(ABC):
         at_most: int | None = None,
         dry_run: bool = False,
     ) -> None:
-        if on not in LEVELS:
-            raise MisconfigurationError(f"`on` of {self.name} must be one of {', '.join(LEVELS)}, got {on!r}.")
-        for argument, value in (("rules", rules), ("layers", layers)):
-            if isinstance(value, str):
-                raise MisconfigurationError(f"`{argument}` must be a list, got {value!r}: write [{value!r}].")
-        if at_most is not None and at_most < 1:
-            raise MisconfigurationError(f"`at_most` of {self.name} must be at least 1, got {at_most!r}.")
-        self.on, self.layers, self.dry_run = on, layers, dry_run
+        name = getattr(self, "name", None)
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise MisconfigurationError(
+                f"The intervention {type(self).__name__} must have a name, a string of one line, got {shown(name)}: "
+                f'write name = "{type(self).__name__}" in its class.'
+            )
+        one_of(f"on of {name}", on, LEVELS)
+        self.on: Level = on
+        self.layers = words(f"layers of {name}", layers, what="patterns of layer names", may_be_empty=False)
+        self.dry_run = flag(f"dry_run of {name}", dry_run)
         if rules is not None:
-            self.rules = rules
+            self.rules = words(f"rules of {name}", rules, what="names of rules", may_be_empty=False)
         if at_most is not None:
-            self.at_most = at_most
+            self.at_most = whole_number(f"at_most of {name}", at_most, least=1, example=self.at_most)
         self.count = 0
         self._training: Training | None = None
 
@@ -251,7 +254,7 @@ class Intervention(ABC):
         return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts)
 
 
-def check_interventions(interventions: Sequence[Intervention] | None, alerts: Any) -> tuple[Intervention, ...]:
+def check_interventions(interventions: Any, alerts: Any) -> tuple[Intervention, ...]:
     """Check the interventions that are asked for.
 
     Args:
@@ -266,15 +269,28 @@ def check_interventions(interventions: Sequence[Intervention] | None, alerts: An
     """
     if interventions is None:
         return ()
+    if isinstance(interventions, Intervention):
+        made = type(interventions).__name__
+        raise MisconfigurationError(f"`interventions` must be a list, got one {made}: write [{made}(...)].")
     if not isinstance(interventions, list | tuple):
         raise MisconfigurationError(
-            f"`interventions` must be a list, got {interventions!r}: write [{interventions!r}]."
+            f"`interventions` must be a list, got {shown(interventions)}: write [StopTraining()]."
         )
-    strangers = [item for item in interventions if not isinstance(item, Intervention)]
-    if strangers:
-        raise MisconfigurationError(
-            f"`interventions` must hold interventions such as StopTraining(), got {strangers[0]!r}."
-        )
+    for item in interventions:
+        if isinstance(item, type) and issubclass(item, Intervention):
+            raise MisconfigurationError(
+                f"`interventions` must hold interventions, got the class {item.__name__}: write {item.__name__}()."
+            )
+        if not isinstance(item, Intervention):
+            raise MisconfigurationError(
+                f"`interventions` must hold interventions such as StopTraining(), got {shown(item)}."
+            )
+        if not hasattr(item, "dry_run"):
+            raise MisconfigurationError(
+                f"{type(item).__name__} is not initialised as an intervention: call super().__init__() in its __init__."
+            )
+    if len({id(item) for item in interventions}) < len(interventions):
+        raise MisconfigurationError("`interventions` holds one intervention twice: make a second one, or leave it out.")
     if interventions and alerts is None:
         raise MisconfigurationError('Interventions answer alerts, and alerts=None raises none: write alerts="default".')
     return tuple(interventions)

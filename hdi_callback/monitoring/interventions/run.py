@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdi_callback.arguments import number, one_of, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Level
 from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileItStands
@@ -62,7 +63,9 @@ class Call(Intervention):
     def __init__(self, function: Callable[[Alert], Any], **options: Any) -> None:
         super().__init__(**options)
         if not callable(function):
-            raise MisconfigurationError(f"`function` of Call must be callable, got {function!r}.")
+            raise MisconfigurationError(
+                f"`function` of Call must be a function that takes an Alert, got {shown(function)}."
+            )
         self.function = function
 
     def act(self, alert: Alert) -> Action:
@@ -92,11 +95,8 @@ class ScaleLearningRate(WhileItStands):
 
     def __init__(self, factor: float = 0.1, *, scope: Literal["all", "layer"] = "all", **options: Any) -> None:
         super().__init__(**options)
-        if not 0 < factor <= 1:
-            raise MisconfigurationError(f"`factor` of ScaleLearningRate must lie in (0, 1], got {factor!r}: write 0.1.")
-        if scope not in ("all", "layer"):
-            raise MisconfigurationError(f'`scope` of ScaleLearningRate must be "all" or "layer", got {scope!r}.')
-        self.factor, self.scope = factor, scope
+        self.factor = number("factor of ScaleLearningRate", factor, above=0, below=1, includes="]", example=0.1)
+        self.scope = one_of("scope of ScaleLearningRate", scope, ("all", "layer"))
         self._handles: list[Any] = []
         self._rates: list[Any] = []
         self._before: list[tuple[nn.Parameter, Tensor]] = []

@@ -92,16 +92,16 @@ def test_a_function_is_called_with_the_alert():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: StopTraining(on="serious"), "one of notice, warning, critical"),
+        (lambda: StopTraining(on="serious"), '"notice", "warning" or "critical", got'),
         (lambda: StopTraining(rules="mean alignment"), r"write \['mean alignment'\]"),
         (lambda: StopTraining(layers="blocks.*"), r"write \['blocks"),
         (lambda: SaveCheckpoint(at_most=0), "at least 1"),
         (lambda: ScaleLearningRate(2.0), r"\(0, 1\], got 2.0"),
         (lambda: ScaleLearningRate(scope="group"), '"all" or "layer"'),
-        (lambda: DiversityPenalty(0.0), "must be positive"),
+        (lambda: DiversityPenalty(0.0), "must be a positive number"),
         (lambda: DiversityPenalty(roles="key"), "must be a list"),
-        (lambda: DiversityPenalty(roles=["output"]), "must be a list"),
-        (lambda: Call("log"), "must be callable"),
+        (lambda: DiversityPenalty(roles=["output"]), 'must be "key", "query" or "value"'),
+        (lambda: Call("log"), "must be a function"),
     ],
 )
 def test_misuse_is_refused_before_training(make, message):

@@ -1,0 +1,175 @@
+"""`Settings`: what every trainer's callback is asked for, in one place, and checked once, before training.
+
+`HDICallback`, `HDITrainerCallback` and `watch_heads` spell the same arguments out, so that editors and YAML know them,
+and hand them to a `Settings`. The monitor takes those that concern the measurement.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from hdi_callback.arguments import flag, function, number, one_of, path, shown, whole_number, words
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert, Rule
+from hdi_callback.monitoring.interventions import Intervention, check_interventions
+from hdi_callback.monitoring.metrics import check_needs, choose_metrics
+from hdi_callback.monitoring.ranks import check_process_group
+from hdi_callback.monitoring.rules import check_thresholds, choose_rules
+
+Method = Literal["whiten", "svd", "exact"]
+METHODS: tuple[Method, ...] = ("whiten", "svd", "exact")
+
+LONGEST_NAME = 100
+
+ChosenRules = Sequence[Rule] | Callable[[str], Sequence[Rule]]
+
+
+def _history(value: Any) -> bool | str | os.PathLike[str]:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise MisconfigurationError(
+            f"`history` must be True, False or a path, got {shown(value)}: write False for none."
+        )
+    found = path("history", value, "runs/a/history.jsonl")
+    if os.path.isdir(found):
+        file = os.path.join(found, "history.jsonl")
+        raise MisconfigurationError(f"`history` must be the path of a file, and {found!r} is a folder: write {file!r}.")
+    return value
+
+
+def _name(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value or not value.isprintable() or len(value) > LONGEST_NAME:
+        raise MisconfigurationError(
+            f"`name` must be a string of 1 to {LONGEST_NAME} printable characters or None, got {shown(value)}: write "
+            '"encoder".'
+        )
+    return value
+
+
+# One line for each argument that stands for itself; what depends on others is in `Settings.__post_init__`.
+CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "every_n_steps": lambda value: whole_number("every_n_steps", value, least=1, example=50, of=" of optimizer steps"),
+    "metrics": choose_metrics,
+    "include": lambda value: words("include", value, what="patterns of layer names", may_be_empty=False),
+    "exclude": lambda value: words("exclude", value, what="patterns of layer names"),
+    "max_tokens": lambda value: whole_number("max_tokens", value, least=2, example=2048),
+    "rank_tol": lambda value: number("rank_tol", value, above=0, below=1, example="1e-6"),
+    "method": lambda value: one_of("method", value, METHODS),
+    "history": _history,
+    "thresholds": check_thresholds,
+    "on_alert": lambda value: function("on_alert", value, "an Alert"),
+    "prog_bar": lambda value: flag("prog_bar", value),
+    "name": _name,
+    "strict": lambda value: flag("strict", value),
+    "check_heads": lambda value: flag("check_heads", value),
+    "process_group": check_process_group,
+    "verbose": lambda value: flag("verbose", value),
+}
+"""Argument -> what checks it: takes what came, gives what is used, raises a `MisconfigurationError`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run is watched with; the arguments that all callbacks share.
+
+    Attributes:
+        every_n_steps: optimizer steps between readings, at least 1.
+        metrics: names of the curves to log, see `METRICS`; `None` for the default ones.
+        include: patterns of layer names to watch; `None` for all.
+        exclude: patterns of layer names to leave out.
+        max_tokens: largest number of tokens kept per layer for one reading of the head outputs, at least 2.
+        rank_tol: singular values below ``rank_tol`` times a head's largest do not count; in (0, 1).
+        method: how overlaps are computed: ``"whiten"``, ``"svd"`` or ``"exact"``.
+        history: write the history file, to its usual place or to the path given.
+        alerts: ``"default"``, rules, or `None` for no alerts.
+        thresholds: limits of the default rules by pattern of layer names.
+        on_alert: a function that is called with each `Alert`, on the first rank.
+        interventions: what to do about alerts.
+        strict: make warnings about the model and the checkpoint errors.
+        check_heads: check the heads that were found against the first forward that is read.
+        process_group: the ranks that measure together: ``"auto"`` for all, a process group, or `None` for each alone.
+        verbose: print once at start which layers were found.
+        rules: what `Alerts` takes; `None` for no alerts.
+
+    Raises:
+        MisconfigurationError: if one of them cannot work; says what was expected, what came and what to write instead.
+
+    Example:
+        >>> Settings(every_n_steps=10).metrics[0], Settings(metrics=["hdi_query"]).metrics
+        ('hdi', ('hdi_query',))
+    """
+
+    every_n_steps: int = 50
+    metrics: Sequence[str] | None = None
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+    max_tokens: int = 2048
+    rank_tol: float = 1e-6
+    method: Method = "whiten"
+    history: bool | str | os.PathLike[str] = True
+    alerts: Literal["default"] | Sequence[Rule] | None = "default"
+    thresholds: Mapping[str, Mapping[str, float | None]] | None = None
+    on_alert: Callable[[Alert], Any] | None = None
+    interventions: Sequence[Intervention] | None = None
+    strict: bool = False
+    check_heads: bool = True
+    process_group: Any = "auto"
+    verbose: bool = True
+    rules: ChosenRules | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.name in CHECKS:
+                self._set(item.name, CHECKS[item.name](getattr(self, item.name)))
+        if self.alerts is not None:
+            rules = choose_rules(self.alerts, self.thresholds)
+            if not callable(rules):
+                assert self.metrics is not None
+                for rule in rules:
+                    check_needs(rule.name, rule.needs, self.metrics)
+            self._set("rules", rules)
+        elif self.thresholds:
+            raise MisconfigurationError(
+                '`thresholds` are limits of rules, and alerts=None asks none: write alerts="default".'
+            )
+        self._set("interventions", check_interventions(self.interventions, self.alerts))
+
+    @property
+    def measuring(self) -> dict[str, Any]:
+        """The arguments of `HeadDiversityMonitor`."""
+        names = ("metrics", "include", "exclude", "max_tokens", "rank_tol", "method", "strict", "check_heads")
+        return {name: getattr(self, name) for name in (*names, "process_group")}
+
+    @property
+    def layer_patterns(self) -> dict[str, Sequence[str]]:
+        """The patterns of layer names in rules, limits and interventions, by where they were written."""
+        rules = () if self.rules is None or callable(self.rules) else self.rules
+        return {
+            "`thresholds`": list(self.thresholds or ()),
+            **{f"`layers` of the rule {rule.name!r}": list(rule.layers or ()) for rule in rules},
+            **{f"`layers` of {item.name}": list(item.layers or ()) for item in self.interventions or ()},
+        }
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def check_arguments(**given: Any) -> dict[str, Any]:
+    """Check arguments that are not those of a whole `Settings`.
+
+    Args:
+        given: argument -> what came.
+
+    Returns:
+        The same, as they are used.
+
+    Raises:
+        MisconfigurationError: if one of them cannot work.
+    """
+    return {name: CHECKS[name](value) for name, value in given.items()}
