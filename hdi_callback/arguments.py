@@ -11,6 +11,7 @@ from typing import Any
 from hdi_callback.errors import MisconfigurationError
 
 _LONGEST_SHOWN = 80
+_LONGEST_FILE_NAME = 255  # bytes, on every common file system
 
 
 def shown(value: Any) -> str:
@@ -130,6 +131,14 @@ def number(
     )
 
 
+def _can_be_written(found: str) -> bool:
+    try:
+        parts = os.fsencode(found).split(os.fsencode(os.sep))
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in found and all(len(part) <= _LONGEST_FILE_NAME for part in parts)
+
+
 def _quoted(argument: str) -> str:
     """Put a name in quotes, and leave its owner beside them: "rules of StopTraining"."""
     name, _, owner = argument.partition(" of ")
@@ -241,6 +250,6 @@ def path(argument: str, value: Any, example: str) -> str:
             found = os.fspath(value)
         except Exception:
             found = None
-    if not isinstance(found, str) or not found or "\0" in found:
+    if not isinstance(found, str) or not found or not _can_be_written(found):
         raise MisconfigurationError(f"{_quoted(argument)} must be a path, got {shown(value)}: write {example!r}.")
     return found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hdi_callback.arguments import function, shown, words
 from hdi_callback.attention.behaviour.check import HeadSearch
 from hdi_callback.attention.behaviour.received import NoHeadsError
 from hdi_callback.attention.heads import AttentionLayer
@@ -111,6 +112,11 @@ def survey(
     Raises:
         MisconfigurationError: if a pattern matches no attention layer; the message lists what exists.
     """
+    if not isinstance(model, nn.Module):
+        raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
+    function("forward", forward, "nothing and runs the model, such as lambda: model(batch)")
+    include = words("include", include, what="patterns of layer names", may_be_empty=False)
+    exclude = words("exclude", exclude, what="patterns of layer names")
     places = {place.name: place for place in _places(model)}
     layers: dict[str, AttentionLayer] = {}
     refusals: dict[str, Refusal] = {}
@@ -152,6 +158,10 @@ def survey(
     def is_chosen(name: str) -> bool:
         return (include is None or _matches(name, include)) and not _matches(name, exclude or ())
 
+    if names and not any(is_chosen(name) for name in names):
+        raise MisconfigurationError(
+            f"`include` and `exclude` leave none of the {len(names)} attention layers: {', '.join(names)}."
+        )
     return Survey(
         tuple(layer for layer in found if is_chosen(layer.name)),
         tuple(refusal for refusal in refused if is_chosen(refusal.name)),
@@ -235,8 +245,6 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _check_patterns(argument: str, patterns: Sequence[str] | None, names: list[str]) -> None:
-    if isinstance(patterns, str):
-        raise MisconfigurationError(f"`{argument}` must be a list of patterns, got {patterns!r}: write [{patterns!r}].")
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             listed = ", ".join(names) or "none"

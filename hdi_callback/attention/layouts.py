@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from hdi_callback.arguments import shown
 from hdi_callback.attention import projections
 from hdi_callback.attention.behaviour.finder import find_heads
 from hdi_callback.attention.behaviour.probe import MadeUp, ways_to_run
@@ -27,7 +28,7 @@ from hdi_callback.attention.behaviour.trial import acts_as_claimed
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
 from hdi_callback.attention.norms import with_norms
 from hdi_callback.attention.projections import is_linear
-from hdi_callback.errors import UnsupportedAttentionError
+from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any],
         module_type: the class; subclasses are described in the same way.
         describe: takes the dotted path and the module to an `AttentionLayer`.
 
+    Raises:
+        MisconfigurationError: if the one is no class of modules, or the other no function.
+
     Example:
         >>> from hdi_callback import find_attention
         >>> class Mine(nn.Module):
@@ -90,7 +94,25 @@ def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any],
         >>> [tuple(layer.weight("key").shape) for layer in find_attention(nn.Sequential(Mine()))]
         [(4, 8, 32)]
     """
-    _REGISTERED.insert(0, (module_type, lambda place: describe(place.name, place.module)))
+    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
+        raise MisconfigurationError(
+            f"`module_type` must be a class of modules, got {shown(module_type)}: write type(model.blocks[0].attn)."
+        )
+    if not callable(describe):
+        raise MisconfigurationError(
+            f"`describe` must be a function of a name and a module that gives an AttentionLayer, got {shown(describe)}."
+        )
+
+    def layout(place: Place) -> AttentionLayer:
+        layer = describe(place.name, place.module)
+        if not isinstance(layer, AttentionLayer):
+            raise place.refuse(
+                f"the layout that is registered for {module_type.__name__} gives {shown(layer)}",
+                "Let it give an AttentionLayer.",
+            )
+        return layer
+
+    _REGISTERED.insert(0, (module_type, layout))
 
 
 def describe_attention(place: Place) -> AttentionLayer | None:

@@ -182,6 +182,21 @@ class HDICallback(pl.Callback):
             with self._faults.contained("resuming head diversity"):
                 self._watch.load_state_dict(state_dict)
 
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse the trainer of transformers, which calls this first.
+
+        Args:
+            args: of that trainer.
+            kwargs: of that trainer.
+
+        Raises:
+            MisconfigurationError: always.
+        """
+        raise MisconfigurationError(
+            "HDICallback is for a Lightning trainer, and a transformers Trainer takes HDITrainerCallback: write "
+            "transformers.Trainer(..., callbacks=[HDITrainerCallback(...)])."
+        )
+
     # The hooks, in the order in which the trainer calls them.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

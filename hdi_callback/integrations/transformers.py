@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.dashboards import console, tensorboard, wandb
+from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations.optimizers import inner_optimizer
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
@@ -122,6 +123,28 @@ class HDITrainerCallback(transformers.TrainerCallback):
     def active_alerts(self) -> list[Alert]:
         """The alerts that stand now."""
         return [] if self._watch is None or self._watch.alerts is None else self._watch.alerts.active
+
+    # What a Lightning trainer asks of a callback before it runs anything.
+
+    state_key = "HDITrainerCallback"
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse the trainer of Lightning.
+
+        Args:
+            args: of that trainer.
+            kwargs: of that trainer.
+
+        Raises:
+            MisconfigurationError: always.
+        """
+        raise MisconfigurationError(
+            "HDITrainerCallback is for a transformers Trainer, and a Lightning trainer takes HDICallback: write "
+            "L.Trainer(callbacks=[HDICallback(...)])."
+        )
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Let that error through."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, install the hooks, open the history, and take up where a checkpoint left off."""

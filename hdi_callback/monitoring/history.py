@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdi_callback.arguments import path as check_path
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.readings import LayerRecord, Record
 
@@ -153,7 +154,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     Raises:
         MisconfigurationError: if there is no such file, or it is of a newer format.
     """
-    file = Path(path)
+    file = Path(check_path("path", path, "lightning_logs/version_0/hdi/history.jsonl"))
     if not file.is_file():
         raise MisconfigurationError(f"There is no history file at `{file}`. Write the path of a `history.jsonl`.")
     lines: list[dict[str, Any]] = []
