@@ -3,6 +3,7 @@
 from hdi_callback.core.allocation import HeadAllocation, allocate_heads
 from hdi_callback.core.chance import chance_of_overlap
 from hdi_callback.core.circuits import CircuitSimilarity, ov_circuits, qk_circuits
+from hdi_callback.core.contribution import ContributionSums, ImportanceSums
 from hdi_callback.core.covariance import (
     BiasVarianceCovariance,
     HeadCovariance,
@@ -19,19 +20,25 @@ from hdi_callback.core.diversity import (
 from hdi_callback.core.kernels import AttentionRows, AttentionSums, NormSums, logit_bound, noise_covariance
 from hdi_callback.core.separation import Folding, fold_head, fresh_head
 from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bases, principal_cosines
+from hdi_callback.core.tokens import TokenSpread, token_spread
+from hdi_callback.core.updates import HeadUpdate, head_movement, head_update, spectral_entropy, weight_update
 
 __all__ = [
     "AttentionRows",
     "AttentionSums",
     "BiasVarianceCovariance",
     "CircuitSimilarity",
+    "ContributionSums",
     "Folding",
     "HeadAllocation",
     "HeadBases",
     "HeadCovariance",
     "HeadDiversity",
     "HeadMoments",
+    "HeadUpdate",
+    "ImportanceSums",
     "NormSums",
+    "TokenSpread",
     "allocate_heads",
     "bias_variance_covariance",
     "chance_of_overlap",
@@ -41,11 +48,16 @@ __all__ = [
     "head_covariance",
     "head_diversity",
     "head_diversity_from_covariance",
+    "head_movement",
     "head_overlap",
+    "head_update",
     "logit_bound",
     "noise_covariance",
     "orthonormal_bases",
     "ov_circuits",
     "principal_cosines",
     "qk_circuits",
+    "spectral_entropy",
+    "token_spread",
+    "weight_update",
 ]

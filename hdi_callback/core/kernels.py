@@ -341,7 +341,7 @@ def noise_covariance(product: Tensor, circuits: CircuitSimilarity, *, noise: flo
     Example:
         >>> from hdi_callback.core import ov_circuits
         >>> alone = ov_circuits(torch.eye(2)[None], torch.eye(2)[None])  # one head that copies
-        >>> noise_covariance(torch.tensor([[0.25]]), alone).tolist()  # it averages over four tokens
+        >>> noise_covariance(torch.tensor([[0.25]]), alone).round(decimals=4).tolist()  # it averages over four tokens
         [[0.5]]
     """
     norm = circuits.norm

@@ -70,6 +70,9 @@ def test_covariances_weigh_both_sides_by_what_comes_in(shape):
     group = side_by_side(G * m, G)
     both = qk_circuits(query, key, query_covariance=of_queries, key_covariance=of_keys)
     assert np.abs(both.cosine.numpy() - plain_cosines(query, key, group, of_queries, of_keys)).max() < 1e-8
+    products = torch.stack([query[h].mT @ key[g] for h, g in enumerate(group)])
+    weighed = of_queries @ products @ of_keys
+    assert torch.allclose(both.norm, (weighed * products).sum((-2, -1)).sqrt())
     values = ov_circuits(key, query, value_covariance=of_keys)
     assert np.abs(values.cosine.numpy() - plain_cosines(query, key, group, None, of_keys)).max() < 1e-8
 

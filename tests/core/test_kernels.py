@@ -206,6 +206,17 @@ def test_without_a_query_that_counts_nothing_is_measured(shape):
     assert read.sink_position.tolist() == [-1] * 3
 
 
+def test_a_query_counts_for_all_heads_or_for_none():
+    rows, visible, logits = attention(1, 2, 5, 6)
+    for_one = visible.repeat(1, 2, 1, 1)
+    for_one[0, 1, 3] = False  # the second head sees nothing there
+    without = visible.clone()
+    without[:, :, 3] = False
+    read, expected = (AttentionSums.of(rows, seen).rows() for seen in (for_one, without))
+    for item in fields(type(read)):
+        assert torch.equal(getattr(read, item.name).nan_to_num(), getattr(expected, item.name).nan_to_num()), item.name
+
+
 def test_a_query_that_sees_nothing_may_hold_anything():
     rows, visible, logits = attention(2, 3, 5, 6)
     clean = AttentionSums.of(rows, visible, logits=logits)

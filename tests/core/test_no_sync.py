@@ -9,16 +9,20 @@ import torch
 
 from hdi_callback.core import (
     AttentionSums,
+    ContributionSums,
     HeadMoments,
+    ImportanceSums,
     NormSums,
     diversity_penalty,
     head_covariance,
     head_diversity,
+    head_update,
     logit_bound,
     noise_covariance,
     ov_circuits,
     principal_cosines,
     qk_circuits,
+    token_spread,
 )
 from hdi_callback.core import head_diversity_from_covariance as from_covariance
 from tests.core.no_sync import NoSync
@@ -52,6 +56,13 @@ SILENT = {
         lambda product, value, output: noise_covariance(product, ov_circuits(value, output)),
         [gaussian(4, 4), gaussian(4, 8, 32), gaussian(4, 8, 32)],
     ),
+    "contribution": (
+        lambda outputs, weight, valid: ContributionSums.of(outputs, weight, valid=valid).relative,
+        [gaussian(20, 4, 8), gaussian(4, 8, 32), gaussian(20) > 0],
+    ),
+    "importance": (lambda o, g: ImportanceSums.of(o, g).pair_cost, [gaussian(20, 4, 8), gaussian(20, 4, 8)]),
+    "tokens": (token_spread, [gaussian(3, 20, 32), gaussian(3, 20) > 0]),
+    "update": (head_update, [gaussian(3, 4, 8, 32), gaussian(3, 4, 8, 32, seed=1)]),
     "streaming": (lambda first, second: HeadMoments.of(first).update(second), [gaussian(9, 4, 8), gaussian(9, 4, 8)]),
 }
 

@@ -1,0 +1,95 @@
+r"""How different the tokens are that a layer is given: rank collapse shows here before it shows in the heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdi_callback.errors import ShapeError
+
+_CHUNK_ELEMENTS = 2**22  # of a product of two chunks of tokens, about 16 MB in float32
+
+
+@dataclass(frozen=True)
+class TokenSpread:
+    """How different tokens are. All fields have the batch dimensions of the tokens in front.
+
+    Attributes:
+        rank: effective rank of the centred tokens, the participation ratio ``(tr C)^2 / ||C||_F^2`` of the eigenvalues
+            of their covariance, in [1, min(tokens - 1, d)]; 0 if all tokens are one up to rounding.
+        cosine: mean cosine between two tokens, not centred: 1 if all point the same way.
+        tokens: number of tokens that count.
+    """
+
+    rank: Tensor
+    cosine: Tensor
+    tokens: Tensor
+
+
+@torch.no_grad()
+def token_spread(tokens: Tensor, valid: Tensor | None = None) -> TokenSpread:
+    r"""Compute the effective rank and the mean cosine of tokens.
+
+    .. math:: \frac{(\operatorname{tr} C)^2}{\lVert C \rVert_F^2}, \qquad
+              \frac{\lVert \sum_t u_t \rVert^2 - n}{n (n - 1)}, \quad u_t = x_t / \lVert x_t \rVert
+
+    The Gram matrix of the tokens has the eigenvalues of their covariance, so that with fewer tokens than features no
+    ``d x d`` matrix is formed.
+
+    Args:
+        tokens: ``(..., n, d)``.
+        valid: ``(..., n)``, boolean; False for padding.
+
+    Returns:
+        The spread, in float32 or wider; NaN with fewer than two tokens.
+
+    Raises:
+        ShapeError: if `tokens` has fewer than two dimensions, or `valid` does not fit.
+
+    Example:
+        >>> spread = token_spread(torch.eye(4))  # four orthogonal tokens lie evenly in three dimensions
+        >>> round(float(spread.rank), 4), float(spread.cosine)
+        (3.0, 0.0)
+    """
+    if tokens.dim() < 2 or (valid is not None and valid.shape != tokens.shape[:-1]):
+        raise ShapeError(
+            f"Tokens have the shape (..., tokens, features) and `valid` (..., tokens), got {tuple(tokens.shape)} and "
+            f"{None if valid is None else tuple(valid.shape)}."
+        )
+    wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+    counts = torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device) if valid is None else valid
+    wide = torch.where(counts[..., None], wide, 0)
+    n = counts.sum(-1).to(wide.dtype)
+    mean = wide.sum(-2, keepdim=True) / n.clamp_min(1)[..., None, None]
+    centred = torch.where(counts[..., None], wide - mean, 0)
+    # Scaled to norm 1, so that fourth powers stay in the range of float32.
+    size = torch.linalg.vector_norm(centred, dim=(-2, -1), keepdim=True)
+    whole = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
+    one = size <= 8 * torch.finfo(wide.dtype).eps * whole
+    centred = centred / torch.where(one, 1, size)
+    rank = 1 / _gram_energy(centred if tokens.shape[-2] < tokens.shape[-1] else centred.mT)
+    rank = torch.where(one[..., 0, 0], 0, rank)
+
+    norm = torch.linalg.vector_norm(wide, dim=-1)
+    directed = counts & (norm != 0)  # a token of zeros points nowhere
+    pointing = directed.sum(-1).to(wide.dtype)
+    total = torch.where(directed[..., None], wide / norm[..., None], 0).sum(-2)
+    cosine = (total.square().sum(-1) - pointing) / (pointing * (pointing - 1))
+    known = n > 1
+    return TokenSpread(
+        torch.where(known, rank, torch.nan), torch.where(pointing > 1, cosine.clamp(-1, 1), torch.nan), n
+    )
+
+
+def _gram_energy(rows: Tensor) -> Tensor:
+    """Squared Frobenius norm of rows @ rows.mT, in chunks of rows."""
+    *batch, n, _ = rows.shape
+    step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(batch).numel() * n))
+    energy = rows.new_zeros(batch)
+    for start in range(0, n, step):
+        # Pairs of later rows stand on both sides of the diagonal.
+        block = rows[..., start : start + step, :] @ rows[..., start:, :].mT
+        energy += 2 * block.square().sum((-2, -1)) - block[..., : block.shape[-2]].square().sum((-2, -1))
+    return energy
