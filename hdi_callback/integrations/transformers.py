@@ -148,6 +148,8 @@ class HDITrainerCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, install the hooks, open the history, and take up where a checkpoint left off."""
+        if self._watch is not None:  # a training that an exception ended
+            self._watch.close()
         model: nn.Module = kwargs["model"]
         self._optimizer = inner_optimizer(kwargs["optimizer"])
         refuse_apart(self._settings.process_group, [item.name for item in self._interventions if not item.dry_run])
@@ -178,10 +180,15 @@ class HDITrainerCallback(transformers.TrainerCallback):
             faults=self._faults,
         )
         self._watch.begin(state.global_step, restored)
+        monitor.suspend()
+
+    # Nothing tells a callback that an evaluation begins, only that it has ended. So the hooks are on the model within
+    # the forwards and backwards of a step alone; whatever else runs the model finds it as it is without a callback.
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Arm the capture when a reading is due."""
+        """Put the hooks on, and arm the capture when a reading is due."""
         if self._watch is not None:
+            self._watch.monitor.resume()
             self._watch.before_forward(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -189,11 +196,13 @@ class HDITrainerCallback(transformers.TrainerCallback):
         if self._watch is not None and self._optimizer is not None:
             self._watch.after_backward(state.global_step, epoch=_epoch(state))
             self._watch.before_optimizer_step(self._optimizer)
+            self._watch.monitor.suspend()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make known the readings that have arrived."""
         if self._watch is not None:
             self._watch.after_step(state.global_step, epoch=_epoch(state))
+            self._watch.monitor.suspend()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the state of rules and interventions in the checkpoint."""

@@ -142,8 +142,8 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
     unknown = [name for name in chosen if name not in METRICS]
     if unknown or not chosen:
         raise MisconfigurationError(
-            f"`metrics` must name at least one of the known metrics, got {list(chosen)}; unknown: {unknown}."
-            f"{did_you_mean(unknown[0], METRICS) if unknown else ''} Known metrics: {', '.join(METRICS)}."
+            f"`metrics` must name at least one of the known metrics, got {list(chosen)}; unknown: {unknown}. "
+            f"Known metrics: {', '.join(METRICS)}.{did_you_mean(unknown[0], METRICS) if unknown else ''}"
         )
     return chosen
 
