@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import projections
+from hdi_callback.attention.weight_reading import read_tensor, shape_of
 from hdi_callback.errors import UnsupportedAttentionError
 
 Role = Literal["query", "key", "value", "output"]
@@ -66,7 +67,7 @@ class HeadSlice:
         owner, name = self._owner()
         if name == "weight" and projections.is_pointwise(owner):
             return projections.features(owner)
-        rows, columns = (int(size) for size in getattr(owner, name).shape)
+        rows, columns = (int(size) for size in self._shape() or ())
         return (rows, columns) if self.transposed else (columns, rows)
 
     @property
@@ -110,7 +111,7 @@ class HeadSlice:
             ``(heads, width)``, a view of the bias where its strides allow one; `None` if there is none.
         """
         owner, name = self._owner()
-        bias = getattr(owner, name.removesuffix("weight") + "bias", None)
+        bias = read_tensor(projections.base_of(owner), name.removesuffix("weight") + "bias")
         return None if bias is None else self._heads_of(bias[:, None])[..., 0]
 
     def index(self) -> Tensor:
@@ -149,10 +150,10 @@ class HeadSlice:
             A predicate of "its weight", `None` if there is no contradiction.
         """
         owner, name = self._owner()
-        parameter: Any = getattr(owner, name)
         # That of a convolution of images is (out, in, 1, 1).
         dims = 1 - projections.feature_dim(owner) if name == "weight" else 2
-        if not isinstance(parameter, Tensor) or parameter.dim() != dims:
+        shape = self._shape()
+        if shape is None or len(shape) != dims:
             return "is not a matrix"
         index, count = self.index(), self.features[0 if is_output else 1]
         if self.start < 0 or int(index.max()) >= count:
@@ -173,6 +174,10 @@ class HeadSlice:
         path, _, name = self.parameter.rpartition(".")
         owner: nn.Module = reduce(getattr, path.split(".") if path else [], self.module)
         return owner, name
+
+    def _shape(self) -> torch.Size | None:
+        owner, name = self._owner()
+        return shape_of(projections.base_of(owner), name)
 
     def _heads_of(self, matrix: Tensor) -> Tensor:
         columns = matrix.shape[1]
@@ -251,12 +256,19 @@ class HeadProduct:
 
         Returns:
             ``(heads, width, in_features)``, computed anew.
+
+        Raises:
+            UnsupportedAttentionError: if a weight or the gain is not there any more.
         """
         outer, inner = self.outer.rows(), self.inner.rows()
         # Neither autocast nor TF32 is to round what is measured.
         with torch.autocast(inner.device.type, enabled=False):
             if self.gain:
-                gain: Tensor = reduce(getattr, self.gain.split("."), self.module)  # type: ignore[assignment]
+                path, _, name = self.gain.rpartition(".")
+                owner: nn.Module = reduce(getattr, path.split(".") if path else [], self.module)
+                gain = read_tensor(owner, name)
+                if gain is None:
+                    raise UnsupportedAttentionError(f"There is no gain `{self.gain}` any more.")
                 outer = outer * (gain + self.gain_offset)
             product: Tensor = outer @ inner.to(outer.dtype)
             return product

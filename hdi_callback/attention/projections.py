@@ -10,14 +10,16 @@ of space, where a linear map has them last.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hdi_callback.attention.isolation import IsolationError, isolated, isolated_copy
+from hdi_callback.attention.weight_reading import read_tensor, shape_of
 from hdi_callback.errors import UnsupportedAttentionError
 
 _CONVOLUTIONS: tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -44,7 +46,7 @@ def is_linear(module: Any) -> TypeGuard[nn.Module]:
     Returns:
         True if so; `objection` tells whether its matrix can be read.
     """
-    base = _base(module)
+    base = base_of(module)
     return isinstance(base, nn.Linear) or is_transposed(base)
 
 
@@ -60,7 +62,7 @@ def is_pointwise(module: Any) -> TypeGuard[nn.Module]:
     Returns:
         True for such an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, and adapters around one.
     """
-    base = _base(module)
+    base = base_of(module)
     if not isinstance(base, _CONVOLUTIONS) or any(size != 1 for size in base.kernel_size):
         return False
     # A kernel of size one needs no padding to be "same".
@@ -80,7 +82,21 @@ def feature_dim(module: nn.Module) -> int:
         >>> feature_dim(nn.Linear(8, 8)), feature_dim(nn.Conv1d(8, 8, 1)), feature_dim(nn.Conv2d(8, 8, 1))
         (-1, -2, -3)
     """
-    return -1 - len(_base(module).kernel_size) if is_pointwise(module) else -1
+    return -1 - len(base_of(module).kernel_size) if is_pointwise(module) else -1
+
+
+def base_of(module: Any) -> Any:
+    """Take the adapters off a linear map.
+
+    Args:
+        module: a linear map, or anything.
+
+    Returns:
+        The innermost module, whose parameters the adapters add to.
+    """
+    while _is_adapter(module):
+        module = module.base_layer
+    return module
 
 
 def is_transposed(module: Any) -> bool:
@@ -92,12 +108,12 @@ def is_transposed(module: Any) -> bool:
     Returns:
         True for GPT-2's ``Conv1D`` and adapters around it.
     """
-    base = _base(module)
+    base = base_of(module)
     # Known without importing transformers.
     if not isinstance(base, nn.Module) or type(base).__name__ != "Conv1D" or not hasattr(base, "nf"):
         return False
-    weight = getattr(base, "weight", None)
-    return weight is not None and weight.dim() == 2 and weight.shape[1] == base.nf
+    shape = shape_of(base, "weight")
+    return shape is not None and len(shape) == 2 and shape[1] == base.nf
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -108,10 +124,17 @@ def features(module: nn.Module) -> tuple[int, int]:
 
     Returns:
         Features that come in, and that go out.
+
+    Raises:
+        UnsupportedAttentionError: if it has no weight, or none before its first forward.
     """
-    rows, columns, *_ = _base(module).weight.shape
+    base = base_of(module)
+    shape = shape_of(base, "weight")
+    if shape is None:
+        raise UnsupportedAttentionError(f"A {type(base).__name__} has no weight, or none yet.")
+    rows, columns, *_ = shape
     if is_pointwise(module):
-        return int(columns) * _base(module).groups, int(rows)
+        return int(columns) * base_of(module).groups, int(rows)
     return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
 
 
@@ -127,9 +150,19 @@ def objection(module: nn.Module) -> str | None:
     name = type(module).__name__
     if _is_adapter(module):
         return _objection_to_adapter(module)
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 - feature_dim(module):
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        return f"a {name} that knows its sizes only after the first forward"
+    try:
+        with torch.no_grad():
+            weight = read_tensor(module, "weight")
+    except IsolationError as error:
+        return f"a {name} whose weight cannot be read: {error}"
+    if weight is None or weight.dim() != 1 - feature_dim(module):
         return f"a {name} without a matrix `weight`"
+    if weight.is_complex():
+        return (
+            f"a {name} with a complex weight ({str(weight.dtype).removeprefix('torch.')}), and only real ones are read"
+        )
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         return f"a {name} with a quantised weight ({str(weight.dtype).removeprefix('torch.')})"
     is_wrapped: bool = is_traceable_wrapper_subclass(weight)  # as torchao's; DTensors can be made whole
@@ -159,7 +192,11 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
         UnsupportedAttentionError: if it cannot be read.
     """
     if name != "weight" or not _is_adapter(module):
-        weight: Tensor = getattr(module, name)
+        weight = read_tensor(module, name)
+        if weight is None:
+            raise UnsupportedAttentionError(
+                f"A {type(module).__name__} has no tensor `{name}`, or none before its first forward."
+            )
         return _as_matrix(weight, module) if name == "weight" and is_pointwise(module) else weight
     reason = _objection_to_adapter(module)
     if reason is not None:
@@ -167,7 +204,7 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
     weight = effective_weight(_child(module), name)
     for adapter in _active(module):
         update: Tensor = module.get_delta_weight(adapter)  # type: ignore[operator]
-        weight = weight + (_as_matrix(update, _base(module)) if is_pointwise(module) else update).to(weight)
+        weight = weight + (_as_matrix(update, base_of(module)) if is_pointwise(module) else update).to(weight)
     return weight
 
 
@@ -204,12 +241,6 @@ def _child(module: Any) -> nn.Module:
     return child
 
 
-def _base(module: Any) -> Any:
-    while _is_adapter(module):
-        module = module.base_layer
-    return module
-
-
 def _active(module: Any) -> list[str]:
     """The adapters whose updates are added in a forward."""
     if module.disable_adapters or module.merged:
@@ -226,7 +257,7 @@ def _objection_to_adapter(module: Any) -> str | None:
     # Only of these it is known that their update is a matrix that is added to the base's.
     kinds = {kind.__name__ for kind in type(module).__mro__}
     known = ("Conv1d", "Conv2d") if is_pointwise(module) else ("Linear", "SVDLinear")
-    if "LoraLayer" not in kinds or name not in known or getattr(_base(module), "groups", 1) > 1:
+    if "LoraLayer" not in kinds or name not in known or getattr(base_of(module), "groups", 1) > 1:
         return f"{where}, whose update is not known to be a matrix that is added"
     odd = [name for name in _active(module) if name in getattr(module, "lora_variant", {})]
     if odd or any(getattr(module, "use_dora", {}).get(name) for name in _active(module)):
@@ -254,14 +285,18 @@ def _multiplies(module: nn.Module, weight: Tensor) -> bool:
 def _tried(module: nn.Module, weight: Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(weight.shape, generator=generator)
-    bias: Any = getattr(module, "bias", None)
+    bias = read_tensor(module, "bias")
     shift = None if bias is None else torch.randn(bias.shape, generator=generator)
     x = torch.randn(3, features(module)[0], *[3] * (weight.dim() - 2), generator=generator)
     # The parameters are taken for copied already, so that no large one is.
-    memo: dict[int, Any] = {id(weight): nn.Parameter(drawn), id(bias): None if shift is None else nn.Parameter(shift)}
+    replaced: dict[Any, Any] = {weight: nn.Parameter(drawn)}
+    if bias is not None and shift is not None:
+        replaced[bias] = nn.Parameter(shift)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
-            trial = copy.deepcopy(module, memo).eval()
+        with isolated(module, seed=0), torch.no_grad():
+            trial = isolated_copy(module, replaced)
+            for part in trial.modules():
+                object.__setattr__(part, "training", False)
             expected = F.linear(x, drawn, shift) if weight.dim() == 2 else _convolved(module, x, drawn, shift)
             return bool(torch.allclose(trial.forward(x), expected, rtol=1e-4, atol=1e-3))
     except Exception:

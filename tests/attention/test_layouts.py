@@ -361,7 +361,7 @@ def test_a_projection_that_is_replaced_is_seen():
     module.k_proj = nn.Linear(D, 16)
     assert torch.equal(layer.weight("key").flatten(0, 1), module.k_proj.weight)
     module.k_proj = nn.Identity()
-    with pytest.raises(AttributeError):
+    with pytest.raises(UnsupportedAttentionError, match="Identity has no tensor `weight`"):
         layer.weight("key")
 
 
