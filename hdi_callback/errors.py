@@ -13,6 +13,10 @@ class MisconfigurationError(HDIError, ValueError):
     """An argument cannot work; raised before training starts, and says what to write instead."""
 
 
+class NothingToWatchError(MisconfigurationError):
+    """A model has no attention layer that can be read, and `strict` asks for one; ends the run where it is raised."""
+
+
 class UnsupportedAttentionError(HDIError, ValueError):
     """The heads of an attention layer cannot be established; the message says why and what to do."""
 

@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hdi_callback.arguments import function, shown, words
 from hdi_callback.attention.behaviour.check import HeadSearch
 from hdi_callback.attention.behaviour.received import NoHeadsError
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.layouts import Place, describe_attention, found_alike, found_by_behaviour
 from hdi_callback.attention.names import printable
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
+
+_MOST_SECONDS = 60.0  # for the trials of one module
 
 
 @dataclass(frozen=True)
@@ -120,23 +124,10 @@ def survey(
     places = {place.name: place for place in _places(model)}
     layers: dict[str, AttentionLayer] = {}
     refusals: dict[str, Refusal] = {}
-    for place in places.values():
-        try:
-            layer = describe_attention(place)
-        except UnsupportedAttentionError as error:
-            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(error))
-            continue
-        except Exception as error:  # one odd module costs one refusal
-            unreadable = place.refuse(f"looking at it raises {type(error).__name__} ({_first_line(error)})")
-            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(unreadable))
-            continue
-        if layer is not None:
-            layers[place.name] = layer
-        elif _looks_like_attention(place):
-            unknown = place.refuse("none of the known layouts fits its parameters, and a trial forward shows no heads")
-            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(unknown))
     reasons: dict[str, str] = {}  # what was seen instead of heads
-    _look_at_behaviour(places, layers, reasons)
+    with isolated(model):
+        _describe(places, layers, refusals)
+        _look_at_behaviour(places, layers, reasons)
     undecided = {name: places[name] for name in refusals if name not in layers}
     if forward is not None and undecided:
         _look_at_forward(undecided, layers, forward, reasons)
@@ -169,6 +160,26 @@ def survey(
     )
 
 
+def _describe(places: Mapping[str, Place], layers: dict[str, AttentionLayer], refusals: dict[str, Refusal]) -> None:
+    """Ask layouts for every module; adds to `layers` and `refusals`."""
+    for place in places.values():
+        try:
+            with isolated(seconds=_MOST_SECONDS):
+                layer = describe_attention(place)
+        except UnsupportedAttentionError as error:
+            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(error))
+            continue
+        except Exception as error:  # one odd module costs one refusal
+            unreadable = place.refuse(f"looking at it raises {type(error).__name__} ({_first_line(error)})")
+            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(unreadable))
+            continue
+        if layer is not None:
+            layers[place.name] = layer
+        elif _looks_like_attention(place):
+            unknown = place.refuse("none of the known layouts fits its parameters, and a trial forward shows no heads")
+            refusals[place.name] = Refusal(place.name, type(place.module).__name__, str(unknown))
+
+
 def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionLayer], reasons: dict[str, str]) -> None:
     """Find heads where no layout does, from the innermost modules outwards; adds to `layers` and `reasons`."""
     seen: dict[tuple[Any, ...], AttentionLayer | str] = {}  # a model has many alike; where none is found, why
@@ -176,15 +187,20 @@ def _look_at_behaviour(places: Mapping[str, Place], layers: dict[str, AttentionL
         place = places[name]
         if any(name == other or _is_inside(name, other) or _is_inside(other, name) for other in layers):
             continue
+        if any(is_lazy(parameter) for parameter in place.module.parameters()):
+            continue
         shapes = tuple((path, tuple(parameter.shape)) for path, parameter in place.module.named_parameters())
         alike = (type(place.module), shapes)
         known = seen.get(alike)
         layer = found_alike(place, known) if isinstance(known, AttentionLayer) else None
         if layer is None and not isinstance(known, str):
             try:
-                layer = found_by_behaviour(place)
+                with isolated(seconds=_MOST_SECONDS):
+                    layer = found_by_behaviour(place)
             except NoHeadsError as error:
                 known = str(error)
+            except Exception as error:  # one odd module costs itself
+                known = f"looking at it raises {type(error).__name__} ({_first_line(error)})"
         if layer is not None:
             seen[alike] = layers[name] = layer
         elif isinstance(known, str):
@@ -233,7 +249,7 @@ def _looks_like_attention(place: Place) -> bool:
     """Tell a module that is called attention and holds matrices of its own; a whole model may be called anything."""
     if place.parent is None or not _ATTENTION_NAME.search(type(place.module).__name__):
         return False
-    return sum(parameter.dim() >= 2 for parameter in place.module.parameters()) >= 2
+    return sum(is_lazy(one) or one.dim() >= 2 for one in place.module.parameters()) >= 2
 
 
 def _is_inside(name: str, container: str) -> bool:

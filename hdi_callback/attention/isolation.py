@@ -20,6 +20,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention.user_data import UserData, attributes_of
@@ -45,7 +46,7 @@ class IsolationError(HDIError):
 
 
 @contextmanager
-def isolated(*modules: nn.Module, seed: int | None = None) -> Iterator[None]:
+def isolated(*modules: nn.Module, seed: int | None = None, seconds: float | None = None) -> Iterator[None]:
     """Run the block so that nothing of the user's is left changed, and nothing of the user's acts on it.
 
     Put back are the states of all generators of random numbers (Python's, numpy's, torch's on every device that is in
@@ -59,10 +60,11 @@ def isolated(*modules: nn.Module, seed: int | None = None) -> Iterator[None]:
     Args:
         modules: whose code will run.
         seed: of the CPU's generator within; where it is missing, the generator goes on from where it stands.
+        seconds: how long the block may take: after that, whatever it asks of torch raises an error.
 
     Raises:
-        IsolationError: if code within raises `SystemExit` or another exception that is meant to end the process, other
-            than `KeyboardInterrupt` and what a signal handler raises.
+        IsolationError: if the block takes too long, or code within raises `SystemExit` or another exception that is
+            meant to end the process, other than `KeyboardInterrupt` and what a signal handler raises.
         KeyboardInterrupt: if the user interrupts.
 
     Example:
@@ -88,6 +90,8 @@ def isolated(*modules: nn.Module, seed: int | None = None) -> Iterator[None]:
             if seed is not None:
                 # That of the CPU alone: `torch.manual_seed` would seed every device.
                 torch.default_generator.manual_seed(seed)
+            if seconds is not None:
+                stack.enter_context(_Clock(seconds))
             yield
     except (Exception, KeyboardInterrupt):
         raise
@@ -95,6 +99,19 @@ def isolated(*modules: nn.Module, seed: int | None = None) -> Iterator[None]:
         if _comes_from_signal(error):
             raise
         raise IsolationError(f"its code raises {type(error).__name__}, which would end the run") from error
+
+
+class _Clock(TorchFunctionMode):
+    """Ends what takes too long, at the next of its operations."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self._end:
+            raise IsolationError(f"it takes more than {self._seconds:g} s")
+        return func(*args, **(kwargs or {}))
 
 
 class _Active(threading.local):
@@ -392,8 +409,11 @@ def isolated_copy(
                 hooks = part.__dict__.get(name)
                 if hooks:
                     hooks.clear()
-        if not shares_parameters:
-            for part in parts:
+        for part in parts:
+            for name, value in list(part.__dict__.items()):
+                if isinstance(value, types.FunctionType):
+                    part.__dict__[name] = _moved(value, memo)
+            if not shares_parameters:
                 _settle(part)
         return trial
 
@@ -443,6 +463,32 @@ def _values_within(container: Any, seen: set[int], depth: int = 4) -> Iterator[A
             yield from _values_within(one, seen, depth - 1)
         else:
             yield from _values_within(attributes_of(one) or {}, seen, depth - 1)
+
+
+def _moved(function: types.FunctionType, memo: Mapping[int, Any]) -> types.FunctionType:
+    """Let a function that was put on an instance, as in place of its forward, act on the copy, not on the module."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            kept = cell.cell_contents
+        except ValueError:  # empty yet
+            return function
+        owner = getattr(kept, "__self__", None) if isinstance(kept, types.MethodType) else None
+        if id(owner) in memo and owner is not None:
+            kept = types.MethodType(kept.__func__, memo[id(owner)])
+        elif id(kept) in memo:
+            kept = memo[id(kept)]
+        elif isinstance(kept, types.FunctionType) and kept is not function:
+            kept = _moved(kept, memo)
+        cells.append(types.CellType(kept))
+    if not cells:
+        return function
+    moved = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    moved.__kwdefaults__ = function.__kwdefaults__
+    vars(moved).update(vars(function))
+    return moved
 
 
 def _refuse_shared(module: nn.Module, trial: nn.Module, replaced: Mapping[Any, Any], shares_parameters: bool) -> None:

@@ -11,7 +11,6 @@ each head, unless a gain is zero.
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from torch import nn
 
 from hdi_callback.attention.behaviour.probe import in_private
 from hdi_callback.attention.heads import AttentionLayer, Centring, HeadProduct, HeadWeight, Role
+from hdi_callback.attention.isolation import isolated_copy
 
 _NAMES: dict[Role, re.Pattern[str]] = {
     role: re.compile(rf"({role[0]}|{role})_?(norm|layer_?norm)$|norm_?{role[0]}$", re.IGNORECASE)
@@ -72,8 +72,9 @@ def _norm_behind(layer: AttentionLayer, role: Role) -> nn.Module | None:
 def _centring(norm: nn.Module, heads: int, width: int) -> Centring:
     """See over which features a norm subtracts the mean: adding one to all of them then changes nothing."""
     with in_private(0), torch.no_grad():
-        trial = copy.deepcopy(norm).eval()
+        trial = isolated_copy(norm)
         for module in trial.modules():
+            object.__setattr__(module, "training", False)
             for name, parameter in module.named_parameters(recurse=False):
                 drawn = torch.empty(parameter.shape).uniform_(0.5, 1.5)
                 setattr(module, name, nn.Parameter(drawn, requires_grad=False))

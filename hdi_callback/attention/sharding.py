@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.heads import AttentionLayer, Role
 
@@ -184,7 +185,9 @@ def as_if_whole(model: nn.Module) -> Iterator[set[nn.Module]]:
                 (int(value.shape[0]), degree)
                 for child in module.children()
                 for value in child.parameters(recurse=False)
-                if value.dim() == 2 and (degree := _tensor_parallel_degree(value, id(value) in managed)) > 1
+                if not is_lazy(value)
+                and value.dim() == 2
+                and (degree := _tensor_parallel_degree(value, id(value) in managed)) > 1
             }
             if degrees:
                 _count_all_heads(module, degrees, stack, uncounted)

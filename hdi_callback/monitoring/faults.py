@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from hdi_callback.attention.names import printable
-from hdi_callback.errors import MonitoringWarning
+from hdi_callback.errors import MonitoringWarning, NothingToWatchError
 
 
 class Faults:
@@ -33,6 +33,8 @@ class Faults:
         """Contain any exception of the block; `work` names what was being done, in the user's words."""
         try:
             yield
+        except NothingToWatchError:  # an error that was asked for
+            raise
         except Exception as error:
             self.tell(work, error)
 

@@ -20,7 +20,13 @@ from hdi_callback.attention.sharding import Sharding, as_if_whole, is_first_hold
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.core import HeadCovariance, HeadDiversity, head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadSums
-from hdi_callback.errors import HDIError, MisconfigurationError, MonitoringWarning, UnsupportedAttentionWarning
+from hdi_callback.errors import (
+    HDIError,
+    MisconfigurationError,
+    MonitoringWarning,
+    NothingToWatchError,
+    UnsupportedAttentionWarning,
+)
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS
 from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
@@ -46,7 +52,8 @@ class HeadDiversityMonitor:
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
-        strict: make a model without any readable attention layer an error instead of a warning.
+        strict: make a model without any readable attention layer an error instead of a warning: at once, or at the
+            first reading where a real forward may still show the heads of modules that look like attention.
         check_heads: check once, on a few tokens of the first armed forward, that every layer computes attention with
             the heads that were found; a layer that does not is left out from then on, with a warning that shows why.
             Modules that were refused are looked at again there, and watched from then on if it shows their heads.
@@ -54,7 +61,8 @@ class HeadDiversityMonitor:
             all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
 
     Raises:
-        MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set.
+        MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set
+            (`NothingToWatchError`).
 
     Example:
         >>> import torch
@@ -110,7 +118,8 @@ class HeadDiversityMonitor:
         self._awaited: set[str] = set()
         self._layers_at_once = sys.maxsize
         self._undecided = found.undecided if check_heads else ()
-        self._say_what_is_left_out(model, strict)
+        self._is_strict = strict
+        self._say_what_is_left_out()
         self.faults = Faults()
         self._taps = Taps(self.layers, max_tokens=max_tokens) if COVARIANCE in sources else None
         self._tapped = [
@@ -121,6 +130,7 @@ class HeadDiversityMonitor:
         self._late: list[AttentionLayer] = []
         self._is_checked = False
         self._untrue: dict[str, str] = {}
+        self._uncalled: set[str] = set()  # layers whose output projection is used without being called
         self._meeting = Meeting(process_group)
         self._subject = self._subject_of(self.layers)
 
@@ -221,9 +231,10 @@ class HeadDiversityMonitor:
             spread = [
                 one.name for one in self.layers if any(self._sharding.is_sharded(one, role) for role in one.slices)
             ]
+            shown_otherwise = self._check.contradictions(leave_out=spread)
             self._untrue = {
                 name: f"a trial with the inputs of the first forward contradicts its heads: {shown}"
-                for name, shown in self._check.contradictions(leave_out=spread).items()
+                for name, shown in shown_otherwise.items()
             }
         if self._search is not None:
             with self.faults.contained("looking for heads"):
@@ -235,6 +246,10 @@ class HeadDiversityMonitor:
                 UnsupportedAttentionWarning,
                 stacklevel=4,
             )
+        if self._taps is not None:
+            self._uncalled = set(self._taps.missed) & self._check.ran
+        if not self.layers:
+            self._say_that_nothing_is_watched()
         return True
 
     def _admit(self, layers: Sequence[AttentionLayer]) -> None:
@@ -314,13 +329,29 @@ class HeadDiversityMonitor:
                 elif name not in tapped:  # known from the start
                     absent[_outputs_of(name)] = reason
             missed = [name for name in self._taps.missed if name in names and name not in self._gone]
-            absent.update({_outputs_of(name): "its output projection was not seen to be called" for name in missed})
+            absent.update({_outputs_of(name): self._why_missed(name) for name in missed})
             if told := [name for name in missed if name not in self._awaited]:
                 self._say_what_was_missed(told)
         self._taps.release()
         return captures
 
+    def _why_missed(self, name: str) -> str:
+        layer = next(layer for layer in self.layers if layer.name == name)
+        if layer.output_projection is not None and layer.output_projection not in set(self._model.modules()):
+            return _REPLACED
+        return _UNCALLED if name in self._uncalled else "its output projection was not seen to be called"
+
     def _say_what_was_missed(self, names: Sequence[str]) -> None:
+        for reason in (_REPLACED, _UNCALLED):
+            if alike := [name for name in names if self._why_missed(name) == reason]:
+                self.faults.say(
+                    reason,
+                    f"No head outputs of {_listed(alike)} were captured, so their covariance is absent; weights are "
+                    f"read all the same: {reason}.",
+                )
+        names = [name for name in names if self._why_missed(name) not in (_REPLACED, _UNCALLED)]
+        if not names:
+            return
         if len(names) == len(self.layers):
             what = "No head outputs were captured"
         else:
@@ -526,21 +557,43 @@ class HeadDiversityMonitor:
             "goes on.",
         )
 
-    def _say_what_is_left_out(self, model: nn.Module, strict: bool) -> None:
+    def _say_what_is_left_out(self) -> None:
         again = {place.name for place in self._undecided}
         for refusal in self.refused:
             later = " It is looked at again in the first forward that is read." if refusal.name in again else ""
             warnings.warn(refusal.message + later, UnsupportedAttentionWarning, stacklevel=4)
         if self.layers:
             return
-        kinds = sorted({type(module).__name__ for module in model.modules()})
-        message = (
-            f"No attention layer was found whose heads can be read in {type(model).__name__}, so there is nothing to "
-            f"watch. Its modules are of these types: {', '.join(kinds)}. Describe the attention with `register_layout`."
+        if not again:
+            self._say_that_nothing_is_watched()
+            return
+        warnings.warn(
+            f"The heads of no attention layer of {type(self._model).__name__} could be read yet. The first forward "
+            f"that is read may show those of {_listed(sorted(again))}.",
+            MonitoringWarning,
+            stacklevel=4,
         )
-        if strict:
-            raise MisconfigurationError(message)
-        warnings.warn(message, MonitoringWarning, stacklevel=4)
+
+    def _say_that_nothing_is_watched(self) -> None:
+        kinds = sorted({type(module).__name__ for module in self._model.modules()})
+        message = (
+            f"No attention layer was found whose heads can be read in {type(self._model).__name__}, so there is "
+            f"nothing to watch. Its modules are of these types: {', '.join(kinds)}. Describe the attention with "
+            "`register_layout`."
+        )
+        if self._is_strict:
+            raise NothingToWatchError(message)
+        warnings.warn(message, MonitoringWarning, stacklevel=5)
+
+
+_REPLACED = (
+    "its output projection is no part of the model any more, as after an adapter was unloaded or merged; a new monitor "
+    "sees what came in its place"
+)
+_UNCALLED = (
+    "its attention ran without calling its output projection, whose weight it uses directly, as by "
+    "torch.nn.functional.linear"
+)
 
 
 class _UntrueError(HDIError):

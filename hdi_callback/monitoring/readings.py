@@ -142,7 +142,7 @@ class Readout:
     """
 
     def __init__(self, reading: Reading) -> None:
-        self._reading = reading
+        self._reading = reading = _without_meta(reading)
         self._hosts: dict[torch.device, Tensor] = {}
         self._events: list[torch.cuda.Event] = []
         flat: dict[torch.device, list[Tensor]] = {}
@@ -196,6 +196,19 @@ class Readout:
             on_host = replace(values, **{name: arrived(value) for name, value in _fields(values).items()})
             measurements.append(replace(measurement, values=on_host))
         return _tabulate(replace(self._reading, measurements=tuple(measurements)))
+
+
+def _without_meta(reading: Reading) -> Reading:
+    """Leave out what has no numbers: results of weights on the meta device."""
+    without = [one for one in reading.measurements if any(value.is_meta for value in _fields(one.values).values())]
+    if not without:
+        return reading
+    kept = tuple(one for one in reading.measurements if not any(one is other for other in without))
+    reason = "its weights are on the meta device, which holds no numbers"
+    names = {
+        f"{COVARIANCE}/{name}" if one.source == COVARIANCE else name: reason for one in without for name in one.layers
+    }
+    return replace(reading, measurements=kept, absent={**names, **reading.absent})
 
 
 def _fields(values: HeadDiversity | HeadCovariance) -> dict[str, Any]:

@@ -8,6 +8,7 @@ outputs, and in no other's?
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -17,7 +18,10 @@ from hdi_callback.attention.behaviour.probe import MadeUp
 from hdi_callback.attention.behaviour.received import NoHeadsError
 from hdi_callback.attention.behaviour.trial import contradiction
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.layouts import Place, found_by_behaviour
+
+_MOST_SECONDS = 60.0  # for the trials of one module
 
 
 class HeadCheck(Recorder):
@@ -43,12 +47,14 @@ class HeadCheck(Recorder):
             be run again with these arguments, is not among them.
         """
         seen = {name: ways for name, ways in self.take().items() if name not in leave_out}
-        shown = {name: contradiction(self._layers[name], ways) for name, ways in seen.items()}
-        return {
-            name: what
-            for name, what in shown.items()
-            if what is not None and not _is_found_again(self._layers[name], seen[name])
-        }
+        shown = {}
+        with isolated(*(self._layers[name].module for name in seen)):
+            for name, ways in seen.items():
+                with suppress(Exception), isolated(seconds=_MOST_SECONDS):  # what fails in one is no word on others
+                    what = contradiction(self._layers[name], ways)
+                    if what is not None and not _is_found_again(self._layers[name], ways):
+                        shown[name] = what
+        return shown
 
 
 def _is_found_again(layer: AttentionLayer, ways: Sequence[MadeUp]) -> bool:
@@ -84,11 +90,15 @@ class HeadSearch(Recorder):
         # Where a projection is spread over ranks, a module may count the heads of its own rank alone.
         ways = {name: ways for name, ways in self.take().items() if ways and not _is_spread(self._places[name].module)}
         layers = []
-        for name, given in ways.items():
-            try:
-                layers.append(found_by_behaviour(self._places[name], given))
-            except NoHeadsError as error:  # noqa: PERF203
-                self.reasons[name] = str(error)
+        with isolated(*(self._places[name].module for name in ways)):
+            for name, given in ways.items():
+                try:
+                    with isolated(seconds=_MOST_SECONDS):
+                        layers.append(found_by_behaviour(self._places[name], given))
+                except NoHeadsError as error:  # noqa: PERF203
+                    self.reasons[name] = str(error)
+                except Exception as error:  # what fails in one is no word on others
+                    self.reasons[name] = f"looking at it raises {type(error).__name__} ({error})"
         return layers
 
 

@@ -31,6 +31,7 @@ class Recorder(Hooks):
         self._modules, self._keeps_whole = modules, keeps_whole
         self._seen: dict[str, list[Given]] = {}
         self.is_armed = False
+        self.ran: frozenset[str] = frozenset()  # modules that were called in the last forward that was recorded
         super().__init__()
         self.resume()
 
@@ -48,6 +49,7 @@ class Recorder(Hooks):
         """
         self.is_armed = False
         seen, self._seen = self._seen, {}
+        self.ran = frozenset(seen)
         return seen
 
     def _install(self) -> Iterator[RemovableHandle]:

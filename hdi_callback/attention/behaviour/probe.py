@@ -7,11 +7,9 @@ Inputs are made up; a module that needs others cannot be run.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+
+from hdi_callback.attention.isolation import isolated, isolated_copy
+from hdi_callback.attention.weight_reading import read_tensor
 
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(norm|layer_?norm)$|norm_?[qkv]$", re.IGNORECASE)
 _SINK = re.compile("sink", re.IGNORECASE)
@@ -214,26 +216,23 @@ def _lengths(module: nn.Module) -> Iterator[int]:
         if 2 < area <= 256:
             yield area
     for table in module.buffers(recurse=False):  # of pairs of positions
-        if table.dim() >= 2 and table.shape[-1] == table.shape[-2] and 2 < table.shape[-1] <= 256:
+        if (
+            not is_lazy(table)
+            and table.dim() >= 2
+            and table.shape[-1] == table.shape[-2]
+            and 2 < table.shape[-1] <= 256
+        ):
             yield int(table.shape[-1])
 
 
 @contextmanager
 def in_private(seed: int) -> Iterator[None]:
-    """Keep random state, device, autocast and warnings of the user apart from what runs within.
+    """Isolate a trial, without dropout and other choices that a forward may make.
 
     Args:
         seed: of the random numbers within.
     """
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
-        torch.autocast("cpu", enabled=False),
-        warnings.catch_warnings(),
-        _WithoutChoice(),
-    ):
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
+    with isolated(seed=seed), _WithoutChoice():
         yield
 
 
@@ -361,8 +360,7 @@ def run_copy(
     Returns:
         What came of it; no output if what failed came after all stubs had been called.
     """
-    memo: dict[int, Any] = {id(linear): stub for linear, stub in stubs.items()}  # taken for copied already
-    trial = copy.deepcopy(module, memo)
+    trial = isolated_copy(module, stubs)
     trial.eval()  # what some forget to return
     for part in trial.modules():
         _make_plain(part, way.is_normed)
@@ -449,15 +447,13 @@ def _choose_attention(module: nn.Module, name: str) -> None:
 
 
 def _make_plain(module: nn.Module, is_normed: bool) -> None:
-    """Take off what needs a GPU, calls back to the user, or mixes heads in a way that leaves them in place."""
-    module._forward_hooks.clear()
-    module._forward_pre_hooks.clear()
+    """Take off what needs a GPU, or mixes heads in a way that leaves them in place."""
     _choose_attention(module, "eager")
     for name, child in module.named_children():
         kind = type(child).__name__.lower()
         # A norm over all heads only scales each of them, and one over the batch each of their features.
         if (_NORM.match(name) and "norm" in kind) or "batchnorm" in kind or ("rmsnorm" in kind and not is_normed):
-            setattr(module, name, _Passing(getattr(child, "weight", None)))
+            setattr(module, name, _Passing(read_tensor(child, "weight")))
 
 
 def _trace(trial: nn.Module, run: Run) -> None:

@@ -16,6 +16,7 @@ from hdi_callback.attention.behaviour.codes import Change, Draw
 from hdi_callback.attention.behaviour.elements import Where, depends_on
 from hdi_callback.attention.behaviour.probe import MadeUp, Run, Stub, run_copy
 from hdi_callback.attention.behaviour.scores import Scores
+from hdi_callback.attention.weight_reading import read_tensor
 
 
 class Leaves(Stub):
@@ -30,7 +31,7 @@ class Leaves(Stub):
     def __init__(self, linear: nn.Module, path: str, drawn: Draw) -> None:
         super().__init__(*projections.features(linear))
         self.path, self.drawn, self.dim = path, drawn, projections.feature_dim(linear)
-        if isinstance(getattr(linear, "bias", None), Tensor):  # some ask for it
+        if read_tensor(linear, "bias") is not None:  # some ask for it
             self.bias = torch.zeros(self.out_features)
         self.strides: tuple[int, ...] = getattr(linear, "stride", ()) if self.dim < -1 else ()
         self.is_called = True  # as a module; some only use its weight
@@ -139,7 +140,7 @@ def look(
     watch = Scores(changed)
     behind = Behind(watch, activations)
     replaced: dict[nn.Module, Stub] = {linears[path]: stub for path, stub in stubs.items()}
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     width = projections.features(next(iter(linears.values())))[0]
     with watch, behind:
         run = run_copy(module, replaced, way, batch=1, width=width)

@@ -166,6 +166,8 @@ def _keeps_sequences_apart(layer: AttentionLayer, way: MadeUp, seed: int, beside
 
 def _look(layer: AttentionLayer, way: MadeUp, seed: int, beside: Beside) -> Literal[True] | str | None:
     """True if the heads are seen; what contradicts them, empty if they are just not seen; `None` if nothing ran."""
+    if way.tokens < 2:  # one token attends to itself alone, whatever the heads are
+        return None
     try:
         with in_private(seed), torch.no_grad():
             changes = _Changes(layer, way.tokens, beside)
