@@ -33,6 +33,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention.user_data import UserData, attributes_of
@@ -46,14 +47,16 @@ class IsolationError(HDIError):
 
 
 @contextmanager
-def isolated(*modules: nn.Module, seed: int | None = None, seconds: float | None = None) -> Iterator[None]:
+def isolated(
+    *modules: nn.Module, seed: int | None = None, seconds: float | None = None, keeps_defaults: bool = False
+) -> Iterator[None]:
     """Run the block so that nothing of the user's is left changed, and nothing of the user's acts on it.
 
     Put back are the states of all generators of random numbers (Python's, numpy's, torch's on every device that is in
     use; no device is initialised for it), data that the code of `modules` reaches (see `UserData`), and torch's
     settings: default type, gradients, deterministic algorithms, cuDNN, precision. Switched off are autocast, modes and
     saved-tensor hooks of the user's, torch's global module hooks, compilation, warnings, and what this thread prints.
-    New tensors lie on the CPU, in float32.
+    New tensors lie on the CPU, in float32, unless `keeps_defaults` is set.
 
     Blocks may be nested: random states are put back at the end of each, everything else at the end of the outermost.
 
@@ -61,6 +64,7 @@ def isolated(*modules: nn.Module, seed: int | None = None, seconds: float | None
         modules: whose code will run.
         seed: of the CPU's generator within; where it is missing, the generator goes on from where it stands.
         seconds: how long the block may take: after that, whatever it asks of torch raises an error.
+        keeps_defaults: make new tensors where and as the user's code does, for code that works on the user's own.
 
     Raises:
         IsolationError: if the block takes too long, or code within raises `SystemExit` or another exception that is
@@ -90,6 +94,8 @@ def isolated(*modules: nn.Module, seed: int | None = None, seconds: float | None
             if seed is not None:
                 # That of the CPU alone: `torch.manual_seed` would seed every device.
                 torch.default_generator.manual_seed(seed)
+            if keeps_defaults:
+                stack.enter_context(_defaults(*_active.defaults))
             if seconds is not None:
                 stack.enter_context(_Clock(seconds))
             yield
@@ -116,6 +122,7 @@ class _Clock(TorchFunctionMode):
 
 class _Active(threading.local):
     data: UserData | None = None
+    defaults: tuple[torch.device, torch.dtype] = (torch.device("cpu"), torch.float32)  # the user's
 
 
 _active = _Active()
@@ -129,6 +136,7 @@ def _forget() -> None:
 
 def _isolate(stack: ExitStack) -> None:
     """Keep the user's settings away, and put them back when the stack ends."""
+    _active.defaults = _default_device(), torch.get_default_dtype()
     stack.enter_context(_flags_kept())
     stack.enter_context(_without_global_hooks())
     stack.enter_context(_without_saved_tensor_hooks())
@@ -139,7 +147,7 @@ def _isolate(stack: ExitStack) -> None:
     stack.enter_context(torch.set_grad_enabled(has_gradients))
     for device in {"cpu", *(device for device in _devices_in_use() if torch.is_autocast_enabled(device))}:
         stack.enter_context(torch.autocast(device, enabled=False))
-    stack.enter_context(torch.device("cpu"))
+    stack.enter_context(_defaults(torch.device("cpu"), torch.float32))
     stack.enter_context(_without_compilation())
     stack.enter_context(_muted())
     stack.enter_context(warnings.catch_warnings())
@@ -241,7 +249,6 @@ def _flags_kept() -> Iterator[None]:
             with suppress(Exception):  # torch refuses to read some once others were written
                 kept.append((read, write, read()))
     with suppress(Exception):
-        torch.set_default_dtype(torch.float32)
         if torch.are_deterministic_algorithms_enabled():  # which refuses some of what only a trial computes
             torch.use_deterministic_algorithms(False)
         if torch.is_anomaly_enabled():  # it would warn of what a trial is meant to find
@@ -255,6 +262,25 @@ def _flags_kept() -> Iterator[None]:
                 with suppress(Exception):
                     if read() != before:
                         write(before)
+
+
+def _default_device() -> torch.device:
+    """The device of new tensors; asking torch for it may initialise that device."""
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return torch.device("cpu")
+
+
+@contextmanager
+def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
             return kept
         if type(module).__getattr__ is nn.Module.__getattr__ and name not in module._modules:
             return None
-    with isolated(module):
+    with isolated(module, keeps_defaults=True):
         trial = isolated_copy(module, shares_parameters=True)
         for part in trial.modules():
             object.__setattr__(part, "training", False)

@@ -8,6 +8,7 @@ import itertools
 import random
 import signal
 import threading
+import time
 import warnings
 import weakref
 from contextlib import suppress
@@ -268,6 +269,16 @@ def test_code_that_would_end_the_process_costs_an_exception(error):
     with pytest.raises(IsolationError, match=error.__name__), isolated():
         raise error
     assert torch.randn(1).dtype is torch.float32
+
+
+def test_what_takes_too_long_is_ended_at_its_next_operation():
+    with isolated(seconds=0.05):
+        x = torch.ones(2)
+        with pytest.raises(IsolationError, match=r"more than 0\.05 s"):
+            for _ in range(10_000):
+                time.sleep(0.001)
+                x = x + 1
+    assert torch.equal(x * 0, torch.zeros(2))
 
 
 def test_an_interruption_by_the_user_ends_the_run():

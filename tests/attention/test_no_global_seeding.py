@@ -113,5 +113,14 @@ def test_each_kind_is_seen(line):
     assert len(trespasses(line)) == 1
 
 
+@pytest.mark.parametrize("path", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("attention/**/*.py")))
+def test_modules_are_copied_in_one_place_alone(path):
+    tree = ast.parse((PACKAGE / path).read_text())
+    copies = [
+        f"{node.lineno}: {owner}.{name}" for node, owner, name in calls(tree, imports(tree)) if name == "deepcopy"
+    ]
+    assert path in ("attention/isolation.py", "attention/user_data.py") or copies == []
+
+
 def test_generators_of_ones_own_are_allowed():
     assert trespasses("import torch\ng = torch.Generator().manual_seed(0)\ntorch.randn(3, generator=g)") == []

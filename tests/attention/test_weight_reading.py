@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from hdi_callback import find_attention
+from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.weight_reading import read_tensor
 from hdi_callback.monitoring.interventions import DiversityPenalty
 
@@ -192,6 +193,31 @@ def test_a_cache_of_parametrizations_is_left_alone():
         assert {key: id(value) for key, value in parametrize._cache.items()} == {
             key: id(value) for key, value in kept.items()
         }
+
+
+class Turned(nn.Module):
+    """Makes a matrix of the default type, as much code does."""
+
+    def forward(self, weight):
+        return torch.eye(weight.shape[0]) @ weight
+
+
+def test_what_is_computed_is_computed_with_the_users_defaults():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        linear = nn.Linear(4, 4)
+        parametrize.register_parametrization(linear, "weight", Turned())
+        with isolated():  # as when a model is searched
+            assert torch.zeros(1).dtype is torch.float32
+            assert torch.equal(read_tensor(linear, "weight"), linear.parametrizations.weight.original)
+            assert torch.zeros(1).dtype is torch.float32
+        with torch.device("meta"):
+            linear = nn.Linear(4, 4, dtype=torch.float64)
+            parametrize.register_parametrization(linear, "weight", Turned())
+            assert read_tensor(linear, "weight").is_meta
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_a_plain_parameter_is_itself_and_a_lazy_one_is_not_there():

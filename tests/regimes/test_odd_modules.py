@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import warnings
 import weakref
 from typing import Any, ClassVar
@@ -290,6 +291,27 @@ def test_training_is_the_same_with_and_without_a_monitor(kind, capsys):
     watched = train(kind, is_watched=True)
     assert [place for place, (one, other) in enumerate(zip(alone, watched)) if one != other] == []
     assert capsys.readouterr().out == printed
+
+
+class Sleeping(Attention):
+    def forward(self, x):
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+def test_the_search_of_a_slow_module_is_bounded(monkeypatch):
+    monkeypatch.setattr("hdi_callback.attention.discovery._MOST_SECONDS", 0.3)
+
+    class SlowAttention(Sleeping):  # which no layout knows
+        def __init__(self) -> None:
+            super().__init__()
+            del self.num_heads
+            self.turned, self.odd = nn.Linear(D, D), nn.Parameter(torch.ones(D, D))
+
+    began = time.monotonic()
+    with pytest.warns(UnsupportedAttentionWarning):
+        assert find_attention(Model(SlowAttention)) == []
+    assert time.monotonic() - began < 30  # it would try dozens of ways, and sleeps in each
 
 
 def test_no_trial_seeds_a_device(monkeypatch):
