@@ -1,0 +1,166 @@
+"""Which dimensions of what attention multiplies are sequences, and which are heads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The dimensions in front of ``(length, features)`` or ``(queries, keys)``.
+
+    Attributes:
+        lead: their sizes, with one dimension that holds both taken apart.
+        batch: which of them number sequences.
+    """
+
+    lead: tuple[int, ...]
+    batch: tuple[int, ...]
+
+    @property
+    def heads_dims(self) -> tuple[int, ...]:
+        """The dimensions that number heads."""
+        return tuple(dim for dim in range(len(self.lead)) if dim not in self.batch)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences there are."""
+        return math.prod(self.lead[dim] for dim in self.batch)
+
+    @property
+    def heads(self) -> int:
+        """How many heads there are."""
+        return math.prod(self.lead[dim] for dim in self.heads_dims)
+
+    def opened(self, tensor: Tensor) -> Tensor | None:
+        """View a tensor with these leading dimensions.
+
+        Args:
+            tensor: ``(*lead, a, b)``, or with leading dimensions that multiply to the same number, or of size one.
+
+        Returns:
+            ``(*lead, a, b)``, where a dimension may be one; `None` if it does not fit.
+        """
+        ours = tuple(tensor.shape[:-2])
+        if len(ours) < len(self.lead) and math.prod(ours) == math.prod(self.lead):
+            return tensor.reshape(*self.lead, *tensor.shape[-2:]) if _can_view(tensor, self.lead) else None
+        if len(ours) > len(self.lead):
+            return None
+        padded = tensor[(None,) * (len(self.lead) - len(ours))] if len(ours) < len(self.lead) else tensor
+        fits = all(size in (1, lead) for size, lead in zip(padded.shape, self.lead, strict=False))
+        return padded if fits else None
+
+    def rows(self, tensor: Tensor, sequences: Tensor, positions: Tensor | None) -> Tensor:
+        """Take some sequences, and some positions of each.
+
+        Args:
+            tensor: ``(*lead, length, features)`` as `opened` gives it.
+            sequences: ``(S,)``, numbers of sequences.
+            positions: ``(q,)``; None: all.
+
+        Returns:
+            ``(S, heads or 1, q, features)``, a copy.
+        """
+        sizes = [self.lead[dim] for dim in self.batch]
+        length, features = len(self.lead), len(self.lead) + 1
+        if positions is not None and tensor.shape[-2] > 1:
+            # Both at once: a copy of all positions may be a copy of all scores.
+            moved = tensor.permute(*self.batch, length, *self.heads_dims, features)
+            moved = moved.expand(*sizes, *moved.shape[len(sizes) :])
+            index = tuple(part[:, None] for part in unravel(sequences, sizes))
+            places = (*index, positions)
+            taken = moved[places] if index else moved[positions][None]  # (S, q, *heads, features)
+            if not index:
+                taken = taken.expand(len(sequences), *taken.shape[1:])
+            return taken.reshape(*taken.shape[:2], -1, taken.shape[-1]).transpose(1, 2)
+        moved = tensor.permute(*self.batch, *self.heads_dims, length, features)
+        moved = moved.expand(*sizes, *moved.shape[len(sizes) :])
+        taken = moved[unravel(sequences, sizes)] if sizes else moved[None].expand(len(sequences), *moved.shape)
+        return taken.reshape(taken.shape[0], -1, *taken.shape[-2:])
+
+
+def _can_view(tensor: Tensor, lead: Sequence[int]) -> bool:
+    try:
+        tensor.view(*lead, *tensor.shape[-2:])
+    except RuntimeError:
+        return False
+    return True
+
+
+def unravel(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Split flat numbers into one for each dimension, the last one fastest.
+
+    Args:
+        index: whole numbers.
+        sizes: of the dimensions.
+
+    Returns:
+        One tensor for each dimension.
+    """
+    parts: list[Tensor] = []
+    for size in reversed(sizes):
+        parts.append(index % size)
+        index = index // size
+    return tuple(reversed(parts))
+
+
+def resolve(lead: Sequence[int], length: int, tokens: Sequence[int], heads: int | None = None) -> Axes | None:
+    """Find out which leading dimensions number sequences, from how many tokens the maps before were given.
+
+    Args:
+        lead: sizes of the dimensions in front of ``(length, features)``.
+        length: tokens of a sequence.
+        tokens: how many tokens linear maps were given, the latest first.
+        heads: how many heads are claimed, which decides where several readings are possible.
+
+    Returns:
+        The dimensions; `None` where sequences and heads cannot be told apart.
+    """
+    lead, every = tuple(lead), []
+    for count in dict.fromkeys(tokens):
+        if not length or count % length:
+            continue
+        every += _ways(lead, count // length)
+    for way in every:
+        if heads is not None and way.heads == heads:
+            return way
+    usual = tuple(range(len(lead) - 1))
+    for way in every:
+        if way.lead == lead and way.batch == usual:
+            return way
+    if every:
+        return every[0]
+    if heads is not None and len(lead) == 1 and lead[0] % heads == 0:
+        return Axes((lead[0] // heads, heads), (0,))
+    return Axes(lead, usual) if len(lead) >= 2 else None
+
+
+def _ways(lead: tuple[int, ...], sequences: int) -> list[Axes]:
+    dims = range(len(lead))
+    subsets = [batch for size in range(len(lead) + 1) for batch in itertools.combinations(dims, size)]
+    fitting = [batch for batch in subsets if math.prod(lead[dim] for dim in batch) == sequences]
+    fitting.sort(key=lambda batch: batch != tuple(range(len(batch))))  # sequences come first as a rule
+    if fitting or len(lead) != 1 or lead[0] % sequences:
+        return [Axes(lead, batch) for batch in fitting]
+    return [Axes((sequences, lead[0] // sequences), (0,))]  # torch's own order where both share a dimension
+
+
+def spread(count: int, of: int, device: torch.device) -> Tensor:
+    """Take positions at a fixed stride, from the middle of each stretch.
+
+    Args:
+        count: how many to take at most.
+        of: how many there are.
+        device: where the result is needed; nothing is copied from the host.
+
+    Returns:
+        ``(min(count, of),)``, ascending.
+    """
+    taken = min(count, of)
+    return (torch.arange(taken, device=device) * 2 + 1) * of // (2 * max(taken, 1))

@@ -1,0 +1,70 @@
+"""What is kept of each attention that ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hdi_callback.attention.observe.axes import Axes
+from hdi_callback.attention.observe.samples import CoreSamples, MapCall
+
+
+@dataclass(eq=False)
+class ObservedCore:
+    """One place in a model where values are averaged with weights that a forward computed.
+
+    Attributes:
+        module: dotted path of the innermost module in whose forward it ran.
+        module_type: name of its class.
+        kind: ``"softmax"``, or what gives the weights in its place: ``"additive"``, ``"sigmoid"``, ``"relu"``,
+            ``"linear"``, ``"unknown"``.
+        via: what computed it: ``"scaled_dot_product_attention"``, ``"softmax"``, the name of a kernel.
+        order: of the calls of the forward.
+        axes: which dimensions are sequences and which are heads; None if that cannot be told.
+        key_heads: heads that the keys came with, before any repetition inside a kernel.
+        queries: length of a sequence of queries.
+        keys: length of a sequence of keys, of those columns of the weights that have values.
+        width: features of a query and key head.
+        value_width: features of a value head.
+        runs: how often it ran; all that is kept is of the first time.
+        unread: why its rows were not read; empty if they were.
+        is_self: its maps were given the same tokens for queries and keys.
+        rows: what the rows were reduced to; None if they were not read.
+        norms: role -> what queries and keys were reduced to.
+        scale: factor of the scores; None if it is not one number.
+        bias: largest number that is added to a score; None if nothing is added that is known.
+        is_bounded: scores are at most largest query norm x largest key norm x scale + bias.
+        samples: a few tokens of queries, keys, values and outputs, for the comparison with claims.
+        maps: calls of linear maps and norms before it, the latest last.
+        parts: names of the modules around it, outermost first.
+    """
+
+    module: str
+    module_type: str
+    kind: str
+    via: str
+    order: int
+    axes: Axes | None = None
+    key_heads: int = 0
+    queries: int = 0
+    keys: int = 0
+    width: int = 0
+    value_width: int = 0
+    runs: int = 1
+    unread: str = ""
+    is_self: bool = False
+    rows: Any = None
+    norms: dict[str, Any] = field(default_factory=dict)
+    scale: float | Tensor | None = None
+    bias: Tensor | None = None
+    is_bounded: bool = True
+    samples: CoreSamples = field(default_factory=CoreSamples)
+    maps: list[MapCall] = field(default_factory=list)
+    parts: tuple[str, ...] = ()
+
+    @property
+    def heads(self) -> int:
+        """How many heads it has; 0 if that cannot be told."""
+        return self.axes.heads if self.axes is not None else 0

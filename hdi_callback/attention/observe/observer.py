@@ -1,0 +1,172 @@
+"""`AttentionObserver`: watch what attention does in a real forward.
+
+What is observed
+----------------
+Between `arm` and `disarm`, in the first forward of each module:
+
+- **Every attention**: each average of values with weights that are a softmax over tokens, wherever it stands and
+  whatever its module is called: `F.scaled_dot_product_attention`, `nn.MultiheadAttention`, products written out with
+  ``@``, `torch.matmul`, `torch.bmm`, `torch.baddbmm` or `torch.einsum`, and kernels registered as operators of torch.
+  Attention with other weights (additive, sigmoid, relu, none at all) is named with its kind.
+- **Attention rows** of about 64 queries against all keys: the weights before dropout, after rotation, norms, scale,
+  softcap, masks, biases and sinks. Where the model forms them they are taken, where a kernel keeps them they are
+  computed from what it received. What is made of them decides whoever passes `reduce_rows`.
+- **A few tokens** of what linear maps and norms took and gave and of what attention received, from which `verdicts`
+  tells whether heads are where they are said to be, and `accounts` which attention no layer explains.
+
+What is not observed, each with its reason in `closed`, `absent` or the core's `unread`
+---------------------------------------------------------------------------------------
+- what `torch.compile` or TorchScript runs, and torch's fast path in evaluation: looking would change how it runs;
+- recomputation within backward (activation checkpointing): the forward itself was seen;
+- weights of kernels whose masks are not known (flash-attn by way of its operator, `flex_attention`);
+- tensors that are spread over devices, nested or quantised; transforms of `torch.func`; copies in other threads.
+
+The model's functions are called with the arguments that they are called with anyway; nothing random is drawn, no
+gradient is recorded, and the host does not wait for the device until `verdicts` is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.observe.cores import ObservedCore
+from hdi_callback.attention.observe.mode import ObservingMode
+from hdi_callback.attention.observe.recorder import Reading, Recorder
+from hdi_callback.attention.observe.regions import split_open_and_closed
+from hdi_callback.attention.observe.rows import RowChunk
+from hdi_callback.attention.observe.window import Window
+from hdi_callback.attention.projections import feature_dim, is_map
+
+_CALLED_BY_FUNCTION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class AttentionObserver:
+    """Watch what attention does in armed forwards; see this module's docstring.
+
+    Args:
+        model: the model whose modules are watched.
+        layers: the layers whose heads are claimed.
+        max_queries: how many queries of each attention are read, over all sequences of a batch.
+        reduce_rows: what is made of each piece of attention rows; results are added with ``+``. None: none are read.
+        reduce_norms: what is made of the queries and of the keys of an attention, ``(..., H, length, width)``, and of a
+            mask ``(..., 1, length)`` of those that are no padding, or None.
+        padding: ``(batch, length)``, True at tokens that are none, where it is known; may be set before each forward.
+
+    Attributes:
+        closed: modules that are not observed, by path, with the reason.
+        failures: what went wrong while looking on; the forward was not touched by it.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True))
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        ...
+        ...     def forward(self, x):
+        ...         return self.attn(x, x, x, need_weights=False)[0]
+        >>> model, seen = Model(), []
+        >>> observer = AttentionObserver(model, reduce_rows=lambda chunk: chunk.weights)
+        >>> observer.arm()
+        >>> _ = model(torch.randn(1, 5, 8))
+        >>> observer.disarm()
+        >>> [(core.module, core.kind, tuple(core.rows.shape)) for core in observer.cores]
+        [('attn', 'softmax', (1, 2, 5, 5))]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[AttentionLayer] = (),
+        *,
+        max_queries: int = 64,
+        reduce_rows: Callable[[RowChunk], Any] | None = None,
+        reduce_norms: Callable[[Tensor, Tensor | None], Any] | None = None,
+        padding: Tensor | None = None,
+    ) -> None:
+        self.padding = padding
+        self.closed: dict[str, str] = {}
+        self.failures: list[str] = []
+        self._model, self._layers, self._max_queries = model, tuple(layers), max_queries
+        self._reduce_rows, self._reduce_norms = reduce_rows, reduce_norms
+        self._recorder: Recorder | None = None
+        self._window: Window | None = None
+        self._mode: ObservingMode | None = None
+
+    @property
+    def cores(self) -> Sequence[ObservedCore]:
+        """Every attention that ran since `arm`, in the order in which they ran."""
+        return [] if self._recorder is None else self._recorder.cores
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer]:
+        """The layers whose heads are claimed."""
+        return self._layers
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward was observed since `arm`."""
+        return self._window is not None and self._window.has_run
+
+    @property
+    def reason(self) -> str:
+        """Why no forward was observed since `arm`; empty if one was, or if none ran."""
+        return "" if self._window is None or self._window.has_run else self._window.reason
+
+    def arm(self, *, keeps_samples: bool = True) -> None:
+        """Observe what runs from now on, and forget what was observed before.
+
+        Args:
+            keeps_samples: keep the few tokens that `verdicts` and `accounts` compare.
+        """
+        self.release()
+        opened, closed = split_open_and_closed(self._model)
+        self.closed = {name: reason for name, (_, reason) in closed.items()}
+        self.failures = []
+        names = {id(parameter): name for name, parameter in self._model.named_parameters(remove_duplicate=False)}
+        names |= {id(module): name for name, module in self._model.named_modules()}
+        heads = {layer.name: layer.num_heads for layer in self._layers}
+        reading = Reading(self._reduce_rows, self._reduce_norms, self._max_queries, keeps_samples, self.padding, heads)
+        self._recorder = Recorder(reading, names)
+        self._mode = ObservingMode(self._recorder)
+        self._window = Window(self._mode, self._recorder.enter, self._left, self._ended)
+        self._window.open(opened, {name: module for name, (module, _) in closed.items()})
+
+    def disarm(self) -> None:
+        """Observe nothing more, and keep what was observed."""
+        if self._window is not None:
+            self._window.close()
+
+    suspend = disarm
+
+    def release(self) -> None:
+        """Observe nothing more, and let go of what was observed."""
+        self.disarm()
+        self._recorder, self._mode, self._window = None, None, None
+
+    def _left(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        assert self._recorder is not None
+        self._recorder.leave(name)
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        try:
+            if is_map(module) and type(module) not in _CALLED_BY_FUNCTION:
+                self._recorder.module_ran(module, "linear", given, result, feature_dim(module))
+            elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
+                self._recorder.module_ran(module, "norm", given, result, -1)
+        except Exception as error:
+            self.failures.append(f"{name}: {type(error).__name__} ({error})")
+
+    def _ended(self) -> None:
+        assert self._recorder is not None
+        assert self._mode is not None
+        self._recorder.forget()
+        self._mode.forget()
+        self.failures += self._mode.failures
+        self._mode.failures = []

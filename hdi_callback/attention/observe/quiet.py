@@ -1,0 +1,66 @@
+"""Tensor work beside the user's forward that leaves no trace in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch
+
+# Of a torch that has moved it, selective checkpointing is observed as anything else.
+_disable_current_modes: Any = getattr(torch.utils._python_dispatch, "_disable_current_modes", None)
+
+
+@contextmanager
+def quiet(device: torch.device) -> Iterator[None]:
+    """Compute without gradients, autocast, function modes and dispatch modes.
+
+    Selective activation checkpointing and FLOP counters are dispatch modes: they would record what is computed here,
+    and the former would hand it back in the recomputation in place of what the model asked for.
+
+    Args:
+        device: where the tensors are.
+
+    Yields:
+        Nothing.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if _disable_current_modes is not None:
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is one that holds its numbers here: no DTensor, nested, quantised or fake one.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        True if so.
+    """
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def in_the_way() -> str | None:
+    """Say why the forward that begins now cannot be observed.
+
+    Returns:
+        A clause, ``""`` where nothing needs to be said (a recomputation within backward, a graph that is traced),
+        `None` if it can.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return ""
+    if torch._C._current_graph_task_id() != -1:
+        return ""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    functorch = getattr(torch._C, "_functorch", None)
+    if functorch is not None and functorch.peek_interpreter_stack() is not None:
+        return "it runs under a transform of torch.func"
+    return None

@@ -1,0 +1,472 @@
+"""What one observed forward leaves behind: maps that ran, and every attention with what was read of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention.observe.axes import Axes, resolve
+from hdi_callback.attention.observe.cores import ObservedCore
+from hdi_callback.attention.observe.lineage import Scores
+from hdi_callback.attention.observe.masks import MaskTerm
+from hdi_callback.attention.observe.quiet import is_plain
+from hdi_callback.attention.observe.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
+from hdi_callback.attention.observe.samples import MAX_FEATURES, MapCall, arrangements, sample_of_map
+
+_MAPS_BEFORE = 64  # calls of maps before an attention among which its queries, keys and values are looked for
+_MAPS_IN_ALL = 4096
+
+
+@dataclass(eq=False)
+class Reading:
+    """What is to be read of an attention.
+
+    Attributes:
+        reduce_rows: what is made of each piece of rows; results are added. None: rows are not read.
+        reduce_norms: what is made of ``(..., H, length, width)`` and of what is no padding in it.
+        max_queries: how many queries are read.
+        keeps_samples: keep a few tokens for the comparison with claims.
+        padding: ``(batch, length)``, True at tokens that are none; None if it follows from masks.
+        heads: dotted path of a layer -> number of heads that it is said to have.
+    """
+
+    reduce_rows: Callable[[RowChunk], Any] | None = None
+    reduce_norms: Callable[[Tensor, Tensor | None], Any] | None = None
+    max_queries: int = 64
+    keeps_samples: bool = True
+    padding: Tensor | None = None
+    heads: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Taken:
+    """What was read of the weights, before it is known that values are averaged with them."""
+
+    axes: Axes | None
+    unread: str = ""
+    rows: Any = None
+    norms: dict[str, Any] = field(default_factory=dict)
+    bias: Tensor | None = None
+    is_bounded: bool = True
+    is_self: bool = False
+
+
+class Recorder:
+    """Record maps and attentions of a forward.
+
+    Args:
+        reading: what is to be read.
+        names: id of a module or parameter -> its dotted path.
+    """
+
+    def __init__(self, reading: Reading, names: Mapping[int, str]) -> None:
+        self.reading, self._names = reading, names
+        self.maps: list[MapCall] = []
+        self.cores: list[ObservedCore] = []
+        self.stack: list[tuple[str, nn.Module]] = []
+        self._sites: dict[tuple[Any, ...], ObservedCore] = {}
+        self._runs: dict[str, int] = {}  # how often a module was entered
+        self._places: dict[tuple[str, int], int] = {}
+        self._paddings: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None]] = {}
+        self._order = 0
+
+    # --- where a forward stands
+
+    def enter(self, name: str, module: nn.Module) -> None:
+        """Note that a module begins."""
+        self.stack.append((name, module))
+        self._runs[name] = self._runs.get(name, 0) + 1
+        self._places[name, self._runs[name]] = 0
+
+    def leave(self, name: str) -> None:
+        """Note that a module has ended, and those inside it that were left by an exception."""
+        names = [one for one, _ in self.stack]
+        if name in names:
+            del self.stack[len(names) - 1 - names[::-1].index(name) :]
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """Path and class of the innermost module that runs."""
+        return (self.stack[-1][0], type(self.stack[-1][1]).__name__) if self.stack else ("", "")
+
+    def site(self, via: str) -> tuple[tuple[Any, ...], ObservedCore | None]:
+        """Number an attention within its module, so that it is the same one when the module runs again.
+
+        Args:
+            via: what computes it.
+
+        Returns:
+            What identifies it, and what was recorded at its first run.
+        """
+        name = self.owner[0]
+        run = name, self._runs.get(name, 0)
+        number = self._places.get(run, 0)
+        self._places[run] = number + 1
+        key = (name, number if self.stack else via)
+        return key, self._sites.get(key)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the next attention of the running module was recorded at an earlier run."""
+        name = self.owner[0]
+        run = name, self._runs.get(name, 0)
+        return bool(self.stack) and (name, self._places.get(run, 0)) in self._sites
+
+    # --- linear maps and norms
+
+    def map_ran(self, parameter: Tensor, given: Tensor, made: Tensor, features_dim: int = -1, *, rows: int = 0) -> None:
+        """Record a product with a parameter."""
+        if not self.reading.keeps_samples or not (is_plain(given) and is_plain(made)):
+            return
+        module = self.stack[-1][1] if self.stack else None
+        keys = (id(parameter),) if module is None else (id(parameter), id(module))
+        name = self._names.get(id(parameter), "")
+        self._add(keys, name or self.owner[0], "linear", given, made, features_dim, rows)
+
+    def norm_ran(self, weight: Tensor | None, given: Tensor, made: Tensor) -> None:
+        """Record a norm, whose features are those that come in."""
+        if not self.reading.keeps_samples or not (is_plain(given) and is_plain(made)) or given.shape != made.shape:
+            return
+        keys = (id(weight),) if weight is not None else ()
+        self._add_norm(keys, self._names.get(id(weight), "") or self.owner[0], given, made)
+
+    def _add_norm(self, keys: tuple[int, ...], name: str, given: Tensor, made: Tensor) -> None:
+        """Record a norm of tokens, or of the heads of tokens: of each order of its dimensions a sample."""
+        if len(self.maps) >= _MAPS_IN_ALL or given.dim() < 2 or not given.numel() or given.shape[-1] > MAX_FEATURES:
+            return
+        views = [(given[..., None, :, :], made[..., None, :, :])]
+        if given.dim() >= 4:
+            views = [(given, made), (given.transpose(-3, -2), made.transpose(-3, -2))]
+        elif given.dim() == 3:
+            views += [(given[None], made[None]), (given.transpose(0, 1), made.transpose(0, 1))]
+        ways = []
+        for one, other in views:
+            pairs = zip(arrangements(one, self._tokens()[:3]), arrangements(other, self._tokens()[:3]), strict=False)
+            ways += [(before, after) for before, after in pairs if before.start == 0]
+        self._order += 1
+        empty = given.new_empty(0, 0)
+        tokens = given.numel() // given.shape[-1]
+        self.maps.append(
+            MapCall(
+                self._order, keys, name, "norm", tokens, empty, empty, given.data_ptr(), 0, self.owner[0], tuple(ways)
+            )
+        )
+
+    def module_ran(self, module: nn.Module, kind: str, given: Any, made: Any, features_dim: int) -> None:
+        """Record what a module took and gave as a whole."""
+        tensors = isinstance(given, Tensor) and isinstance(made, Tensor)
+        if not tensors or not self.reading.keeps_samples or not (is_plain(given) and is_plain(made)):
+            return
+        if kind == "norm" and given.shape == made.shape:
+            self._add_norm((id(module),), self._names.get(id(module), ""), given, made)
+        elif kind != "norm":
+            self._add((id(module),), self._names.get(id(module), ""), kind, given, made, features_dim, 0)
+
+    def _add(
+        self, keys: tuple[int, ...], name: str, kind: str, given: Tensor, made: Tensor, features_dim: int, rows: int
+    ) -> None:
+        if len(self.maps) >= _MAPS_IN_ALL or not made.is_floating_point() or not made.numel() or made.dim() < 1:
+            return
+        if made.shape[features_dim] > MAX_FEATURES:
+            return
+        self._order += 1
+        before = given.dim() == made.dim() and given.numel() // given.shape[features_dim] == (
+            made.numel() // made.shape[features_dim]
+        )
+        self.maps.append(
+            MapCall(
+                self._order,
+                keys,
+                name,
+                kind,
+                made.numel() // made.shape[features_dim],
+                sample_of_map(given, features_dim) if before else made.new_empty(0, 0),
+                sample_of_map(made, features_dim),
+                given.data_ptr(),
+                rows,
+                self.owner[0],
+            )
+        )
+
+    def _tokens(self) -> list[int]:
+        """How many tokens the maps before were given, those of the running module first, the latest first."""
+        recent = [one for one in self.maps[-_MAPS_BEFORE:][::-1] if one.kind == "linear"]
+        name = self.owner[0]
+        here = [one.tokens for one in recent if one.owner == name or one.owner.startswith(f"{name}.")]
+        return list(dict.fromkeys([*here, *(one.tokens for one in recent)]))
+
+    def _is_self(self) -> bool:
+        name = self.owner[0]
+        recent = [one for one in self.maps[-_MAPS_BEFORE:] if one.kind == "linear"]
+        inside = [one for one in recent if one.owner == name or one.owner.startswith(f"{name}.")]
+        return len({one.source for one in inside}) == 1
+
+    # --- attention
+
+    def _claimed_heads(self) -> int | None:
+        for name, _ in reversed(self.stack):
+            if name in self.reading.heads:
+                return self.reading.heads[name]
+        return None
+
+    def axes_of(self, lead: Sequence[int], queries: int, keys: int) -> Axes | None:
+        """Tell sequences from heads."""
+        tokens = self._tokens()
+        both = [one for one in tokens if queries and one % queries == 0 and one // queries * keys in tokens]
+        return resolve(lead, queries, [*both, *(one for one in tokens if one not in both)], self._claimed_heads())
+
+    def weights_ran(self, scores: Scores, given: Tensor, weights: Tensor, axis: int) -> Taken:
+        """Read the rows of weights that a softmax gave.
+
+        Args:
+            scores: where they come from.
+            given: what the softmax was given.
+            weights: what it gave.
+            axis: dimension of the keys, negative.
+
+        Returns:
+            What was read.
+        """
+        if self.is_repeated:
+            return Taken(None)
+        if scores.query is None or scores.key is None:
+            return Taken(None, "its weights are a softmax, but not of products of queries and keys")
+        if axis == scores.row_axis:
+            swapped = scores.query, scores.row_axis
+            scores.query, scores.row_axis = scores.key, scores.key_axis
+            scores.key, scores.key_axis = swapped
+        if scores.lost:
+            done = ", ".join(dict.fromkeys(scores.lost))
+            return Taken(None, f"its scores go through {done} before the softmax, which is not followed")
+        if axis != scores.key_axis:
+            return Taken(None, "its softmax is over another dimension than that of the keys")
+        order = (scores.row_axis, axis), (-2, -1)
+        given, weights = given.movedim(*order), weights.movedim(*order)
+        queries, keys = int(weights.shape[-2]), int(weights.shape[-1]) - scores.before - scores.after
+        if not (is_plain(weights) and is_plain(scores.query) and is_plain(scores.key)):
+            return Taken(
+                None, f"its tensors are spread over devices or of a kind of their own ({type(weights).__name__})"
+            )
+        if keys != scores.key.shape[-2] or queries != scores.query.shape[-2] or not queries or not keys:
+            return Taken(None, "its softmax is over other columns than its keys")
+        axes = self.axes_of(weights.shape[:-2], queries, keys)
+        if axes is None:
+            return Taken(None, "sequences and heads share a dimension, and nothing tells them apart")
+        shift = None if scores.shift is None else scores.shift.movedim(*order)
+        return self._read(
+            axes,
+            scores.query,
+            scores.key,
+            scores.terms,
+            scores.biases,
+            lambda plan: rows_of_weights(
+                weights, given, plan, first=scores.before, shift=shift, hides_by_scores=bool(scores.unknown)
+            ),
+            is_bounded=not scores.unknown and scores.scale is not None,
+        )
+
+    def _read(
+        self,
+        axes: Axes,
+        query: Tensor,
+        key: Tensor,
+        terms: Sequence[MaskTerm],
+        biases: Sequence[tuple[Tensor | float, float]],
+        rows: Callable[[RowPlan], Iterator[RowChunk]],
+        *,
+        is_bounded: bool = True,
+    ) -> Taken:
+        reading, is_self = self.reading, self._is_self()
+        taken = Taken(axes, is_self=is_self)
+        taken.bias, is_known = _largest(biases, query.device)
+        taken.is_bounded = is_bounded and is_known
+        if reading.reduce_rows is None:
+            taken.unread = "its rows were not asked for"
+            return taken
+        queries, keys = int(query.shape[-2]), int(key.shape[-2])
+        padding = self._padding(axes, queries, keys, terms, query.device)
+        of_queries = padding if is_self and queries == keys else None
+        plan = RowPlan.of(
+            axes, queries, keys, query.device, terms=terms, max_queries=reading.max_queries, left_out=of_queries
+        )
+        for chunk in rows(plan):
+            one = reading.reduce_rows(chunk)
+            taken.rows = one if taken.rows is None else taken.rows + one
+        if taken.rows is None:
+            taken.unread = "its weights do not have the dimensions of its scores"
+        if reading.reduce_norms is not None:
+            for role, tensor in (("query", query), ("key", key)):
+                features = _heads_of(tensor, axes)
+                left_out = of_queries if role == "query" else padding
+                sizes = [axes.lead[dim] for dim in axes.batch]
+                valid = None if left_out is None else ~left_out.view(*sizes, 1, left_out.shape[-1])
+                if features is not None:
+                    taken.norms[role] = reading.reduce_norms(features, valid)
+        return taken
+
+    def _padding(
+        self, axes: Axes, queries: int, keys: int, terms: Sequence[MaskTerm], device: torch.device
+    ) -> Tensor | None:
+        """Tell which keys are padding, ``(sequences, keys)``; each mask of a forward is looked at once."""
+        known = self.reading.padding
+        if known is not None and known.shape == (axes.sequences, keys):
+            return known.to(device)
+        found: Tensor | None = None
+        for term in terms:
+            key = (id(term.tensor), term.kind, axes, queries, keys)
+            if key not in self._paddings:
+                everyone = torch.arange(axes.sequences, device=device)
+                # The mask is kept with it, so that its id stays its own.
+                self._paddings[key] = (term.tensor, term.seen_by_none(axes, everyone, queries, keys))
+            one = self._paddings[key][1]
+            found = one if found is None else found if one is None else found | one
+        return found
+
+    def forget(self) -> None:
+        """Let go of what belongs to one forward alone."""
+        self._paddings.clear()
+        self.stack.clear()
+
+    def core_ran(
+        self,
+        via: str,
+        scores: Scores,
+        value: Tensor | None,
+        output: Tensor | None,
+        taken: Taken | None,
+        *,
+        kind: str = "softmax",
+    ) -> ObservedCore | None:
+        """Record that values were averaged.
+
+        Args:
+            via: what computed it.
+            scores: of which product the weights are.
+            value: ``(*lead, keys, width)``.
+            output: ``(*lead, queries, width)``.
+            taken: what was read of the weights.
+            kind: of weights.
+
+        Returns:
+            The record; None if this one was recorded at an earlier run.
+        """
+        site, known = self.site(via)
+        if known is not None:
+            known.runs += 1
+            return None
+        module, module_type = self.owner
+        self._order += 1
+        core = ObservedCore(module, module_type, kind, via, self._order)
+        self._sites[site] = core
+        self.cores.append(core)
+        core.parts = tuple(name for name, _ in self.stack)
+        core.maps = self.maps[-_MAPS_BEFORE:]
+        if taken is not None:
+            core.axes, core.unread, core.rows, core.norms = taken.axes, taken.unread, taken.rows, taken.norms
+            core.bias, core.is_bounded, core.is_self = taken.bias, taken.is_bounded, taken.is_self
+        core.scale = scores.scale
+        if scores.query is not None and scores.key is not None:
+            core.queries, core.width = int(scores.query.shape[-2]), int(scores.query.shape[-1])
+            core.keys = int(scores.key.shape[-2])
+            core.key_heads = _key_heads(scores.key, core.axes)
+        if value is not None:
+            core.value_width = int(value.shape[-1])
+        if scores.altered:
+            core.rows, core.unread = None, f"its weights go through {', '.join(scores.altered)} after the softmax"
+        if self.reading.keeps_samples:
+            tokens = self._tokens()
+            roles = {"query": scores.query, "key": scores.key, "value": value, "output": output}
+            for role, tensor in roles.items():
+                if tensor is not None and is_plain(tensor) and tensor.dim() >= 2:
+                    core.samples.roles[role] = list(arrangements(tensor, tokens[:4]))
+        return core
+
+    def fused_ran(
+        self,
+        via: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        *,
+        terms: Sequence[MaskTerm] = (),
+        scale: float | None = None,
+        softcap: float = 0.0,
+        unread: str = "",
+    ) -> None:
+        """Record a kernel that keeps its weights to itself.
+
+        Args:
+            via: its name.
+            query: ``(*lead, queries, width)``.
+            key: ``(*lead, keys, width)``.
+            value: ``(*lead, keys, value width)``.
+            output: ``(*lead, queries, value width)``.
+            terms: what hides keys, and what is added.
+            scale: factor of the scores; None for one over the root of the width.
+            softcap: bound of the scores.
+            unread: why its rows cannot be computed; empty if they can.
+        """
+        factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+        scores = Scores(query.detach(), key.detach(), scale=factor)
+        biases: list[tuple[Tensor | float, float]] = [
+            (one.tensor, 1.0) for one in terms if one.kind == "added" and one.tensor is not None
+        ]
+        taken: Taken | None = None
+        if not (is_plain(query) and is_plain(key)):
+            taken = Taken(
+                None, f"its tensors are spread over devices or of a kind of their own ({type(query).__name__})"
+            )
+        elif not self.is_repeated:
+            axes = self.axes_of(query.shape[:-2], int(query.shape[-2]), int(key.shape[-2]))
+            if axes is None or unread:
+                taken = Taken(axes, unread or "sequences and heads share a dimension, and nothing tells them apart")
+            else:
+                taken = self._read(
+                    axes,
+                    query.detach(),
+                    key.detach(),
+                    terms,
+                    biases,
+                    lambda plan: rows_of_operands(
+                        query.detach(), key.detach(), plan, scale=float(factor), softcap=softcap
+                    ),
+                )
+        self.core_ran(via, scores, value, output, taken)
+
+
+def _largest(biases: Sequence[tuple[Tensor | float, float]], device: torch.device) -> tuple[Tensor | None, bool]:
+    """The largest sum that can have been added to a score, without waiting for the device."""
+    total: Tensor | None = None
+    for bias, factor in biases:
+        if math.isnan(factor):
+            return None, False
+        if isinstance(bias, Tensor):
+            top = (bias.detach().amax() if factor > 0 else bias.detach().amin()).float().to(device) * factor
+        else:
+            top = torch.full((), bias * factor, device=device)
+        total = top if total is None else total + top
+    return total, True
+
+
+def _heads_of(tensor: Tensor, axes: Axes) -> Tensor | None:
+    """View queries or keys as ``(..., H, length, width)``."""
+    ours = Axes(tuple(tensor.shape[:-2]), axes.batch) if tensor.dim() - 2 == len(axes.lead) else axes
+    opened = ours.opened(tensor.detach())
+    if opened is None or opened.dim() != len(axes.lead) + 2:
+        return None
+    moved = opened.permute(*axes.batch, *axes.heads_dims, -2, -1)
+    return moved.flatten(len(axes.batch), -3) if axes.heads_dims else moved.unsqueeze(-3)
+
+
+def _key_heads(key: Tensor, axes: Axes | None) -> int:
+    if axes is None:
+        return 0
+    if key.dim() - 2 != len(axes.lead):
+        return axes.heads
+    return math.prod(int(key.shape[dim]) for dim in axes.heads_dims)

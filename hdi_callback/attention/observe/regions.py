@@ -1,0 +1,127 @@
+"""Which modules cannot be observed without changing how they run, and why.
+
+- A compiled graph is guarded by the modes that are on: with one more it would be compiled anew.
+- In evaluation torch's own encoder takes a kernel of its own, unless a mode or a hook is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+_COMPILED = "it is compiled, and a graph cannot be seen into"
+_FAST = "it is in evaluation mode, where torch's fast path computes attention in one kernel"
+_DEPTH = 3  # calls from a forward to a compiled function that are followed
+
+
+def closed_reason(module: nn.Module) -> str | None:
+    """Say why a module is not observed, with all that it holds.
+
+    Args:
+        module: the module.
+
+    Returns:
+        The reason; None if it can be observed.
+    """
+    kind = type(module)
+    if getattr(module, "_compiled_call_impl", None) is not None or kind.__name__ == "OptimizedModule":
+        return _COMPILED
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted, and what TorchScript runs cannot be seen"
+    if isinstance(module, nn.DataParallel):
+        return "nn.DataParallel runs copies of it in other threads"
+    if _takes_fast_path(module):
+        return _FAST
+    forward: Any = vars(module).get("forward", kind.forward)
+    if _is_compiled(forward):
+        return _COMPILED
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if implementation == "flex_attention" and _calls_attention_interface(kind):
+        return "its attention is flex_attention, which is compiled"
+    name = _compiled_function_of(kind)
+    return None if name is None else f"it calls `{name}`, which is compiled"
+
+
+def _takes_fast_path(module: nn.Module) -> bool:
+    if not torch.backends.mha.get_fastpath_enabled():
+        return False
+    if isinstance(module, nn.TransformerEncoder):
+        return not module.training or any(not layer.training for layer in module.layers)
+    if module.training:
+        return False
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return bool(getattr(module.self_attn, "batch_first", True))
+    return isinstance(module, nn.MultiheadAttention) and module.batch_first
+
+
+def _is_compiled(function: Any) -> bool:
+    function = getattr(function, "__func__", function)
+    has_origin = "_torchdynamo_orig_callable" in getattr(function, "__dict__", {})
+    return has_origin and not getattr(function, "_torchdynamo_disable", False)
+
+
+def _calls_attention_interface(kind: type[nn.Module]) -> bool:
+    return any("ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names for function in _functions_of(kind))
+
+
+def _compiled_function_of(kind: type[nn.Module]) -> str | None:
+    """Find a function among those that the methods of a class call that was compiled."""
+    if kind.__module__.partition(".")[0] == "torch":
+        return None
+    seen: set[CodeType] = set()
+    for function in _functions_of(kind):
+        name = _compiled_among(function, seen, _DEPTH)
+        if name is not None:
+            return name
+    return None
+
+
+def _functions_of(kind: type[nn.Module]) -> list[FunctionType]:
+    own = [one for one in kind.__mro__ if one not in (nn.Module, object)]
+    return [value for one in own for value in vars(one).values() if isinstance(value, FunctionType)]
+
+
+def _compiled_among(function: FunctionType, seen: set[CodeType], depth: int) -> str | None:
+    if function.__code__ in seen or not depth:
+        return None
+    seen.add(function.__code__)
+    flex = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", None)
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if value is None:
+            continue
+        if _is_compiled(value) or (flex is not None and value is flex):
+            return name
+        if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in ("torch", "transformers"):
+            found = _compiled_among(value, seen, depth - 1)
+            if found is not None:
+                return found
+    return None
+
+
+def split_open_and_closed(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, tuple[nn.Module, str]]]:
+    """Tell the modules of a model that are observed from those that are not.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Path -> module for those that are; path -> module and reason for the outermost of those that are not.
+    """
+    opened: dict[str, nn.Module] = {}
+    closed: dict[str, tuple[nn.Module, str]] = {}
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        reason = closed_reason(module)
+        if reason is None:
+            opened[name] = module
+        else:
+            closed[name] = (module, reason)
+            inside |= {id(part) for part in module.modules()}
+    return {name: module for name, module in opened.items() if id(module) not in inside}, closed

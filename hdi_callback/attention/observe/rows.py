@@ -1,0 +1,237 @@
+"""Attention rows: the weights of a few queries over all keys that they see, as the model computes them.
+
+Where the model forms its weights itself, they are taken as they are, after the softmax and before dropout. Where a
+fused kernel keeps them to itself, they are computed for the sampled queries from what the kernel received. Either way
+what is taken is bounded: pieces of at most `BUDGET` numbers, each handed on before the next one is formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.observe.axes import Axes, spread
+from hdi_callback.attention.observe.masks import HIDDEN, MaskTerm, hidden_by
+
+BUDGET = 2**22
+"""Numbers in one piece."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowChunk:
+    """Weights of some queries.
+
+    Attributes:
+        weights: ``(S, H, q, keys)``, float32, before dropout; a row sums to less than 1 where part of the softmax goes
+            to learned sinks, and is zero where a query sees no key or is padding.
+        visible: ``(S, 1 or H, q, keys)``, True where a query sees a key.
+        logits: what the softmax was given, like `weights`, masked places included; None if it is not known.
+        sequences: ``(S,)``, numbers of the sequences in the batch.
+        positions: ``(q,)``, positions of the queries.
+    """
+
+    weights: Tensor
+    visible: Tensor
+    logits: Tensor | None
+    sequences: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlan:
+    """Which queries are read.
+
+    Attributes:
+        axes: the leading dimensions of queries and scores.
+        queries: how many queries there are in a sequence.
+        keys: how many keys.
+        sequences: ``(S,)``, the sequences that are read.
+        positions: ``(q,)``, the queries of each that are read.
+        terms: what hides keys.
+        left_out: ``(S, queries)``, queries that are padding; None if none is known.
+    """
+
+    axes: Axes
+    queries: int
+    keys: int
+    sequences: Tensor
+    positions: Tensor
+    terms: tuple[MaskTerm, ...] = ()
+    left_out: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        axes: Axes,
+        queries: int,
+        keys: int,
+        device: torch.device,
+        *,
+        terms: Sequence[MaskTerm] = (),
+        max_queries: int = 64,
+        left_out: Tensor | None = None,
+    ) -> RowPlan:
+        """Choose queries, and find out what is padding.
+
+        Args:
+            axes: the leading dimensions.
+            queries: how many queries there are in a sequence.
+            keys: how many keys.
+            device: where the scores are.
+            terms: what hides keys.
+            max_queries: how many queries to read over all sequences.
+            left_out: ``(sequences, queries)``, True at queries that are padding. Which keys are hidden follows from
+                `terms` alone.
+
+        Returns:
+            The plan.
+        """
+        sequences = spread(max(1, min(max_queries, max(8, max_queries // max(queries, 1)))), axes.sequences, device)
+        positions = spread(max(1, max_queries // max(len(sequences), 1)), queries, device)
+        some = None if left_out is None else left_out[sequences]
+        return cls(axes, queries, keys, sequences, positions, tuple(terms), some)
+
+    def pieces(self, per_query: int, per_sequence: int = 0) -> Iterator[RowPlan]:
+        """Cut the plan so that no piece needs more than the budget.
+
+        Args:
+            per_query: numbers that one query of one sequence needs.
+            per_sequence: numbers that one sequence needs besides.
+
+        Yields:
+            Plans of fewer sequences and queries.
+        """
+        per_all = per_query * len(self.positions) + per_sequence
+        together = max(1, BUDGET // max(per_all, 1))
+        step = max(1, BUDGET // max(per_query, 1))
+        for start in range(0, len(self.sequences), together):
+            some = slice(start, start + together)
+            part = replace(
+                self,
+                sequences=self.sequences[some],
+                left_out=None if self.left_out is None else self.left_out[some],
+            )
+            for first in range(0, len(self.positions), step):
+                yield replace(part, positions=self.positions[first : first + step])
+
+    def visible(self) -> Tensor:
+        """Tell which keys the chosen queries see.
+
+        Returns:
+            ``(S, 1 or heads, q, keys)``; False throughout for queries that are padding.
+        """
+        hidden = hidden_by(self.terms, self.axes, self.sequences, self.positions, self.keys)
+        shape = (len(self.sequences), 1, len(self.positions), self.keys)
+        device = self.positions.device
+        seen = (
+            torch.ones(shape, dtype=torch.bool, device=device)
+            if hidden is None
+            else (~hidden).expand(shape[0], hidden.shape[1], *shape[2:])
+        )
+        if self.left_out is not None:
+            seen = seen & ~self.left_out[:, None, self.positions, None]
+        return seen
+
+
+def rows_of_weights(
+    weights: Tensor,
+    logits: Tensor | None,
+    plan: RowPlan,
+    *,
+    first: int = 0,
+    shift: Tensor | None = None,
+    hides_by_scores: bool = False,
+) -> Iterator[RowChunk]:
+    """Read rows where the model has them.
+
+    Args:
+        weights: ``(*lead, queries, columns)``, with at least as many columns as keys.
+        logits: what the softmax was given, of the same shape, or None.
+        plan: which rows.
+        first: column of the first key.
+        shift: what was subtracted from the logits before, ``(*lead, queries, 1)``.
+        hides_by_scores: not all that hides keys is among the terms: keys far below the largest logit are hidden too.
+
+    Yields:
+        Pieces of a bounded size.
+    """
+    axes = plan.axes
+    opened, given = axes.opened(weights), None if logits is None else axes.opened(logits)
+    moved = None if shift is None else axes.opened(shift)
+    if opened is None:
+        return
+    for part in plan.pieces(opened.shape[-1] * axes.heads):
+        keys = slice(first, first + part.keys)
+        rows = axes.rows(opened, part.sequences, part.positions)[..., keys].float()
+        scores = None if given is None else axes.rows(given, part.sequences, part.positions)[..., keys].float()
+        if scores is not None and moved is not None:
+            scores = scores + axes.rows(moved, part.sequences, part.positions).float()
+        visible = part.visible()
+        if hides_by_scores and scores is not None:
+            visible = visible & (scores > scores.amax(-1, keepdim=True) + HIDDEN)
+        yield RowChunk(_of_seeing(rows, visible), visible, scores, part.sequences, part.positions)
+
+
+def rows_of_operands(
+    query: Tensor,
+    key: Tensor,
+    plan: RowPlan,
+    *,
+    scale: float | Tensor,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Iterator[RowChunk]:
+    """Compute rows from what a fused kernel received.
+
+    Args:
+        query: ``(*lead, queries, width)``.
+        key: ``(*lead, keys, width)``, where the dimensions of heads may hold fewer, each for as many query heads side
+            by side as it takes.
+        plan: which rows, and what is added and hidden.
+        scale: factor of the scores.
+        softcap: bound of the scores, before anything is added; 0 for none.
+        sinks: ``(heads,)``, a logit of each head that takes part in the softmax and belongs to no key.
+
+    Yields:
+        Pieces of a bounded size.
+    """
+    axes = plan.axes
+    queries = axes.opened(query)
+    key_axes = Axes(tuple(key.shape[:-2]), axes.batch) if key.dim() == query.dim() else axes
+    keys = key_axes.opened(key)
+    if queries is None or keys is None:
+        return
+    width = query.shape[-1]
+    for part in plan.pieces(part_size(axes.heads, plan.keys), axes.heads * plan.keys * width):
+        q = axes.rows(queries, part.sequences, part.positions).float()  # (S, H, q, width)
+        k = key_axes.rows(keys, part.sequences, None).float()  # (S, G, keys, width)
+        groups = k.shape[1]
+        grouped = q.reshape(q.shape[0], groups, -1, *q.shape[2:])
+        scores = (grouped @ k[:, :, None].mT).flatten(1, 2) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        for term in part.terms:
+            added = term.added(axes, part.sequences, part.positions)
+            scores = scores if added is None else scores + added
+        visible = part.visible()
+        hidden = hidden_by(part.terms, axes, part.sequences, part.positions, part.keys)
+        masked = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            one = sinks.float().view(1, -1, 1, 1).expand(*masked.shape[:3], 1)
+            weights = torch.cat([masked, one], -1).softmax(-1)[..., :-1]
+        else:
+            weights = masked.softmax(-1)
+        yield RowChunk(_of_seeing(weights, visible), visible, scores, part.sequences, part.positions)
+
+
+def part_size(heads: int, keys: int) -> int:
+    """Count the numbers of one query's rows."""
+    return heads * keys
+
+
+def _of_seeing(rows: Tensor, visible: Tensor) -> Tensor:
+    """Empty the rows of queries that see nothing, whose softmax is 0/0 or uniform by accident."""
+    return rows.masked_fill(~visible.any(-1, keepdim=True), 0.0)

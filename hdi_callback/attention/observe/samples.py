@@ -1,0 +1,164 @@
+"""A few tokens of what linear maps took and gave, and of what attention received, at the same places.
+
+Which dimension numbers sequences, tokens or heads is not known when a map runs; what is known is how many tokens N it
+was given. So a sample is taken at fixed places among N, and again of what attention receives, at the same places in
+every order of its dimensions in which it has N tokens. Features are then compared, and equality says which order it
+was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.observe.axes import unravel
+
+TOKENS = 14
+"""Tokens of a sample, fewer if there are fewer."""
+MAX_FEATURES = 2**16
+"""A map that gives more features, as one to a vocabulary does, is left out."""
+
+
+def places(tokens: int, device: torch.device) -> Tensor:
+    """Choose the tokens of a sample: the first three, which stand at the first positions, and others far apart.
+
+    Args:
+        tokens: how many there are.
+        device: where the result is needed; nothing is copied from the host.
+
+    Returns:
+        ``(min(TOKENS, tokens),)``, whole numbers.
+    """
+    if tokens <= TOKENS:
+        return torch.arange(tokens, device=device)
+    far = TOKENS - 3
+    return torch.cat([torch.arange(3, device=device), torch.arange(1, far + 1, device=device) * (tokens - 1) // far])
+
+
+@dataclass(frozen=True, eq=False)
+class MapCall:
+    """One call of a linear map, or of a norm.
+
+    Attributes:
+        order: of the calls of a forward.
+        keys: what it may be known by: the id of its parameter, of its module.
+        name: dotted path of the module or parameter.
+        kind: ``"linear"`` or ``"norm"``.
+        tokens: how many tokens it was given.
+        given: ``(P, in features)``, a sample of what it was given; empty if that does not fit.
+        made: ``(P, out features)``, a sample of what it gave.
+        source: where its input is stored, the same for maps of the same input.
+        rows: first row of the parameter, where a part of one was multiplied with.
+        owner: dotted path of the module in whose forward it ran.
+        ways: of a norm: what it was given and what it gave, in every order of the dimensions.
+    """
+
+    order: int
+    keys: tuple[int, ...]
+    name: str
+    kind: str
+    tokens: int
+    given: Tensor
+    made: Tensor
+    source: int
+    rows: int = 0
+    owner: str = ""
+    ways: tuple[tuple[Arrangement, Arrangement], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """A sample of a tensor in one order of its dimensions.
+
+    Attributes:
+        features: ``(P, heads, width)``.
+        tokens: N, how many tokens the tensor has in this order.
+        start: token of each sequence that the first of the N tokens is, where there are more than N.
+        length_first: tokens are numbered position by position, not sequence by sequence.
+    """
+
+    features: Tensor
+    tokens: int
+    start: int = 0
+    length_first: bool = False
+
+
+@dataclass(eq=False)
+class CoreSamples:
+    """Samples of what one attention received and gave: role -> arrangements."""
+
+    roles: dict[str, list[Arrangement]] = field(default_factory=dict)
+
+
+def sample_of_map(tensor: Tensor, features_dim: int = -1) -> Tensor:
+    """Take the sample of what a map took or gave.
+
+    Args:
+        tensor: with its features in one dimension.
+        features_dim: that dimension, negative.
+
+    Returns:
+        ``(P, features)``, detached and copied.
+    """
+    last = tensor.detach().movedim(features_dim, -1)
+    sizes = last.shape[:-1]
+    return last[unravel(places(math.prod(sizes), last.device), sizes)] if sizes else last[None].clone()
+
+
+def arrangements(tensor: Tensor, tokens: Sequence[int]) -> Iterator[Arrangement]:
+    """Take samples of a tensor of heads, in every order in which it has as many tokens as a map was given.
+
+    Args:
+        tensor: ``(*lead, length, width)``, what attention received in one role.
+        tokens: how many tokens maps were given, the latest first.
+
+    Yields:
+        Samples; none if no order fits.
+    """
+    tensor = tensor.detach()
+    *lead, length, _ = tensor.shape
+    for count in dict.fromkeys(tokens):
+        if not count:
+            continue
+        found = False
+        if count % length == 0:
+            for arrangement in _at_length(tensor, lead, count, count // length, 0, length):
+                found = True
+                yield arrangement
+        if not found:  # a part of the tokens: another stream, a prefix, a cache
+            for sequences in sorted({math.prod(lead[:size]) for size in range(len(lead) + 1)}):
+                part = count // sequences if count % sequences == 0 else 0
+                for start in sorted({0, length - part}) if 0 < part < length else ():
+                    yield from itertools.islice(_at_length(tensor, lead, count, sequences, start, part), 1)
+
+
+def _at_length(
+    tensor: Tensor, lead: Sequence[int], count: int, sequences: int, start: int, length: int
+) -> Iterator[Arrangement]:
+    if len(lead) == 1 and lead[0] != sequences and lead[0] % sequences == 0:
+        for both in {(sequences, lead[0] // sequences), (lead[0] // sequences, sequences)}:
+            opened = tensor.reshape(*both, *tensor.shape[1:])
+            yield from _at_length(opened, both, count, sequences, start, length)
+        return
+    dims = range(len(lead))
+    for size in range(len(lead) + 1):
+        for batch in itertools.combinations(dims, size):
+            if math.prod(lead[dim] for dim in batch) != sequences:
+                continue
+            heads = [dim for dim in dims if dim not in batch]
+            for length_first in (False, True) if sequences > 1 and length > 1 else (False,):
+                sizes: tuple[int, ...]
+                order = (len(lead), *batch) if length_first else (*batch, len(lead))
+                sizes = (
+                    (length, *(lead[dim] for dim in batch)) if length_first else (*(lead[dim] for dim in batch), length)
+                )
+                index = list(unravel(places(count, tensor.device), sizes))
+                place = 0 if length_first else len(batch)
+                index[place] = index[place] + start
+                taken = tensor.permute(*order, *heads, len(lead) + 1)[tuple(index)]
+                yield Arrangement(taken.reshape(taken.shape[0], -1, taken.shape[-1]), count, start, length_first)

@@ -1,0 +1,135 @@
+"""The attention weights that a model returns itself, against the rows that were observed in its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """All pieces of rows, kept; `+` puts them one after the other."""
+
+    chunks: tuple[RowChunk, ...]
+
+    def __add__(self, other: Rows) -> Rows:
+        return Rows(self.chunks + other.chunks)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One observed attention beside the one that the model returned.
+
+    Attributes:
+        module: where it ran.
+        unread: why its rows were not read.
+        error: the largest difference; None if the model returned none of this shape.
+        place: which of the returned ones it is.
+        read: how many queries were compared.
+    """
+
+    module: str
+    unread: str
+    error: float | None
+    place: int | None
+    read: int
+
+
+def returned(outputs: Any) -> list[Tensor]:
+    """Find everything that a model returned as attention weights."""
+    found: list[Tensor] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor) and value.dim() >= 3:
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            for one in value:
+                visit(one)
+
+    for name in getattr(outputs, "keys", list)():
+        if "attentions" in name:
+            visit(outputs[name])
+        elif hasattr(outputs[name], "keys"):
+            found += returned(outputs[name])
+    return found
+
+
+def observed(model: nn.Module, forward: Callable[[], Any], **options: Any) -> AttentionObserver:
+    """Observe one forward, and keep all rows."""
+    observer = AttentionObserver(model, reduce_rows=lambda chunk: Rows((chunk,)), **options)
+    observer.arm()
+    try:
+        forward()
+    finally:
+        observer.disarm()
+    return observer
+
+
+def error_of(core: ObservedCore, weights: Tensor) -> tuple[float, int] | None:
+    """Compare rows with weights that a model returned.
+
+    Args:
+        core: with its rows kept.
+        weights: ``(batch, H, queries, keys)``.
+
+    Returns:
+        The largest difference over the queries that see anything, and how many those are; None if shapes differ.
+    """
+    worst, read = 0.0, 0
+    for chunk in core.rows.chunks if core.rows is not None else ():
+        S, H, q, keys = chunk.weights.shape
+        if (
+            weights.dim() != 4
+            or weights.shape[1] != H
+            or weights.shape[-1] != keys
+            or weights.shape[-2] != core.queries
+        ):
+            return None
+        if core.axes is None or weights.shape[0] != core.axes.sequences:
+            return None
+        theirs = weights[chunk.sequences][:, :, chunk.positions].float()
+        sees = chunk.visible.any(-1, keepdim=True).expand(S, H, q, 1)
+        worst = max(worst, float(((chunk.weights - theirs).abs() * sees).max()))
+        read += int(sees[:, 0].sum())
+    return worst, read
+
+
+def compared(cores: list[ObservedCore], weights: list[Tensor]) -> Iterator[Comparison]:
+    """Put each observed attention beside the one of those that are left that it agrees with best, in their order."""
+    left = dict(enumerate(weights))
+    for core in cores:
+        ways = {place: error_of(core, one) for place, one in left.items()} if core.rows is not None else {}
+        fitting = {place: way for place, way in ways.items() if way is not None}
+        if not fitting:
+            yield Comparison(core.module, core.unread, None, None, 0)
+            continue
+        place = min(fitting, key=lambda place: fitting[place][0])
+        left.pop(place)
+        yield Comparison(core.module, core.unread, fitting[place][0], place, fitting[place][1])
+
+
+def against_eager(model: Any, inputs: dict[str, Any], implementation: str = "eager") -> tuple[list[Comparison], int]:
+    """Compare what is observed under an implementation of attention with what the model returns under ``eager``.
+
+    Args:
+        model: of transformers, in evaluation.
+        inputs: of its forward.
+        implementation: ``"eager"`` or ``"sdpa"``.
+
+    Returns:
+        One comparison for each attention that ran, and how many weights the model returned.
+    """
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        weights = returned(model(**inputs, output_attentions=True))
+        with suppress(ValueError):
+            model.set_attn_implementation(implementation)
+        observer = observed(model, lambda: model(**inputs))
+    return list(compared(list(observer.cores), weights)), len(weights)

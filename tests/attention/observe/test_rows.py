@@ -1,0 +1,245 @@
+"""Rows that are observed in a forward are the attention weights that the model itself returns."""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.core.kernels import AttentionSums, NormSums, logit_bound
+from tests.attention.observe.oracle import Rows, against_eager, observed
+from tests.attention.sweep.architectures import config_of, variants
+
+B, T, S = 3, 11, 7
+ENCODERS = ["bert", "albert", "roberta", "modernbert", "deberta-v2", "mpnet"]
+DECODERS = [
+    "gpt2", "gpt_neox", "llama", "mistral", "gemma2", "qwen3", "olmo2", "gpt_oss", "bloom", "mpt", "opt", "phi3",
+]  # fmt: skip
+BOTH = ["t5", "bart"]
+PADDING = {"none": slice(0, 0), "left": slice(0, 4), "right": slice(T - 4, T)}
+
+
+def built(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    return next(variants(family)).eval()
+
+
+def inputs_of(family: str, padding: str) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(5, 50, (B, T), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(B, T, dtype=torch.long)
+    mask[1, PADDING[padding]] = 0
+    inputs = {"input_ids": tokens} | ({} if padding == "none" else {"attention_mask": mask})
+    if family in BOTH:
+        inputs["decoder_input_ids"] = tokens[:, :S]
+    return inputs if family in ENCODERS else {**inputs, "use_cache": False}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *BOTH])
+def test_rows_are_the_weights_that_the_model_returns(family, padding, implementation):
+    model = built(family)
+    comparisons, returned = against_eager(model, inputs_of(family, padding), implementation)
+    assert len(comparisons) == (1 if family == "albert" else returned)  # whose layers are one that runs again
+    assert [one.unread for one in comparisons if one.unread] == []
+    assert max(one.error for one in comparisons) < 1e-5
+    queries = B * T - (4 if padding != "none" else 0)
+    decoder = B * S  # queries of a decoder see its own tokens, or those of the encoder
+    for one in comparisons:
+        assert one.read == (decoder if family in BOTH and "decoder" in one.module else queries), one.module
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_rows_of_whisper_are_those_that_it_returns(implementation):
+    model, config = built("whisper"), config_of("whisper")
+    sound = torch.randn(B, config.num_mel_bins, config.max_source_positions * 2)
+    inputs = {"input_features": sound, "decoder_input_ids": torch.arange(B * S).view(B, S), "use_cache": False}
+    comparisons, returned = against_eager(model, inputs, implementation)
+    assert len(comparisons) == returned == 3 * config.decoder_layers
+    assert max(one.error for one in comparisons) < 1e-5
+
+
+class TorchAttention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 4, **options)
+
+    def forward(self, x, memory=None, **masks):
+        memory = x if memory is None else memory
+        return self.attn(x, memory, memory, **masks)
+
+
+@pytest.mark.parametrize("needs_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", ["none", "padding", "causal", "both", "bias"])
+def test_rows_of_torchs_own_attention_are_those_that_it_returns(mask, batch_first, needs_weights):
+    torch.manual_seed(0)
+    model = TorchAttention(batch_first=batch_first)
+    x = torch.randn(B, T, 16)
+    padding = torch.zeros(B, T, dtype=torch.bool)
+    padding[1, -4:] = True
+    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
+    masks = {
+        "none": {}, "padding": {"key_padding_mask": padding}, "causal": {"attn_mask": causal},
+        "both": {"key_padding_mask": padding, "attn_mask": causal}, "bias": {"attn_mask": torch.randn(B * 4, T, T)},
+    }[mask]  # fmt: skip
+    given = x if batch_first else x.transpose(0, 1)
+    _, expected = model(given, average_attn_weights=False, need_weights=True, **masks)
+    (core,) = observed(model, lambda: model(given, need_weights=needs_weights, **masks)).cores
+    assert core.unread == ""
+    read = 0
+    for chunk in core.rows.chunks:
+        sees = chunk.visible.any(-1, keepdim=True)
+        there = expected[chunk.sequences][:, :, chunk.positions]
+        assert ((chunk.weights - there).abs() * sees).max() < 1e-6
+        read += int(sees[:, 0].sum())
+    assert read == B * T - (4 if "padding" in masks or mask in ("padding", "both") else 0)
+
+
+class ByHand(nn.Module):
+    """Attention as it is written out, in many ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.heads = way, 4
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.sinks = nn.Parameter(torch.randn(4))
+        self.weights: torch.Tensor | None = None
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        q, k, v = (part.view(B, T, 4, 4) for part in self.qkv(x).chunk(3, -1))
+        out = getattr(self, self.way)(q, k, v)
+        return self.out(out.reshape(B, T, 16))
+
+    def keep(self, weights):
+        """(B, H, T, T), before dropout"""
+        self.weights = weights.detach()
+        return weights
+
+    def transposed(self, q, k, v):
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        return (self.keep((q @ k.transpose(-2, -1) / 2).softmax(-1)) @ v).transpose(1, 2)
+
+    def by_einsum(self, q, k, v):
+        weights = self.keep(torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.5, dim=-1))
+        return torch.einsum("bhqk,bkhd->bqhd", F.dropout(weights, 0.1, training=False), v)
+
+    def heads_last(self, q, k, v):
+        weights = torch.einsum("bihd,bjhd->bijh", q, k).mul(0.5).softmax(2)
+        self.keep(weights.permute(0, 3, 1, 2))
+        return torch.einsum("bijh,bjhd->bihd", weights, v)
+
+    def keys_first(self, q, k, v):
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        weights = (k @ q.mT / 2).softmax(-2)  # (B, H, keys, queries)
+        self.keep(weights.mT)
+        return (v.mT @ weights).mT.transpose(1, 2)
+
+    def in_place(self, q, k, v):
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        scores = q @ k.mT
+        scores *= 0.5
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        return (self.keep(F.softmax(scores, -1)) @ v).transpose(1, 2)
+
+    def one_dimension(self, q, k, v):
+        q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v))
+        weights = torch.bmm(q, k.transpose(1, 2)).div(2.0).softmax(-1)
+        self.keep(weights.view(-1, 4, *weights.shape[1:]))
+        return torch.bmm(weights, v).view(-1, 4, *v.shape[1:]).transpose(1, 2)
+
+    def with_sinks(self, q, k, v):
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        scores = q @ k.mT / 2
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return (self.keep(scores.softmax(-1)[..., :-1]) @ v).transpose(1, 2)
+
+    def capped(self, q, k, v):
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        scores = torch.tanh(q @ k.mT / 2 / 3.0) * 3.0
+        return (self.keep(scores.softmax(-1)) @ v).transpose(1, 2)
+
+    def grouped(self, q, k, v):
+        q, k, v = q.unflatten(2, (2, 2)), k[:, :, :2], v[:, :, :2]
+        weights = torch.einsum("bqgrd,bkgd->bgrqk", q, k).softmax(-1)
+        self.keep(weights.flatten(1, 2))
+        return torch.einsum("bgrqk,bkgd->bqgrd", weights, v).flatten(2, 3)
+
+    def fused_and_grouped(self, q, k, v):
+        q, k, v = q.transpose(1, 2), k[:, :, :2].transpose(1, 2), v[:, :, :2].transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7, enable_gqa=True)
+        scores = (q @ k.repeat_interleave(2, 1).mT * 0.7).masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf)
+        self.keep(scores.softmax(-1))
+        return out.transpose(1, 2)
+
+
+WAYS = [name for name in vars(ByHand) if name not in ("forward", "keep") and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_attention_that_is_written_out_are_those_that_it_multiplies_with(way):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ByHand(way)), torch.randn(B, T, 16)
+    cores = [core for core in observed(model, lambda: model(x)).cores if core.via != "nothing"]
+    assert [core.unread for core in cores] == [""]
+    assert (cores[0].kind, cores[0].heads, cores[0].key_heads) == ("softmax", 4, 2 if "grouped" in way else 4)
+    expected = model[0].weights
+    for chunk in cores[0].rows.chunks:
+        there = expected[chunk.sequences][:, :, chunk.positions]
+        assert torch.allclose(chunk.weights, there, atol=1e-6)
+    assert sum(chunk.weights[:, 0, :, 0].numel() for chunk in cores[0].rows.chunks) == B * T
+
+
+@pytest.mark.parametrize("way", ["transposed", "by_einsum", "in_place", "one_dimension", "capped", "fused_and_grouped"])
+def test_no_logit_is_above_its_certificate(way):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ByHand(way)), torch.randn(B, T, 16)
+    observer = AttentionObserver(
+        model,
+        reduce_rows=lambda chunk: AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits),
+        reduce_norms=NormSums.of,
+    )
+    observer.arm()
+    model(x)
+    observer.disarm()
+    (core,) = observer.cores
+    assert core.is_bounded
+    query, key = core.norms["query"], core.norms["key"]
+    bias = 0.0 if core.bias is None else float(core.bias)
+    bound = logit_bound(query, key, abs(float(core.scale)), bias=bias)
+    largest = core.rows.rows().logit
+    assert (largest <= bound * (1 + 1e-5)).all()
+    assert (largest > 0.05 * bound).all()  # it is no bound that anything would satisfy
+
+
+def test_reduced_in_small_pieces_it_is_the_same_number(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ByHand("transposed")), torch.randn(B, T, 16)
+    whole = observed(model, lambda: model(x)).cores[0].rows
+    monkeypatch.setattr("hdi_callback.attention.observe.rows.BUDGET", 4 * T * 2)  # two queries of four heads
+    pieces = observed(model, lambda: model(x)).cores[0].rows
+    assert len(pieces.chunks) > len(whole.chunks)
+    sums = [
+        reduce(operator.add, (AttentionSums.of(one.weights, one.visible) for one in rows.chunks))
+        for rows in (whole, pieces)
+    ]
+    assert torch.allclose(sums[0].rows().entropy, sums[1].rows().entropy)
+    assert torch.allclose(sums[0].rows().product, sums[1].rows().product)
+
+
+def test_only_few_queries_of_a_long_sequence_are_read():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ByHand("transposed")), torch.randn(2, 300, 16)
+    (core,) = observed(model, lambda: model(x), max_queries=16).cores
+    assert isinstance(core.rows, Rows)
+    read = [chunk.weights.shape for chunk in core.rows.chunks]
+    assert sum(sequences * queries for sequences, _, queries, _ in read) == 16
+    assert all(keys == 300 for *_, keys in read)
