@@ -38,6 +38,7 @@ from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.hooks import Hooks
 from hdi_callback.attention.projections import feature_dim
 from hdi_callback.attention.sharding import as_part, on_parts
+from hdi_callback.attention.weight_reading import read_tensor
 
 
 @dataclass(frozen=True)
@@ -356,14 +357,16 @@ def recompute_head_outputs(
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     identity = torch.eye(module.embed_dim, dtype=query.dtype, device=query.device)
     separate = not module._qkv_same_embed_dim
+    # In a graph nothing can be read apart, and the forward has the same parametrization in it.
+    read: Any = getattr if torch.compiler.is_compiling() else read_tensor
     outputs, _ = F.multi_head_attention_forward(
         query,
         key,
         value,
         module.embed_dim,
         module.num_heads,
-        module.in_proj_weight,
-        module.in_proj_bias,
+        read(module, "in_proj_weight"),
+        read(module, "in_proj_bias"),
         module.bias_k,
         module.bias_v,
         module.add_zero_attn,
@@ -375,9 +378,9 @@ def recompute_head_outputs(
         need_weights=False,
         attn_mask=attn_mask,
         use_separate_proj_weight=separate,
-        q_proj_weight=module.q_proj_weight,
-        k_proj_weight=module.k_proj_weight,
-        v_proj_weight=module.v_proj_weight,
+        q_proj_weight=read(module, "q_proj_weight"),
+        k_proj_weight=read(module, "k_proj_weight"),
+        v_proj_weight=read(module, "v_proj_weight"),
         is_causal=is_causal,
     )
     return outputs.transpose(0, 1) if is_batched else outputs

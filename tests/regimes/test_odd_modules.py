@@ -7,8 +7,11 @@ import threading
 import time
 import warnings
 import weakref
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -17,8 +20,13 @@ from torch.nn import functional as F
 from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrizations, parametrize
 
-from hdi_callback import HeadDiversityMonitor, find_attention
-from hdi_callback.errors import MisconfigurationError, MonitoringWarning, UnsupportedAttentionWarning
+from hdi_callback import HDICallback, HeadDiversityMonitor, find_attention, watch_heads
+from hdi_callback.errors import (
+    MisconfigurationError,
+    MonitoringWarning,
+    NothingToWatchError,
+    UnsupportedAttentionWarning,
+)
 
 D, H = 16, 4
 LOSSES: list[torch.Tensor] = []
@@ -326,6 +334,25 @@ def test_no_trial_seeds_a_device(monkeypatch):
     assert called == []
 
 
+@pytest.mark.parametrize("name", ["in_proj_weight", "q_proj_weight"])
+def test_torchs_own_attention_with_spectral_norm_is_read_without_iterating(name):
+    width = None if name == "in_proj_weight" else 8
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(D, H, kdim=width, vdim=width, batch_first=True)})
+    parametrizations.spectral_norm(model["attn"], name)
+    x, y = torch.randn(2, 6, D), torch.randn(2, 6, width or D)
+    with HeadDiversityMonitor(model, metrics=["hdi_query", "head_covariance"]) as monitor:
+        model["attn"](x, y, y)
+        plain = {key: value.clone() for key, value in model.state_dict().items()}
+        model["attn"](x, y, y)
+        expected = {key: value.clone() for key, value in model.state_dict().items()}
+        model.load_state_dict(plain)
+        monitor.arm()
+        model["attn"](x, y, y)
+        record = monitor.measure(0).record()
+    assert set(record.layers["attn"].values) >= {"hdi_query", "head_covariance"}
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
 # --- what ends nothing
 
 
@@ -382,6 +409,79 @@ def test_strict_waits_for_the_first_forward_and_raises_before_the_first_step():
         model(torch.randn(2, 6, D))
         with pytest.raises(MisconfigurationError, match="nothing to watch"):
             monitor.measure(0)
+
+
+class NeedyAttention(Attention):
+    """Needs inputs that nobody can make up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, gate):
+        return super().forward(x * gate["gate"]) * self.gain
+
+
+class Needy(Model):
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x, {"gate": torch.ones(6, D)})
+        return x
+
+
+def steps_taken(model: nn.Module, folder: Path, *, strict: bool) -> tuple[int, list[str]]:
+    optimizer, taken = torch.optim.SGD(model.parameters(), 0.1), 0
+    with watch_heads(model, optimizer, every_n_steps=1, log_dir=folder, strict=strict) as heads:
+        for _ in range(3):
+            with heads.step():
+                model(torch.randn(2, 6, D)).square().mean().backward()
+                before = [parameter.clone() for parameter in model.parameters()]
+                optimizer.step()
+                taken += not all(torch.equal(*pair) for pair in zip(before, model.parameters()))
+                optimizer.zero_grad()
+        return taken, [layer.name for layer in heads._watch.monitor.layers]
+
+
+@pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_loop_reads_what_the_first_forward_shows(tmp_path, strict):
+    assert steps_taken(Needy(NeedyAttention), tmp_path, strict=strict) == (3, ["blocks.0", "blocks.1"])
+
+
+@pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")
+def test_a_strict_loop_without_attention_ends_before_its_first_step(tmp_path):
+    assert steps_taken(nn.Sequential(HeadlessAttention()), tmp_path / "lenient", strict=False) == (3, [])
+    model = nn.Sequential(HeadlessAttention())
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(NothingToWatchError, match="nothing to watch"):
+        steps_taken(model, tmp_path / "strict", strict=True)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters()))
+
+
+class Lit(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, index):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")
+@pytest.mark.parametrize(("model", "steps"), [(Needy(NeedyAttention), 3), (nn.Sequential(HeadlessAttention()), 0)])
+def test_a_strict_callback_ends_before_the_first_step_or_not_at_all(tmp_path, model, steps):
+    trainer = L.Trainer(
+        max_steps=3, callbacks=[HDICallback(every_n_steps=1, strict=True)], logger=False, accelerator="cpu",
+        default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    raises = nullcontext() if steps else pytest.raises(NothingToWatchError)
+    with raises:
+        trainer.fit(Lit(model), torch.utils.data.DataLoader(torch.randn(8, 6, D), batch_size=2))
+    assert trainer.global_step == steps
+    assert bool(steps) == ("hdi/min" in trainer.callback_metrics)
 
 
 def test_strict_raises_at_once_where_nothing_can_come():
