@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
@@ -54,7 +55,7 @@ class Window:
         self._thread, self.reason, self.has_run = threading.get_ident(), "", False
         for name, module in modules.items():
             before, after = _Entrance(self, name), _Exit(self, name)
-            # First of all hooks before, and called whatever happens after.
+            # The second is called whatever happens in the forward.
             self._handles.append(module.register_forward_pre_hook(before))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         for module in closed.values():
@@ -123,7 +124,8 @@ class _Entrance:
         self._window, self._name = window, name
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._window.enter(self._name, module)
+        if not torch.compiler.is_compiling():  # all that a graph sees of it is that it is nothing
+            self._window.enter(self._name, module)
 
 
 class _Exit:
@@ -133,7 +135,8 @@ class _Exit:
         self._window, self._name = window, name
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        self._window.leave(self._name, module, args, kwargs, result)
+        if not torch.compiler.is_compiling():
+            self._window.leave(self._name, module, args, kwargs, result)
 
 
 def _take_off(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
