@@ -27,7 +27,7 @@ gradient is recorded, and the host does not wait for the device until `verdicts`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.mode import ObservingMode
+from hdi_callback.attention.observe.quiet import quiet
 from hdi_callback.attention.observe.recorder import Reading, Recorder
 from hdi_callback.attention.observe.regions import split_open_and_closed
 from hdi_callback.attention.observe.rows import RowChunk
@@ -94,14 +95,13 @@ class AttentionObserver:
         self.failures: list[str] = []
         self._model, self._layers, self._max_queries = model, tuple(layers), max_queries
         self._reduce_rows, self._reduce_norms = reduce_rows, reduce_norms
-        self._recorder: Recorder | None = None
-        self._window: Window | None = None
-        self._mode: ObservingMode | None = None
+        self._window = Window()
+        self._forward: _Forward | None = None
 
     @property
     def cores(self) -> Sequence[ObservedCore]:
         """Every attention that ran since `arm`, in the order in which they ran."""
-        return [] if self._recorder is None else self._recorder.cores
+        return [] if self._forward is None else self._forward.recorder.cores
 
     @property
     def layers(self) -> Sequence[AttentionLayer]:
@@ -111,12 +111,12 @@ class AttentionObserver:
     @property
     def has_run(self) -> bool:
         """Whether a forward was observed since `arm`."""
-        return self._window is not None and self._window.has_run
+        return self._window.has_run
 
     @property
     def reason(self) -> str:
         """Why no forward was observed since `arm`; empty if one was, or if none ran."""
-        return "" if self._window is None or self._window.has_run else self._window.reason
+        return "" if self._window.has_run else self._window.reason
 
     def arm(self, *, keeps_samples: bool = True) -> None:
         """Observe what runs from now on, and forget what was observed before.
@@ -132,41 +132,50 @@ class AttentionObserver:
         names |= {id(module): name for name, module in self._model.named_modules()}
         heads = {layer.name: layer.num_heads for layer in self._layers}
         reading = Reading(self._reduce_rows, self._reduce_norms, self._max_queries, keeps_samples, self.padding, heads)
-        self._recorder = Recorder(reading, names)
-        self._mode = ObservingMode(self._recorder)
-        self._window = Window(self._mode, self._recorder.enter, self._left, self._ended)
-        self._window.open(opened, {name: module for name, (module, _) in closed.items()})
+        self._forward = _Forward(Recorder(reading, names), self.failures)
+        self._window.open(self._forward, opened, {name: module for name, (module, _) in closed.items()})
 
     def disarm(self) -> None:
         """Observe nothing more, and keep what was observed."""
-        if self._window is not None:
-            self._window.close()
+        self._window.close()
 
-    suspend = disarm
+    def suspend(self) -> None:
+        """Take everything off the model, also what stays for the sake of a graph that was compiled with it."""
+        self._window.close()
+        self._window.remove()
 
     def release(self) -> None:
         """Observe nothing more, and let go of what was observed."""
         self.disarm()
-        self._recorder, self._mode, self._window = None, None, None
+        self._forward = None
 
-    def _left(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
-        assert self._recorder is not None
-        self._recorder.leave(name)
+
+class _Forward:
+    """What is told of one armed forward, and tells the recorder."""
+
+    def __init__(self, recorder: Recorder, failures: list[str]) -> None:
+        self.recorder, self._failures = recorder, failures
+        self.mode = ObservingMode(recorder)
+
+    def entered(self, name: str, module: nn.Module) -> None:
+        self.recorder.enter(name, module)
+
+    def left(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.recorder.leave(name)
         given = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(given, Tensor):
+            return
         try:
-            if is_map(module) and type(module) not in _CALLED_BY_FUNCTION:
-                self._recorder.module_ran(module, "linear", given, result, feature_dim(module))
-            elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
-                self._recorder.module_ran(module, "norm", given, result, -1)
-        except Exception as error:
-            self.failures.append(f"{name}: {type(error).__name__} ({error})")
+            with quiet(given.device):
+                if is_map(module) and type(module) not in _CALLED_BY_FUNCTION:
+                    self.recorder.module_ran(module, "linear", given, result, feature_dim(module))
+                elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
+                    self.recorder.module_ran(module, "norm", given, result, -1)
+        except Exception as error:  # the forward goes on
+            self._failures.append(f"{name}: {type(error).__name__} ({error})")
 
-    def _ended(self) -> None:
-        assert self._recorder is not None
-        assert self._mode is not None
-        self._recorder.forget()
-        self._mode.forget()
-        self.failures += self._mode.failures
-        self._mode.failures = []
+    def ended(self) -> None:
+        self.recorder.forget()
+        self.mode.forget()
+        self._failures += self.mode.failures
+        self.mode.failures = []

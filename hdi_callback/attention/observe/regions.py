@@ -28,6 +28,8 @@ def closed_reason(module: nn.Module) -> str | None:
         The reason; None if it can be observed.
     """
     kind = type(module)
+    if getattr(module, "_compiler_ctx", None) is not None:  # Lightning's name for what was compiled
+        return _COMPILED
     if getattr(module, "_compiled_call_impl", None) is not None or kind.__name__ == "OptimizedModule":
         return _COMPILED
     if isinstance(module, torch.jit.ScriptModule):
