@@ -18,7 +18,7 @@ from hdi_callback.core.diversity import (
     head_diversity_from_covariance,
 )
 from hdi_callback.core.kernels import AttentionRows, AttentionSums, NormSums, logit_bound, noise_covariance
-from hdi_callback.core.separation import Folding, fold_head, fresh_head
+from hdi_callback.core.separation import Folding, attention_agreement, fold_head, fresh_head, handover_loss
 from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bases, principal_cosines
 from hdi_callback.core.tokens import TokenSpread, token_spread
 from hdi_callback.core.updates import HeadUpdate, head_movement, head_update, spectral_entropy, weight_update
@@ -40,11 +40,13 @@ __all__ = [
     "NormSums",
     "TokenSpread",
     "allocate_heads",
+    "attention_agreement",
     "bias_variance_covariance",
     "chance_of_overlap",
     "diversity_penalty",
     "fold_head",
     "fresh_head",
+    "handover_loss",
     "head_covariance",
     "head_diversity",
     "head_diversity_from_covariance",

@@ -55,6 +55,90 @@ def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None =
     return fresh.to(weight.dtype)
 
 
+@torch.no_grad()
+def attention_agreement(
+    queries: tuple[Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    query_biases: tuple[Tensor, Tensor] | None = None,
+    *,
+    is_normed: bool = False,
+) -> Tensor:
+    r"""Estimate from weights how alike two heads attend: the cosine of their attention rows.
+
+    .. math:: \gamma = e^{-s^2 / 2}, \qquad s^2 = \max(1, \sigma^{-2}) \, \lVert B_a - B_b \rVert_F^2 / d_k,
+              \qquad B = W_Q^\top W_K, \quad \sigma^2 = \lVert B_b \rVert_F^2 / d_k
+
+    For tokens that are independent with unit variance, as behind a LayerNorm, :math:`s^2` is the variance of the
+    difference of the two heads' scores, and for Gaussian scores over many tokens :math:`\gamma` is the cosine of
+    their rows of attention. Scores are taken to have a spread of at least one, as those of heads that look at
+    something: heads that hardly attend yet are alike because they look at nothing. A query bias adds its part; the bias
+    of the keys drops out of the softmax. Ours.
+
+    Args:
+        queries: ``(d_k, d)`` each, query weights of the head that stays and of the one that leaves.
+        keys: ``(d_k, d)`` each, their key weights.
+        query_biases: ``(d_k,)`` each.
+        is_normed: a norm follows queries and keys, so that the scale of the weights says nothing.
+
+    Returns:
+        A number in [0, 1], in float64; 1 where both attend alike.
+
+    Example:
+        >>> query, key = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
+        >>> turn = torch.linalg.qr(torch.ones(8, 8) + torch.eye(8)).Q  # another basis of the same head
+        >>> round(float(attention_agreement((query, turn @ query), (key, turn @ key))), 6)
+        1.0
+    """
+    (q_a, q_b), (k_a, k_b) = [weight.double() for weight in queries], [weight.double() for weight in keys]
+    d_k = q_a.shape[-2]
+
+    def product(q: Tensor, k: Tensor, r: Tensor, m: Tensor) -> Tensor:  # <Q^T K, R^T M>
+        return ((q @ r.mT) * (k @ m.mT)).sum()
+
+    inner, size_a, size_b = product(q_a, k_a, q_b, k_b), product(q_a, k_a, q_a, k_a), product(q_b, k_b, q_b, k_b)
+    if is_normed:
+        cosine = inner / (size_a * size_b).sqrt()
+        return torch.exp(cosine.clamp(-1, 1) - 1)
+    apart = size_a + size_b - 2 * inner
+    if query_biases is not None:
+        shift_a, shift_b = (bias.double() @ key for bias, key in zip(query_biases, (k_a, k_b)))
+        apart = apart + (shift_a - shift_b).square().sum()
+        size_b = size_b + shift_b.square().sum()
+    spread = (size_b / d_k).clamp(max=1)
+    # Two heads without any scores attend alike; 0/0 otherwise.
+    tiny = torch.finfo(torch.float64).tiny
+    return torch.exp(-apart.clamp_min(0) / d_k / spread.clamp_min(tiny) / 2)
+
+
+def handover_loss(lost: Tensor, agreement: Tensor) -> Tensor:
+    r"""Estimate which share of a head's output is lost when another head takes it over.
+
+    .. math:: \epsilon^2 = \frac{\lVert A_b X C_b - A_a X C_b' \rVert^2}{\lVert A_b X C_b \rVert^2}
+              = 1 + (1 - 2 \gamma)(1 - \ell^2)
+
+    with attention :math:`A`, tokens :math:`X` that are independent with unit variance, :math:`C_b = W_V^\top W_O` of
+    the head that leaves, :math:`C_b'` the part of it that the other head's values can express, :math:`\ell` the share
+    of :math:`C_b` beyond that (`Folding.lost`), and :math:`\gamma` how alike both attend
+    (`attention_agreement`). Heads of the same attention lose :math:`\ell`; heads with the same values and nothing in
+    common in what they look at lose everything. Ours.
+
+    Args:
+        lost: share of the map from input to output that cannot be expressed.
+        agreement: cosine of the attention rows.
+
+    Returns:
+        Root mean square of the change over that of the head's output, at most 1.
+
+    Example:
+        >>> float(handover_loss(torch.tensor(0.0), torch.tensor(1.0)))
+        0.0
+        >>> round(float(handover_loss(torch.tensor(0.3), torch.tensor(1.0))), 6)
+        0.3
+    """
+    square = 1 + (1 - 2 * agreement) * (1 - lost.square())
+    return square.clamp(0, 1).sqrt()
+
+
 @dataclass(frozen=True)
 class Folding:
     """What it takes to let one head speak for another.

@@ -471,10 +471,11 @@ class NonFinite(Rule):
 
 
 class TiedHeads(Rule):
-    """At step 0, heads that are more alike than independent initialisation makes them: copied or tied.
+    """At step 0, heads that are more alike than independent initialisation makes them: copied, tied or trained so.
 
-    The probability bound counts at initialisation only; an alignment of one half is asked for as well, because heads
-    of a pretrained model are far from random too.
+    The probability bound is that of an initialisation. Whether the weights are fresh or were loaded is not known here,
+    so an alignment of one half is asked for as well, because heads of a pretrained model are far from random too, and
+    no intervention answers this rule unless it names it.
 
     Args:
         probability: the largest one that is a warning.
@@ -504,17 +505,18 @@ class TiedHeads(Rule):
         if chance > self.probability:
             return None
         is_all = series.latest.values.get("hdi_alignment", 0) >= 0.9
-        who = "all heads start" if is_all else f"heads {pair[0]} and {pair[1]} start"
+        who = "all heads are" if is_all else f"heads {pair[0]} and {pair[1]} are"
+        bound = f"{chance:.0e}" if chance > 1e-300 else "1e-300"
         return Finding(
-            f"{who} as one (overlap {_number(overlap)})",
+            f"{who} nearly one head where this run begins (overlap {_number(overlap)})",
             "warning",
             overlap,
             None,
             "hdi_worst_pair",
             () if is_all else pair,
-            certainty=f"independent initialisation does this with probability {'0' if chance == 0 else f'{chance:.0e}'}"
-            + (" at most" if chance else ""),
-            remedy="initialising each head on its own",
+            certainty=f"heads that are drawn independently come this close with a probability of at most {bound}, so "
+            "these were copied or tied, or trained until they were alike",
+            remedy="initialising each head on its own if the model is new; weights that were loaded may be meant so",
         )
 
 

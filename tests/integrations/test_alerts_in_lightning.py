@@ -269,7 +269,7 @@ def test_a_driven_collapse_is_held_off_by_the_penalty(tmp_path):
 
 
 def test_a_head_is_revived_in_the_middle_of_a_run(tmp_path):
-    callback = HDICallback(every_n_steps=2, interventions=[ReviveHeads()])
+    callback = HDICallback(every_n_steps=2, interventions=[ReviveHeads(max_loss=1)])  # the keys alone collapse
     module = lit()
     trainer_for(tmp_path, Collapse(stop=5, heads=[1, 2], rate=0.9), callback, max_epochs=2).fit(
         module, batches(count=16)
@@ -282,6 +282,42 @@ def test_a_head_is_revived_in_the_middle_of_a_run(tmp_path):
     (line,) = [line for line in read_lines(callback.history_path) if line["kind"] == "intervention"]
     assert line["intervention"] == "ReviveHeads"
     assert float(head_diversity(keys(module)).worst_alignment) < 0.6
+
+
+def test_heads_whose_keys_alone_collapse_are_not_overwritten_and_the_history_says_why(tmp_path):
+    callback = HDICallback(every_n_steps=2, interventions=[ReviveHeads()])
+    module = lit()
+    trainer_for(tmp_path, Collapse(stop=5, heads=[1, 2], rate=0.9), callback, max_epochs=2).fit(
+        module, batches(count=16)
+    )
+    (line,) = [line for line in read_lines(callback.history_path) if line["kind"] == "intervention"]
+    assert line["is_refusal"]
+    assert "cannot take over" in line["message"]
+    assert float(head_diversity(keys(module)).worst_alignment) > 0.8
+
+
+def test_a_loaded_checkpoint_with_heads_alike_is_not_written_to_at_step_zero(tmp_path):
+    module, loaded = lit(), lit()
+    with torch.no_grad():
+        keys(module)[2] = keys(module)[1]
+    loaded.load_state_dict(module.state_dict())
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    callback = HDICallback(
+        every_n_steps=1, interventions=[ReviveHeads(), DiversityPenalty(), SaveCheckpoint(), ScaleLearningRate()]
+    )
+    for group in (loaded.parameters(),):
+        for parameter in group:
+            parameter.requires_grad_(False)
+    loaded.requires_grad_(True)
+    loaded.learning_rate = 0.0
+    trainer_for(tmp_path, callback, max_steps=1).fit(loaded, batches(count=1))
+    lines = list(read_lines(callback.history_path))
+    (told,) = [line for line in lines if line["kind"] == "alert" and line["step"] == 0]
+    assert told["rule"] == "tied heads"
+    assert "weights that were loaded may be meant so" in told["message"]
+    assert [line for line in lines if line["kind"] == "intervention" and line["step"] == 0] == []
+    assert callback.active_alerts[0].rule == "tied heads"
+    assert set(before) == set(loaded.state_dict())
 
 
 def test_interventions_compose_and_what_stands_is_undone_when_it_is_over(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -123,6 +124,7 @@ def test_generation_in_an_evaluation_has_no_hook(tmp_path):
     seen: list[int] = []
 
     class Noted(transformers.T5ForConditionalGeneration):
+        @functools.wraps(transformers.T5ForConditionalGeneration.forward)  # generation looks at what it takes
         def forward(self, *args, **kwargs):
             if not self.training:
                 seen.append(hooks_on(self))

@@ -331,7 +331,7 @@ def test_copied_heads_are_found_at_step_zero_and_over_when_they_come_apart():
     apart = measured(attention(), 10)
     alerts = judge(TiedHeads(), [tied, apart], FACTS)
     assert alerts[0].finding.heads == (1, 3)
-    assert "heads 1 and 3 start as one (overlap 1.00)" in alerts[0].message
+    assert "heads 1 and 3 are nearly one head where this run begins (overlap 1.00)" in alerts[0].message
     assert [alert.is_resolved for alert in alerts] == [False, True]
 
 
@@ -339,7 +339,7 @@ def test_a_layer_of_copies_is_told_as_such():
     model = attention()
     keys(model)[:] = keys(model)[:1].clone()
     (alert,) = judge(TiedHeads(), [measured(model, 0)], FACTS)
-    assert "all heads start as one" in alert.message
+    assert "all heads are nearly one head where this run begins" in alert.message
     assert alert.finding.heads == ()
 
 

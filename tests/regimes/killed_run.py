@@ -93,7 +93,11 @@ def run(folder: Path, moment: Moment, accumulate: int) -> None:
     callback = HDICallback(
         every_n_steps=2,
         thresholds=LIMITS,
-        interventions=[interventions.ScaleLearningRate(0.5), interventions.ReviveHeads(), interventions.Call(str)],
+        interventions=[
+            interventions.ScaleLearningRate(0.5),
+            interventions.ReviveHeads(max_loss=1),
+            interventions.Call(str),
+        ],
         verbose=False,
     )
     trainer = trainer_for(

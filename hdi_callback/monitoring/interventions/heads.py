@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,15 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import number, one_of, whole_number, words
 from hdi_callback.attention import AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.norms import is_normed
-from hdi_callback.core import diversity_penalty, fold_head, fresh_head, head_diversity
+from hdi_callback.core import (
+    Folding,
+    attention_agreement,
+    diversity_penalty,
+    fold_head,
+    fresh_head,
+    handover_loss,
+    head_diversity,
+)
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions.intervention import Action, Intervention, WhileItStands
@@ -57,7 +66,8 @@ class DiversityPenalty(WhileItStands):
     def check(self) -> None:
         """Refuse weights that are spread over ranks."""
         for layer in self.training.layers.values():
-            refuse_sharded(layer, self.name)
+            if self.is_for_layer(layer.name):
+                refuse_sharded(layer, self.name)
 
     def begin(self) -> str:
         """Say what begins."""
@@ -118,27 +128,38 @@ class ReviveHeads(Intervention):
 
     Of the two heads the one that contributes less gets fresh key and query weights, as far from the other heads' as
     there is room, and at their scale. What it contributed is given to the other head, and its own output slice set to
-    zero, so that the layer computes what it did if the two attended alike; how much of it could not be handed over is
-    said. Its entries in the optimizer's state are cleared. Under grouped-query attention a key head is revived together
-    with its query heads.
+    zero, so that the layer computes what it did if the two attended alike. Its entries in the optimizer's state are
+    cleared. Under grouped-query attention a key head is revived together with its query heads.
+
+    Before anything is written the share of the head's output that would be lost is estimated from the weights, see
+    `handover_loss`: what the other head's values cannot express, and what it does not look at. A head that would lose
+    more than `max_loss` is left as it is, and the action says so. Heads whose own position terms or sinks differ are
+    left too; those that are given to the module from outside (ALiBi) are not seen.
 
     Args:
         seed: of the random numbers, which come from a generator of its own, the same on every rank.
-        options: see `Intervention`; by default it answers the rules "worst pair" and "tied heads".
+        max_loss: largest share of a head's output, in [0, 1], that may be lost in the hand-over; 1 for any.
+        options: see `Intervention`; by default it answers the rule "worst pair".
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
     """
 
     name = "ReviveHeads"
-    rules = ("worst pair", "tied heads")
+    rules = ("worst pair",)
     at_most = 16
     _ROLES: ClassVar[tuple[Role, ...]] = ("query", "key", "value", "output")
 
-    def __init__(self, *, seed: int = 0, **options: Any) -> None:
+    def __init__(self, *, seed: int = 0, max_loss: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
         self.seed = whole_number("seed of ReviveHeads", seed, least=0, example=0)
+        self.max_loss = number("max_loss of ReviveHeads", max_loss, above=0, below=1, includes="[]", example=0.1)
 
     def check(self) -> None:
         """Refuse layers whose heads cannot be written in place."""
         for layer in self.training.layers.values():
+            if not self.is_for_layer(layer.name):
+                continue
             refuse_sharded(layer, self.name)
             if is_normed(layer, "value"):
                 raise MisconfigurationError(
@@ -161,20 +182,35 @@ class ReviveHeads(Intervention):
         heads = alert.finding.heads or tuple(range(layer.num_key_heads))
         strength = self._strength(layer)
         stays = max(heads, key=lambda head: float(strength[head]))
-        leaving = [head for head in heads if head != stays]
+        losses = {head: self._loss(layer, head, stays) for head in heads if head != stays}
+        leaving = [head for head, lost in losses.items() if lost <= self.max_loss]  # NaN is not
+        kept = {head: lost for head, lost in losses.items() if head not in leaving}
+        if not leaving:
+            return self._refusal(alert, self._left(kept, stays), heads=list(kept), stays=stays, lost=max(kept.values()))
+        lost = max(losses[head] for head in leaving)
+        left = f"; {self._left(kept, stays)}" if kept else ""
+        done = f"assigned fresh key and query weights to head {_listed(leaving)}"
         if self.dry_run:
-            return self._action(
-                alert, f"assigned fresh key and query weights to head {_listed(leaving)}", heads=leaving
-            )
+            return self._action(alert, f"{done}{left}", heads=leaving, stays=stays, lost=lost)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {alert.step} {alert.layer}".encode()))
-        lost = max(self._revive(layer, head, stays, generator) for head in leaving)
+        with self._all_or_nothing(layer):
+            for head in leaving:
+                self._revive(layer, head, stays, generator)
         return self._action(
             alert,
-            f"assigned fresh key and query weights to head {_listed(leaving)}, and its part in the output to head "
-            f"{stays} ({100 * lost:.0f} % of it could not be handed over)",
+            f"{done}, and its part in the output to head {stays} (about {100 * lost:.0f} % of it could not be handed "
+            f"over){left}",
             heads=leaving,
             stays=stays,
             lost=lost,
+        )
+
+    def _left(self, losses: Mapping[int, float], stays: int) -> str:
+        shares = ", ".join(f"{100 * lost:.0f} %" for lost in losses.values())
+        return (
+            f"left head {_listed(list(losses))} as {'it is' if len(losses) == 1 else 'they are'}: head {stays} cannot "
+            f"take over, about {shares} of the output would be lost, and at most {100 * self.max_loss:.0f} % may be "
+            "(max_loss)"
         )
 
     def _strength(self, layer: AttentionLayer) -> Tensor:
@@ -184,20 +220,46 @@ class ReviveHeads(Intervention):
         maps = values.repeat_interleave(group, 0).mT @ outputs  # (H, d_in, d)
         return maps.square().sum((-2, -1)).view(-1, group).sum(-1)
 
-    def _revive(self, layer: AttentionLayer, head: int, stays: int, generator: torch.Generator) -> float:
-        values, outputs = layer.weight("value"), layer.weight("output")
-        biases, constant = _value_biases(layer), _output_bias(layer)
+    def _loss(self, layer: AttentionLayer, head: int, stays: int) -> float:
+        """Estimate the share of a key head's output that is lost if another takes it over; that of its worst member."""
+        queries, keys = layer.weight("query"), layer.weight("key")
+        biases = _query_biases(layer)
+        normed = is_normed(layer, "query") or is_normed(layer, "key")
         group = layer.num_heads // layer.num_key_heads
-        lost = 0.0
+        losses = []
         for member in range(group):
             leaving, staying = head * group + member, stays * group + member
-            both = None if biases is None else (biases[stays], biases[head])
-            folded = fold_head((values[stays], values[head]), (outputs[staying], outputs[leaving]), both)
+            if not layer.weight("output")[leaving].any():
+                losses.append(0.0)  # it gives nothing
+                continue
+            if _has_terms_of_its_own(layer, leaving, staying):
+                return 1.0
+            agreement = attention_agreement(
+                (queries[staying], queries[leaving]),
+                (keys[stays], keys[head]),
+                None if biases is None else (biases[staying], biases[leaving]),
+                is_normed=normed,
+            )
+            losses.append(float(handover_loss(self._fold(layer, leaving, staying).lost, agreement)))
+        return math.nan if any(map(math.isnan, losses)) else max(losses)
+
+    def _fold(self, layer: AttentionLayer, leaving: int, staying: int) -> Folding:
+        values, outputs, biases = layer.weight("value"), layer.weight("output"), _value_biases(layer)
+        group = layer.num_heads // layer.num_key_heads
+        head, stays = leaving // group, staying // group
+        both = None if biases is None else (biases[stays], biases[head])
+        return fold_head((values[stays], values[head]), (outputs[staying], outputs[leaving]), both)
+
+    def _revive(self, layer: AttentionLayer, head: int, stays: int, generator: torch.Generator) -> None:
+        outputs, constant = layer.weight("output"), _output_bias(layer)
+        group = layer.num_heads // layer.num_key_heads
+        for member in range(group):
+            leaving, staying = head * group + member, stays * group + member
+            folded = self._fold(layer, leaving, staying)
             outputs[staying] = folded.output
             if constant is not None:
                 constant += folded.bias.to(constant)
             outputs[leaving] = 0
-            lost = max(lost, float(folded.lost))
             self._forget(layer, outputs[leaving])
             queries = layer.weight("query")
             queries[leaving] = fresh_head(queries, leaving, generator=generator)
@@ -205,7 +267,25 @@ class ReviveHeads(Intervention):
         keys = layer.weight("key")
         keys[head] = fresh_head(keys, head, generator=generator)
         self._forget(layer, keys[head])
-        return lost
+
+    @contextmanager
+    def _all_or_nothing(self, layer: AttentionLayer) -> Iterator[None]:
+        """Put weights and the optimizer's state back if the block fails."""
+        owners = parameters_of(layer)
+        kept = [
+            item
+            for optimizer in self.training.optimizers
+            for owner in owners
+            for item in optimizer.state.get(owner, {}).values()
+            if isinstance(item, Tensor)
+        ]
+        before = [(tensor, tensor.detach().clone()) for tensor in (*owners, *kept)]
+        try:
+            yield
+        except BaseException:
+            for tensor, value in before:
+                tensor.detach().copy_(value)
+            raise
 
     def _forget(self, layer: AttentionLayer, part: Tensor) -> None:
         """Clear the optimizer's state of a part of a parameter."""
@@ -217,6 +297,26 @@ class ReviveHeads(Intervention):
                 if isinstance(kept, Tensor) and _lie_alike(kept, owner):
                     offset = kept.storage_offset() + part.storage_offset() - owner.storage_offset()
                     kept.as_strided(part.shape, part.stride(), offset).zero_()
+
+
+def _query_biases(layer: AttentionLayer) -> Tensor | None:
+    module, query = layer.module, layer.slices["query"]
+    if isinstance(module, nn.MultiheadAttention):
+        bias = module.in_proj_bias
+        return None if bias is None else bias[: module.embed_dim].view(query.heads, query.width)
+    return query.bias() if isinstance(query, HeadSlice) else None
+
+
+def _has_terms_of_its_own(layer: AttentionLayer, one: int, other: int) -> bool:
+    """Tell whether the module holds something for each head, besides the projections, in which two heads differ."""
+    owners = {id(owner_of(layer, layer.weight(role))) for role in layer.slices}
+    for name, item in (*layer.module.named_parameters(), *layer.module.named_buffers()):
+        if id(item) in owners or (name.endswith("bias") and item.dim() == 1 and item.shape[0] != layer.num_heads):
+            continue
+        for dim, size in enumerate(item.shape):
+            if size == layer.num_heads and not torch.equal(item.select(dim, one), item.select(dim, other)):
+                return True
+    return False
 
 
 def _value_biases(layer: AttentionLayer) -> Tensor | None:

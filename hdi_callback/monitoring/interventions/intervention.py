@@ -18,6 +18,7 @@ from hdi_callback.arguments import flag, one_of, shown, whole_number, words
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import LEVELS, Alert, Level, is_at_least
+from hdi_callback.monitoring.rules import TiedHeads
 
 
 class Training(Protocol):
@@ -71,6 +72,7 @@ class Action:
         message: one sentence.
         is_dry_run: True if it only would have been done.
         facts: numbers that go with it.
+        is_refusal: True if nothing was done, for the reason that the message gives; it does not count for `at_most`.
     """
 
     step: int
@@ -79,6 +81,7 @@ class Action:
     message: str
     is_dry_run: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
+    is_refusal: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Give the action as plain data, as the history keeps it.
@@ -94,14 +97,15 @@ class Intervention(ABC):
 
     Args:
         on: the least serious level that it answers.
-        rules: names of the rules whose alerts it answers; `None` for those of the class.
+        rules: names of the rules whose alerts it answers; `None` for those of the class. An alert of "tied heads" is
+            answered only where it is named: of a model that was loaded it says nothing that calls for one.
         layers: patterns of layer names whose alerts it answers; all by default.
         at_most: how often it acts in a run; `None` for that of the class.
         dry_run: only say what would have been done.
 
     Attributes:
         name: what it is called in the logs.
-        rules: names of rules that it answers unless told otherwise; `None` for all.
+        rules: names of rules that it answers unless told otherwise; `None` for all but "tied heads".
         at_most: how often it acts unless told otherwise.
 
     Raises:
@@ -150,7 +154,7 @@ class Intervention(ABC):
         Returns:
             A part of a sentence.
         """
-        of = "" if self.rules is None else f" of {', '.join(self.rules)}"
+        of = f" but {TiedHeads.name}" if self.rules is None else f" of {', '.join(self.rules)}"
         dry = ", dry run" if self.dry_run else ""
         return f"{self.name}: on {self.on} or worse{of}, at most {self.at_most} times{dry}"
 
@@ -164,6 +168,7 @@ class Intervention(ABC):
             MisconfigurationError: if it cannot work on this model; says why.
         """
         self._training = training
+        self.count = 0  # those of another run are not counted; a state that is loaded comes later
         if not self.dry_run:
             self.check()
 
@@ -189,9 +194,12 @@ class Intervention(ABC):
         if self.count >= self.at_most:
             return None
         self.count += 1  # before it acts, so that a checkpoint that it saves knows of it
-        action = self.act(alert)
-        if action is None:
-            self.count -= 1
+        action = None
+        try:
+            action = self.act(alert)
+        finally:
+            if action is None or action.is_refusal:
+                self.count -= 1
         return action
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: B027
@@ -209,7 +217,7 @@ class Intervention(ABC):
             alert: the alert.
 
         Returns:
-            What was done; `None` if there was nothing to do, which is not counted.
+            What was done; `None` if there was nothing to do, which is not counted, as a refusal or an exception is not.
         """
 
     def undo(self, alert: Alert) -> Action | None:
@@ -242,9 +250,24 @@ class Intervention(ABC):
     def _is_for(self, alert: Alert) -> bool:
         return (
             is_at_least(alert.level, self.on)
-            and (self.rules is None or alert.rule in self.rules)
-            and (self.layers is None or any(fnmatchcase(alert.layer, pattern) for pattern in self.layers))
+            and (alert.rule != TiedHeads.name if self.rules is None else alert.rule in self.rules)
+            and self.is_for_layer(alert.layer)
         )
+
+    def is_for_layer(self, name: str) -> bool:
+        """Tell whether it answers alerts of a layer.
+
+        Args:
+            name: that of the layer.
+
+        Returns:
+            True if `layers` is not given or has a pattern that matches.
+        """
+        return self.layers is None or any(fnmatchcase(name, pattern) for pattern in self.layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the training behind, so that callbacks can be copied and sent to other processes."""
+        return {**self.__dict__, "_training": None}
 
     def _action(self, alert: Alert, done: str, **facts: Any) -> Action:
         """Say what was done, and because of what."""
@@ -252,6 +275,11 @@ class Intervention(ABC):
         because = "is over" if alert.is_resolved else alert.level
         message = f"step {alert.step}, {alert.layer}: {self.name} {verb}{done} ({alert.rule}: {because})"
         return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts)
+
+    def _refusal(self, alert: Alert, why: str, **facts: Any) -> Action:
+        """Say that nothing was done, and why."""
+        message = f"step {alert.step}, {alert.layer}: {self.name} {why} ({alert.rule}: {alert.level})"
+        return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts, is_refusal=True)
 
 
 def check_interventions(interventions: Any, alerts: Any) -> tuple[Intervention, ...]:
@@ -305,13 +333,18 @@ class WhileItStands(Intervention):
         super().__init__(**options)
         self.standing: dict[str, list[str]] = {}  # layer -> the rules whose alerts stand
 
+    def attach(self, training: Training) -> None:
+        """Begin without the alerts of another run."""
+        self.standing = {}
+        super().attach(training)
+
     def act(self, alert: Alert) -> Action | None:
         """Begin, with the first alert of the layer."""
-        rules = self.standing.setdefault(alert.layer, [])
-        begins = not rules
+        rules = self.standing.get(alert.layer, [])
+        action = None if rules else self._action(alert, self.begin())
         if alert.rule not in rules:
-            rules.append(alert.rule)
-        return self._action(alert, self.begin()) if begins else None
+            self.standing[alert.layer] = [*rules, alert.rule]
+        return action
 
     def undo(self, alert: Alert) -> Action | None:
         """End, with the last alert of the layer."""

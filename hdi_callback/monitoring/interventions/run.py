@@ -98,7 +98,7 @@ class ScaleLearningRate(WhileItStands):
         self.factor = number("factor of ScaleLearningRate", factor, above=0, below=1, includes="]", example=0.1)
         self.scope = one_of("scope of ScaleLearningRate", scope, ("all", "layer"))
         self._handles: list[Any] = []
-        self._rates: list[Any] = []
+        self._rates: dict[int, list[Any]] = {}  # optimizer -> the learning rates that its groups are given back
         self._before: list[tuple[nn.Parameter, Tensor]] = []
 
     def attach(self, training: Training) -> None:
@@ -114,6 +114,10 @@ class ScaleLearningRate(WhileItStands):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the hooks behind as well."""
+        return {**super().__getstate__(), "_handles": [], "_rates": {}, "_before": []}
 
     def begin(self) -> str:
         """Say what begins."""
@@ -131,7 +135,8 @@ class ScaleLearningRate(WhileItStands):
         if not self.lasts:
             return
         if self.scope == "all":
-            self._rates = [group["lr"] for group in optimizer.param_groups]
+            self._give_back(optimizer)  # what a step that failed has left
+            self._rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.factor
             return
@@ -147,8 +152,11 @@ class ScaleLearningRate(WhileItStands):
 
     @torch.no_grad()
     def _restore(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates):
-            group["lr"] = rate
+        self._give_back(optimizer)
         for parameter, before in self._before:
             parameter.copy_(torch.lerp(before, parameter, self.factor))
-        self._rates, self._before = [], []
+        self._before = []
+
+    def _give_back(self, optimizer: Optimizer) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ())):
+            group["lr"] = rate

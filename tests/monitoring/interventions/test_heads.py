@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -281,11 +284,31 @@ def test_of_heads_that_are_all_alike_all_but_one_are_revived():
     (layer,) = find_attention(model)
     for head in (1, 2, 3):
         make_clones(layer, 0, head)
-    revive = ReviveHeads()
+    revive = ReviveHeads(rules=["tied heads"])
     revive.attach(Open(model))
     action = revive.answer(alert("attn", rule="tied heads"))
     assert len(action.facts["heads"]) == 3
     assert float(head_diversity(layer.weight("key")).worst) < 1e-6, "four heads of 16 in 64 dimensions fit"
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
+def test_a_head_that_only_shares_its_keys_is_left_as_it_is_and_the_action_says_so(kind, dry_run):
+    model = make(kind)
+    (layer,) = find_attention(model)
+    with torch.no_grad():
+        layer.weight("key")[3] = layer.weight("key")[1]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    revive = ReviveHeads(dry_run=dry_run)
+    revive.attach(Open(model))
+    action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
+    assert action.is_refusal
+    assert 0.5 < action.facts["lost"] <= 1
+    assert re.search(
+        r"left head [13] as it is: head [13] cannot take over, about \d+ % .* at most 10 %", action.message
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert revive.count == 0, "a refusal is not counted"
 
 
 def test_what_could_not_be_given_over_is_said():
@@ -293,11 +316,117 @@ def test_what_could_not_be_given_over_is_said():
     (layer,) = find_attention(model)
     with torch.no_grad():
         layer.weight("key")[3] = layer.weight("key")[1]
-    revive = ReviveHeads()
+    revive = ReviveHeads(max_loss=1)
     revive.attach(Open(model))
     action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
     assert 0.5 < action.facts["lost"] <= 1
     assert "could not be handed over" in action.message
+
+
+@pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
+@pytest.mark.parametrize("gain", [0.5, 1.0, 2.0, 3.0])  # scores with a spread from 0.1 to 5
+@pytest.mark.parametrize(
+    ("role", "noise"),
+    [("key", 0.0), ("key", 0.03), ("key", 0.3), ("query", 0.1), ("query", 10.0), ("value", 0.05), ("value", 10.0)],
+)
+def test_the_estimated_loss_bounds_the_real_change_of_the_output(kind, gain, role, noise):
+    model = make(kind)
+    (layer,) = find_attention(model)
+    with torch.no_grad():
+        layer.weight("query").mul_(gain)
+        layer.weight("key").mul_(gain)
+        make_clones(layer, 1, 3)
+        weight = layer.weight(role)
+        group = len(weight) // layer.num_key_heads
+        weight[3 * group : 4 * group] += noise * weight.std() * torch.randn_like(weight[3 * group : 4 * group])
+        x = torch.randn(16, 128, layer.weight("key").shape[-1])
+        before = model(x)
+    untouched = copy.deepcopy(model)
+    revive = ReviveHeads(max_loss=1)
+    revive.attach(Open(model))
+    action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
+    (head,), estimate = action.facts["heads"], action.facts["lost"]
+    with torch.no_grad():
+        (old,) = find_attention(untouched)
+        group = old.num_heads // old.num_key_heads
+        old.weight("output")[head * group : (head + 1) * group] = 0
+        contributed = before - untouched(x)
+        lost = float((model(x) - before).norm() / contributed.norm())
+    assert min(lost, 1) <= 1.1 * estimate + 1e-5
+    if role == "value":  # both attend alike, and nothing is estimated but the values
+        assert estimate <= 1.15 * lost + 1e-5
+    elif gain == 2.0:  # scores that look at something
+        assert estimate <= 2 * lost + 1e-5
+
+
+class Sinks(GroupedAttention):
+    """Has something of its own for each head besides the projections."""
+
+    def __init__(self) -> None:
+        super().__init__(Shape(heads=4, key_heads=4, width=64))
+        self.sinks = nn.Parameter(torch.arange(4.0))
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_heads_whose_own_terms_differ_do_not_attend_alike(differs):
+    torch.manual_seed(0)
+    model = Wrapped(Sinks())
+    (layer,) = find_attention(model)
+    make_clones(layer, 1, 3)
+    if not differs:
+        nn.init.zeros_(model.attn.sinks)
+    revive = ReviveHeads()
+    revive.attach(Open(model))
+    assert revive.answer(alert("attn", rule="worst pair", heads=(1, 3))).is_refusal == differs
+
+
+def test_a_failure_half_way_leaves_weights_and_optimizer_as_they_were(monkeypatch):
+    model = make("grouped")
+    (layer,) = find_attention(model)
+    make_clones(layer, 1, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 9, 64)).square().sum().backward()
+    optimizer.step()
+    make_clones(layer, 1, 3)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    moments = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()]
+    revive = ReviveHeads()
+    revive.attach(Open(model, optimizer))
+    calls = []
+
+    def fails(weight, head, *, generator):
+        calls.append(head)
+        if len(calls) == 2:
+            raise RuntimeError("no room")
+        return torch.zeros_like(weight[head])
+
+    monkeypatch.setattr("hdi_callback.monitoring.interventions.heads.fresh_head", fails)
+    with pytest.raises(RuntimeError, match="no room"):
+        revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
+    assert len(calls) == 2
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    for parameter, before in zip(model.parameters(), moments):
+        assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in before.items())
+    assert revive.count == 0
+
+
+def test_layers_that_it_is_not_for_need_not_be_writable():
+    model = make("many")
+    nn.utils.parametrizations.weight_norm(model.attn.k_proj)
+    ReviveHeads(layers=["blocks.*"]).attach(Open(model))
+
+
+def test_tied_heads_are_answered_by_what_names_them_alone():
+    model = make("many")
+    (layer,) = find_attention(model)
+    make_clones(layer, 1, 3)
+    tied = alert("attn", rule="tied heads", heads=(1, 3))
+    for usual in (ReviveHeads(), DiversityPenalty()):
+        usual.attach(Open(model))
+        assert usual.answer(tied) is None
+    asked = ReviveHeads(rules=["tied heads"])
+    asked.attach(Open(model))
+    assert asked.answer(tied) is not None
 
 
 def test_alerts_of_other_rules_are_not_answered_by_default():
