@@ -561,6 +561,20 @@ def default_rules(thresholds: Thresholds = Thresholds()) -> list[Rule]:
     return rules
 
 
+@dataclass(frozen=True)
+class _RulesByLayer:
+    """The default rules with the limits of a layer; a function that can be sent to other processes."""
+
+    limits: Mapping[str, Mapping[str, float | None]]
+
+    def __call__(self, layer: str) -> list[Rule]:
+        chosen = Thresholds()
+        for pattern, limits in self.limits.items():
+            if fnmatchcase(layer, pattern):
+                chosen = replace(chosen, **limits)
+        return default_rules(chosen)
+
+
 def choose_rules(
     rules: Literal["default"] | Sequence[Rule], thresholds: Mapping[str, Mapping[str, float | None]] | None = None
 ) -> Sequence[Rule] | Callable[[str], Sequence[Rule]]:
@@ -584,16 +598,7 @@ def choose_rules(
         [('warning', 'subspace', 0.8)]
     """
     if isinstance(rules, str) and rules == "default":
-        layered = check_thresholds(thresholds) or {}
-
-        def rules_for(layer: str) -> list[Rule]:
-            chosen = Thresholds()
-            for pattern, limits in layered.items():
-                if fnmatchcase(layer, pattern):
-                    chosen = replace(chosen, **limits)
-            return default_rules(chosen)
-
-        return rules_for
+        return _RulesByLayer(check_thresholds(thresholds) or {})
     if thresholds:
         raise MisconfigurationError(
             "`thresholds` are those of the default rules; rules of your own have their limits in their own arguments."

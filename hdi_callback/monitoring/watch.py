@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
-from hdi_callback.errors import MisconfigurationError
+from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Alerts
 from hdi_callback.monitoring.faults import Faults, attempt_each
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.interventions import Action, Intervention, Training
+from hdi_callback.monitoring.interventions import Action, Intervention, Training, plain_state
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.readings import Reading, Readout, Record
 from hdi_callback.monitoring.schedule import Schedule
@@ -119,9 +119,25 @@ class Watch:
         self._ahead: Readout | None = None
         self._unfinished: Reading | None = None
         self._on_the_way: deque[Readout] = deque()
+        self.interventions = self._attach(training)
+
+    def _attach(self, training: Training | None) -> tuple[Intervention, ...]:
+        """Attach the interventions; one that fails in itself is left out, one that cannot work here is an error."""
+        attached: list[Intervention] = []
         for intervention in self.interventions:
             assert training is not None
-            intervention.attach(training)
+            try:
+                intervention.attach(training)
+            except HDIError:
+                for one in attached:
+                    with self.faults.contained(f"detaching the intervention {one.name}"):
+                        one.detach()
+                raise
+            except Exception as error:
+                self.faults.tell(f"attaching the intervention {intervention.name}, which is left out", error)
+            else:
+                attached.append(intervention)
+        return tuple(attached)
 
     def begin(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Take up where a checkpoint left off, if there is one, and mark the start in the history.
@@ -259,7 +275,8 @@ class Watch:
         """Leave no hook behind; calling it again does nothing."""
         self.monitor.close()
         for intervention in self.interventions:
-            intervention.detach()
+            with self.faults.contained(f"detaching the intervention {intervention.name}"):
+                intervention.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Give what a resumed run needs; readings on the way are made known first, so that none is lost.
@@ -276,7 +293,7 @@ class Watch:
                 layer.name: _sizes(layer) for layer in self.monitor.layers if layer.name not in self.monitor.found_late
             },
             "alerts": None if self.alerts is None else self.alerts.state_dict(),
-            "interventions": [(item.name, item.state_dict()) for item in self.interventions],
+            "interventions": [(item.name, self._state_of(item)) for item in self.interventions],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,7 +309,17 @@ class Watch:
         for intervention in self.interventions:
             place = next((place for place, (name, _) in enumerate(kept) if name == intervention.name), None)
             if place is not None:  # several of one kind are told apart by their order
-                intervention.load_state_dict(kept.pop(place)[1])
+                with self.faults.contained(f"resuming the intervention {intervention.name}"):
+                    intervention.load_state_dict(kept.pop(place)[1])
+
+    def _state_of(self, intervention: Intervention) -> dict[str, Any]:
+        """Give the state of an intervention as plain data, or no more than how often it has acted."""
+        try:
+            state: dict[str, Any] = plain_state(intervention.state_dict())
+        except Exception as error:
+            self.faults.tell(f"keeping the state of the intervention {intervention.name}", error)
+            return {"count": intervention.count}
+        return state
 
     def _read(self, step: int, epoch: int | None, axis: int | None, is_last_forward: bool = True) -> None:
         self._is_reading_owed = False

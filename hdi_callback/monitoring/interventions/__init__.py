@@ -7,6 +7,7 @@ from hdi_callback.monitoring.interventions.intervention import (
     Training,
     WhileItStands,
     check_interventions,
+    plain_state,
 )
 from hdi_callback.monitoring.interventions.run import Call, SaveCheckpoint, ScaleLearningRate, StopTraining
 
@@ -22,4 +23,5 @@ __all__ = [
     "Training",
     "WhileItStands",
     "check_interventions",
+    "plain_state",
 ]
