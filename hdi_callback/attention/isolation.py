@@ -16,6 +16,7 @@ are reached other than as parameters and buffers of the copy.
 from __future__ import annotations
 
 import copy
+import os
 import random
 import signal
 import sys
@@ -53,10 +54,10 @@ def isolated(
     """Run the block so that nothing of the user's is left changed, and nothing of the user's acts on it.
 
     Put back are the states of all generators of random numbers (Python's, numpy's, torch's on every device that is in
-    use; no device is initialised for it), data that the code of `modules` reaches (see `UserData`), and torch's
-    settings: default type, gradients, deterministic algorithms, cuDNN, precision. Switched off are autocast, modes and
-    saved-tensor hooks of the user's, torch's global module hooks, compilation, warnings, and what this thread prints.
-    New tensors lie on the CPU, in float32, unless `keeps_defaults` is set.
+    use; no device is initialised for it), data that the code of `modules` reaches (see `UserData`), the environment,
+    and torch's settings: default type, gradients, deterministic algorithms, cuDNN, precision. Switched off are
+    autocast, modes and saved-tensor hooks of the user's, torch's global module hooks, compilation, warnings, and what
+    this thread prints. New tensors lie on the CPU, in float32, unless `keeps_defaults` is set.
 
     Blocks may be nested: random states are put back at the end of each, everything else at the end of the outermost.
 
@@ -138,6 +139,7 @@ def _isolate(stack: ExitStack) -> None:
     """Keep the user's settings away, and put them back when the stack ends."""
     _active.defaults = _default_device(), torch.get_default_dtype()
     stack.enter_context(_flags_kept())
+    stack.enter_context(_environment_kept())
     stack.enter_context(_without_global_hooks())
     stack.enter_context(_without_saved_tensor_hooks())
     stack.enter_context(_without_modes())
@@ -281,6 +283,17 @@ def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        if os.environ != before:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ meanwhile must not be undone.
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import itertools
 import random
@@ -213,9 +214,12 @@ class UserData:
         yield from one.__mro__[1:]
 
     def _has_state(self, one: Any) -> bool:
-        """Write down generators of random numbers; False if it is none."""
+        """Write down generators of random numbers, arrays and variables of contexts; False if it is none of these."""
         numpy: Any = sys.modules.get("numpy")
-        if isinstance(one, torch.Generator):
+        if isinstance(one, contextvars.ContextVar):
+            with suppress(LookupError):  # what has no value cannot be put back to have none
+                self._undo.append(partial(one.reset, one.set(one.get())))
+        elif isinstance(one, torch.Generator):
             self._undo.append(partial(_set_state, one, one.get_state()))
         elif isinstance(one, random.Random):
             with suppress(NotImplementedError):  # that of the operating system has none

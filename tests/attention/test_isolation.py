@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import itertools
+import os
 import random
 import signal
 import threading
@@ -25,6 +27,7 @@ LOSSES: list[torch.Tensor] = []
 TALLY: collections.Counter[str] = collections.Counter()
 TABLE = torch.zeros(4)
 NUMBERS = {"next": itertools.count(3)}
+DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("DEPTH", default=0)
 GENERATOR = torch.Generator()
 STEPS = 0
 
@@ -84,6 +87,8 @@ class Restless(nn.Module):
         TALLY["forward"] += 1
         SETTINGS.seen += 1
         TABLE.add_(1)
+        DEPTH.set(DEPTH.get() + 1)
+        os.environ["HDI_TEST_DEPTH"] = str(DEPTH.get())
         next(NUMBERS["next"])
         torch.rand(1, generator=GENERATOR)
         torch.rand(1, generator=self.generator)
@@ -111,6 +116,7 @@ def numpy_state() -> str:
 
 def everything(module: Restless) -> list:
     return [
+        DEPTH.get(), os.environ.get("HDI_TEST_DEPTH"),
         STEPS, Restless.calls, Root.calls, dict(TALLY), SETTINGS.seen, TABLE.tolist(), repr(NUMBERS["next"]),
         GENERATOR.get_state().tolist(), module.generator.get_state().tolist(), module.mean.tolist(), module.count,
         [id(loss) for loss in LOSSES], [id(loss) for loss in module.losses], random.getstate(),
