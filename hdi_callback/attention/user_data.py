@@ -127,8 +127,7 @@ class UserData:
             now = list(one.items()) if isinstance(one, dict) else list(one)
             if _are_same(now, before):
                 return
-            one.clear()
-            one.extend(before) if isinstance(one, (list, collections.deque, bytearray)) else one.update(before)
+            _refill(one, before)
 
         self._undo.append(undo)
         self._undo_attributes(one)
@@ -315,6 +314,24 @@ def _are_same(now: list[Any], before: list[Any]) -> bool:
         if not is_item or one[0] is not other[0] or one[1] is not other[1]:
             return False
     return True
+
+
+def _refill(one: Any, items: list[Any]) -> None:
+    """Give a container items in place of what it has, past methods of its class: a `Counter` would count them."""
+    if isinstance(one, collections.OrderedDict):  # which keeps an order of its own beside that of a dict
+        collections.OrderedDict.clear(one)
+        for name, value in items:
+            collections.OrderedDict.__setitem__(one, name, value)
+    elif isinstance(one, dict):
+        dict.clear(one)
+        dict.update(one, items)
+    elif isinstance(one, set):
+        set.clear(one)
+        set.update(one, items)
+    else:
+        kind: Any = next(kind for kind in (list, collections.deque, bytearray) if isinstance(one, kind))
+        kind.clear(one)
+        kind.extend(one, items)
 
 
 def _bind_again(namespace: dict[str, Any], name: str, before: Any) -> None:
