@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback.monitoring.faults import attempt_each
@@ -55,6 +57,26 @@ def write_alerts(writer: Any, outcome: Outcome, prefix: str = "") -> None:
         if value is not None and alert.level != "notice" and not alert.is_resolved:
             writes.append(partial(writer.add_scalar, f"{prefix}alert/{metric}/{alert.layer}", value, axis))
     attempt_each(writes)
+
+
+def place_board(folder: Path, state: Mapping[str, Any] | None) -> Path:
+    """Choose the directory of a run: the one that it has begun, or one in which no other run has written.
+
+    TensorBoard shows the event files of one directory as one run, so that of two runs in it one hides the other.
+
+    Args:
+        folder: the directory that one would like; further runs get ``<folder>-1``, ``<folder>-2``, ...
+        state: what a checkpoint of the run keeps, with the directory under ``"tensorboard"``.
+
+    Returns:
+        The directory.
+    """
+    if state is not None:
+        begun = Path(state["tensorboard"]) if state.get("tensorboard") else folder  # earlier versions knew one alone
+        if begun.is_dir() and begun.parent.resolve() == folder.parent.resolve():
+            return begun
+    names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1)))
+    return next(one for one in names if not one.exists() or (one.is_dir() and not any(one.glob("*tfevents*"))))
 
 
 class Board:

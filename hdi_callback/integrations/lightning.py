@@ -22,9 +22,10 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults, attempt_each
-from hdi_callback.monitoring.history import History, place_history
+from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.place import place_history
 from hdi_callback.monitoring.ranks import refuse_apart, share_within
 from hdi_callback.monitoring.schedule import Schedule
 from hdi_callback.monitoring.settings import Settings, check_arguments
@@ -137,7 +138,7 @@ class HDICallback(pl.Callback):
         self._monitor: HeadDiversityMonitor | None = None
         self._watch: Watch | None = None
         self._history: History | None = None
-        self._restored: dict[str, Any] | None = None
+        self._restored: Any = None
         self._steps_trained: int | None = None
         self._faults = Faults()
 
@@ -168,7 +169,7 @@ class HDICallback(pl.Callback):
             Plain data.
         """
         if self._watch is None:
-            return self._restored or {"format": 2, "last_step": None, "history": None}
+            return dict(self._restored) if isinstance(self._restored, Mapping) else {"last_step": None}
         return self._watch.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -177,10 +178,12 @@ class HDICallback(pl.Callback):
         Args:
             state_dict: what `state_dict` gave.
         """
-        self._restored = state_dict
+        self._restored = state_dict  # looked at in `on_train_start`, which knows the layers and the step
         if self._watch is not None:
-            with self._faults.contained("resuming head diversity"):
-                self._watch.load_state_dict(state_dict)
+            self._watch.flush()
+            self._watch = None
+        if self._history is not None and _run_of(state_dict) != self._history.run:
+            self._history = None
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Refuse the trainer of transformers, which calls this first.
@@ -236,12 +239,15 @@ class HDICallback(pl.Callback):
         monitor, self._steps_trained = self._installed, None
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective call: every rank makes it
         before = self._restored if self._watch is None else self._watch.state_dict()
-        state = state_of_this_model(before, monitor.layers, is_strict=self._strict, faults=self._faults)
+        step = trainer.global_step
+        state = state_of_this_model(before, monitor.layers, step=step, is_strict=self._strict, faults=self._faults)
         if state is None:
             self._schedule.last, self._restored, self._history = None, None, None
         if trainer.is_global_zero and self._keeps_history(trainer) and self._history is None:
-            stem = "history" if self._name is None else f"history-{self._name.replace('/', '-')}"
-            self._history = place_history(self._history_choice, folder, state=state, name=stem)
+            with self._faults.contained("opening the history"):
+                self._history = place_history(
+                    self._history_choice, folder, state=state, name=self._name, say=self._faults.say
+                )
         self._watch = Watch(
             monitor,
             self._schedule,
@@ -365,7 +371,7 @@ class HDICallback(pl.Callback):
         if not trainer.is_global_zero:
             return followers
         followers += [_Logger(logger, self._metrics, self._prefix) for logger in trainer.loggers]
-        elsewhere = "the loggers" if self._history is None else str(self._history.path)
+        elsewhere = "the loggers" if self._history is None else self._history
         followers.append(console.AlertLines(trainer.print, elsewhere))
         if self._on_alert is not None:
             followers.append(OnAlert(self._on_alert))
@@ -452,6 +458,10 @@ class _LightningTraining:
         path = self._folder / "hdi" / f"{name}.ckpt"
         self._trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
         return str(path)
+
+
+def _run_of(state: Any) -> Any:
+    return state.get("run") if isinstance(state, Mapping) else None
 
 
 def _require_one_namespace() -> None:

@@ -17,16 +17,19 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import function, path, shown
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.dashboards import console, tensorboard, wandb
+from hdi_callback.dashboards.tensorboard import place_board
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations.optimizers import inner_optimizer
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
 from hdi_callback.monitoring.faults import Faults
-from hdi_callback.monitoring.history import History, place_history
+from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Intervention, SaveCheckpoint
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.place import place_history
 from hdi_callback.monitoring.ranks import is_first_rank, refuse_apart, share_within
 from hdi_callback.monitoring.schedule import Schedule
 from hdi_callback.monitoring.settings import Method, Settings
+from hdi_callback.monitoring.state import sound_state
 from hdi_callback.monitoring.watch import (
     Follower,
     OnAlert,
@@ -312,7 +315,7 @@ class HeadWatch:
         """
         if not self._has_begun and self._restored is not None:
             return self._restored
-        return {**self._watch.state_dict(), "step": self.global_step}
+        return {**self._watch.state_dict(), "step": self.global_step, "tensorboard": self._logs.board_path}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off, also in the middle of a run that goes back to it; on every rank.
@@ -321,22 +324,28 @@ class HeadWatch:
             state_dict: what `state_dict` gave.
 
         Raises:
-            MisconfigurationError: if it is not what `state_dict` gave, or a step is going on, or it is of another model
-                and the watch is strict.
+            MisconfigurationError: if a step is going on; if the watch is strict, also if it is not what `state_dict`
+                gave, or of another model. Otherwise such a state costs a warning, and what is sound of it is taken.
         """
         if self._is_inside:
             raise MisconfigurationError("Load the state of the heads between steps, not within `with heads.step():`.")
-        if not {"step", "last_step"} <= set(state_dict):
-            raise MisconfigurationError(
-                f"This is no state of `watch_heads`, it has {sorted(state_dict)}: load what `heads.state_dict()` gave."
-            )
-        state = state_of_this_model(
-            dict(state_dict), self._watch.monitor.layers, is_strict=self._is_strict, faults=self._faults
-        )
+        if not isinstance(state_dict, Mapping) or not {"step", "last_step"} & set(state_dict):
+            has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            message = f"This is no state of `watch_heads`, it has {has}: load what `heads.state_dict()` gave."
+            if self._is_strict:
+                raise MisconfigurationError(message)
+            self._faults.say("no state", f"{message} Steps are counted from {self.global_step} on, alerts start anew.")
+            return
+        sound = sound_state(state_dict, faults=self._faults) or {}
+        counted = [sound.get(name) for name in ("step", "last_step")]
+        # Without a step count the last reading is the best guess of how far the run has come.
+        step = next((count for count in counted if count is not None), self.global_step)
+        layers = self._watch.monitor.layers
+        state = state_of_this_model(state_dict, layers, step=step, is_strict=self._is_strict, faults=self._faults)
         if self._has_begun:
             self._watch.flush()
         self._restored = state
-        self.global_step = int(state_dict["step"])
+        self.global_step = step
         self._training.is_stopped = False
         self._has_begun = False
 
@@ -432,12 +441,13 @@ class _Logs:
         if run is not None and (not hasattr(run, "log") or isinstance(run, type(os))):
             raise MisconfigurationError(f"`wandb` must be a run, got {shown(run)}: write wandb=wandb.init(...).")
         self._own_writer: Any = None
+        self.board_path: str | None = None
 
     def open(self, watch: Watch, restored: Mapping[str, Any] | None) -> tuple[History | None, list[Follower]]:
         """Open the history and the dashboards, on the first rank."""
         if not is_first_rank():
             return None, []
-        history = place_history(self._history, self._folder, state=restored)
+        history = place_history(self._history, self._folder, state=restored, say=watch.faults.say)
         followers: list[Follower] = []
         if self._board is not None and self._board is not False:
             with watch.faults.contained("opening TensorBoard"):
@@ -446,7 +456,7 @@ class _Logs:
             with watch.faults.contained("joining the W&B run"):
                 layers = [layer.name for layer in watch.monitor.layers]
                 followers.append(wandb.RunLog(self._run, self.metrics, layers, "hdi_step", is_guest=True))
-        elsewhere = "the dashboards" if history is None else str(history.path)
+        elsewhere = "the dashboards" if history is None else history
         followers.append(console.AlertLines(print, elsewhere))
         if self._on_alert is not None:
             followers.append(OnAlert(self._on_alert))
@@ -463,9 +473,11 @@ class _Logs:
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
+        folder = place_board(self._folder / "hdi", restored)
+        self.board_path = str(folder)
         # What an interrupted run has written beyond its checkpoint is to be hidden.
-        last = None if restored is None else restored["last_step"]
-        self._own_writer = SummaryWriter(self._folder / "hdi", purge_step=None if last is None else last + 1)
+        last = None if restored is None else restored.get("last_step")
+        self._own_writer = SummaryWriter(folder, purge_step=None if last is None else last + 1)
         return self._own_writer
 
 

@@ -16,16 +16,20 @@ from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations.optimizers import inner_optimizer
 from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
+from hdi_callback.monitoring.atomic import write_atomically
 from hdi_callback.monitoring.faults import Faults
-from hdi_callback.monitoring.history import History, place_history
+from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.place import place_history
 from hdi_callback.monitoring.ranks import refuse_apart, share_within
 from hdi_callback.monitoring.schedule import Schedule
 from hdi_callback.monitoring.settings import Method, Settings
+from hdi_callback.monitoring.state import read_state
 from hdi_callback.monitoring.watch import Follower, OnAlert, Watch, check_patterns, state_of_this_model
 
 _STATE = "hdi_state.json"
+_KEY = "hdi_callback"  # in the trainer's own state; no name of a class, or the trainer would make one anew
 
 
 class HDITrainerCallback(transformers.TrainerCallback):
@@ -160,9 +164,16 @@ class HDITrainerCallback(transformers.TrainerCallback):
         is_first = bool(state.is_world_process_zero)
         is_strict = self._settings.strict
         restored = state_of_this_model(
-            self._restored(args, state), monitor.layers, is_strict=is_strict, faults=self._faults
+            self._restored(args, state),
+            monitor.layers,
+            step=state.global_step,
+            is_strict=is_strict,
+            faults=self._faults,
         )
-        history = place_history(self._history_choice, args.output_dir, state=restored) if is_first else None
+        history = None
+        if is_first:
+            with self._faults.contained("opening the history"):
+                history = place_history(self._history_choice, args.output_dir, state=restored, say=self._faults.say)
         if self._verbose and is_first:
             with self._faults.contained("printing the layers"):
                 console.print_layers(
@@ -175,7 +186,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
             alerts=None if self._rules is None else Alerts(self._rules, monitor.facts, self._faults),
             interventions=self._interventions,
             training=_TrainerTraining(args, state, control, monitor, kwargs["optimizer"]),
-            followers=self._followers(args, monitor, history) if is_first else (),
+            followers=self._followers(args, monitor, history, restored) if is_first else (),
             share=share_within(self._settings.process_group),
             faults=self._faults,
         )
@@ -203,6 +214,10 @@ class HDITrainerCallback(transformers.TrainerCallback):
         if self._watch is not None:
             self._watch.after_step(state.global_step, epoch=_epoch(state))
             self._watch.monitor.suspend()
+            # The trainer writes this into the checkpoint itself, wherever that is moved and before `on_save` is called.
+            with self._faults.contained("keeping the identity of the run"):
+                identity = {**self._watch.identity(), **self._placed()}
+                state.stateful_callbacks[_KEY] = {"args": {}, "attributes": identity}
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the state of rules and interventions in the checkpoint."""
@@ -211,7 +226,11 @@ class HDITrainerCallback(transformers.TrainerCallback):
         kept = self._watch.state_dict()  # on every rank, as readings on the way are made known
         if state.is_world_process_zero:
             with self._faults.contained("saving the state of head diversity"):
-                (_checkpoint(args, state) / _STATE).write_text(json.dumps(kept))
+                data = json.dumps({**kept, **self._placed()}).encode()
+                write_atomically(_checkpoint(args, state) / _STATE, data)
+
+    def _placed(self) -> dict[str, Any]:
+        return {"tensorboard": None if self._board is None else str(self._board.writer.log_dir)}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the final weights, make everything known, and leave no hook behind."""
@@ -221,28 +240,43 @@ class HDITrainerCallback(transformers.TrainerCallback):
             with self._faults.contained("closing TensorBoard"):
                 self._board.writer.close()
 
-    def _restored(self, args: Any, state: Any) -> dict[str, Any] | None:
+    def _restored(self, args: Any, state: Any) -> Any:
+        """Find the state of the run: of its identity the trainer's own file tells, of all else ours."""
         if state.global_step == 0:
             return None
+        held = (state.stateful_callbacks or {}).get(_KEY)
+        identity = held.get("attributes") if isinstance(held, Mapping) else None
+        run = identity.get("run") if isinstance(identity, Mapping) else None
         named = getattr(args, "resume_from_checkpoint", None)
-        places = [Path(named)] if isinstance(named, str) else []
-        for place in (*places, _checkpoint(args, state)):
-            if (place / _STATE).is_file():
-                found: dict[str, Any] = json.loads((place / _STATE).read_text())
+        places = [Path(named) / _STATE] if isinstance(named, str) else []
+        places.append(_checkpoint(args, state) / _STATE)
+        # A checkpoint may have been renamed, and another run may have left one of this step.
+        renamed = sorted(Path(args.output_dir).glob(f"*/{_STATE}")) if run is not None else []
+        for place in dict.fromkeys([*places, *renamed]):
+            found = read_state(place, self._faults) if place.is_file() else None
+            if found is None or (run is not None and found.get("run") != run):
+                continue
+            if place in places or (identity is not None and found.get("last_step") == identity.get("last_step")):
                 return found
-        self._faults.say(
-            "no state", f"The checkpoint at step {state.global_step} holds no {_STATE}; alerts start anew."
-        )
-        return None
+        if identity is None:
+            self._faults.say(
+                "no state", f"The checkpoint at step {state.global_step} holds no {_STATE}; alerts start anew."
+            )
+        return identity
 
-    def _followers(self, args: Any, monitor: HeadDiversityMonitor, history: History | None) -> list[Follower]:
+    def _followers(
+        self, args: Any, monitor: HeadDiversityMonitor, history: History | None, restored: Mapping[str, Any] | None
+    ) -> list[Follower]:
         followers: list[Follower] = []
         wanted = args.report_to or []
         if "tensorboard" in wanted:
             with self._faults.contained("opening TensorBoard"):
                 from torch.utils.tensorboard import SummaryWriter
 
-                writer = SummaryWriter(log_dir=str(Path(args.output_dir) / "runs" / "hdi"))
+                folder = tensorboard.place_board(Path(args.output_dir) / "runs" / "hdi", restored)
+                last = None if restored is None else restored.get("last_step")
+                # What an interrupted run has written beyond its checkpoint is to be hidden.
+                writer = SummaryWriter(log_dir=str(folder), purge_step=None if last is None else last + 1)
                 self._board = tensorboard.Board(writer, self._metrics)
                 followers.append(self._board)
         if "wandb" in wanted:
@@ -253,7 +287,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
                     names = [layer.name for layer in monitor.layers]
                     run = weights_and_biases.run
                     followers.append(wandb.RunLog(run, self._metrics, names, "train/global_step"))
-        elsewhere = "TensorBoard and W&B" if history is None else str(history.path)
+        elsewhere = "TensorBoard and W&B" if history is None else history
         followers.append(console.AlertLines(print, elsewhere))
         if self._on_alert is not None:
             followers.append(OnAlert(self._on_alert))

@@ -1,34 +1,39 @@
 """The run's history on disk: one JSON object a line, only ever appended to, readable while training goes on.
 
-Four kinds of line: ``run`` (a training run starts or resumes at a step, with its layers), ``reading`` (the numbers of
-one step), ``alert`` and ``intervention``. A resumed run goes back to the last reading that its checkpoint knows: what
-an interrupted run had written beyond that stays in the file, and the readers here pass it over.
+Four kinds of line: ``run`` (a training run starts or resumes at a step, with its layers and its id), ``reading`` (the
+numbers of one step), ``alert`` and ``intervention``. A resumed run goes back to the last reading that its checkpoint
+knows: what an interrupted run had written beyond that stays in the file, and the readers here pass it over.
+
+A file has one writer. Each start of a run writes a session of its own into its ``run`` line; a writer that finds the
+session of another one at the end of its file leaves the file to it, and goes on in a copy of what it wrote.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import stat
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hdi_callback.arguments import path as check_path
-from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.errors import HDIError, MisconfigurationError, MonitoringWarning
+from hdi_callback.monitoring.atomic import create_atomically
+from hdi_callback.monitoring.lines import LineError, line_from_text, line_to_text, record_from_line, record_to_line
+from hdi_callback.monitoring.readings import Record
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = 1
-_DIGITS = 9  # what a float32 carries
 _MOST_KEPT = 1000  # lines; a disk that stays full must not fill the memory instead
+_LONGEST = 2**28  # bytes of a line; a hundred layers of a hundred heads with their matrices take a tenth of it
 
 
 class History:
@@ -38,13 +43,39 @@ class History:
         path: the file; its folders are made at the first line.
         matrix_every: overlap matrices go into the first and then every so many readings, as they are large; 0 for
             never.
+        run: id of the run; a new one by default.
+        is_new: begin a file of its own, under the next free name if there is something under this one by then.
+        parent: the run that a new one goes on from: ``run`` and ``history``, whose lines are taken over.
+        say: takes a kind of warning and its message.
+
+    Attributes:
+        path: the file that is written now.
+        run: id of the run.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, matrix_every: int = 10) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        matrix_every: int = 10,
+        run: str | None = None,
+        is_new: bool = False,
+        parent: Mapping[str, Any] | None = None,
+        say: Callable[[str, str], None] | None = None,
+    ) -> None:
         self.path = Path(path)
+        self.run = uuid.uuid4().hex if run is None else run
+        self._session = uuid.uuid4().hex
         self._matrix_every = matrix_every
+        self._is_new, self._parent, self._say = is_new, parent, say
         self._readings = 0
         self._unwritten: list[str] = []
+        self._header: dict[str, Any] | None = None
+        self._last = -1  # step of the last reading that was written
+        self._left: tuple[int, int] | None = None  # inode and size of the file after the last line
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     def begin(
         self, step: int, layers: Iterable[dict[str, Any]], *, last_reading: int | None = None, **facts: Any
@@ -58,9 +89,23 @@ class History:
                 holds beyond it is void.
             facts: further plain data.
         """
-        bound = step if last_reading is None else last_reading
-        line = {"kind": "run", "format": FORMAT, "step": step, "last_reading": bound, "layers": list(layers), **facts}
-        self._append(line)
+        self._last = step if last_reading is None else last_reading
+        is_first = self._header is None
+        self._header = {
+            "kind": "run",
+            "format": FORMAT,
+            "step": step,
+            "last_reading": self._last,
+            "run": self.run,
+            "session": self._session,
+            "layers": list(layers),
+            **({} if self._parent is None else {"parent": {**self._parent, "last_reading": self._last}}),
+            **facts,
+        }
+        if self._is_new and is_first:
+            self._write()
+        else:
+            self._append(self._header)
 
     def write(self, record: Record) -> None:
         """Append one reading.
@@ -70,7 +115,8 @@ class History:
         """
         with_matrices = self._matrix_every > 0 and self._readings % self._matrix_every == 0
         self._readings += 1
-        self._append({"kind": "reading", **_to_json(record, with_matrices)})
+        self._last = record.step
+        self._append(record_to_line(record, with_matrices))
 
     def note(self, kind: str, **facts: Any) -> None:
         """Append a line of another kind.
@@ -82,24 +128,112 @@ class History:
         self._append({"kind": kind, **facts})
 
     def _append(self, line: dict[str, Any]) -> None:
-        self._unwritten.append(json.dumps(_plain(line), allow_nan=False, separators=(",", ":")))
+        self._unwritten.append(line_to_text(line))
         del self._unwritten[:-_MOST_KEPT]
-        text = ("\n".join(self._unwritten) + "\n").encode()
+        self._write()
+
+    def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            if end > 0:
-                # A process that was killed may have left half a line: close it, so that only that one is lost.
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    text = b"\n" + text
-            try:
-                _write_all(file, text)
-            except OSError:
-                with suppress(OSError):
-                    file.truncate(end)  # else what has arrived of it would be there twice later
-                raise
+        if self._is_new:
+            self._create(self._first_lines())
+        if not self._unwritten:
+            return
+        with self.path.open("a+b", buffering=0) as file, _locked(file):
+            if self._is_still_ours(file):
+                self._add_to(file)
+                return
+        self._step_aside()
+        with self.path.open("a+b", buffering=0) as file, _locked(file):
+            self._add_to(file)
+
+    def _add_to(self, file: FileIO) -> None:
+        text = ("\n".join(self._unwritten) + "\n").encode()
+        end = file.seek(0, os.SEEK_END)
+        if end > 0:
+            # A process that was killed may have left half a line: close it, so that only that one is lost.
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                text = b"\n" + text
+        elif self._left is not None and self._header is not None:  # the file was deleted or moved
+            text = self._header_now() + text
+        try:
+            _write_all(file, text)
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)  # else what has arrived of it would be there twice later
+            raise
         self._unwritten.clear()
+        self._left = _identity(file)
+
+    def _create(self, data: bytes) -> None:
+        """Begin a file of one's own."""
+        while not _is_created(self.path, data):
+            self.path = free_path(self.path)
+        self._is_new = False
+        with self.path.open("rb", buffering=0) as file:
+            self._left = _identity(file)
+
+    def _first_lines(self) -> bytes:
+        header = b"" if self._header is None else _closed(line_to_text(self._header).encode())
+        if self._parent is None or self._header is None:
+            return header
+        bound = self._header["last_reading"]
+        try:
+            lines = _counting_lines(self._parent["history"])
+        except (OSError, HDIError):  # it went away since it was looked at; the header still names it
+            return header
+        kept = [data for line, data in lines if line["kind"] != "run" and line.get("step", 0) <= bound]
+        return header + b"".join(map(_closed, kept))
+
+    def _header_now(self) -> bytes:
+        assert self._header is not None
+        return _closed(line_to_text({**self._header, "last_reading": self._last}).encode())
+
+    # Asked before every line, and answered by the size of the file alone as long as nobody else has written.
+    def _is_still_ours(self, file: FileIO) -> bool:
+        now = _identity(file)
+        if self._left is None or now is None or now == self._left or now[1] == 0:
+            return True
+        is_same = now[0] == self._left[0] and now[1] >= self._left[1]
+        file.seek(self._left[1] if is_same else 0)
+        sessions = [line.get("session") for line in _run_lines(file)]
+        if sessions:
+            return sessions[-1] == self._session
+        return is_same  # somebody's blank line, or another file in this one's place
+
+    def _step_aside(self) -> None:
+        """Go on in a file of one's own, with what this run has written so far."""
+        taken, written = self.path, b""
+        with suppress(OSError), taken.open("rb", buffering=0) as file:
+            now = _identity(file)
+            if self._left is not None and now is not None and now[0] == self._left[0]:
+                written = file.read(self._left[1])
+        former, self.run = self.run, uuid.uuid4().hex
+        self._parent = {"run": former, "history": str(taken)}
+        if self._header is not None:
+            self._header = {**self._header, "run": self.run, "parent": {**self._parent, "last_reading": self._last}}
+            written += self._header_now()
+        self.path = free_path(self.path)
+        self._create(written)
+        self._tell(
+            "another writer",
+            f"Another run has begun to write the history `{taken}`; this run goes on in `{self.path}`, which holds its "
+            "earlier readings as well. Give each run a folder of its own.",
+        )
+
+    def _tell(self, kind: str, message: str) -> None:
+        if self._say is None:
+            warnings.warn(message, MonitoringWarning, stacklevel=4)
+        else:
+            self._say(kind, message)
+
+
+def _is_created(path: Path, data: bytes) -> bool:
+    try:
+        create_atomically(path, data)
+    except FileExistsError:  # another run was faster
+        return False
+    return True
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
@@ -107,43 +241,91 @@ def _write_all(file: FileIO, data: bytes) -> None:
         data = data[file.write(data) :]
 
 
-def place_history(
-    choice: bool | str | os.PathLike[str],
-    folder: str | os.PathLike[str],
-    *,
-    state: Mapping[str, Any] | None = None,
-    name: str = "history",
-) -> History | None:
-    """Choose the file that a run writes: the one that it has begun, or one that no other run has.
+def _closed(line: bytes) -> bytes:
+    return line.rstrip(b"\n") + b"\n"
+
+
+def _identity(file: FileIO) -> tuple[int, int] | None:
+    """Tell a regular file and its state by inode and size."""
+    status = os.fstat(file.fileno())
+    return (status.st_ino, status.st_size) if stat.S_ISREG(status.st_mode) else None
+
+
+@contextmanager
+def _locked(file: FileIO) -> Iterator[None]:
+    """Keep other writers out for the time of one line, where the system knows locks; wait for none."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    for _ in range(5):
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(0.002)
+    yield  # closing the file gives the lock back
+
+
+def free_path(path: Path) -> Path:
+    """Find a name under which there is nothing.
 
     Args:
-        choice: True for the usual place, ``hdi/<name>.jsonl`` in the folder; a path; or False for no history.
-        folder: that of the run.
-        state: what a checkpoint of the run keeps, with the path under ``"history"``.
-        name: what the file is called.
+        path: the name that one would like.
 
     Returns:
-        The history, of which nothing is written yet.
+        That name if it is free, else the next of ``<name>-1``, ``<name>-2``, ...
     """
-    if choice is False:
-        return None
-    if choice is not True:
-        return History(choice)
-    begun = None if state is None else state.get("history")
-    if begun is not None and Path(begun).is_file():
-        return History(begun)
-    path = Path(folder) / "hdi" / f"{name}.jsonl"
-    copies = itertools.count(1)
-    while path.exists():
-        path = path.with_name(f"{name}-{next(copies)}.jsonl")
-    return History(path)
+    return next(one for one in itertools.chain([path], _numbered_names(path)) if not os.path.lexists(one))
+
+
+def _numbered_names(path: Path) -> Iterator[Path]:
+    return (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+
+
+def run_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the headers of a history file.
+
+    Args:
+        path: any file.
+
+    Returns:
+        Its lines of kind ``run``, in order; none if its first line is no line of a history.
+    """
+    with Path(path).open("rb") as file:
+        first = next((data for _, data in _numbered(file) if data.strip()), b"")
+        try:
+            line_from_text(first)
+        except LineError:
+            return []
+        file.seek(0)
+        return list(_run_lines(file))
+
+
+def _run_lines(file: Any) -> Iterator[dict[str, Any]]:
+    for _, data in _numbered(file):
+        if data.startswith(b'{"kind":"run"'):
+            with suppress(LineError):
+                yield line_from_text(data)
+
+
+def _numbered(file: Any) -> Iterator[tuple[int, bytes]]:
+    """Read the lines of a file that is open; one that is far too long is given as its beginning."""
+    for number in itertools.count(1):
+        data = file.readline(_LONGEST)
+        if not data:
+            return
+        yield number, data
+        while len(data) == _LONGEST and not data.endswith(b"\n"):
+            data = file.readline(_LONGEST)
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Read the lines of a history file that count, in the order of writing.
 
-    A torn line is passed over, and so are lines that a later resumption made void (beyond the last reading that it
-    knew of).
+    Lines that a later resumption made void (beyond the last reading that it knew of) are passed over, and so is a line
+    that a killed process left half written. Any other line that cannot be read is skipped, with one warning that gives
+    its number.
 
     Args:
         path: a history file.
@@ -154,27 +336,54 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     Raises:
         MisconfigurationError: if there is no such file, or it is of a newer format.
     """
+    yield from (line for line, _ in _counting_lines(path))
+
+
+def _counting_lines(path: str | os.PathLike[str]) -> list[tuple[dict[str, Any], bytes]]:
     file = Path(check_path("path", path, "lightning_logs/version_0/hdi/history.jsonl"))
     if not file.is_file():
         raise MisconfigurationError(f"There is no history file at `{file}`. Write the path of a `history.jsonl`.")
-    lines: list[dict[str, Any]] = []
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if not isinstance(line, dict) or "kind" not in line:
-            continue
-        if line["kind"] == "run":
-            if line["format"] > FORMAT:
-                raise MisconfigurationError(
-                    f"`{file}` has history format {line['format']}; this version reads up to {FORMAT}. "
-                    "Upgrade hdi-callback."
-                )
-            known = line.get("last_reading", line["step"])
-            lines = [kept for kept in lines if kept["kind"] == "run" or kept.get("step", 0) <= known]
-        lines.append(line)
-    yield from lines
+    lines: list[tuple[dict[str, Any], bytes]] = []
+    skipped: list[str] = []
+    torn: str | None = None  # what may turn out to be the end of a process that was killed
+    with file.open("rb") as stream:
+        for number, data in _numbered(stream):
+            if not data.strip():
+                continue
+            try:
+                line = line_from_text(data) if len(data) < _LONGEST else _refuse_length()
+            except LineError as error:
+                if torn is not None:
+                    skipped.append(torn)
+                reason = f"line {number} ({error})"
+                torn = reason if error.is_torn else None
+                if torn is None:
+                    skipped.append(reason)
+                continue
+            if torn is not None and line["kind"] != "run":
+                skipped.append(torn)
+            torn = None
+            if line["kind"] == "run":
+                if line["format"] > FORMAT:
+                    raise MisconfigurationError(
+                        f"`{file}` has history format {line['format']}; this version reads up to {FORMAT}. "
+                        "Upgrade hdi-callback."
+                    )
+                known = line.get("last_reading", line["step"])
+                lines = [kept for kept in lines if kept[0]["kind"] == "run" or kept[0].get("step", 0) <= known]
+            lines.append((line, data))
+    if skipped:
+        more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+        warnings.warn(
+            f"`{file}` has lines that cannot be read, and that are skipped: {', '.join(skipped[:3])}{more}.",
+            MonitoringWarning,
+            stacklevel=2,
+        )
+    return lines
+
+
+def _refuse_length() -> dict[str, Any]:
+    raise LineError("it is far too long")
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
@@ -189,7 +398,7 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     Raises:
         MisconfigurationError: if there is no such file, or it is of a newer format.
     """
-    records = {line["step"]: _from_json(line) for line in read_lines(path) if line["kind"] == "reading"}
+    records = {line["step"]: record_from_line(line) for line in read_lines(path) if line["kind"] == "reading"}
     return [records[step] for step in sorted(records)]
 
 
@@ -208,6 +417,7 @@ def load_history(path: str | os.PathLike[str]) -> pd.DataFrame:
 
     Example:
         >>> import tempfile, pathlib
+        >>> from hdi_callback.monitoring.readings import LayerRecord
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "history.jsonl"
         >>> History(path).write(Record(step=50, layers={"attn": LayerRecord(values={"hdi": 0.75})}))
         >>> load_history(path)[["step", "layer", "hdi"]].values.tolist()
@@ -219,68 +429,16 @@ def load_history(path: str | os.PathLike[str]) -> pd.DataFrame:
         raise MisconfigurationError("A history frame needs pandas: pip install 'hdi-callback[reports]'.") from error
     rows = [
         {
+            **dict.fromkeys(("step", "epoch", "time", "layer")),
+            **layer.values,
+            **({"worst_pair": tuple(layer.arrays["worst_pair"])} if "worst_pair" in layer.arrays else {}),
             "step": record.step,
             "epoch": record.epoch,
             "time": record.time,
             "layer": name,
-            **layer.values,
-            **({"worst_pair": tuple(layer.arrays["worst_pair"])} if "worst_pair" in layer.arrays else {}),
         }
         for record in read_records(path)
         for name, layer in record.layers.items()
     ]
     frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "layer"])
     return frame
-
-
-def _to_json(record: Record, with_matrices: bool) -> dict[str, Any]:
-    layers: dict[str, dict[str, Any]] = {}
-    for name, layer in record.layers.items():
-        layers[name] = {"values": layer.values, "arrays": layer.arrays}
-        if with_matrices:
-            layers[name]["matrices"] = {
-                key: [[round(value, 4) for value in row] for row in matrix.double().tolist()]
-                for key, matrix in layer.matrices.items()
-            }
-    return {
-        "step": record.step,
-        "epoch": record.epoch,
-        "axis": record.axis,
-        "time": round(record.time, 3),
-        "layers": layers,
-        "absent": record.absent,
-    }
-
-
-def _from_json(line: dict[str, Any]) -> Record:
-    nan = float("nan")
-    layers = {
-        name: LayerRecord(
-            values={key: nan if value is None else value for key, value in layer.get("values", {}).items()},
-            arrays=layer.get("arrays", {}),
-            matrices={
-                key: torch.tensor([[nan if value is None else value for value in row] for row in matrix])
-                for key, matrix in layer.get("matrices", {}).items()
-            },
-        )
-        for name, layer in line["layers"].items()
-    }
-    return Record(
-        step=line["step"],
-        layers=layers,
-        absent=line.get("absent", {}),
-        epoch=line.get("epoch"),
-        axis=line.get("axis", line["step"]),
-        time=line.get("time", 0.0),
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Round floats to what was measured, and write what JSON has no word for (NaN, infinity) as null."""
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value

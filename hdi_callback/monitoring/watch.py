@@ -7,6 +7,7 @@ way costs one warning.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,13 @@ from hdi_callback.attention import AttentionLayer
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Alerts
 from hdi_callback.monitoring.faults import Faults, attempt_each
-from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import Action, Intervention, Training, plain_state
+from hdi_callback.monitoring.interventions.intervention import WhileItStands
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.readings import Reading, Readout, Record
 from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.state import FORMAT, sound_state
 
 _MEASURING, _RESUMING = "measuring head diversity", "resuming head diversity"
 
@@ -144,15 +147,35 @@ class Watch:
 
         Args:
             step: optimizer steps taken so far.
-            state: what `state_dict` gave.
+            state: what `state_of_this_model` gave.
         """
         if state is not None:
             with self.faults.contained(_RESUMING):
                 self.load_state_dict(state)
-        if self.history is not None:
-            with self.faults.contained(f"writing {self.history.path}"):
-                last = -1 if self.schedule.last is None else self.schedule.last
-                self.history.begin(step, self.monitor.facts, last_reading=last)
+        # Of a state that does not know its last reading all that the history holds so far counts.
+        is_known = state is None or "last_step" in state
+        last = (-1 if self.schedule.last is None else self.schedule.last) if is_known else step
+        self._begin_history(step, state, last)
+        if not is_known:
+            with self.faults.contained(_RESUMING):
+                self.schedule.last = self._share(self._last_in_history(step))  # every rank reads at the same steps
+        if state is not None and self.alerts is not None and self.interventions:
+            with self.faults.contained(_RESUMING):
+                self._drop_what_no_longer_stands(self.alerts)
+
+    def _last_in_history(self, step: int) -> int | None:
+        if self.history is None or not self.history.path.is_file():
+            return None
+        return max((record.step for record in read_records(self.history.path) if record.step <= step), default=None)
+
+    def _begin_history(self, step: int, state: Mapping[str, Any] | None, last: int) -> None:
+        if self.history is None:
+            return
+        with self.faults.contained(f"writing {self.history.path}"):
+            self.history.begin(step, self.monitor.facts, last_reading=last)
+        if self.alerts is not None and state is not None and state.get("alerts") is None:
+            with self.faults.contained(_RESUMING):
+                self._judge_again(self.alerts, self.history, last)
 
     @property
     def is_reading_owed(self) -> bool:
@@ -286,31 +309,72 @@ class Watch:
         """
         self.flush()
         return {
-            "format": 2,
+            **self.identity(),
+            "alerts": None if self.alerts is None else self.alerts.state_dict(),
+            "interventions": [(item.name, self._state_of(item)) for item in self.interventions],
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """Give what tells this run from others, and how far it has come.
+
+        Returns:
+            Plain data.
+        """
+        return {
+            "format": FORMAT,
             "last_step": self.schedule.last,
             "history": None if self.history is None else str(self.history.path),
+            "run": None if self.history is None else self.history.run,
             "layers": {
                 layer.name: _sizes(layer) for layer in self.monitor.layers if layer.name not in self.monitor.found_late
             },
-            "alerts": None if self.alerts is None else self.alerts.state_dict(),
-            "interventions": [(item.name, self._state_of(item)) for item in self.interventions],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off; a checkpoint of format 1 knows no alerts.
 
         Args:
-            state: what `state_dict` gave.
+            state: what `state_dict` gave, and `sound_state` has looked at.
         """
         self.schedule.last = state.get("last_step")
-        if self.alerts is not None and state.get("alerts") is not None:
-            self.alerts.load_state_dict(state["alerts"])
+        alerts = state.get("alerts") or state.get("alerts_in_part")
+        if self.alerts is not None and alerts is not None:
+            self.alerts.load_state_dict(alerts)
         kept = list(state.get("interventions", ()))
         for intervention in self.interventions:
             place = next((place for place, (name, _) in enumerate(kept) if name == intervention.name), None)
-            if place is not None:  # several of one kind are told apart by their order
-                with self.faults.contained(f"resuming the intervention {intervention.name}"):
-                    intervention.load_state_dict(kept.pop(place)[1])
+            held = None if place is None else kept.pop(place)[1]  # several of one kind are told apart by their order
+            if held is not None:
+                self._restore(intervention, held)
+
+    def _restore(self, intervention: Intervention, held: Any) -> None:
+        """Give an intervention its state back, or leave it as it was if that fails half way."""
+        with self.faults.contained(f"resuming the intervention {intervention.name}"):
+            before = {name: copy.copy(value) for name, value in vars(intervention).items() if _is_plain(value)}
+            try:
+                intervention.load_state_dict(held)
+            except Exception:
+                vars(intervention).update(before)
+                raise
+
+    def _drop_what_no_longer_stands(self, alerts: Alerts) -> None:
+        """Let nothing last for an alert that the state does not hold, as it would never end."""
+        active = set(self._share([(alert.layer, alert.rule) for alert in alerts.active]))
+        for intervention in self.interventions:
+            if isinstance(intervention, WhileItStands):
+                kept = {
+                    layer: [rule for rule in rules if (layer, rule) in active]
+                    for layer, rules in intervention.standing.items()
+                }
+                intervention.standing = {layer: rules for layer, rules in kept.items() if rules}
+
+    def _judge_again(self, alerts: Alerts, history: History, last: int) -> None:
+        """Find the alerts that stand from the history, where the checkpoint does not tell."""
+        records = [one for one in read_records(history.path) if one.step <= last] if history.path.is_file() else []
+        if records:
+            alerts.load_state_dict({"active": [], "series": {}})
+        for record in records:
+            alerts.judge(record)
 
     def _state_of(self, intervention: Intervention) -> dict[str, Any]:
         """Give the state of an intervention as plain data, or no more than how often it has acted."""
@@ -398,22 +462,28 @@ class Watch:
         return actions
 
 
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list | dict | set | tuple)
+
+
 def _note(history: History, kind: str, item: Alert | Action) -> None:
     history.note(kind, **item.to_dict())
 
 
 def state_of_this_model(
-    state: dict[str, Any] | None, layers: Sequence[AttentionLayer], *, is_strict: bool, faults: Faults
+    state: Any, layers: Sequence[AttentionLayer], *, step: int | None = None, is_strict: bool, faults: Faults
 ) -> dict[str, Any] | None:
-    """Leave out a state that is of another model: its history and alerts are not those of this one.
+    """Take from a saved state what is sound, and nothing if it is of another model.
 
-    It is if one of its layers is not there, or has other heads. Layers that have come in addition are no difference:
-    their readings begin with the resumption. States of earlier versions tell no layers, and are taken as they are.
+    It is of another if one of its layers is not there, or has other heads. Layers that have come in addition are no
+    difference: their readings begin with the resumption. States of earlier versions tell no layers, and are taken as
+    they are.
 
     Args:
-        state: what `Watch.state_dict` gave, if there is one.
+        state: what a checkpoint held, whatever it is.
         layers: those that are watched now.
-        is_strict: refuse such a state.
+        step: optimizer steps taken when it is resumed.
+        is_strict: refuse a state of another model.
         faults: turns it into a warning otherwise.
 
     Returns:
@@ -422,11 +492,12 @@ def state_of_this_model(
     Raises:
         MisconfigurationError: if it is of another model and `is_strict` is set.
     """
+    sound = sound_state(state, step=step, faults=faults)
     now = {layer.name: _sizes(layer) for layer in layers}
-    kept = {} if state is None else state.get("layers") or {}
+    kept: Mapping[str, list[int]] = {} if sound is None else sound.get("layers", {})
     gone = [name for name, sizes in kept.items() if list(sizes) != now.get(name)]
     if not gone:
-        return state
+        return sound
     listed = ", ".join(f"`{name}`" for name in gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
     message = f"The checkpoint was written with attention layers that are not there, or have other heads: {listed}."
     if is_strict:

@@ -584,6 +584,23 @@ def test_another_run_in_the_same_folder_keeps_a_history_of_its_own(tmp_path):
     assert [readings(path) for path in paths] == [[0, 2], [0, 2]]
 
 
+def test_two_runs_in_one_folder_have_a_directory_of_tensorboard_each_and_a_resumed_one_goes_on_in_its_own(tmp_path):
+    options = {"log_dir": tmp_path, "tensorboard": True, "every_n_steps": 2, **QUIET}
+    for _ in range(2):
+        trained = fresh()
+        with watch_heads(trained.model, trained.optimizer, **options) as heads:
+            train(heads, trained, steps=4)
+        state = heads.state_dict()
+    with watch_heads(trained.model, trained.optimizer, **options) as resumed:
+        resumed.load_state_dict(state)
+        train(resumed, trained, start=4, steps=8)
+    assert [step for step, _ in scalars(tmp_path / "hdi", "hdi/mean")] == [0, 2, 4]
+    (first, *_), second = sorted((tmp_path / "hdi-1").glob("*tfevents*")), resumed
+    assert [step for step, _ in scalars(first.parent, "hdi/mean")] == [0, 2, 4, 6, 8]
+    assert second.history_path == heads.history_path == tmp_path / "hdi" / "history-1.jsonl"
+    assert readings(second.history_path) == [0, 2, 4, 6, 8]
+
+
 # --- misuse
 
 
@@ -665,14 +682,19 @@ def test_misuse_of_the_arguments_is_refused_at_once_and_leaves_no_hook(arguments
     assert not any(module._forward_pre_hooks for module in trained.model.modules())
 
 
-def test_a_state_of_something_else_is_refused(tmp_path):
+def test_a_state_of_something_else_costs_a_warning_and_is_refused_when_strict(tmp_path):
     trained = fresh()
     with watch_heads(trained.model, trained.optimizer, log_dir=tmp_path, **QUIET) as heads:
-        with pytest.raises(MisconfigurationError, match=r"no state of `watch_heads`, it has \['model'\]"):
+        with pytest.warns(MonitoringWarning, match=r"no state of `watch_heads`, it has \['model'\]"):
             heads.load_state_dict({"model": 1})
         train(heads, trained, steps=1)
         with pytest.raises(MisconfigurationError, match="between steps"), heads.step():
             heads.load_state_dict(heads.state_dict())
+    strict = fresh()
+    with watch_heads(strict.model, strict.optimizer, history=False, strict=True, **QUIET) as heads, pytest.raises(
+        MisconfigurationError, match=r"no state of `watch_heads`, it has \['model'\]"
+    ):  # fmt: skip
+        heads.load_state_dict({"model": 1})
 
 
 def test_a_checkpoint_of_another_model_starts_a_new_history(tmp_path):

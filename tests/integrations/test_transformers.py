@@ -150,6 +150,56 @@ def test_a_checkpoint_without_the_state_starts_anew_with_a_warning(tmp_path):
     assert steps(callback.history_path) == [6, 8, 12]
 
 
+def checkpointed(tmp_path, **options) -> HDITrainerCallback:
+    """A run of six steps with a checkpoint at its end."""
+    callback = HDITrainerCallback(every_n_steps=2)
+    train(tmp_path, callback, max_steps=6, save_strategy="steps", save_steps=6, **options)
+    return callback
+
+
+@pytest.mark.parametrize("has_state", [True, False], ids=["with its state", "killed before the state was written"])
+def test_a_renamed_checkpoint_goes_on_in_the_history_and_the_alerts_of_its_run(tmp_path, has_state):
+    first = checkpointed(tmp_path)
+    (tmp_path / "checkpoint-6").rename(tmp_path / "best")
+    if not has_state:
+        (tmp_path / "best" / "hdi_state.json").unlink()
+    second = HDITrainerCallback(every_n_steps=2)
+    train(tmp_path, second, resume=str(tmp_path / "best"))
+    assert second.history_path == first.history_path
+    assert steps(second.history_path) == [0, 2, 4, 6, 8, 10, 12]
+    series = second._watch.state_dict()["alerts"]["series"]
+    assert [[row["step"] for row in series[name][1:]] for name in LAYERS] == [[0, 2, 4, 6, 8, 10, 12]] * 2
+
+
+def test_a_checkpoint_of_another_run_of_the_same_step_is_not_taken_for_it(tmp_path):
+    checkpointed(tmp_path / "a")
+    checkpointed(tmp_path / "b")
+    (tmp_path / "a" / "checkpoint-6").rename(tmp_path / "kept")
+    (tmp_path / "kept" / "hdi_state.json").unlink()
+    history = tmp_path / "b" / "hdi" / "history.jsonl"
+    before = history.read_bytes()
+    branch = HDITrainerCallback(every_n_steps=2)
+    train(tmp_path / "b", branch, resume=str(tmp_path / "kept"))
+    assert history.read_bytes() == before
+    assert steps(branch.history_path) == [0, 2, 4, 6, 8, 10, 12]
+    parent = next(line["parent"] for line in read_lines(branch.history_path) if "parent" in line)
+    assert parent["history"] == str(tmp_path / "a" / "hdi" / "history.jsonl")
+
+
+def test_each_run_has_a_directory_of_tensorboard_and_a_resumed_one_goes_on_in_its_own(tmp_path):
+    def curve(name: str) -> list[int]:
+        return [e.step for e in EventAccumulator(str(tmp_path / "runs" / name)).Reload().Scalars("hdi/mean")]
+
+    for _ in range(2):
+        callback = checkpointed(tmp_path, report_to=["tensorboard"])
+    assert (curve("hdi"), curve("hdi-1")) == ([0, 2, 4, 6], [0, 2, 4, 6])
+    resumed = HDITrainerCallback(every_n_steps=2)
+    train(tmp_path, resumed, resume=str(tmp_path / "checkpoint-6"), report_to=["tensorboard"])
+    assert resumed.history_path == callback.history_path
+    assert (curve("hdi"), curve("hdi-1")) == ([0, 2, 4, 6], [0, 2, 4, 6, 8, 10, 12])
+    assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith("hdi")]) == 2
+
+
 def test_the_penalty_is_in_the_step(tmp_path):
     class Penalised(transformers.Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hdi_callback import HDICallback
-from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.history import read_lines, read_records
+from hdi_callback.errors import MisconfigurationError, MonitoringWarning
+from hdi_callback.monitoring.history import load_history, read_lines, read_records
 from hdi_callback.monitoring.readings import Readout
 from hdi_callback.monitoring.replay import read_alerts, replay
 from tests.models import LIT_LAYERS, Classifier, batches
@@ -175,7 +175,7 @@ def test_a_state_of_an_earlier_format_goes_on(tmp_path, saved, change):
     checkpoint, history = saved
     put_state(checkpoint, change)
     callback = HDICallback(every_n_steps=2, strict=True)
-    fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+    fit(tmp_path / "first", callback, epochs=2, checkpoint=checkpoint)
     assert callback.history_path == history
     assert readings(history) == [0, 2, 4, 5, 6, 8, 10]
     assert set(callback.state_dict()["alerts"]["series"]) == set(LIT_LAYERS)
@@ -205,11 +205,13 @@ def test_a_broken_state_costs_one_warning(tmp_path, saved):
     put_state(checkpoint, lambda state: {**state, "alerts": {"active": [{"layer": 3}]}})
     callback = HDICallback(every_n_steps=2)
     with told() as warnings:
-        trainer = fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+        trainer = fit(tmp_path / "first", callback, epochs=2, checkpoint=checkpoint)
     assert len(warnings) == 1
-    assert "resuming head diversity failed (KeyError" in warnings[0]
+    assert "state of head diversity is not sound: the active alerts are [{'layer': 3}]" in warnings[0]
     assert trainer.global_step == 10
     assert readings(callback.history_path) == [0, 2, 4, 5, 6, 8, 10]
+    rows = callback.state_dict()["alerts"]["series"][LIT_LAYERS[0]]
+    assert [row["step"] for row in rows] == [0, 0, 2, 4, 5, 6, 8, 10], "found again from the history"
 
 
 def other_heads() -> Module:
@@ -273,7 +275,7 @@ def test_a_layer_that_has_come_in_addition_is_read_from_the_resumption_on(tmp_pa
 
     put_state(checkpoint, without_second)
     callback = HDICallback(every_n_steps=2, strict=True)
-    fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+    fit(tmp_path / "first", callback, epochs=2, checkpoint=checkpoint)
     assert readings(history) == [0, 2, 4, 5, 6, 8, 10]
     series = callback.state_dict()["alerts"]["series"]
     assert [series[name][0]["step"] for name in (kept, new)] == [0, 6]
@@ -283,8 +285,67 @@ def test_a_history_that_was_moved_away_begins_again_where_the_run_goes_on(tmp_pa
     checkpoint, history = saved
     history.rename(tmp_path / "elsewhere.jsonl")
     callback = HDICallback(every_n_steps=2)
-    fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
+    with pytest.warns(MonitoringWarning, match=r"checkpoint names, .*history\.jsonl`, is not there"):
+        fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
     assert readings(callback.history_path) == [6, 8, 10]
+
+
+def test_a_branch_in_a_folder_of_its_own_has_the_whole_curve_and_leaves_its_parent_alone(tmp_path, saved):
+    checkpoint, history = saved
+    fit(tmp_path / "first", HDICallback(every_n_steps=2), epochs=3, checkpoint=checkpoint)  # the parent goes on
+    before = history.read_bytes()
+    for _ in range(2):  # ended before its first checkpoint, it begins once more
+        branch = HDICallback(every_n_steps=2)
+        trainer = fit(tmp_path / "branch", branch, epochs=2, checkpoint=checkpoint)
+    assert history.read_bytes() == before
+    assert readings(history) == [0, 2, 4, 5, 6, 8, 10, 12, 14, 15]
+    assert branch.history_path == tmp_path / "branch" / "hdi" / "history.jsonl"
+    assert readings(branch.history_path) == [0, 2, 4, 5, 6, 8, 10]
+    frames = [load_history(path).query("step <= 5") for path in (history, branch.history_path)]
+    assert frames[0].equals(frames[1])
+    (header, *_) = [line for line in read_lines(branch.history_path) if line["kind"] == "run"]
+    assert header["parent"] == {"run": next(read_lines(history))["run"], "history": str(history), "last_reading": 5}
+    trainer.save_checkpoint(tmp_path / "ten.ckpt")
+    # A checkpoint of the branch is none of its parent, even in its parent's folder.
+    third = HDICallback(every_n_steps=2)
+    fit(tmp_path / "first", third, epochs=3, checkpoint=tmp_path / "ten.ckpt")
+    assert history.read_bytes() == before
+    assert readings(third.history_path) == [0, 2, 4, 5, 6, 8, 10, 12, 14, 15]
+
+
+def test_a_file_that_a_checkpoint_names_and_that_is_no_history_is_never_written_to(tmp_path, saved):
+    checkpoint, history = saved
+    letter = history.with_name("history-7.jsonl")
+    letter.write_text("Dear Mr Vernon,\n\n")
+    put_state(checkpoint, lambda state: {**state, "run": "0" * 32, "history": str(letter)})
+    before = history.read_bytes()
+    with told() as warnings:
+        fit(tmp_path / "first", HDICallback(every_n_steps=2), epochs=2, checkpoint=checkpoint)
+    assert ["is of another" in one or "of another run" in one for one in warnings] == [True]
+    assert letter.read_text() == "Dear Mr Vernon,\n\n"
+    assert history.read_bytes() == before
+
+
+def test_a_run_that_was_moved_goes_on_in_the_history_that_moved_with_it(tmp_path, saved):
+    checkpoint, _ = saved
+    (tmp_path / "first").rename(tmp_path / "renamed")
+    callback = HDICallback(every_n_steps=2)
+    fit(tmp_path / "renamed", callback, epochs=2, checkpoint=checkpoint)
+    assert callback.history_path == tmp_path / "renamed" / "hdi" / "history.jsonl"
+    assert readings(callback.history_path) == [0, 2, 4, 5, 6, 8, 10]
+
+
+def test_a_checkpoint_of_another_run_begins_another_history_in_the_same_trainer(tmp_path, saved):
+    checkpoint, history = saved
+    before = history.read_bytes()
+    callback = HDICallback(every_n_steps=2)
+    trainer = fit(tmp_path / "other", callback)
+    own = callback.history_path
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Module(), batches(count=5), ckpt_path=checkpoint)
+    assert (readings(own), history.read_bytes()) == ([0, 2, 4, 5], before)
+    assert callback.history_path != own
+    assert readings(callback.history_path) == [0, 2, 4, 5, 6, 8, 10]
 
 
 class Breaks(Module):
@@ -305,7 +366,7 @@ def test_a_checkpoint_of_the_exception_itself_resumes_without_a_gap(tmp_path):
         trainer_for(tmp_path, callback, keep, enable_checkpointing=True).fit(lit, batches(count=5))
     assert readings(callback.history_path) == [0, 2]
     resumed, lit.breaks = HDICallback(every_n_steps=2), False
-    trainer = fit(tmp_path / "second", resumed, lit, epochs=2, checkpoint=tmp_path / "exception.ckpt")
+    trainer = fit(tmp_path, resumed, lit, epochs=2, checkpoint=tmp_path / "exception.ckpt")
     assert resumed.history_path == callback.history_path
     assert readings(callback.history_path) == [*range(0, trainer.global_step, 2), trainer.global_step]
 

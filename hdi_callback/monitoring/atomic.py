@@ -1,0 +1,76 @@
+"""Files that are there whole or not at all, whenever the process is killed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file in place of the one that may be there.
+
+    Args:
+        path: the file; its folder must exist.
+        data: its content.
+
+    Raises:
+        OSError: if it cannot be written; what was there before is untouched then.
+    """
+    draft = _draft(Path(path), data)
+    try:
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    _settle(Path(path).parent)
+
+
+def create_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file where there is none; of several processes one alone succeeds.
+
+    Args:
+        path: the file; its folder must exist.
+        data: its content.
+
+    Raises:
+        FileExistsError: if there is anything under this name.
+        OSError: if it cannot be written.
+    """
+    draft = _draft(Path(path), data)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        _create(Path(path), data)
+    finally:
+        draft.unlink(missing_ok=True)
+    _settle(Path(path).parent)
+
+
+def _draft(path: Path, data: bytes) -> Path:
+    draft = path.with_name(f".hdi-{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    try:
+        _create(draft, data)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    return draft
+
+
+def _create(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _settle(folder: Path) -> None:
+    """Have the new name survive a power failure too, where folders can be synchronised."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,216 @@
+"""One line of a history file: how it is written, and what it must be to be read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hdi_callback.attention.names import printable
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.schema import is_alert, is_text_map, is_value, is_whole
+
+_DIGITS = 9  # what a float32 carries
+_NAN = float("nan")
+
+
+class LineError(ValueError):
+    """A line of a history file cannot be read; says why.
+
+    Attributes:
+        is_torn: True if it looks like the beginning of a line, as a killed process leaves it.
+    """
+
+    def __init__(self, reason: str, *, is_torn: bool = False) -> None:
+        super().__init__(reason)
+        self.is_torn = is_torn
+
+
+def line_to_text(line: Mapping[str, Any]) -> str:
+    """Write a line.
+
+    Args:
+        line: plain data; floats are rounded to what was measured, NaN and infinity become null, and what JSON has no
+            word for becomes a number or a text.
+
+    Returns:
+        JSON without a line break, in ASCII.
+    """
+    return json.dumps(_plain(line), allow_nan=False, separators=(",", ":"))
+
+
+def line_from_text(data: bytes) -> dict[str, Any]:
+    """Read a line.
+
+    Args:
+        data: the line as it is in the file.
+
+    Returns:
+        A dictionary with ``kind``, in which every field that is known has its type.
+
+    Raises:
+        LineError: if it is none.
+    """
+    try:
+        line = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise LineError("it is not UTF-8") from None
+    except RecursionError:
+        raise LineError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise LineError("it is not JSON", is_torn=data.startswith(b'{"kind":') and b"\0" not in data) from error
+    except (ValueError, MemoryError) as error:
+        raise LineError(f"it cannot be decoded ({type(error).__name__})") from error
+    if not is_text_map(line) or not isinstance(line.get("kind"), str):
+        raise LineError("it is no object with a kind")
+    _check(line)
+    return dict(line)
+
+
+def record_to_line(record: Record, with_matrices: bool) -> dict[str, Any]:
+    """Give a reading as plain data.
+
+    Args:
+        record: the numbers.
+        with_matrices: whether the overlap matrices go with it.
+
+    Returns:
+        What `record_from_line` takes.
+    """
+    layers: dict[str, dict[str, Any]] = {}
+    for name, layer in record.layers.items():
+        layers[name] = {"values": layer.values, "arrays": layer.arrays}
+        if with_matrices:
+            layers[name]["matrices"] = {
+                key: [[round(value, 4) for value in row] for row in matrix.double().tolist()]
+                for key, matrix in layer.matrices.items()
+            }
+    return {
+        "kind": "reading",
+        "step": record.step,
+        "epoch": record.epoch,
+        "axis": record.axis,
+        "time": round(record.time, 3),
+        "layers": layers,
+        "absent": record.absent,
+    }
+
+
+def record_from_line(line: Mapping[str, Any]) -> Record:
+    """Make a reading of a line.
+
+    Args:
+        line: a line of kind ``reading``.
+
+    Returns:
+        The numbers; NaN where null was written.
+    """
+    layers = {
+        printable(name): LayerRecord(
+            values={printable(key): _number(value) for key, value in layer.get("values", {}).items()},
+            arrays=dict(layer.get("arrays", {})),
+            matrices={
+                key: torch.tensor([[_number(value) for value in row] for row in matrix])
+                for key, matrix in layer.get("matrices", {}).items()
+            },
+        )
+        for name, layer in line["layers"].items()
+    }
+    return Record(
+        step=line["step"],
+        layers=layers,
+        absent=dict(line.get("absent", {})),
+        epoch=line.get("epoch"),
+        axis=line.get("axis", line["step"]),
+        time=float(line.get("time", 0.0)),
+    )
+
+
+def _number(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else _NAN
+
+
+def _check(line: Mapping[str, Any]) -> None:
+    """Refuse a line of which a known field has another type than it was written with."""
+    kind = line["kind"]
+    if kind in ("run", "reading", "alert", "intervention") or "step" in line:
+        _require(is_whole(line.get("step")), "its step is no whole number")
+    if kind == "run":
+        layers, last = line.get("layers"), line.get("last_reading", line["step"])
+        _require(is_whole(line.get("format")), "its format is no whole number")
+        _require(is_whole(last, least=-1), "its last reading is no step")
+        _require(isinstance(layers, list) and all(map(_is_layer, layers)), "its layers are not described")
+        _require(isinstance(line.get("run", ""), str) and isinstance(line.get("session", ""), str), "its run has no id")
+        _require(is_text_map(line.get("parent", {})), "its parent is no object")
+    elif kind == "reading":
+        _check_reading(line)
+    elif kind == "alert":
+        _require(is_alert(line), "it is no alert")
+    elif kind == "intervention":
+        names = ("intervention", "layer", "message")
+        _require(all(isinstance(line.get(name), str) for name in names), "it is no intervention")
+
+
+def _check_reading(line: Mapping[str, Any]) -> None:
+    epoch = line.get("epoch")
+    _require(epoch is None or is_whole(epoch), "its epoch is no whole number")
+    _require(is_whole(line.get("axis", 0)), "its axis is no whole number")
+    time = line.get("time", 0.0)
+    _require(time is not None and is_value(time), "its time is no number")
+    absent = line.get("absent", {})
+    _require(is_text_map(absent) and all(isinstance(why, str) for why in absent.values()), "its reasons are no texts")
+    _require(is_text_map(line.get("layers")), "it has no layers")
+    for layer in line["layers"].values():
+        _require(is_text_map(layer), "a layer is no object")
+        values, arrays, matrices = (layer.get(part, {}) for part in ("values", "arrays", "matrices"))
+        _require(is_text_map(values) and all(map(is_value, values.values())), "a value is no number")
+        _require(is_text_map(arrays) and all(_is_array(*item) for item in arrays.items()), "an array is none")
+        _require(is_text_map(matrices) and all(map(_is_matrix, matrices.values())), "a matrix is none")
+
+
+def _is_layer(value: Any) -> bool:
+    sizes = ("num_heads", "num_key_heads", "head_dim", "value_dim", "width")
+    return (
+        is_text_map(value)
+        and isinstance(value.get("name"), str)
+        and all(is_whole(value[name]) for name in sizes if name in value)
+    )
+
+
+def _is_array(name: str, value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    if name.endswith("_pair"):
+        return len(value) == 2 and all(is_whole(head, least=-1) for head in value)
+    return all(map(is_value, value))
+
+
+def _is_matrix(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and all(isinstance(row, list) and len(row) == len(value[0]) for row in value)
+        and all(is_value(entry) for row in value for entry in row)
+    )
+
+
+def _require(is_met: bool, reason: str) -> None:
+    if not is_met:
+        raise LineError(reason)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray):
+        return [_plain(item) for item in value]
+    try:
+        return _plain(float(value))  # a tensor of one element, a number of numpy
+    except Exception:
+        return str(value)

@@ -1,0 +1,209 @@
+"""The state of a run as a checkpoint gives it back: taken as far as it is sound, and told where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hdi_callback.attention.names import printable
+from hdi_callback.monitoring.faults import Faults, describe
+from hdi_callback.monitoring.schema import is_alert, is_number, is_text_map, is_whole
+
+FORMAT = 3
+_LONGEST_PATH = 4096
+_MOST_WORDS = 60
+
+
+def read_state(path: Path, faults: Faults) -> dict[str, Any] | None:
+    """Read a state from a JSON file.
+
+    Args:
+        path: the file.
+        faults: turns what goes wrong into one warning.
+
+    Returns:
+        What the file holds; `None` if that is no dictionary.
+    """
+    try:
+        state = json.loads(path.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        faults.say("state", f"`{path}` cannot be read ({describe(error)}): the state in it is lost.")
+        return None
+    if not isinstance(state, dict):
+        faults.say("state", f"`{path}` holds no dictionary but {_shown(state)}: the state in it is lost.")
+        return None
+    return state
+
+
+def sound_state(state: Any, *, step: int | None = None, faults: Faults) -> dict[str, Any] | None:
+    """Take from a saved state what is sound, and warn once about the rest.
+
+    Args:
+        state: what a checkpoint held for us, whatever it is.
+        step: optimizer steps taken when it is resumed; a reading beyond it is a mistake.
+        faults: takes the warning.
+
+    Returns:
+        A state in which every field that is there has its type: ``last_step``, ``step``, ``history``, ``run``,
+        ``tensorboard``, ``layers``, ``alerts`` and ``interventions``. ``last_step`` is missing if it was not sound;
+        ``alerts`` too, and ``alerts_in_part`` holds what is sound of them. `None` if it is no state at all.
+    """
+    if state is None:
+        return None
+    if not isinstance(state, Mapping):
+        faults.say("state", f"The saved state of head diversity is no dictionary but {_shown(state)}. It starts anew.")
+        return None
+    odd: list[str] = []
+    sound: dict[str, Any] = {}
+    for name, check in _FIELDS.items():
+        if name in state:
+            before = len(odd)
+            value = check(name, state[name], odd)
+            if len(odd) == before or name in ("layers", "interventions"):
+                sound[name] = value
+            elif name == "alerts" and value is not None:
+                sound["alerts_in_part"] = value
+    counted = [name for name in ("last_step", "step") if sound.get(name) is not None]
+    beyond = [name for name in counted if step is not None and sound[name] > step]
+    odd += [f"`{name}` is {sound.pop(name)}, but the run resumes at step {step}" for name in beyond]
+    version = state.get("format", FORMAT)
+    if not is_whole(version) or version > FORMAT:
+        odd.append(f"`format` is {_shown(version)}, and this version of hdi-callback writes {FORMAT}")
+    if odd:
+        more = f"; and {len(odd) - 3} more" if len(odd) > 3 else ""
+        faults.say(
+            "state",
+            f"The saved state of head diversity is not sound: {'; '.join(odd[:3])}{more}. What is sound is taken up, "
+            "the rest starts anew.",
+        )
+    return sound
+
+
+_Check = Callable[[str, Any, list[str]], Any]
+
+
+def _step(name: str, value: Any, odd: list[str]) -> int | None:
+    if value is None or is_whole(value):
+        step: int | None = value
+        return step
+    odd.append(f"`{name}` must be a step, got {_shown(value)}")
+    return None
+
+
+def _path(name: str, value: Any, odd: list[str]) -> str | None:
+    if value is None or (isinstance(value, str) and 0 < len(value) <= _LONGEST_PATH and "\0" not in value):
+        return value
+    odd.append(f"`{name}` must be a path, got {_shown(value)}")
+    return None
+
+
+def _id(name: str, value: Any, odd: list[str]) -> str | None:
+    if value is None or (isinstance(value, str) and 0 < len(value) <= 64 and value.isalnum()):
+        return value
+    odd.append(f"`{name}` must be the id of a run, got {_shown(value)}")
+    return None
+
+
+def _layers(name: str, value: Any, odd: list[str]) -> dict[str, list[int]]:
+    if value is None:
+        return {}
+    if not is_text_map(value):
+        odd.append(f"`{name}` must hold the sizes of layers, got {_shown(value)}")
+        return {}
+    sound = {
+        layer: list(sizes)
+        for layer, sizes in value.items()
+        if isinstance(sizes, list | tuple) and len(sizes) == 4 and all(map(is_whole, sizes))
+    }
+    odd.extend(f"the sizes of {_shown(layer)} are {_shown(value[layer])}" for layer in value if layer not in sound)
+    return sound
+
+
+def _alerts(name: str, value: Any, odd: list[str]) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if not is_text_map(value):
+        odd.append(f"`{name}` must hold alerts and readings, got {_shown(value)}")
+        return None
+    active, series = value.get("active"), value.get("series")
+    if not isinstance(active, list | tuple) or not all(map(is_alert, active)):
+        odd.append(f"the active alerts are {_shown(active)}")
+        active = list(filter(is_alert, active)) if isinstance(active, list | tuple) else []
+    if not is_text_map(series):
+        odd.append(f"the readings of layers are {_shown(series)}")
+        series = {}
+    sound = {layer: rows for layer, rows in series.items() if _is_series(rows)}
+    odd.extend(f"the readings of {_shown(layer)} are {_shown(series[layer])}" for layer in series if layer not in sound)
+    return {"active": active, "series": sound}
+
+
+def _is_series(rows: Any) -> bool:
+    if not isinstance(rows, list | tuple) or not rows or not all(map(_is_row, rows)):
+        return False
+    steps = [row["step"] for row in rows]
+    return steps == sorted(steps)
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        is_text_map(row)
+        and set(row) <= {"step", "values", "arrays", "absent"}
+        and is_whole(row.get("step"))
+        and is_text_map(row.get("values"))
+        and all(map(is_number, row["values"].values()))
+        and is_text_map(row.get("arrays", {}))
+        and all(isinstance(array, list | tuple) for array in row.get("arrays", {}).values())
+        and isinstance(row.get("absent", ""), str)
+    )
+
+
+def _interventions(name: str, value: Any, odd: list[str]) -> list[tuple[str, Any]]:
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        odd.append(f"`{name}` must be a list, got {_shown(value)}")
+        return []
+    sound: list[tuple[str, Any]] = []
+    for entry in value:
+        if isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str):
+            is_sound = _is_intervention(entry[1])
+            sound.append((entry[0], entry[1] if is_sound else None))  # its place is kept, as order tells two apart
+            if is_sound:
+                continue
+        odd.append(f"an intervention is {_shown(entry)}")
+    return sound
+
+
+def _is_intervention(state: Any) -> bool:
+    """Tell whether the fields that every intervention has are sound; those of the user's own may hold anything."""
+    if not isinstance(state, Mapping):
+        return state is not None
+    standing = state.get("standing", {})
+    return (
+        is_whole(state.get("count", 0))
+        and is_text_map(standing)
+        and all(isinstance(rules, list | tuple) for rules in standing.values())
+        and all(isinstance(rule, str) for rules in standing.values() for rule in rules)
+    )
+
+
+_FIELDS: dict[str, _Check] = {
+    "last_step": _step,
+    "step": _step,
+    "history": _path,
+    "run": _id,
+    "tensorboard": _path,
+    "layers": _layers,
+    "alerts": _alerts,
+    "interventions": _interventions,
+}
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return printable(text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]}...")
