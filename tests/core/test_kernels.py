@@ -207,7 +207,7 @@ def test_without_a_query_that_counts_nothing_is_measured(shape):
 
 
 def test_a_query_counts_for_all_heads_or_for_none():
-    rows, visible, logits = attention(1, 2, 5, 6)
+    rows, visible, _ = attention(1, 2, 5, 6)
     for_one = visible.repeat(1, 2, 1, 1)
     for_one[0, 1, 3] = False  # the second head sees nothing there
     without = visible.clone()
