@@ -6,8 +6,9 @@ import re
 
 from torch import nn
 
-# torch.compile, FullyShardedDataParallel, checkpoint_wrapper: the attribute that holds the wrapped module.
-_INFIXES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# torch.compile, FullyShardedDataParallel, checkpoint_wrapper, Lightning's Fabric: the attribute that holds the wrapped
+# module.
+_INFIXES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 # Data-parallel wrappers, torch's and DeepSpeed's: all hold the model as `module`.
 _ENGINES = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
 
@@ -27,7 +28,8 @@ def inner_model(model: nn.Module) -> nn.Module:
         True
     """
     while True:
-        names = [*_INFIXES, *(["module"] if type(model).__name__ in _ENGINES else [])]
+        is_engine = any(kind.__name__ in _ENGINES for kind in type(model).__mro__)
+        names = [*_INFIXES, *(["module"] if is_engine else [])]
         inner = next((child for name in names if isinstance(child := getattr(model, name, None), nn.Module)), None)
         if inner is None:
             return model

@@ -1,0 +1,57 @@
+"""Ranks that leave training at different steps, with `process_group=None`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hdi_callback import HDICallback, HDITrainerCallback, watch_heads
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.history import read_records
+from hdi_callback.monitoring.interventions import StopTraining
+from tests.models import Classifier
+
+
+def leaves_early(rank: int, folder: str) -> list[int]:
+    torch.manual_seed(0)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = f"{folder}/rank{rank}.jsonl" if rank == 0 else False
+    with watch_heads(
+        model, optimizer, every_n_steps=1, history=history, verbose=False, process_group=None, log_dir=folder
+    ) as heads:
+        for _ in range(2 + 3 * rank):
+            with heads.step():
+                model(torch.randint(16, (4, 12))).square().mean().backward()
+                optimizer.step()
+    return [heads.global_step, len(heads.latest)]
+
+
+def refused(rank: int) -> str:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MisconfigurationError) as error:
+        watch_heads(model, optimizer, history=False, verbose=False, process_group=None, interventions=[StopTraining()])
+    watch_heads(
+        model, optimizer, history=False, verbose=False, process_group=None, interventions=[StopTraining(dry_run=True)]
+    ).close()
+    return str(error.value)
+
+
+def test_ranks_that_leave_at_different_steps_do_not_wait_for_each_other(two_ranks, tmp_path):
+    told = two_ranks(leaves_early, str(tmp_path))
+    assert [one.answer[0] for one in told] == [2, 5]
+    assert all(one.answer[1] > 0 for one in told)
+    assert [record.step for record in read_records(tmp_path / "rank0.jsonl")] == [0, 1, 2]
+    assert [one.warnings for one in told] == [[], []]
+
+
+def test_interventions_are_refused_where_ranks_cannot_agree_on_them(two_ranks):
+    for one in two_ranks(refused):
+        assert "cannot agree on interventions (StopTraining)" in one.answer
+
+
+@pytest.mark.parametrize("kind", [HDICallback, HDITrainerCallback])
+def test_every_callback_hands_its_process_group_to_the_monitor(kind):
+    assert kind(process_group=None)._settings.measuring["process_group"] is None
+    assert kind()._settings.measuring["process_group"] == "auto"
