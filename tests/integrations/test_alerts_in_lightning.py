@@ -394,5 +394,5 @@ def test_a_model_that_an_intervention_cannot_work_on_is_refused_before_the_first
 
 def test_the_state_is_plain_data(collapsed):
     state = collapsed["callback"].state_dict()
-    assert json.loads(json.dumps(state))["format"] == 2
+    assert json.loads(json.dumps(state))["format"] == 3
     assert "numpy" not in json.dumps(state)
