@@ -1,20 +1,39 @@
-"""Hooks that can be taken off and put back."""
+"""Hooks that can be taken off and put back, stay behind when a model is copied or saved, and change no kernel.
+
+`nn.TransformerEncoderLayer` leaves its fast path in evaluation as soon as any module in it has a forward hook. So the
+calls of `nn.MultiheadAttention` are observed through a `forward` of the instance, which torch does not count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, Protocol
 
-from torch.utils.hooks import RemovableHandle
+import torch
+from torch import nn
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "Arguments | None"]
+After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+class Handle(Protocol):
+    """What takes a hook off again."""
+
+    def remove(self) -> None:
+        """Take the hook off."""
 
 
 class Hooks:
     """Hooks on some modules; what they are says `_install`."""
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
 
     def suspend(self) -> None:
-        """Take the hooks off, as their mere presence switches off torch's fast path in an evaluation."""
+        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -24,5 +43,119 @@ class Hooks:
         if not self._handles:
             self._handles.extend(self._install())
 
-    def _install(self) -> Iterable[RemovableHandle]:
+    def _install(self) -> Iterable[Handle]:
         raise NotImplementedError
+
+
+class Hook:
+    """A hook that does nothing in a copy of the model, and needs nothing of this package when the model is loaded.
+
+    Args:
+        function: what is called.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes what a hook takes, and returns None
+
+
+def observe_calls(
+    module: nn.Module, before: Before, after: After | None = None, *, eager_only: bool = False
+) -> list[Handle]:
+    """Call a function before each forward of a module, and another after it.
+
+    Args:
+        module: the module.
+        before: takes the module and its arguments; may return others.
+        after: takes the result as well, `None` if the forward raised; what it returns is not used.
+        eager_only: leave compiled graphs as they are; the functions do nothing there.
+
+    Returns:
+        Handles that take both off.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        top = module.__dict__.get("forward")
+        observed = top if isinstance(top, _ObservedForward) else _ObservedForward(module, top)
+        return [_Observer(observed, before, after, eager_only=eager_only)]
+    handles: list[Handle] = [module.register_forward_pre_hook(Hook(before), with_kwargs=True)]
+    if after is not None:
+        handles.append(module.register_forward_hook(Hook(after), with_kwargs=True, always_call=True))
+    return handles
+
+
+class _Observer:
+    """One who observes the calls of torch's attention."""
+
+    def __init__(self, observed: _ObservedForward, before: Before, after: After | None, *, eager_only: bool) -> None:
+        self._observed, self._functions = observed, (before, after)
+        self._list = observed.eager if eager_only else observed.observers
+        self._list.append(self._functions)
+        observed.put_on()
+
+    def remove(self) -> None:
+        """Observe no more."""
+        if self._functions in self._list:
+            self._list.remove(self._functions)
+        self._observed.take_off()
+
+
+class _ObservedForward:
+    """A `forward` of one instance, around that of its class."""
+
+    def __init__(self, module: nn.Module, inner: Any) -> None:
+        self._module, self._inner = module, inner
+        self.observers: list[tuple[Before, After | None]] = []
+        self.eager: list[tuple[Before, After | None]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            for before, _ in self.observers:
+                changed = before(self._module, args, kwargs)
+                if changed is not None:
+                    args, kwargs = changed
+            return self._forward(self._module, args, kwargs)
+        module = self._called()
+        observers = (*self.observers, *self.eager)
+        for before, _ in observers:
+            before(module, args, kwargs)
+        result = None
+        try:
+            result = self._forward(module, args, kwargs)
+        finally:
+            for _, after in observers:
+                if after is not None:
+                    after(module, args, kwargs, result)
+        return result
+
+    def put_on(self) -> None:
+        """Stand before the module's own forward."""
+        self._module.__dict__["forward"] = self
+
+    def take_off(self) -> None:
+        """Give the module its own forward back once nobody observes it; calls are handed on if it was wrapped again."""
+        if self.observers or self.eager or self._module.__dict__.get("forward") is not self:
+            return
+        if self._inner is None:
+            del self._module.__dict__["forward"]
+        else:
+            self._module.__dict__["forward"] = self._inner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")  # of a copy that has no attributes yet, so that of its class
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inner is not None and module is self._module:
+            return self._inner(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+    def _called(self) -> nn.Module:
+        """The module whose call this is: a replica of `nn.DataParallel` shares the attributes of the original."""
+        caller = sys._getframe(2).f_locals.get("self")
+        is_replica = isinstance(caller, nn.Module) and caller.__dict__.get("forward") is self
+        return caller if is_replica else self._module  # type: ignore[return-value]

@@ -1,0 +1,559 @@
+"""Capture of head outputs on armed steps.
+
+Read are the forwards that train: those that autograd records, and where some of a layer's were reached by a backward,
+those alone. The recomputation of activation checkpointing is no forward of its own; where checkpointing runs the forward
+itself without autograd, the recomputation is what is read. All forwards of a step are read, up to a bounded number of
+tokens in all.
+
+A tap is a forward-pre-hook with a flag. As long as it is not known whether the model is compiled, the hooks stay on it;
+once a forward was captured outside of a compiled graph they are there on armed steps alone.
+
+In a compiled graph the sample is taken by an operator of its own, which hands its input on unchanged. So nothing is
+traced that depends on the number of tokens, and nothing is written to Python objects, which inside a checkpointed
+region would put an end to compilation for good. A flag is all that the graph has to guard: installed before the first
+compiled call, a tap costs no graph break and one recompilation. Where there must be no recompilation the flag stays as
+it is.
+
+Where the output projection is a convolution of kernel size one, each image is one sequence, of all its positions.
+
+`nn.MultiheadAttention` uses its output projection without calling it. There the tap sits on the attention itself and
+computes the head outputs from what it received, through torch's own function with the identity in place of the output
+projection. They are therefore those without attention dropout.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import Self
+
+from hdi_callback.attention.calls import Calls, Entry, is_recomputing, take_in_graph
+from hdi_callback.attention.compiled import may_recompile
+from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.hooks import Arguments, Handle, Hooks, observe_calls
+from hdi_callback.attention.padding import Padding, PaddingChoice, find_padding, fit_padding
+from hdi_callback.attention.projections import feature_dim
+from hdi_callback.attention.sampling import TokenSample, joined, sample_tokens, shared_out
+from hdi_callback.attention.sharding import as_part
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A sample of the head outputs of the forwards of one step.
+
+    Attributes:
+        outputs: ``(tokens, H, d_v)``, detached; a DTensor where the heads are spread over ranks.
+        sequences: ``(tokens,)``, the number of the sequence that each token belongs to.
+        num_sequences: how many there are.
+        weights: ``(tokens,)``, how many tokens each stands for, 0 for padding; `None` if all stand for as many.
+        seen: number of tokens, padding included, that the sample was taken from.
+    """
+
+    outputs: Tensor
+    sequences: Tensor
+    num_sequences: int
+    weights: Tensor | None
+    seen: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens of each sequence are in the sample, padding left out; waits for the device."""
+        kept = self.sequences if self.weights is None else self.sequences[self.weights > 0]
+        return tuple(torch.bincount(kept, minlength=self.num_sequences).tolist())
+
+
+class Taps(Hooks):
+    """Capture the head outputs of layers, on armed steps only.
+
+    Args:
+        layers: the layers to tap; those without a known output projection are named in `absent`.
+        max_tokens: largest number of tokens kept per layer.
+        model: the model around the layers, whose masks tell padding.
+        padding: how padding is known: ``"auto"`` from masks, a number for the token that is padding, a function that
+            takes the arguments of the model and returns ``(batch, length)``, true where a token is padding; `None` to
+            count every token.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        *,
+        max_tokens: int = 2048,
+        model: nn.Module | None = None,
+        padding: PaddingChoice = "auto",
+    ) -> None:
+        self._taps: dict[str, _Tap] = {}
+        self._max_tokens, self._padding = max_tokens, padding
+        self._never: dict[str, str] = {}
+        self._is_armed = False
+        self._calls = Calls(model)
+        self._is_eager = self._is_suspended = False
+        super().__init__()
+        self.add(layers)
+
+    def add(self, layers: Sequence[AttentionLayer]) -> None:
+        """Tap further layers, from the next `arm` on.
+
+        Args:
+            layers: layers with names of their own.
+        """
+        for layer in layers:
+            self._taps[layer.name] = _Tap(layer, self._max_tokens, self._calls, self._padding)
+        all_layers = [tap.layer for tap in self._taps.values()]
+        projections = Counter(id(one.output_projection) for one in all_layers if one.output_projection is not None)
+        for layer in all_layers:
+            if "output" not in layer.slices or (
+                layer.output_projection is None and not _is_torch_attention(layer.module)
+            ):
+                self._never[layer.name] = "its output projection is not known"
+            elif projections[id(layer.output_projection)] > 1:
+                self._never[layer.name] = "it shares its output projection with another layer"
+        self._calls.surround([tap.layer.module for name, tap in self._taps.items() if name not in self._never])
+        super().suspend()
+        self.resume()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    @property
+    def captures(self) -> Mapping[str, Capture]:
+        """What was captured since `arm`: layer name -> sample."""
+        found = {name: tap.capture(self._reads_all) for name, tap in self._taps.items()}
+        return {name: capture for name, capture in found.items() if capture is not None}
+
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Layers that could not be captured: name -> reason."""
+        failed = {name: tap.failure for name, tap in self._taps.items() if tap.failure is not None}
+        unread = {
+            name: "it ran only where autograd records nothing, and only forwards that train are read"
+            for name, tap in self._taps.items()
+            if tap.is_empty(self._reads_all) and tap.has_run
+        }
+        return {**self._never, **unread, **failed}
+
+    @property
+    def missed(self) -> Sequence[str]:
+        """Layers that could have been captured and were not seen, though nothing failed."""
+        return [
+            name
+            for name, tap in self._taps.items()
+            if tap.is_empty(self._reads_all) and name not in self._never and name not in self.absent
+        ]
+
+    @property
+    def doubts(self) -> Mapping[str, str]:
+        """Layers with a mask that was seen and could not be read: name -> what is odd about it."""
+        return {name: tap.doubt for name, tap in self._taps.items() if tap.doubt is not None}
+
+    @property
+    def was_armed(self) -> bool:
+        """Whether a forward was to be captured since the last `release`."""
+        return self._is_armed
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a compiled graph would have to be compiled anew for a capture, and must not be."""
+        return any(tap.is_armed and tap.was_compiled and not tap.is_in_graph for tap in self._taps.values())
+
+    def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
+        """Capture the forwards of every layer from now on; forgets what was captured before.
+
+        Args:
+            training_only: pass over forwards that autograd does not record, even if there are no others.
+            padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
+        """
+        self._is_armed = True
+        self._calls.forget()
+        self._calls.is_armed = True
+        for name, tap in self._taps.items():
+            tap.forget()
+            tap.is_armed, tap.training_only, tap.padding_mask = name not in self._never, training_only, padding_mask
+        if not self._is_suspended:
+            # Anew, so that what hooks of the user's have changed is seen as well.
+            super().suspend()
+            super().resume()
+        self._mark_graphs(True)
+
+    def disarm(self) -> None:
+        """Capture nothing more, and keep what was captured."""
+        for tap in self._taps.values():
+            tap.is_armed = False
+        self._mark_graphs(False)
+
+    def release(self) -> None:
+        """Let go of what was captured."""
+        self._is_armed = False
+        taps = self._taps.values()
+        if any(tap.was_compiled for tap in taps):
+            self._is_eager = False
+        elif any(tap.was_eager for tap in taps):
+            self._is_eager = True
+        for tap in taps:
+            tap.forget()
+            tap.is_armed = False
+        self._mark_graphs(False)
+        self._calls.forget()
+        if self._is_eager:
+            super().suspend()
+
+    def remove(self) -> None:
+        """Take the hooks off and let go of what was captured; calling it again does nothing."""
+        self.suspend()
+        self.release()
+
+    def suspend(self) -> None:
+        """Take the hooks off until `resume`."""
+        self._is_suspended = True
+        super().suspend()
+
+    def resume(self) -> None:
+        """Put the hooks back after `suspend`, where they are needed."""
+        self._is_suspended = False
+        if self._is_armed or not self._is_eager:
+            super().resume()
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether forwards without autograd are read, as there are no others."""
+        taps = self._taps.values()
+        return not any(tap.training_only or tap.has_recorded for tap in taps)
+
+    def _mark_graphs(self, is_armed: bool) -> None:
+        """Let compiled graphs take samples, or not; each change may compile them anew."""
+        taps = [tap for tap in self._taps.values() if tap.is_in_graph != is_armed]
+        if not taps or (any(tap.was_compiled for tap in self._taps.values()) and not may_recompile(self._calls.model)):
+            return
+        for tap in taps:
+            tap.is_in_graph = is_armed
+        self._calls.is_in_graph = is_armed
+
+    def _install(self) -> Iterator[Handle]:
+        yield from self._calls.install()
+        for name, tap in self._taps.items():
+            if name in self._never:
+                continue
+            if tap.layer.output_projection is not None:
+                yield from observe_calls(tap.layer.output_projection, tap.take_input)
+            else:
+                yield from observe_calls(tap.layer.module, tap.take_recomputed, tap.follow)
+
+
+class _Forward:
+    """What was taken of one forward of a layer."""
+
+    def __init__(self, sample: TokenSample, *, is_recorded: bool) -> None:
+        self.sample, self.is_recorded = sample, is_recorded
+        self.is_reached = False
+
+
+class _Tap:
+    """The hook of one layer, and what it took."""
+
+    def __init__(self, layer: AttentionLayer, max_tokens: int, calls: Calls, padding: PaddingChoice) -> None:
+        self.layer = layer
+        self.is_armed = self.is_in_graph = self.was_compiled = self.was_eager = False
+        self.training_only = False
+        self.padding_mask: Tensor | None = None
+        self.failure: str | None = None
+        self.doubt: str | None = None
+        self._max_tokens, self._calls, self._padding = max_tokens, calls, padding
+        # Two of each, as a graph that autograd records is known when it is traced, not when it runs.
+        self._recorded = Entry(lambda outputs: self._receive(outputs, is_recorded=True))
+        self._unrecorded = Entry(lambda outputs: self._receive(outputs, is_recorded=False))
+        self._lock = threading.Lock()  # replicas of `nn.DataParallel` run at the same time
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was taken."""
+        self.failure = self.doubt = self.padding_mask = None
+        self.has_run = self.has_recorded = self._has_recorded_outside = False
+        self._forwards: list[_Forward] = []
+        self._sequences: dict[tuple[Any, int], int] = {}
+        self._num_sequences = 0
+        self._first_times: dict[tuple[int, torch.Size], Padding] = {}
+
+    def capture(self, reads_all: bool) -> Capture | None:
+        """Join what was taken of the forwards that are read."""
+        if self.failure is not None:
+            return None
+        chosen = self._chosen(reads_all)
+        if not chosen:
+            return None
+        sample = joined([one.sample for one in chosen])
+        outputs = sample.rows.view(-1, self.layer.num_heads, self.layer.value_dim)
+        return Capture(outputs, sample.sequences, self._num_sequences, sample.weights, sample.seen)
+
+    def is_empty(self, reads_all: bool) -> bool:
+        """Whether it took nothing, and knows no reason."""
+        return self.failure is None and not self._chosen(reads_all)
+
+    def _chosen(self, reads_all: bool) -> list[_Forward]:
+        forwards = [one for one in self._forwards if one.is_recorded or reads_all]
+        return [one for one in forwards if one.is_reached] or forwards
+
+    def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Take the input of the output projection."""
+        if torch.compiler.is_compiling():
+            if not self.is_in_graph:
+                return None
+            outputs = args[0] if args else next(iter(kwargs.values()))
+            return self._take_in_graph(outputs, outputs, args, kwargs)
+        if self.is_armed:
+            outputs = args[0] if args else next(iter(kwargs.values()), None)
+            taken = self._take(lambda: outputs, is_recorded=torch.is_grad_enabled())
+            _mark_when_reached(taken, outputs)
+        return None
+
+    def take_recomputed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Take what the attention would pass to an output projection that it does not call."""
+        if torch.compiler.is_compiling():
+            if not self.is_in_graph:
+                return None
+            query = args[0] if args else kwargs["query"]
+            outputs = recompute_head_outputs(module, *args, **kwargs)  # type: ignore[arg-type]
+            return self._take_in_graph(query, outputs, args, kwargs)
+        if self.is_armed:
+            recorded = torch.is_grad_enabled()
+            self._last = self._take(lambda: recompute_head_outputs(module, *args, **kwargs), is_recorded=recorded)  # type: ignore[arg-type]
+        return None
+
+    def follow(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """See whether a backward reaches what the attention gave."""
+        if self.is_armed and not torch.compiler.is_compiling():
+            taken, self._last = self._last, None
+            _mark_when_reached(taken, result[0] if isinstance(result, tuple) else result)
+
+    _last: _Forward | None = None
+
+    def _receive(self, outputs: Tensor, *, is_recorded: bool) -> None:
+        """Take what a compiled graph hands over."""
+        if self.is_armed:
+            self._take(lambda: outputs, is_recorded=is_recorded, is_compiled=True)
+
+    def _take(self, outputs: Callable[[], Any], *, is_recorded: bool, is_compiled: bool = False) -> _Forward | None:
+        """Take the outputs of one forward, if it is one that is read."""
+        with self._lock:
+            try:
+                return self._take_one(outputs, is_recorded, is_compiled)
+            except Exception as error:
+                self.failure = f"its head outputs cannot be captured ({type(error).__name__}: {error})"
+                return None
+
+    def _take_one(self, outputs: Callable[[], Any], is_recorded: bool, is_compiled: bool) -> _Forward | None:
+        self.has_run = True
+        self.was_compiled |= is_compiled
+        self.was_eager |= not is_compiled
+        backward = torch._C._current_graph_task_id()
+        if backward != -1 and (self._has_recorded_outside if is_compiled else is_recomputing()):
+            return None
+        if not is_recorded and (self.training_only or self.has_recorded):
+            if self.layer.output_projection is not None and not is_compiled:
+                self._remember_padding(outputs())
+            return None
+        if is_recorded and not self.has_recorded:
+            self.has_recorded = True
+            self._forwards.clear()
+        self._has_recorded_outside |= is_recorded and backward == -1
+        return self._keep(outputs(), is_recorded, is_compiled, backward)
+
+    def _keep(self, outputs: Tensor, is_recorded: bool, is_compiled: bool, backward: int) -> _Forward | None:
+        H, width = self.layer.num_heads, self.layer.value_dim
+        if outputs.is_nested:
+            self.failure = "nested tensors are not captured"
+            return None
+        if torch._C._functorch.is_functorch_wrapped_tensor(outputs):
+            self.failure = "what runs within torch.func or torch.vmap is not captured"
+            return None
+        outputs = _features_last(outputs, self.layer.output_projection)
+        if outputs.shape[-1] != H * width:
+            outputs = as_part(outputs, self.layer.output_projection)
+        if outputs.shape[-1] != H * width:
+            self.failure = f"its output projection received {outputs.shape[-1]} features, expected {H} x {width}"
+            return None
+        shape = tuple(outputs.shape[:-1])
+        padding = self._find_padding(shape, is_compiled, is_recorded, backward)
+        self.doubt = self.doubt or padding.doubt
+        padded = None if padding.padded is None else padding.padded.detach().to(outputs.device)
+        batch = math.prod(shape[:-1])
+        first = self._first_sequence(batch, is_compiled, backward)
+        self._merge()
+        shares = shared_out([*(one.sample.seen for one in self._forwards), batch * shape[-1]], self._max_tokens)
+        for one, share in zip(self._forwards, shares):
+            one.sample = one.sample.thinned(share)
+        sample = sample_tokens(outputs, max(2, shares[-1]), padded=padded, first_sequence=first)
+        taken = _Forward(sample.thinned(shares[-1]), is_recorded=is_recorded)
+        self._forwards.append(taken)
+        return taken
+
+    def _merge(self) -> None:
+        """Join forwards of which nothing more will be learned, as there may be thousands."""
+        if len(self._forwards) < _SEPARATE:
+            return
+        settled = [one for one in self._forwards if one.is_reached or not one.is_recorded]
+        if settled:
+            together = _Forward(joined([one.sample for one in settled]), is_recorded=settled[0].is_recorded)
+            together.is_reached = settled[0].is_reached
+            self._forwards = [together, *(one for one in self._forwards if one not in settled)]
+
+    def _find_padding(self, shape: tuple[int, ...], is_compiled: bool, is_recorded: bool, backward: int) -> Padding:
+        if self.padding_mask is not None:
+            padded = fit_padding(self.padding_mask.bool(), shape)
+            given = f"`padding_mask` has the shape {tuple(self.padding_mask.shape)}, and the tokens have {shape}"
+            return Padding(padded, given if padded is None else None)
+        if is_compiled:
+            frames = self._calls.compiled_around(self.layer.module)
+        else:
+            frames = self._calls.around(self.layer.module)
+        if backward != -1:  # of the modules around, only some run again
+            for one in frames:
+                known = self._first_times.get(_place(one.first))
+                if known is not None:
+                    return known
+        return find_padding(shape, frames, path=self.layer.name, choice=self._padding)
+
+    def _remember_padding(self, outputs: Tensor) -> None:
+        """Keep what is known of the padding now, for when the forward is repeated within the backward."""
+        if outputs.is_nested or len(self._first_times) > _FIRST_TIMES:
+            return
+        shape = tuple(_features_last(outputs, self.layer.output_projection).shape[:-1])
+        frames = self._calls.around(self.layer.module)
+        padding = find_padding(shape, frames, path=self.layer.name, choice=self._padding)
+        self._first_times.update({_place(one.first): padding for one in frames if isinstance(one.first, Tensor)})
+
+    def _first_sequence(self, batch: int, is_compiled: bool, backward: int) -> int:
+        """Number the sequences: those of one call of the model are the same, however often it uses the layer."""
+        call: Any = None if is_compiled else self._calls.outermost()
+        if backward != -1:
+            call = ("within a backward", backward)
+        key = (len(self._sequences) if call is None else ("call", call), batch)
+        if key not in self._sequences:
+            self._sequences[key] = self._num_sequences
+            self._num_sequences += batch
+        return self._sequences[key]
+
+    def _take_in_graph(
+        self, passed: Tensor, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        if type(outputs) is not Tensor:  # the operator knows no other kinds, and would end the forward
+            return None
+        handed_on = take_in_graph(passed, outputs, self._recorded if torch.is_grad_enabled() else self._unrecorded)
+        # The attention looks whether query, key and value are one: they stay so.
+        return (
+            tuple(handed_on if value is passed else value for value in args),
+            {name: handed_on if value is passed else value for name, value in kwargs.items()},
+        )
+
+
+_SEPARATE = 16  # forwards that are kept apart
+_FIRST_TIMES = 1024
+
+
+def _place(tensor: Any) -> tuple[int, torch.Size]:
+    """What tells a tensor from others that are alive."""
+    if not isinstance(tensor, Tensor) or tensor.device.type == "meta" or tensor.is_nested:
+        return 0, torch.Size()
+    return tensor.data_ptr(), tensor.shape
+
+
+def _mark_when_reached(taken: _Forward | None, outputs: Any) -> None:
+    """Take note if a backward reaches a forward; its gradient is left as it is."""
+    if taken is None or not isinstance(outputs, Tensor) or not outputs.requires_grad:
+        return
+    engine: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(engine, "compiled_autograd_enabled", False):  # which would be compiled anew
+        return
+    weak = weakref.ref(taken)
+
+    def mark(_: Tensor) -> None:
+        found = weak()
+        if found is not None:
+            found.is_reached = True
+
+    outputs.register_hook(mark)
+
+
+def _features_last(outputs: Tensor, projection: nn.Module | None) -> Tensor:
+    """Read what a convolution is given, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
+    dim = -1 if projection is None else feature_dim(projection)
+    return outputs if dim == -1 else outputs.flatten(dim + 1).mT
+
+
+@torch.no_grad()
+def recompute_head_outputs(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Tensor:
+    """Compute what `nn.MultiheadAttention` passes to its output projection, without attention dropout.
+
+    Args:
+        module: the attention.
+        query: as its forward takes it, and so are all the others.
+        key: see `query`.
+        value: see `query`.
+        key_padding_mask: see `query`.
+        need_weights: not used.
+        attn_mask: see `query`.
+        average_attn_weights: not used.
+        is_causal: see `query`.
+
+    Returns:
+        ``(batch, length, H * d_v)``, or ``(length, H * d_v)`` if the query has no batch dimension.
+    """
+    is_batched = query.dim() == 3
+    if module.batch_first and is_batched:
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    identity = torch.eye(module.embed_dim, dtype=query.dtype, device=query.device)
+    separate = not module._qkv_same_embed_dim
+    outputs, _ = F.multi_head_attention_forward(
+        query,
+        key,
+        value,
+        module.embed_dim,
+        module.num_heads,
+        module.in_proj_weight,
+        module.in_proj_bias,
+        module.bias_k,
+        module.bias_v,
+        module.add_zero_attn,
+        0.0,
+        identity,
+        None,
+        training=False,
+        key_padding_mask=key_padding_mask,
+        need_weights=False,
+        attn_mask=attn_mask,
+        use_separate_proj_weight=separate,
+        q_proj_weight=module.q_proj_weight,
+        k_proj_weight=module.k_proj_weight,
+        v_proj_weight=module.v_proj_weight,
+        is_causal=is_causal,
+    )
+    return outputs.transpose(0, 1) if is_batched else outputs
+
+
+def _is_torch_attention(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention)

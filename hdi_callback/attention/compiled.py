@@ -1,0 +1,50 @@
+"""What `torch.compile` still allows: whether a graph may be compiled anew without harm."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+
+def may_recompile(model: nn.Module | None) -> bool:
+    """Tell whether the graphs of a model may be compiled once more.
+
+    They may not under `torch.compiler.set_stance("fail_on_recompile")` and its like, and not where that could reach the
+    limit of recompilations, at which a model runs uncompiled, or training ends under ``fullgraph=True``.
+
+    Args:
+        model: the model.
+
+    Returns:
+        False if something says that they may not.
+    """
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return True
+    stance = getattr(getattr(frames, "_stance", None), "stance", "default")
+    if stance not in ("default", "eager_then_compile", "aot_eager_then_compile"):
+        return False
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if getattr(config, "error_on_recompile", False):
+        return False
+    limit = getattr(config, "recompile_limit", getattr(config, "cache_size_limit", 8))
+    try:
+        return 2 * _graphs(model) <= limit
+    except Exception:  # of torch's inner parts, which change from version to version
+        return True
+
+
+def _graphs(model: nn.Module | None) -> int:
+    """The largest number of graphs that any part of a model has."""
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    seen = [code for ref in list(input_codes.seen) if (code := ref() if callable(ref) else ref) is not None]
+    kinds = {type(module).forward for module in (model.modules() if model is not None else ())}
+    files = {code.co_filename for kind in kinds if isinstance(code := getattr(kind, "__code__", None), CodeType)}
+    counts = {code: len(_debug_get_cache_entry_list(code)) for code in seen}
+    its_own = [count for code, count in counts.items() if code.co_filename in files and count]
+    return max(its_own or counts.values(), default=0)

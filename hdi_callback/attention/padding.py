@@ -1,0 +1,318 @@
+"""Which tokens are padding, from the masks that attention and the modules around it receive.
+
+Masks over tokens, ``(batch, length)``, come first, from the attention outwards to the model; then masks over pairs of
+tokens, of which a key that no query may see is padding. Masks of the keys of another stream (cross-attention) tell
+nothing of the queries, whose outputs are measured. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+PaddingChoice = Literal["auto"] | int | Callable[..., "Tensor | None"] | None
+"""How padding is known: from masks; by the token that is padding; by a function of the model's arguments; not at all."""
+
+# True, or minus infinity, where a token is padding.
+_OF_PADDING = {"key_padding_mask", "padding_mask", "pad_mask", "self_attn_padding_mask", "src_key_padding_mask"}
+# True or 1 where a token is there.
+_OF_TOKENS = {"attention_mask", "input_mask", "token_mask", "valid_mask"}
+# Either, as the module's author liked; the mask itself has to tell.
+_UNDECIDED = {"mask", "attn_mask", "src_mask", "self_attn_mask", "x_mask"}
+_OF_DECODER = {
+    "decoder_attention_mask": "tokens",
+    "decoder_padding_mask": "padding",
+    "tgt_key_padding_mask": "padding",
+    "tgt_mask": "either",
+}
+_KEYS_OF_ITS_OWN = {"encoder_attention_mask", "memory_key_padding_mask", "memory_mask", "encoder_padding_mask"}
+_OTHER_STREAM = {
+    "key", "key_value_states", "encoder_hidden_states", "context", "memory", "kv", "key_value", "cross_states",
+    "cross_attention_states", "encoder_outputs", "x_kv", "y",
+}  # fmt: skip
+_PACKED = {"cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens_cpu"}
+_MASK_NAMES = _OF_PADDING | _OF_TOKENS | _UNDECIDED | set(_OF_DECODER)
+_LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
+_HIDDEN = -1e3  # what is added to the score of a key that must not be seen is less: -10000, the smallest number, -inf
+
+
+@dataclass
+class Frame:
+    """One call that is going on: a module and what it was given.
+
+    Attributes:
+        module: the module.
+        arguments: by the names of its forward's parameters.
+        number: counts calls, so that two of them are told apart.
+    """
+
+    module: nn.Module
+    arguments: Mapping[str, Any]
+    number: int = 0
+
+    @property
+    def first(self) -> Any:
+        """The first tensor that it was given."""
+        return next((value for value in self.arguments.values() if isinstance(value, Tensor)), None)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of the parameters of its forward."""
+        return frozenset(_parameters(type(self.module)))
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What is known of the padding among the tokens of one call of attention.
+
+    Attributes:
+        padded: ``(tokens,)``, true where a token is padding, NaN where a mask can be read both ways; `None` if nothing
+            says that there is any.
+        doubt: a mask that was seen and could not be read.
+    """
+
+    padded: Tensor | None = None
+    doubt: str | None = None
+
+
+def frame(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
+    """Give names to the arguments of a call.
+
+    Args:
+        module: the module that is called.
+        args: by position.
+        kwargs: by name.
+
+    Returns:
+        The call.
+    """
+    names = _parameters(type(module))
+    by_position = {
+        names[place] if place < len(names) else f"argument {place}": value for place, value in enumerate(args)
+    }
+    return Frame(module, {**by_position, **kwargs})
+
+
+@lru_cache(maxsize=1024)
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    try:
+        found = inspect.signature(kind.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD)[1:]
+
+
+def masks_in_graphs(module: nn.Module) -> list[tuple[int, str]]:
+    """List the masks that a compiled graph hands over.
+
+    Args:
+        module: a module that attention is in, or attention itself.
+
+    Returns:
+        Place and name among the parameters of its forward; none where they may be of the keys of another stream.
+    """
+    names = _parameters(type(module))
+    if (
+        set(names) & _OTHER_STREAM
+        and not set(names) & _KEYS_OF_ITS_OWN
+        and not isinstance(module, nn.MultiheadAttention)
+    ):
+        return []
+    return [(place, name) for place, name in enumerate(names) if name in _MASK_NAMES]
+
+
+def find_padding(
+    shape: Sequence[int], frames: Sequence[Frame], *, path: str = "", choice: PaddingChoice = "auto"
+) -> Padding:
+    """Tell which tokens are padding.
+
+    Args:
+        shape: ``(batch, length)`` of the tokens, or more or fewer dimensions.
+        frames: the calls that are going on, from the attention outwards.
+        path: name of the attention layer, by which encoders and decoders are told apart.
+        choice: how padding is known.
+
+    Returns:
+        What is known.
+    """
+    if choice is None:
+        return Padding()
+    if choice != "auto":
+        return _chosen(shape, frames, path, choice)
+    doubt = None
+    if any(name in _PACKED and value is not None for one in frames for name, value in one.arguments.items()):
+        return Padding()
+    found = [(one, name, mask, kind) for one in frames for name, mask, kind in _masks(one, path)]
+    for one, name, mask, kind in found:
+        hidden = _over_tokens(mask, kind)
+        if hidden is None:
+            continue
+        padded = fit_padding(hidden, shape)
+        if padded is not None:
+            return Padding(padded)
+        # Of other tokens than these it tells nothing, as of text beside an image; of the same in another order it does.
+        prefix = shape[-1] - mask.shape[-1] if len(shape) == mask.dim() and shape[0] == mask.shape[0] else 0
+        is_of_these = mask.numel() == math.prod(shape) or 0 < prefix <= _LONGEST_PREFIX
+        if is_of_these and doubt is None and kind != "either":
+            what = f"`{name}` of {type(one.module).__name__}"
+            doubt = f"{what} has the shape {tuple(mask.shape)}, and the tokens have {tuple(shape)}"
+    for _, _, mask, kind in found:
+        hidden = _over_pairs(mask, kind, shape)
+        if hidden is not None:
+            return Padding(hidden)
+    return Padding(None, doubt)
+
+
+def _masks(one: Frame, path: str) -> list[tuple[str, Tensor, str]]:
+    """The masks of one call that tell of its queries: name, mask, and what a true value means."""
+    given = one.arguments
+    is_torch = type(one.module).__module__.startswith("torch.nn") or isinstance(one.module, nn.MultiheadAttention)
+    is_decoder = "decoder" in path.lower()
+    found = []
+    for name, value in given.items():
+        if not isinstance(value, Tensor) or name not in _MASK_NAMES:
+            continue
+        if name in _OF_DECODER:
+            kind = _OF_DECODER[name]
+            is_its = is_decoder or not _has_both_sides(one)
+        else:
+            kind = "padding" if name in _OF_PADDING else "tokens" if name in _OF_TOKENS else "either"
+            is_its = (not is_decoder or not _has_both_sides(one)) and not _is_of_keys(one)
+        if kind == "either" and is_torch:
+            kind = "padding"
+        if is_its:
+            found.append((name, value, kind))
+    return found
+
+
+def _has_both_sides(one: Frame) -> bool:
+    """Whether it is a model of encoder and decoder, whose masks are of the one or of the other."""
+    names = one.parameters | set(one.arguments)
+    of_encoder = {"attention_mask", "src_key_padding_mask", "src_mask", "src"}
+    return bool(names & {"decoder_attention_mask", "decoder_input_ids", "tgt"} and names & of_encoder)
+
+
+def _is_of_keys(one: Frame) -> bool:
+    """Whether its masks are of keys that come from another stream."""
+    if one.parameters & _KEYS_OF_ITS_OWN or _KEYS_OF_ITS_OWN & set(one.arguments):
+        return False
+    first = one.first
+    others = [value for name, value in one.arguments.items() if name in _OTHER_STREAM and isinstance(value, Tensor)]
+    return any(value is not first and not _is_same(value, first) for value in others)
+
+
+def _is_same(tensor: Tensor, other: Any) -> bool:
+    """Whether two tensors are views of the same numbers."""
+    if not isinstance(other, Tensor) or tensor.shape != other.shape or tensor.device != other.device:
+        return False
+    return tensor.device.type != "meta" and tensor.data_ptr() == other.data_ptr() and tensor.data_ptr() != 0
+
+
+def _over_tokens(mask: Tensor, kind: str) -> Tensor | None:
+    """Read a mask over tokens as true, or NaN, where one is padding; `None` if it is another mask."""
+    if mask.is_nested or mask.dim() > 2 or mask.dim() == 0:
+        return None
+    if mask.dim() == 2 and kind == "either" and mask.shape[0] == mask.shape[1]:
+        return None  # over pairs, as a causal mask is
+    if mask.is_floating_point():
+        return _of_numbers(mask)
+    if kind == "padding":
+        return mask.bool()
+    if kind == "tokens":
+        return ~mask.bool()
+    return _whichever_leaves_keys(mask.bool()[:, None] if mask.dim() == 2 else mask.bool()[None, None]).view(mask.shape)
+
+
+def _of_numbers(mask: Tensor) -> Tensor:
+    """Read a mask that is added to scores, or one of zeros and ones: all zeros hide nothing."""
+    return torch.where((mask < 0).any() | (mask == 0).all(), mask < _HIDDEN, mask == 0)
+
+
+def _over_pairs(mask: Tensor, kind: str, shape: Sequence[int]) -> Tensor | None:
+    """Find the keys that no query may see, ``(tokens,)``; `None` if the mask does not fit."""
+    if mask.is_nested or mask.dim() < 2 or len(shape) < 1:
+        return None
+    length, batch = shape[-1], math.prod(shape[:-1])
+    if mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        return None
+    if mask.dim() == 3 and mask.shape[0] not in (1, batch):
+        if not batch or mask.shape[0] % batch:
+            return None
+        mask = mask.view(batch, -1, *mask.shape[1:])
+    while mask.dim() < 4:
+        mask = mask[None] if mask.dim() == 2 else mask[:, None]
+    if mask.dim() != 4 or mask.shape[0] not in (1, batch):
+        return None
+    if mask.is_floating_point():
+        hidden = (mask < _HIDDEN).all(-2).all(1)
+    elif kind == "either":
+        hidden = _whichever_leaves_keys(mask.bool().flatten(1, -2))
+    else:
+        may_see = ~mask.bool() if kind == "padding" else mask.bool()
+        hidden = ~may_see.any(-2).any(1)
+    return hidden.expand(batch, length).reshape(-1)
+
+
+def _whichever_leaves_keys(pairs: Tensor) -> Tensor:
+    """Read ``(batch, queries, keys)`` in the one way in which every query sees some key; NaN if both ways do."""
+    shows_bad = (~pairs.any(-1)).any()
+    hides_bad = pairs.all(-1).any()
+    shown, hidden = ~pairs.any(1), pairs.all(1)
+    # If both ways hide nothing there is no padding, whatever it means.
+    is_clear = (shows_bad != hides_bad) | ~(shown.any() | hidden.any())
+    chosen = torch.where(shows_bad, hidden, shown).to(torch.float32)
+    return torch.where(is_clear, chosen, torch.nan)
+
+
+def fit_padding(padded: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Bring a mask over tokens to their order.
+
+    Args:
+        padded: ``(batch, length)``.
+        shape: of the tokens.
+
+    Returns:
+        ``(tokens,)``; `None` if the mask is of other tokens.
+    """
+    shape = tuple(shape)
+    if tuple(padded.shape) == shape or (padded.numel() == math.prod(shape) and len(shape) == 1):
+        return padded.reshape(-1)
+    if padded.dim() == 2 and tuple(padded.shape[::-1]) == shape:  # length first
+        return padded.T.reshape(-1)
+    if padded.dim() == 2 and len(shape) > 2 and padded.shape[0] == shape[0] and padded.numel() == math.prod(shape):
+        return padded.reshape(-1)
+    if padded.dim() == 1 and shape[-1:] == tuple(padded.shape) and math.prod(shape) == shape[-1]:
+        return padded
+    return None
+
+
+def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: Any) -> Padding:
+    """Ask the user's function, or compare with the token that is padding."""
+    if callable(choice):
+        outermost = frames[-1] if frames else None
+        masks = [] if outermost is None else [choice(**outermost.arguments)]
+    else:
+        is_decoder = "decoder" in path.lower()
+        masks = []
+        for one in frames:
+            ids = [
+                (name, value)
+                for name, value in one.arguments.items()
+                if isinstance(value, Tensor) and value.dim() in (1, 2) and name not in _MASK_NAMES
+                and value.dtype in (torch.int64, torch.int32)
+            ]  # fmt: skip
+            ids.sort(key=lambda item: item[0].startswith(("decoder", "tgt")) != is_decoder)
+            masks += [value == choice for name, value in ids if "position" not in name and "type" not in name]
+    for mask in masks:
+        if mask is not None and (padded := fit_padding(mask.bool(), shape)) is not None:
+            return Padding(padded)
+    seen = [tuple(mask.shape) for mask in masks if mask is not None]
+    doubt = f"`padding` gives masks of the shapes {seen}, and the tokens have {tuple(shape)}" if seen else None
+    return Padding(None, doubt)
