@@ -1,8 +1,8 @@
 """Capture of head outputs on armed steps.
 
 Read are the forwards that train: those that autograd records, and where some of a layer's were reached by a backward,
-those alone. The recomputation of activation checkpointing is no forward of its own; where checkpointing runs the forward
-itself without autograd, the recomputation is what is read. All forwards of a step are read, up to a bounded number of
+those alone. The recomputation of activation checkpointing is no forward of its own; where the forward itself was run
+without autograd, the recomputation is what is read. All forwards of a step are read, up to a bounded number of
 tokens in all.
 
 A tap is a forward-pre-hook with a flag. As long as it is not known whether the model is compiled, the hooks stay on it;
@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from hdi_callback.attention.calls import Calls, Entry, is_recomputing, take_in_graph
+from hdi_callback.attention.calls import Entry, calls_going_on, is_recomputing, take_in_graph
 from hdi_callback.attention.compiled import may_recompile
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.hooks import Arguments, Handle, Hooks, observe_calls
-from hdi_callback.attention.padding import Padding, PaddingChoice, find_padding, fit_padding
+from hdi_callback.attention.padding import Frame, Padding, PaddingChoice, find_padding, fit_padding
 from hdi_callback.attention.projections import feature_dim
 from hdi_callback.attention.sampling import TokenSample, joined, sample_tokens, shared_out
 from hdi_callback.attention.sharding import as_part
@@ -97,8 +97,9 @@ class Taps(Hooks):
         self._max_tokens, self._padding = max_tokens, padding
         self._never: dict[str, str] = {}
         self._is_armed = False
-        self._calls = Calls(model)
+        self._model = model
         self._is_eager = self._is_suspended = False
+        self._is_limited = self._was_limited = self._has_both = False
         super().__init__()
         self.add(layers)
 
@@ -109,7 +110,7 @@ class Taps(Hooks):
             layers: layers with names of their own.
         """
         for layer in layers:
-            self._taps[layer.name] = _Tap(layer, self._max_tokens, self._calls, self._padding)
+            self._taps[layer.name] = _Tap(layer, self._max_tokens, self._padding)
         all_layers = [tap.layer for tap in self._taps.values()]
         projections = Counter(id(one.output_projection) for one in all_layers if one.output_projection is not None)
         for layer in all_layers:
@@ -119,7 +120,6 @@ class Taps(Hooks):
                 self._never[layer.name] = "its output projection is not known"
             elif projections[id(layer.output_projection)] > 1:
                 self._never[layer.name] = "it shares its output projection with another layer"
-        self._calls.surround([tap.layer.module for name, tap in self._taps.items() if name not in self._never])
         super().suspend()
         self.resume()
 
@@ -170,7 +170,7 @@ class Taps(Hooks):
     @property
     def is_limited(self) -> bool:
         """Whether a compiled graph would have to be compiled anew for a capture, and must not be."""
-        return any(tap.is_armed and tap.was_compiled and not tap.is_in_graph for tap in self._taps.values())
+        return self._was_limited
 
     def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
         """Capture the forwards of every layer from now on; forgets what was captured before.
@@ -180,22 +180,20 @@ class Taps(Hooks):
             padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
         """
         self._is_armed = True
-        self._calls.forget()
-        self._calls.is_armed = True
         for name, tap in self._taps.items():
             tap.forget()
             tap.is_armed, tap.training_only, tap.padding_mask = name not in self._never, training_only, padding_mask
         if not self._is_suspended:
-            # Anew, so that what hooks of the user's have changed is seen as well.
-            super().suspend()
+            if self._is_eager:  # anew, so that what hooks of the user's have changed is seen as well
+                super().suspend()
             super().resume()
         self._mark_graphs(True)
+        self._was_limited = self._is_limited
 
     def disarm(self) -> None:
         """Capture nothing more, and keep what was captured."""
         for tap in self._taps.values():
             tap.is_armed = False
-        self._mark_graphs(False)
 
     def release(self) -> None:
         """Let go of what was captured."""
@@ -209,7 +207,6 @@ class Taps(Hooks):
             tap.forget()
             tap.is_armed = False
         self._mark_graphs(False)
-        self._calls.forget()
         if self._is_eager:
             super().suspend()
 
@@ -238,14 +235,13 @@ class Taps(Hooks):
     def _mark_graphs(self, is_armed: bool) -> None:
         """Let compiled graphs take samples, or not; each change may compile them anew."""
         taps = [tap for tap in self._taps.values() if tap.is_in_graph != is_armed]
-        if not taps or (any(tap.was_compiled for tap in self._taps.values()) and not may_recompile(self._calls.model)):
-            return
-        for tap in taps:
-            tap.is_in_graph = is_armed
-        self._calls.is_in_graph = is_armed
+        self._is_limited = bool(taps) and not may_recompile(self._model, has_both=self._has_both)
+        if not self._is_limited:
+            for tap in taps:
+                tap.is_in_graph = is_armed
+            self._has_both |= is_armed and any(tap.was_compiled for tap in taps)
 
     def _install(self) -> Iterator[Handle]:
-        yield from self._calls.install()
         for name, tap in self._taps.items():
             if name in self._never:
                 continue
@@ -266,14 +262,14 @@ class _Forward:
 class _Tap:
     """The hook of one layer, and what it took."""
 
-    def __init__(self, layer: AttentionLayer, max_tokens: int, calls: Calls, padding: PaddingChoice) -> None:
+    def __init__(self, layer: AttentionLayer, max_tokens: int, padding: PaddingChoice) -> None:
         self.layer = layer
         self.is_armed = self.is_in_graph = self.was_compiled = self.was_eager = False
         self.training_only = False
         self.padding_mask: Tensor | None = None
         self.failure: str | None = None
         self.doubt: str | None = None
-        self._max_tokens, self._calls, self._padding = max_tokens, calls, padding
+        self._max_tokens, self._padding = max_tokens, padding
         # Two of each, as a graph that autograd records is known when it is traced, not when it runs.
         self._recorded = Entry(lambda outputs: self._receive(outputs, is_recorded=True))
         self._unrecorded = Entry(lambda outputs: self._receive(outputs, is_recorded=False))
@@ -285,7 +281,7 @@ class _Tap:
         self.failure = self.doubt = self.padding_mask = None
         self.has_run = self.has_recorded = self._has_recorded_outside = False
         self._forwards: list[_Forward] = []
-        self._sequences: dict[tuple[Any, int], int] = {}
+        self._sequences: list[tuple[int | weakref.ref[Tensor], int, int]] = []
         self._num_sequences = 0
         self._first_times: dict[tuple[int, torch.Size], Padding] = {}
 
@@ -310,6 +306,7 @@ class _Tap:
 
     def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Take the input of the output projection."""
+        # Asked first, as all that is asked for before it would be guarded in a compiled graph.
         if torch.compiler.is_compiling():
             if not self.is_in_graph:
                 return None
@@ -336,7 +333,7 @@ class _Tap:
 
     def follow(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """See whether a backward reaches what the attention gave."""
-        if self.is_armed and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.is_armed:
             taken, self._last = self._last, None
             _mark_when_reached(taken, result[0] if isinstance(result, tuple) else result)
 
@@ -371,9 +368,9 @@ class _Tap:
             self.has_recorded = True
             self._forwards.clear()
         self._has_recorded_outside |= is_recorded and backward == -1
-        return self._keep(outputs(), is_recorded, is_compiled, backward)
+        return self._keep(outputs(), is_recorded, backward)
 
-    def _keep(self, outputs: Tensor, is_recorded: bool, is_compiled: bool, backward: int) -> _Forward | None:
+    def _keep(self, outputs: Tensor, is_recorded: bool, backward: int) -> _Forward | None:
         H, width = self.layer.num_heads, self.layer.value_dim
         if outputs.is_nested:
             self.failure = "nested tensors are not captured"
@@ -388,11 +385,12 @@ class _Tap:
             self.failure = f"its output projection received {outputs.shape[-1]} features, expected {H} x {width}"
             return None
         shape = tuple(outputs.shape[:-1])
-        padding = self._find_padding(shape, is_compiled, is_recorded, backward)
+        frames = calls_going_on()
+        padding = self._find_padding(shape, frames, backward)
         self.doubt = self.doubt or padding.doubt
         padded = None if padding.padded is None else padding.padded.detach().to(outputs.device)
         batch = math.prod(shape[:-1])
-        first = self._first_sequence(batch, is_compiled, backward)
+        first = self._first_sequence(batch, frames, backward)
         self._merge()
         shares = shared_out([*(one.sample.seen for one in self._forwards), batch * shape[-1]], self._max_tokens)
         for one, share in zip(self._forwards, shares):
@@ -412,15 +410,11 @@ class _Tap:
             together.is_reached = settled[0].is_reached
             self._forwards = [together, *(one for one in self._forwards if one not in settled)]
 
-    def _find_padding(self, shape: tuple[int, ...], is_compiled: bool, is_recorded: bool, backward: int) -> Padding:
+    def _find_padding(self, shape: tuple[int, ...], frames: Sequence[Frame], backward: int) -> Padding:
         if self.padding_mask is not None:
             padded = fit_padding(self.padding_mask.bool(), shape)
             given = f"`padding_mask` has the shape {tuple(self.padding_mask.shape)}, and the tokens have {shape}"
             return Padding(padded, given if padded is None else None)
-        if is_compiled:
-            frames = self._calls.compiled_around(self.layer.module)
-        else:
-            frames = self._calls.around(self.layer.module)
         if backward != -1:  # of the modules around, only some run again
             for one in frames:
                 known = self._first_times.get(_place(one.first))
@@ -433,20 +427,23 @@ class _Tap:
         if outputs.is_nested or len(self._first_times) > _FIRST_TIMES:
             return
         shape = tuple(_features_last(outputs, self.layer.output_projection).shape[:-1])
-        frames = self._calls.around(self.layer.module)
+        frames = calls_going_on()
         padding = find_padding(shape, frames, path=self.layer.name, choice=self._padding)
         self._first_times.update({_place(one.first): padding for one in frames if isinstance(one.first, Tensor)})
 
-    def _first_sequence(self, batch: int, is_compiled: bool, backward: int) -> int:
+    def _first_sequence(self, batch: int, frames: Sequence[Frame], backward: int) -> int:
         """Number the sequences: those of one call of the model are the same, however often it uses the layer."""
-        call: Any = None if is_compiled else self._calls.outermost()
+        given = frames[-1].first if frames else None
+        for known, size, first in self._sequences if batch else ():
+            if size == batch and (known == backward if isinstance(known, int) else known() is given is not None):
+                return first
+        first, self._num_sequences = self._num_sequences, self._num_sequences + batch
         if backward != -1:
-            call = ("within a backward", backward)
-        key = (len(self._sequences) if call is None else ("call", call), batch)
-        if key not in self._sequences:
-            self._sequences[key] = self._num_sequences
-            self._num_sequences += batch
-        return self._sequences[key]
+            self._sequences.append((backward, batch, first))
+        elif given is not None:
+            self._sequences = [one for one in self._sequences if isinstance(one[0], int) or one[0]() is not None]
+            self._sequences.append((weakref.ref(given), batch, first))
+        return first
 
     def _take_in_graph(
         self, passed: Tensor, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -486,7 +483,7 @@ def _mark_when_reached(taken: _Forward | None, outputs: Any) -> None:
         if found is not None:
             found.is_reached = True
 
-    outputs.register_hook(mark)
+    outputs.register_hook(mark)  # type: ignore[no-untyped-call]
 
 
 def _features_last(outputs: Tensor, projection: nn.Module | None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 
-def may_recompile(model: nn.Module | None) -> bool:
+def may_recompile(model: nn.Module | None, *, has_both: bool = False) -> bool:
     """Tell whether the graphs of a model may be compiled once more.
 
     They may not under `torch.compiler.set_stance("fail_on_recompile")` and its like, and not where that could reach the
@@ -17,6 +17,7 @@ def may_recompile(model: nn.Module | None) -> bool:
 
     Args:
         model: the model.
+        has_both: whether there are graphs of both kinds already, so that not all of them come in addition.
 
     Returns:
         False if something says that they may not.
@@ -32,7 +33,8 @@ def may_recompile(model: nn.Module | None) -> bool:
         return False
     limit = getattr(config, "recompile_limit", getattr(config, "cache_size_limit", 8))
     try:
-        return 2 * _graphs(model) <= limit
+        graphs = _graphs(model)
+        return graphs + (1 if has_both else graphs) <= int(limit)
     except Exception:  # of torch's inner parts, which change from version to version
         return True
 

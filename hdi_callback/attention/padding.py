@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 PaddingChoice = Literal["auto"] | int | Callable[..., "Tensor | None"] | None
-"""How padding is known: from masks; by the token that is padding; by a function of the model's arguments; not at all."""
+"""How padding is known: from masks, by the token that is padding, by a function of the arguments, or not at all."""
 
 # True, or minus infinity, where a token is padding.
 _OF_PADDING = {"key_padding_mask", "padding_mask", "pad_mask", "self_attn_padding_mask", "src_key_padding_mask"}
@@ -50,12 +50,10 @@ class Frame:
     Attributes:
         module: the module.
         arguments: by the names of its forward's parameters.
-        number: counts calls, so that two of them are told apart.
     """
 
     module: nn.Module
     arguments: Mapping[str, Any]
-    number: int = 0
 
     @property
     def first(self) -> Any:
@@ -65,7 +63,8 @@ class Frame:
     @property
     def parameters(self) -> frozenset[str]:
         """Names of the parameters of its forward."""
-        return frozenset(_parameters(type(self.module)))
+        kind: Any = type(self.module)
+        return frozenset(_parameters(kind))
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,8 @@ def frame(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Returns:
         The call.
     """
-    names = _parameters(type(module))
+    kind: Any = type(module)
+    names = _parameters(kind)
     by_position = {
         names[place] if place < len(names) else f"argument {place}": value for place, value in enumerate(args)
     }
@@ -101,31 +101,12 @@ def frame(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 @lru_cache(maxsize=1024)
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+def _parameters(kind: Any) -> tuple[str, ...]:
     try:
         found = inspect.signature(kind.forward).parameters.values()
     except (TypeError, ValueError):
         return ()
     return tuple(one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD)[1:]
-
-
-def masks_in_graphs(module: nn.Module) -> list[tuple[int, str]]:
-    """List the masks that a compiled graph hands over.
-
-    Args:
-        module: a module that attention is in, or attention itself.
-
-    Returns:
-        Place and name among the parameters of its forward; none where they may be of the keys of another stream.
-    """
-    names = _parameters(type(module))
-    if (
-        set(names) & _OTHER_STREAM
-        and not set(names) & _KEYS_OF_ITS_OWN
-        and not isinstance(module, nn.MultiheadAttention)
-    ):
-        return []
-    return [(place, name) for place, name in enumerate(names) if name in _MASK_NAMES]
 
 
 def find_padding(

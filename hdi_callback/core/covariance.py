@@ -59,11 +59,12 @@ class HeadMoments:
     scatter: Tensor
 
     @classmethod
-    def of(cls, outputs: Tensor) -> HeadMoments:
+    def of(cls, outputs: Tensor, weights: Tensor | None = None) -> HeadMoments:
         """Compute the moments of a batch of tokens.
 
         Args:
             outputs: ``(tokens, H, d_v)``.
+            weights: ``(tokens,)``, how often each token counts, 0 for padding; once by default.
 
         Returns:
             Its moments, in float32 or wider.
@@ -76,10 +77,17 @@ class HeadMoments:
         tokens, H, width = outputs.shape
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).flatten(1)
         # Centre before multiplying: E[oo'] - mm' in float32 loses 9e-3 with a common mean of 1000.
-        mean = wide.sum(0) / max(tokens, 1)
+        if weights is None:
+            mean = wide.sum(0) / max(tokens, 1)
+            centred = wide - mean
+            scatter = (centred.mT @ centred).reshape(H, width, H, width)
+            return cls(wide.new_full((), tokens), mean.reshape(H, width), scatter)
+        wide, weights = _counted(wide, weights)
+        count = weights.sum()
+        mean = weights @ wide / count.clamp_min(_TINY)
         centred = wide - mean
-        scatter = (centred.mT @ centred).reshape(H, width, H, width)
-        return cls(wide.new_full((), tokens), mean.reshape(H, width), scatter)
+        scatter = ((weights[:, None] * centred).mT @ centred).reshape(H, width, H, width)
+        return cls(count, mean.reshape(H, width), scatter)
 
     def merge(self, other: HeadMoments) -> HeadMoments:
         """Join the moments of two disjoint sets of tokens (Chan, Golub and LeVeque 1983).
@@ -151,7 +159,15 @@ class HeadSums:
     scatter: Tensor | None = None
 
     @classmethod
-    def of(cls, outputs: Tensor, output_weight: Tensor, mean: Tensor, *, with_scatter: bool = False) -> HeadSums:
+    def of(
+        cls,
+        outputs: Tensor,
+        output_weight: Tensor,
+        mean: Tensor,
+        *,
+        with_scatter: bool = False,
+        weights: Tensor | None = None,
+    ) -> HeadSums:
         """Add up the tokens at hand.
 
         Args:
@@ -159,15 +175,21 @@ class HeadSums:
             output_weight: ``(H, d_v, d)``.
             mean: ``(H, d_v)``, mean over the tokens of all ranks.
             with_scatter: keep the scatter as well.
+            weights: ``(tokens,)``, how often each token counts, 0 for padding; once by default.
 
         Returns:
             Their sums, in float32 or wider.
         """
         wide = torch.promote_types(outputs.dtype, torch.float32)
         centred = (outputs.to(wide) - mean.to(wide)).flatten(1)
-        scatter = (centred.mT @ centred).reshape(*mean.shape, *mean.shape)
+        if weights is None:
+            weighted, count = centred, centred.new_full((), outputs.shape[0])
+        else:
+            centred, weights = _counted(centred, weights)
+            weighted, count = weights[:, None] * centred, weights.sum()
+        scatter = (weighted.mT @ centred).reshape(*mean.shape, *mean.shape)
         products = (scatter * _mixing(output_weight.to(wide))).sum((1, 3))
-        return cls(products.new_full((), outputs.shape[0]), products, scatter if with_scatter else None)
+        return cls(count, products, scatter if with_scatter else None)
 
     def __add__(self, other: HeadSums) -> HeadSums:
         """Join disjoint sets of tokens."""
@@ -185,7 +207,14 @@ class HeadSums:
 
 
 @torch.no_grad()
-def head_covariance(outputs: Tensor, output_weight: Tensor, *, lengths: Sequence[int] | None = None) -> HeadCovariance:
+def head_covariance(
+    outputs: Tensor,
+    output_weight: Tensor,
+    *,
+    lengths: Sequence[int] | None = None,
+    weights: Tensor | None = None,
+    sequences: tuple[Tensor, int] | None = None,
+) -> HeadCovariance:
     r"""Compute the empirical covariance term of a layer's heads.
 
     .. math:: T = \operatorname{blocksum}(S \circ (W_O^\top W_O)), \quad v = \operatorname{tr} T / H, \quad
@@ -199,6 +228,10 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, *, lengths: Sequence
         output_weight: ``(H, d_v, d)``, the output projection's slice of each head.
         lengths: tokens of each sequence, in their order, adding up to all tokens. Two or more give standard errors by
             leaving out one sequence at a time (tokens of one sequence are correlated: an i.i.d. formula is too small).
+        weights: ``(tokens,)``, how often each token counts, 0 for padding, whose outputs may be anything; once by
+            default.
+        sequences: in place of `lengths`, the number of the sequence of each token, ``(tokens,)``, in any order, and how
+            many sequences there are; those without a token that counts are passed over.
 
     Returns:
         The covariance, in float32 or wider. Fewer than two tokens: NaN.
@@ -217,7 +250,7 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, *, lengths: Sequence
             "Head outputs (tokens, heads, width) and an output weight (heads, width, out_features) must agree, got "
             f"{tuple(outputs.shape)} and {tuple(output_weight.shape)}."
         )
-    moments = HeadMoments.of(outputs)
+    moments = HeadMoments.of(outputs, weights)
     trace = moments.trace(output_weight)
     errors: tuple[Tensor, Tensor] | None = None
     if lengths is not None and sum(lengths) != outputs.shape[0]:
@@ -225,7 +258,25 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, *, lengths: Sequence
     lengths = [length for length in lengths or [] if length]  # leaving out nothing is no replicate
     if len(lengths) > 1:
         errors = _jackknife(outputs, output_weight, moments, trace, lengths)
-    return _summarise(moments.count, trace, moments.scatter.square().sum((1, 3)), errors)
+    elif sequences is not None and sequences[1] > 1:
+        errors = _jackknife_of_numbered(outputs, output_weight, moments, trace, *sequences, weights)
+    tokens = moments.count if weights is None else _tokens(weights)
+    return _summarise(tokens, trace, moments.scatter.square().sum((1, 3)), errors)
+
+
+_TINY = 1e-30
+_CHUNK = 2**22  # numbers that are kept at once for standard errors
+
+
+def _counted(flat: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring weights to the type of the outputs; those that do not count may be NaN, and must not spoil the others."""
+    weights = weights.to(flat.dtype)
+    return torch.where(weights[:, None] == 0, 0, flat), weights
+
+
+def _tokens(weights: Tensor) -> Tensor:
+    """How many tokens count; NaN if that is not known."""
+    return (weights > 0).sum() + weights.sum() * 0
 
 
 def _mixing(output_weight: Tensor) -> Tensor:
@@ -292,6 +343,47 @@ def _jackknife(
         values.append(torch.stack(_terms(torch.where(others > 1, left, torch.nan))))
     variance, covariance = torch.stack(values, -1)
     return _spread(covariance), _spread(covariance / variance)
+
+
+def _jackknife_of_numbered(
+    outputs: Tensor,
+    output_weight: Tensor,
+    moments: HeadMoments,
+    trace: Tensor,
+    numbers: Tensor,
+    num_sequences: int,
+    weights: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Leave out one sequence at a time, where the device alone knows which tokens are whose."""
+    dtype = moments.scatter.dtype
+    W = output_weight.to(dtype)
+    H, _, width = W.shape
+    weights = torch.ones(outputs.shape[0], dtype=dtype, device=outputs.device) if weights is None else weights
+    flat, weights = _counted(outputs.to(dtype).flatten(1), weights)
+    centred = torch.where(weights[:, None] == 0, 0, flat - moments.mean.flatten()).view(outputs.shape)
+    count = weights.new_zeros(num_sequences).index_add(0, numbers, weights)
+    total = W.new_zeros(num_sequences, H, width)
+    products = W.new_zeros(num_sequences, H, H)
+    step = max(1, _CHUNK // (H * width))
+    for part in range(0, outputs.shape[0], step):
+        within = slice(part, part + step)
+        z = torch.einsum("thi,hid->thd", centred[within], W)
+        scaled = z * weights[within, None, None]
+        total.index_add_(0, numbers[within], scaled)
+        products.index_add_(0, numbers[within], scaled @ z.mT)
+    others = moments.count - count
+    mean = total / others.clamp_min(_TINY)[:, None, None]
+    left = (moments.count * trace - products) / others.clamp_min(_TINY)[:, None, None] - mean @ mean.mT
+    variance, covariance = _terms(left)
+    live = count > 0
+    return _spread_of(covariance, live), _spread_of(covariance / variance, live)
+
+
+def _spread_of(values: Tensor, live: Tensor) -> Tensor:
+    n = live.sum()
+    mean = torch.where(live, values, 0).sum() / n
+    spread = ((n - 1) / n * torch.where(live, values - mean, 0).square().sum()).sqrt()
+    return torch.where(n > 1, spread, torch.nan)
 
 
 def _spread(values: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from typing_extensions import Self
 
 from hdi_callback.arguments import shown
 from hdi_callback.attention import ROLES, AttentionLayer, Capture, HeadCheck, HeadSearch, Refusal, Role, Taps, survey
+from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import Sharding, as_if_whole, is_first_holder, whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.core import HeadCovariance, HeadDiversity, head_covariance, head_diversity
-from hdi_callback.core.covariance import HeadSums
+from hdi_callback.core.covariance import HeadMoments, HeadSums
 from hdi_callback.errors import (
     HDIError,
     MisconfigurationError,
@@ -32,6 +33,8 @@ from hdi_callback.monitoring.metrics import COVARIANCE, METRICS
 from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement, Reading
 from hdi_callback.monitoring.settings import Method, check_arguments
+
+_NO_RECOMPILATION = "they need a graph of their own, and torch.compile must not or should not compile another one"
 
 _CHUNK_BYTES = 512 * 2**20
 
@@ -59,6 +62,10 @@ class HeadDiversityMonitor:
             Modules that were refused are looked at again there, and watched from then on if it shows their heads.
         process_group: the ranks that measure together, each its share of the weights and its own tokens: ``"auto"`` for
             all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
+        padding: how it is known which tokens are padding, whose outputs are left out: ``"auto"`` from the masks that
+            attention and the modules around it receive; the number of the token that is padding, among the integers
+            that the model is given; a function that takes what the outermost watched module is given, by name, and
+            returns ``(batch, length)``, true where a token is padding; `None` to count every token.
 
     Raises:
         MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set
@@ -89,12 +96,13 @@ class HeadDiversityMonitor:
         strict: bool = False,
         check_heads: bool = True,
         process_group: Any = "auto",
+        padding: PaddingChoice = "auto",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
         checked = check_arguments(
             metrics=metrics, include=include, exclude=exclude, max_tokens=max_tokens, rank_tol=rank_tol, method=method,
-            strict=strict, check_heads=check_heads, process_group=process_group,
+            strict=strict, check_heads=check_heads, process_group=process_group, padding=padding,
         )  # fmt: skip
         include, exclude, max_tokens, rank_tol = (
             checked[name] for name in ("include", "exclude", "max_tokens", "rank_tol")
@@ -121,14 +129,16 @@ class HeadDiversityMonitor:
         self._is_strict = strict
         self._say_what_is_left_out()
         self.faults = Faults()
-        self._taps = Taps(self.layers, max_tokens=max_tokens) if COVARIANCE in sources else None
+        self._taps = None
+        if COVARIANCE in sources:
+            self._taps = Taps(self.layers, max_tokens=max_tokens, model=inner_model(model), padding=padding)
         self._tapped = [
             layer for layer in self.layers if self._taps is not None and layer.name not in self._taps.absent
         ]
         self._check = HeadCheck(self.layers) if check_heads else None
         self._search = HeadSearch(self._undecided) if self._undecided else None
         self._late: list[AttentionLayer] = []
-        self._is_checked = False
+        self._is_checked = self._training_only = False
         self._untrue: dict[str, str] = {}
         self._uncalled: set[str] = set()  # layers whose output projection is used without being called
         self._meeting = Meeting(process_group)
@@ -150,14 +160,23 @@ class HeadDiversityMonitor:
             if recorder is not None:
                 recorder.suspend()
 
-    def arm(self) -> None:
-        """Capture the head outputs of the next forward, for the next `measure`."""
+    def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
+        """Capture the head outputs of the forwards that follow, for the next `measure`.
+
+        Read are the forwards that train, all that come before `measure`: those that autograd records, without those
+        that no backward reaches while it reaches others. If autograd records none of them, they are all read.
+
+        Args:
+            training_only: pass over forwards that autograd does not record, even if there are no others.
+            padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
+        """
         if self._check is not None and not self._is_checked:
             self._check.arm()
             if self._search is not None:
                 self._search.arm()
+        self._training_only = training_only
         if self._taps is not None:
-            self._taps.arm()
+            self._taps.arm(training_only=training_only, padding_mask=padding_mask)
 
     def disarm(self) -> None:
         """Stop capturing, and keep what was captured for the next `measure`."""
@@ -218,7 +237,7 @@ class HeadDiversityMonitor:
         if self._late:
             self._tap_late_layers()
         if self._awaited:
-            self.arm()
+            self.arm(training_only=self._training_only)
         return Reading(step, names, tuple(measurements), absent, epoch, axis)
 
     def _has_checked(self) -> bool:
@@ -306,7 +325,7 @@ class HeadDiversityMonitor:
         with torch.no_grad():
             found = self._measure_outputs(captures, absent)
         if self._awaited:
-            self.arm()
+            self.arm(training_only=self._training_only)
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent)
 
     def _missed(self) -> set[str]:
@@ -329,9 +348,16 @@ class HeadDiversityMonitor:
                 elif name not in tapped:  # known from the start
                     absent[_outputs_of(name)] = reason
             missed = [name for name in self._taps.missed if name in names and name not in self._gone]
+            if self._taps.is_limited:
+                absent.update({_outputs_of(name): _NO_RECOMPILATION for name in missed})
+                self.faults.say(
+                    "no recompilation", f"Head outputs of {_listed(missed)} are absent: {_NO_RECOMPILATION}."
+                )
+                missed = []
             absent.update({_outputs_of(name): self._why_missed(name) for name in missed})
             if told := [name for name in missed if name not in self._awaited]:
                 self._say_what_was_missed(told)
+            self._say_what_is_padded(names)
         self._taps.release()
         return captures
 
@@ -340,6 +366,15 @@ class HeadDiversityMonitor:
         if layer.output_projection is not None and layer.output_projection not in set(self._model.modules()):
             return _REPLACED
         return _UNCALLED if name in self._uncalled else "its output projection was not seen to be called"
+
+    def _say_what_is_padded(self, names: Collection[str]) -> None:
+        doubts = {} if self._taps is None else {name: why for name, why in self._taps.doubts.items() if name in names}
+        if doubts:
+            self.faults.say(
+                "padding",
+                f"Which tokens of {_listed(list(doubts))} are padding is not known, so that all of them are counted: "
+                f"{next(iter(doubts.values()))}. Write padding=... to say it, or padding=None if there is none.",
+            )
 
     def _say_what_was_missed(self, names: Sequence[str]) -> None:
         for reason in (_REPLACED, _UNCALLED):
@@ -375,12 +410,13 @@ class HeadDiversityMonitor:
             capture = None if captures is None else captures.get(layer.name)
             if capture is None:
                 continue
-            lengths = capture.lengths if self._wants_errors else None
+            sequences = (capture.sequences, capture.num_sequences) if self._wants_errors else None
             with self._left_out(absent, layer, COVARIANCE), _without_autocast(capture.outputs.device):
                 if len(capture.outputs) < 2:
                     raise HDIError(f"the armed forward had {len(capture.outputs)} tokens, and two are needed")
                 weight = self._weight(layer, "output", Ranks())
-                values = head_covariance(whole(capture.outputs), weight, lengths=lengths)
+                outputs = whole(capture.outputs)
+                values = head_covariance(outputs, weight, weights=capture.weights, sequences=sequences)
                 measured.setdefault((layer.num_heads, values.trace.device), []).append((layer.name, values))
         return [_join(group) for group in measured.values()]
 
@@ -494,9 +530,10 @@ class HeadDiversityMonitor:
             total = torch.zeros(layer.num_heads, layer.value_dim, device=device)
             if layer.name in held:
                 outputs = held[layer.name].outputs
-                own = whole(outputs.to(torch.promote_types(outputs.dtype, torch.float32)).sum(0))
+                weights = held[layer.name].weights
+                own = HeadMoments.of(whole(outputs), weights)
                 if is_first_holder(outputs):
-                    count, total = torch.full_like(count, outputs.shape[0]), own
+                    count, total = own.count.to(device), (own.count * own.mean).to(device)
             parts += [count, total]
         added = ranks.sum(parts, device)
         return [total / count.clamp_min(1) for count, total in zip(added[::2], added[1::2])]
@@ -524,7 +561,13 @@ class HeadDiversityMonitor:
                 weight = self._weight(layer, "output", ranks)
                 outputs = whole(held[layer.name].outputs) if layer.name in held else None
                 if outputs is not None and is_first_holder(held[layer.name].outputs):
-                    found = HeadSums.of(outputs, weight, mean.to(outputs.device), with_scatter=wants_overlap)
+                    found = HeadSums.of(
+                        outputs,
+                        weight,
+                        mean.to(outputs.device),
+                        with_scatter=wants_overlap,
+                        weights=held[layer.name].weights,
+                    )
                 del weight, outputs
             sums.append(found)
         return sums

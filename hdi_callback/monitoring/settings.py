@@ -52,6 +52,17 @@ def _name(value: Any) -> str | None:
     return value
 
 
+def _padding(value: Any) -> Any:
+    if value is None or value == "auto" or callable(value):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise MisconfigurationError(
+        f'`padding` must be "auto", the number of the token that is padding, a function or None, got {shown(value)}: '
+        'write "auto" to know it from masks.'
+    )
+
+
 # One line for each argument that stands for itself; what depends on others is in `Settings.__post_init__`.
 CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "every_n_steps": lambda value: whole_number("every_n_steps", value, least=1, example=50, of=" of optimizer steps"),
@@ -59,6 +70,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "include": lambda value: words("include", value, what="patterns of layer names", may_be_empty=False),
     "exclude": lambda value: words("exclude", value, what="patterns of layer names"),
     "max_tokens": lambda value: whole_number("max_tokens", value, least=2, example=2048),
+    "padding": _padding,
     "rank_tol": lambda value: number("rank_tol", value, above=0, below=1, example="1e-6"),
     "method": lambda value: one_of("method", value, METHODS),
     "history": _history,

@@ -190,7 +190,7 @@ class Watch:
         """
         if not self._is_reading_owed and self.schedule.is_due(step):
             self._is_reading_owed = True
-            self.monitor.arm()
+            self.monitor.arm(training_only=True)
 
     def after_backward(
         self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last: bool = True

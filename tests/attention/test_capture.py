@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import weakref
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hdi_callback.attention import Taps, find_attention
-from hdi_callback.attention.taps import Sampler
+from hdi_callback.attention.sampling import sample_tokens
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
 from tests.attention.witness import witness
@@ -68,16 +69,19 @@ def test_nothing_is_captured_unless_armed():
         assert not taps.was_armed
 
 
-def test_the_first_forward_of_an_armed_step_is_captured_and_no_other():
+def test_all_forwards_of_an_armed_step_are_captured():
     model = Classifier()
-    first, second = tokens(seed=1), tokens(seed=2)
-    truth = received_by(model, first)
+    first, second = tokens(seed=1), tokens(batch=2, seed=2)
+    truth = [received_by(model, x) for x in (first, second)]
     with tap(model) as taps:
         taps.arm()
         model(first)
         model(second)
         for name in LAYERS:
-            assert torch.equal(taps.captures[name].outputs.flatten(1), truth[name].flatten(0, 1))
+            capture = taps.captures[name]
+            both = torch.cat([one[name].flatten(0, 1) for one in truth])
+            assert torch.equal(capture.outputs.flatten(1), both)
+            assert capture.lengths == (12,) * 5
 
 
 def test_arming_again_captures_anew():
@@ -138,8 +142,8 @@ def test_the_sample_is_bounded_and_sees_every_position(batch, length, limit):
     positions = torch.arange(length).repeat(batch).reshape(batch, length, 1).float()
     sequences = torch.arange(batch).repeat_interleave(length).reshape(batch, length, 1).float()
     outputs = torch.cat([positions, sequences], -1)
-    sampler = Sampler(limit)
-    kept, lengths = sampler.take(outputs), sampler.kept(outputs.shape)
+    sample = sample_tokens(outputs, limit)
+    kept, lengths = sample.rows, torch.bincount(sample.sequences, minlength=batch).tolist()
     assert 0 < len(kept) <= limit
     assert len(kept) >= min(batch * length, limit) * 0.8
     assert sum(lengths) == len(kept)
@@ -151,8 +155,9 @@ def test_the_sample_is_bounded_and_sees_every_position(batch, length, limit):
 
 def test_a_small_batch_is_kept_whole():
     outputs = torch.randn(2, 5, 8)
-    assert torch.equal(Sampler(10).take(outputs), outputs.reshape(10, 8))
-    assert Sampler(10).kept(outputs.shape) == (5, 5)
+    sample = sample_tokens(outputs, 10)
+    assert torch.equal(sample.rows, outputs.reshape(10, 8))
+    assert sample.sequences.tolist() == [0] * 5 + [1] * 5
 
 
 @pytest.mark.parametrize("shape", [(0, 6, D), (3, 0, D), (1, 1, D), (6, D), (2, 3, 4, D)])
@@ -270,7 +275,7 @@ def encoder(dropout: float = 0.0) -> nn.TransformerEncoder:
 
 def test_an_encoder_in_evaluation_is_captured_when_armed():
     model, x = encoder().eval(), torch.randn(3, 6, D)
-    with tap(model) as taps, torch.no_grad():
+    with tap(model) as taps:
         taps.arm()
         model(x)
         first = model.layers[0].self_attn
@@ -279,24 +284,30 @@ def test_an_encoder_in_evaluation_is_captured_when_armed():
         )
 
 
-def test_a_suspended_tap_leaves_the_fast_path_of_evaluation_alone(monkeypatch):
-    model, x = encoder().eval(), torch.randn(3, 6, D)
+@pytest.mark.parametrize("state", ["new", "armed", "released"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_no_tap_keeps_torch_from_its_fast_path(monkeypatch, state, is_nested):
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(D, H, 64, batch_first=True)
+    model = nn.TransformerEncoder(block, 2, enable_nested_tensor=is_nested).eval().requires_grad_(False)
+    x, padding = torch.randn(3, 6, D), PADDING if is_nested else None
     calls = []
     fast = torch._transformer_encoder_layer_fwd
     monkeypatch.setattr(
         torch, "_transformer_encoder_layer_fwd", lambda *args, **kwargs: calls.append(1) or fast(*args, **kwargs)
     )
-    with torch.no_grad():
-        without = model(x)
-        assert len(calls) == 2
-        with tap(model) as taps:
-            taps.suspend()
-            assert torch.equal(model(x), without)
-            assert len(calls) == 4
-            taps.resume()
+    without = model(x, src_key_padding_mask=padding)
+    assert len(calls) == 2
+    with tap(model) as taps:
+        if state != "new":
             taps.arm()
-            model(x)
-            assert len(taps.captures) == 2
+        if state == "released":
+            taps.release()
+        assert torch.equal(model(x, src_key_padding_mask=padding), without)
+        assert len(calls) == 4
+        if state == "armed":
+            assert dict(taps.captures) == {}
+            assert set(taps.missed) == {"layers.0.self_attn", "layers.1.self_attn"}
 
 
 # --- training is not touched
@@ -324,23 +335,49 @@ def test_gradients_and_random_state_are_bit_identical(make):
         assert torch.equal(absent[1], other[1])
 
 
-def test_the_hooks_leave_when_asked():
-    model = Classifier()
+def touched(model: nn.Module) -> int:
+    return sum(
+        len(module._forward_pre_hooks) + len(module._forward_hooks) + ("forward" in vars(module))
+        for module in model.modules()
+    )
+
+
+@pytest.mark.parametrize("make", [Classifier, lambda: torch_classifier()], ids=["own", "torch"])
+def test_once_a_model_is_known_to_run_uncompiled_it_has_hooks_on_armed_steps_alone(make):
+    model = make()
     taps = tap(model)
-    assert any(module._forward_pre_hooks for module in model.modules())
-    taps.remove()
-    taps.remove()
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_tapped_model_can_be_copied_and_pickled():
-    model = Classifier()
-    with tap(model) as taps:
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(twin(tokens()), model(tokens()))
+    assert touched(model) > 0
+    for _ in range(2):
         taps.arm()
-        copy.deepcopy(model)(tokens(seed=4))
-        assert dict(taps.captures) == {}, "a copy's forward is not the model's"
+        assert touched(model) == 2
+        model(tokens())
+        assert len(taps.captures) == 2
+        taps.release()
+        assert touched(model) == 0
+    taps.remove()
+    taps.remove()
+    assert touched(model) == 0
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("make", [Classifier, lambda: torch_classifier()], ids=["own", "torch"])
+def test_a_copy_of_a_tapped_model_computes_the_same_and_is_not_captured(make, copied):
+    model = make()
+    with tap(model) as taps:
+        taps.arm()
+        twin = copied(model)
+        with torch.no_grad():
+            twin.get_parameter("0.weight" if make is not Classifier else "embed.weight").zero_()
+        assert not torch.equal(twin(tokens()), model(tokens()))
+        assert {capture.seen for capture in taps.captures.values()} == {36}
+        assert b"hdi_callback" not in pickle.dumps(nn.Sequential(*copied(model).children()))
 
 
 # --- torch.compile

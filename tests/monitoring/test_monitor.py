@@ -50,7 +50,8 @@ def test_head_outputs_are_those_of_the_armed_forward(model):
     with HeadDiversityMonitor(model, max_tokens=10_000) as monitor:
         monitor.arm()
         model(tokens(seed=1))
-        model(tokens(seed=2))  # a second forward of the same step is not captured
+        with torch.no_grad():
+            model(tokens(seed=2))  # it does not train
         record = monitor.measure(step=0).record()
     for name in LAYERS:
         outputs = received[name].double().flatten(0, 1).unflatten(-1, (HEADS, -1))

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hdi_callback.attention.behaviour.probe import MadeUp, Shape, has_other_norms
-from hdi_callback.attention.hooks import Hooks
+from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 from hdi_callback.attention.projections import is_pointwise
 
 _TOKENS = 8
@@ -30,7 +29,7 @@ class Recorder(Hooks):
     def __init__(self, modules: Mapping[str, nn.Module], *, keeps_whole: bool = False) -> None:
         self._modules, self._keeps_whole = modules, keeps_whole
         self._seen: dict[str, list[Given]] = {}
-        self.is_armed = False
+        self.is_armed = self._is_done = False
         self.ran: frozenset[str] = frozenset()  # modules that were called in the last forward that was recorded
         super().__init__()
         self.resume()
@@ -42,19 +41,28 @@ class Recorder(Hooks):
     def take(self) -> dict[str, list[Given]]:
         """Stop recording, and hand over what was kept.
 
-        The hooks stay and do nothing more, for without them a compiled model would be compiled anew.
+        The hooks leave if anything was, and else stay and do nothing more: a compiled model would be compiled anew
+        without them.
 
         Returns:
             For each module that ran the ways to run it again; one of them fits.
         """
         self.is_armed = False
+        if self._seen:
+            self._is_done = True
+            self.suspend()
         seen, self._seen = self._seen, {}
         self.ran = frozenset(seen)
         return seen
 
-    def _install(self) -> Iterator[RemovableHandle]:
+    def resume(self) -> None:
+        """Put the hooks back after `suspend`, unless everything was recorded."""
+        if not self._is_done:
+            super().resume()
+
+    def _install(self) -> Iterator[Handle]:
         for name, module in self._modules.items():
-            yield module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            yield from observe_calls(module, self._hook(name), eager_only=True)
 
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
