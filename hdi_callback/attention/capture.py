@@ -46,6 +46,7 @@ from hdi_callback.attention.padding import Frame, Padding, PaddingChoice, find_p
 from hdi_callback.attention.projections import feature_dim
 from hdi_callback.attention.sampling import TokenSample, joined, sample_tokens, shared_out
 from hdi_callback.attention.sharding import as_part
+from hdi_callback.attention.weight_reading import read_tensor
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Taps(Hooks):
     @property
     def captures(self) -> Mapping[str, Capture]:
         """What was captured since `arm`: layer name -> sample."""
-        found = {name: tap.capture(self._reads_all) for name, tap in self._taps.items()}
+        found = {name: tap.captured(self._reads_all) for name, tap in self._taps.items()}
         return {name: capture for name, capture in found.items() if capture is not None}
 
     @property
@@ -206,9 +207,16 @@ class Taps(Hooks):
         for tap in taps:
             tap.forget()
             tap.is_armed = False
-        self._mark_graphs(False)
         if self._is_eager:
             super().suspend()
+
+    def rest(self) -> None:
+        """Let compiled graphs take no samples, before a forward that is not to be captured.
+
+        Not done by `release`, since until then it may be forbidden to compile anything anew.
+        """
+        if not self._is_armed and any(tap.is_in_graph for tap in self._taps.values()):
+            self._mark_graphs(False)
 
     def remove(self) -> None:
         """Take the hooks off and let go of what was captured; calling it again does nothing."""
@@ -285,7 +293,12 @@ class _Tap:
         self._num_sequences = 0
         self._first_times: dict[tuple[int, torch.Size], Padding] = {}
 
-    def capture(self, reads_all: bool) -> Capture | None:
+    @property
+    def capture(self) -> Capture | None:
+        """What was taken of all forwards."""
+        return self.captured(True)
+
+    def captured(self, reads_all: bool) -> Capture | None:
         """Join what was taken of the forwards that are read."""
         if self.failure is not None:
             return None
@@ -525,14 +538,16 @@ def recompute_head_outputs(
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     identity = torch.eye(module.embed_dim, dtype=query.dtype, device=query.device)
     separate = not module._qkv_same_embed_dim
+    # In a graph nothing can be read apart, and the forward has the same parametrization in it.
+    read: Any = getattr if torch.compiler.is_compiling() else read_tensor
     outputs, _ = F.multi_head_attention_forward(
         query,
         key,
         value,
         module.embed_dim,
         module.num_heads,
-        module.in_proj_weight,
-        module.in_proj_bias,
+        read(module, "in_proj_weight"),
+        read(module, "in_proj_bias"),
         module.bias_k,
         module.bias_v,
         module.add_zero_attn,
@@ -544,9 +559,9 @@ def recompute_head_outputs(
         need_weights=False,
         attn_mask=attn_mask,
         use_separate_proj_weight=separate,
-        q_proj_weight=module.q_proj_weight,
-        k_proj_weight=module.k_proj_weight,
-        v_proj_weight=module.v_proj_weight,
+        q_proj_weight=read(module, "q_proj_weight"),
+        k_proj_weight=read(module, "k_proj_weight"),
+        v_proj_weight=read(module, "v_proj_weight"),
         is_causal=is_causal,
     )
     return outputs.transpose(0, 1) if is_batched else outputs

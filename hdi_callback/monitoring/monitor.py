@@ -183,6 +183,11 @@ class HeadDiversityMonitor:
         if self._taps is not None:
             self._taps.disarm()
 
+    def rest(self) -> None:
+        """Make compiled graphs free of samples again, before a forward that is not to be captured."""
+        if self._taps is not None:
+            self._taps.rest()
+
     def release(self) -> None:
         """Capture nothing more, and let go of what was captured."""
         if self._taps is not None:
@@ -476,7 +481,10 @@ class HeadDiversityMonitor:
             raise HDIError("it is no part of the model any more; a new monitor would see what came in its place")
         if ranks.size == 1 and number_of_processes() > 1 and self._sharding.is_sharded(layer, role):
             raise HDIError("other ranks hold parts of it, and they take no readings with this one")
-        return self._sharding.weight(layer, role)
+        weight = self._sharding.weight(layer, role)
+        if weight.is_meta and ranks.size > 1:
+            raise HDIError("it is on the meta device and holds no numbers")
+        return weight
 
     def _measure_together(
         self, captures: dict[str, Capture] | None, absent: dict[str, str], has_checked: bool

@@ -211,15 +211,10 @@ def _without_meta(reading: Reading) -> Reading:
     return replace(reading, measurements=kept, absent={**names, **reading.absent})
 
 
-def _why_no_covariance(values: HeadCovariance, row: int) -> str:
-    tokens = float(values.tokens[row])
+def _why_no_covariance(tokens: float) -> str:
     if math.isnan(tokens):
-        return "a mask can be read in two ways, so that padding is not known: write padding=..., see the docs"
-    if tokens < 2:
-        return f"there were {tokens:.0f} tokens without padding, and two are needed"
-    if values.trace.shape[-1] < 2:
-        return "it has one head"
-    return "the head outputs are not finite"
+        return "a mask can be read in two ways, so that padding is not known: write padding=..."
+    return f"there were {tokens:.0f} tokens without padding, and two are needed"
 
 
 def _fields(values: HeadDiversity | HeadCovariance) -> dict[str, Any]:
@@ -261,7 +256,7 @@ def _tabulate(reading: Reading) -> Record:
             if index in columns and index not in layer.values:
                 finite = math.isfinite(columns[f"{index}_effective_heads"][row])
                 absent[f"{index}/{name}"] = "fewer than two live heads" if finite else NOT_FINITE
-            if isinstance(measurement.values, HeadCovariance) and "head_covariance" not in layer.values:
-                absent[f"{COVARIANCE}/{name}"] = _why_no_covariance(measurement.values, row)
+            if isinstance(measurement.values, HeadCovariance) and not float(measurement.values.tokens[row]) >= 2:
+                absent[f"{COVARIANCE}/{name}"] = _why_no_covariance(float(measurement.values.tokens[row]))
     axis = reading.step if reading.axis is None else reading.axis
     return Record(reading.step, layers, absent, reading.epoch, axis, reading.time)

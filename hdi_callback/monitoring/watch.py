@@ -188,9 +188,13 @@ class Watch:
         Args:
             step: optimizer steps taken so far.
         """
-        if not self._is_reading_owed and self.schedule.is_due(step):
+        if self._is_reading_owed:
+            return
+        if self.schedule.is_due(step):
             self._is_reading_owed = True
             self.monitor.arm(training_only=True)
+        else:
+            self.monitor.rest()
 
     def after_backward(
         self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last: bool = True

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 
@@ -207,3 +208,22 @@ def test_armed_steps_leave_no_tensor_behind():
                 gc.collect()
                 alive.append(sum(isinstance(item, torch.Tensor) for item in gc.get_objects()))
     assert alive[0] == alive[1]
+
+
+def test_a_layer_on_the_meta_device_costs_its_own_readings_alone(model):
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.arm()
+        model(tokens())
+        model.blocks[0].attn.to("meta")
+        with pytest.warns(MonitoringWarning, match="meta"):
+            record = monitor.measure(step=0).record()
+    assert "meta device" in record.absent[LAYERS[0]]
+    assert record.layers[LAYERS[0]].values == {}
+    assert {"hdi", "head_correlation"} <= set(record.layers[LAYERS[1]].values)
+
+
+def test_the_largest_limit_of_tokens_costs_nothing(model):
+    with HeadDiversityMonitor(model, max_tokens=sys.maxsize) as monitor:
+        monitor.arm()
+        model(tokens())
+        assert monitor.measure(step=0).record().layers[LAYERS[0]].values["head_correlation"] < 1

@@ -97,7 +97,7 @@ def test_nothing_of_a_reading_outlives_it():
         monitor.arm()
         model(torch.zeros(2, LENGTH, dtype=torch.long)).sum().backward()
         alive += [weakref.ref(capture.outputs) for capture in monitor._taps.captures.values()]
-        alive += [weakref.ref(tap._rows) for tap in monitor._taps._taps.values()]
+        alive += [weakref.ref(tap._forwards[0].sample.rows) for tap in monitor._taps._taps.values()]
         reading = monitor.measure(0)
         assert [ref() for ref in alive] == [None] * 4, "what was captured"
         alive = [weakref.ref(measurement.values.overlap) for measurement in reading.measurements[:2]]
