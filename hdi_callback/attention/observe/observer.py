@@ -33,7 +33,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.observe.accounts import CoreAccount, account
 from hdi_callback.attention.observe.cores import ObservedCore
+from hdi_callback.attention.observe.judge import Verdict, judge
 from hdi_callback.attention.observe.mode import ObservingMode
 from hdi_callback.attention.observe.quiet import quiet
 from hdi_callback.attention.observe.recorder import Reading, Recorder
@@ -148,6 +150,59 @@ class AttentionObserver:
         """Observe nothing more, and let go of what was observed."""
         self.disarm()
         self._forward = None
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Layers whose attention rows were not read: name -> reason."""
+        mine = self._cores_by_layer()
+        return {
+            layer.name: why
+            for layer in self._layers
+            if (why := self._why_absent(layer, mine[layer.name])) and not any(core.rows for core in mine[layer.name])
+        }
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Compare every claimed layer with what attention received; the host waits for the device.
+
+        Returns:
+            Name of the layer -> what was seen of its heads.
+        """
+        maps = [] if self._forward is None else self._forward.recorder.maps
+        found = {}
+        for layer in self._layers:
+            cores = self._cores_by_layer()[layer.name]
+            verdict = judge(layer, cores, maps)
+            if verdict.core is None:
+                verdict = Verdict("not seen", self._why_absent(layer, cores) or verdict.sentence)
+            found[layer.name] = verdict
+        return found
+
+    def accounts(self) -> list[CoreAccount]:
+        """Attribute every attention that ran to the layer that explains it.
+
+        Returns:
+            One account for each attention.
+        """
+        return account(self.cores, self.verdicts())
+
+    def _cores_by_layer(self) -> dict[str, list[ObservedCore]]:
+        names = {id(module): name for name, module in self._model.named_modules()}
+        return {
+            layer.name: [core for core in self.cores if names.get(id(layer.module), layer.name) in core.parts]
+            for layer in self._layers
+        }
+
+    def _why_absent(self, layer: AttentionLayer, cores: Sequence[ObservedCore]) -> str:
+        names = {id(module): name for name, module in self._model.named_modules()}
+        path = names.get(id(layer.module), layer.name)
+        for name, reason in self.closed.items():
+            if name in ("", path) or path.startswith(f"{name}."):
+                return reason
+        if not self.has_run:
+            return self.reason or "no forward ran"
+        if not cores:
+            return "no attention was seen in its module"
+        return next((core.unread for core in cores if core.unread), "")
 
 
 class _Forward:

@@ -1,0 +1,155 @@
+"""Equality of features over a few tokens: which of what linear maps gave is what attention received.
+
+A feature is a vector over tokens, and two that agree on a dozen tokens to rounding are the same feature. A rotation by
+position changes features and keeps the norm of those that it turns; a constant factor changes neither direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FEW = 4  # tokens below which a norm tells nothing
+
+
+def tolerance(*tensors: Tensor) -> float:
+    """Give the largest relative difference that is rounding.
+
+    Args:
+        tensors: what is compared.
+
+    Returns:
+        1e-4 in float32, more in types of fewer digits.
+    """
+    return max(1e-4, *(4 * torch.finfo(one.dtype).eps for one in tensors if one.is_floating_point()))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMatch:
+    """Which claimed head is which head that attention received.
+
+    Attributes:
+        fits: ``(received heads, claimed heads)``, True where they agree.
+        how: in what sense they agree: ``"as they are"``, ``"rotated"``, ``"normed"``.
+    """
+
+    fits: Tensor
+    how: str
+
+
+def match_heads(received: Tensor, claimed: Tensor, tol: float) -> list[HeadMatch]:
+    """Compare every head that attention received with every head that is claimed.
+
+    Args:
+        received: ``(P, H, width)``.
+        claimed: ``(P, G, width)``.
+        tol: from `tolerance`.
+
+    Returns:
+        One answer for each sense in which heads may agree, the strictest first; of vectors that tell nothing no head
+        agrees.
+    """
+    x, y = received.double(), claimed.double()
+    length = _residual(x.flatten(2).permute(1, 0, 2).flatten(1), y.permute(1, 0, 2).flatten(1))
+    ways = [HeadMatch(length < tol**2, "as they are")]
+    if len(x) >= _FEW:
+        norms = _residual(x.square().sum(-1).T, y.square().sum(-1).T)
+        # A norm behind the map makes all tokens alike, and then their norms say nothing.
+        varied = (_spread(x) > 20 * tol)[:, None] & (_spread(y) > 20 * tol)
+        ways.append(HeadMatch((norms < tol**2) & varied, "rotated"))
+        cosines = torch.einsum("phw,pgw->phg", x, y) / (x.norm(dim=-1)[:, :, None] * y.norm(dim=-1)[:, None]).clamp_min(
+            1e-300
+        )
+        ways.append(HeadMatch((cosines.amin(0) > 1 - tol**2) & (x.shape[-1] > 2), "normed"))
+    return ways
+
+
+def _residual(x: Tensor, y: Tensor) -> Tensor:
+    """The part of each row of x that is no multiple of a row of y, squared and relative; 1 where either is zero."""
+    products, xx, yy = x @ y.T, x.square().sum(-1), y.square().sum(-1)
+    whole = xx[:, None] * yy
+    share = products.square() / whole.clamp_min(1e-300)
+    exact = torch.where(share > 0.99, _exact(x, y, products, yy) / xx.clamp_min(1e-300)[:, None], 1 - share)
+    return torch.where(whole > 0, exact, 1.0)
+
+
+def _exact(x: Tensor, y: Tensor, products: Tensor, yy: Tensor) -> Tensor:
+    """The same without the cancellation of 1 - cos^2."""
+    rows = []
+    for one, product in zip(x, products, strict=True):
+        factor = product / yy.clamp_min(1e-300)
+        rows.append((one - factor[:, None] * y).square().sum(-1))
+    return torch.stack(rows)
+
+
+def _spread(x: Tensor) -> Tensor:
+    """How much the norms of a head differ over tokens, relative to their mean."""
+    norms = x.norm(dim=-1)
+    return norms.std(0) / norms.mean(0).clamp_min(1e-300)
+
+
+def find_features(received: Tensor, made: Tensor, tol: float) -> Tensor:
+    """Find each feature that attention received among those of a map, as it is or times a factor.
+
+    Args:
+        received: ``(P, features)``.
+        made: ``(P, features of the map)``.
+        tol: from `tolerance`.
+
+    Returns:
+        ``(features,)``, the number of the feature of the map, -1 where there is none.
+    """
+    if len(received) < _FEW:
+        return torch.full((received.shape[1],), -1)
+    y = made.double().T
+    found = []
+    for part in received.double().T.split(max(1, 2**22 // max(y.numel(), 1))):
+        found.append(_nearest(part, y, tol))
+    return torch.cat(found)
+
+
+def _nearest(x: Tensor, y: Tensor, tol: float) -> Tensor:
+    xx, yy = x.square().sum(-1), y.square().sum(-1)
+    share = (x @ y.T).square() / (xx[:, None] * yy).clamp_min(1e-300)
+    best = share.argmax(-1)
+    chosen = y[best]
+    factor = (x * chosen).sum(-1) / yy[best].clamp_min(1e-300)
+    left = (x - factor[:, None] * chosen).square().sum(-1)
+    # Relative to how much the feature varies: a large mean that all features share would hide what differs.
+    varies = (x - x.mean(-1, keepdim=True)).square().sum(-1)
+    is_same = (left <= tol**2 * varies.clamp_min(1e-300)) & (varies > tol**2 * xx)
+    return torch.where(is_same, best, -1)
+
+
+def find_rotated(received: Tensor, made: Tensor, tol: float) -> Tensor:
+    """Find features that were turned in pairs, by the norms of the pairs.
+
+    Args:
+        received: ``(P, H, width)``.
+        made: ``(P, features of the map)``.
+        tol: from `tolerance`.
+
+    Returns:
+        ``(H, width)``, numbers of features of the map, -1 where none is found; which of a pair is which is not known.
+    """
+    P, H, width = received.shape
+    found = torch.full((H, width), -1)
+    if width % 2 or len(received) < _FEW:
+        return found
+    x, y = received.double(), made.double()
+    pairings = {(width // 2, tuple(range(width // 2))), (1, tuple(range(0, width, 2)))}
+    for apart, firsts in sorted(pairings):
+        first = torch.tensor(firsts)
+        norms = (x[..., first].square() + x[..., first + apart].square()).flatten(1)
+        for lag in sorted({1, width // 2}):
+            if lag >= y.shape[1]:
+                continue
+            pool = y[:, :-lag].square() + y[:, lag:].square()
+            places = find_features(norms, pool, 2 * tol).view(H, -1)
+            there = places >= 0
+            if int(there.sum()) > int((found[:, first] >= 0).sum()):
+                found[:, first] = places
+                found[:, first + apart] = torch.where(there, places + lag, -1)
+    return found

@@ -1,0 +1,327 @@
+"""Whether heads are where a layer says they are, by what attention received in a real forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention.heads import AttentionLayer, HeadSlice, HeadWeight, Role
+from hdi_callback.attention.observe.cores import ObservedCore
+from hdi_callback.attention.observe.features import find_features, find_rotated, match_heads, tolerance
+from hdi_callback.attention.observe.samples import Arrangement, MapCall
+
+State = Literal["established", "contradicted", "not seen"]
+_RECEIVED: tuple[Role, ...] = ("query", "key", "value")
+_PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "head outputs"}
+
+
+@dataclass(frozen=True)
+class RoleVerdict:
+    """What was seen of the heads of one role.
+
+    Attributes:
+        state: whether they are where they are said to be.
+        sentence: what was seen, or why nothing was.
+        tokens: how many tokens of a sequence the map gave, where attention received more; 0 if it gave all.
+    """
+
+    state: State
+    sentence: str
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was seen of the heads of a layer.
+
+    Attributes:
+        state: ``"contradicted"`` if one role is; ``"established"`` if its queries, keys and values are, as far as it
+            claims them.
+        sentence: what was seen, or why nothing was.
+        roles: the same of each role.
+        core: the attention in which it was seen.
+    """
+
+    state: State
+    sentence: str
+    roles: Mapping[Role, RoleVerdict] = field(default_factory=dict)
+    core: ObservedCore | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FoundRows:
+    """Heads that were found by observation alone.
+
+    Attributes:
+        role: of the heads.
+        map: name of the linear map.
+        rows: ``(heads, width)``, features of the map.
+        how: ``"as they are"`` or ``"rotated"``; then it is not known which feature of a pair is which.
+    """
+
+    role: Role
+    map: str
+    rows: Tensor
+    how: str
+
+
+def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
+    """Compare a claim with every attention that ran in its module.
+
+    Args:
+        layer: the claim.
+        cores: those that ran in its module.
+        maps: all maps of the forward.
+
+    Returns:
+        The verdict of the attention that agrees best.
+    """
+    verdicts = [_judge_core(layer, core, maps) for core in cores]
+    order: tuple[State, ...] = ("established", "contradicted", "not seen")
+    seen = [(order.index(one.state), -sum(r.state == "established" for r in one.roles.values())) for one in verdicts]
+    if not verdicts:
+        return Verdict("not seen", "no attention was seen in its module")
+    best = min(range(len(seen)), key=seen.__getitem__)
+    # Another attention in the same module does not contradict what is claimed of this one, if this one is not seen.
+    return verdicts[best]
+
+
+def find_rows(core: ObservedCore, maps: Sequence[MapCall], role: Role) -> FoundRows | None:
+    """Look for the heads that attention received among what maps gave before it.
+
+    Args:
+        core: the attention.
+        maps: maps that may have given them.
+        role: which of its arguments.
+
+    Returns:
+        The map and its features; None unless all of them were found in one map.
+    """
+    calls = [one for one in maps if one.kind == "linear" and one.order < core.order and one.made.numel()]
+    for call in reversed(calls):
+        for arrangement in core.samples.roles.get(role, ()):
+            x = _distinct(arrangement.features)
+            if arrangement.tokens != call.tokens or len(x) != len(call.made):
+                continue
+            x, y = x.cpu(), call.made.cpu()
+            tol = tolerance(x, y)
+            rows = find_features(x.flatten(1), y, tol).view(x.shape[1:])
+            how = "as they are"
+            if bool((rows < 0).any()):
+                rotated = find_rotated(x, y, tol)
+                rows = torch.where(rows < 0, rotated, rows) if bool((rotated >= 0).any()) else rows
+                how = "rotated"
+            if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
+                return FoundRows(role, call.name, rows + call.rows, how)
+    return None
+
+
+def _distinct(features: Tensor) -> Tensor:
+    """Leave out heads that are repetitions of another, as those of groups are."""
+    kept: list[int] = []
+    for head in range(features.shape[1]):
+        if not any(torch.equal(features[:, head], features[:, other]) for other in kept):
+            kept.append(head)
+    return features[:, kept]
+
+
+def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall]) -> Verdict:
+    roles: dict[Role, RoleVerdict] = {}
+    for role in _RECEIVED:
+        if role in layer.slices:
+            roles[role] = _judge_role(layer, core, maps, role)
+    if "output" in layer.slices:
+        roles["output"] = _judge_output(layer, core, maps)
+    wrong = [one.sentence for one in roles.values() if one.state == "contradicted"]
+    if wrong:
+        return Verdict("contradicted", "; ".join(wrong), roles, core)
+    unseen = [one.sentence for role, one in roles.items() if one.state != "established" and role != "output"]
+    if unseen:
+        return Verdict("not seen", "; ".join(dict.fromkeys(unseen)), roles, core)
+    return Verdict("established", "; ".join(one.sentence for one in roles.values()), roles, core)
+
+
+def _judge_role(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall], role: Role) -> RoleVerdict:
+    part = _by_token(layer.slices[role])
+    names, calls = _PLURAL[role], list(_calls_of(part, maps, core.order))
+    received = core.samples.roles.get(role, [])
+    if not calls:
+        return RoleVerdict("not seen", f"the map of its {names} was not called before attention")
+    if not received:
+        return RoleVerdict("not seen", f"its {names} have no order of dimensions in which they are tokens of a map")
+    for call in reversed(calls):
+        for arrangement, claimed, through in _candidates(call, part, received, maps):
+            x = arrangement.features.cpu()
+            if x.shape[-1] != claimed.shape[-1]:
+                continue
+            verdict = _compare(layer, role, x, claimed, through)
+            if verdict is not None:
+                left = core.queries if role == "query" else core.keys
+                length = arrangement.tokens // max(core.axes.sequences, 1) if core.axes is not None else 0
+                tokens = length if 0 < length < left else 0
+                return RoleVerdict(verdict.state, verdict.sentence, tokens)
+    found = find_rows(core, [*calls], role)
+    if found is not None:
+        said = "; ".join(_ranges(row) for row in part.index()[:2].tolist())
+        seen = "; ".join(_ranges(sorted(row)) for row in found.rows[:2].tolist())
+        counts = f"attention receives {len(found.rows)} heads of {found.rows.shape[1]} features as {names}"
+        if found.rows.shape != part.index().shape:
+            return RoleVerdict("contradicted", f"{counts}, the claim is {part.heads} of {part.width}")
+        if [sorted(row) for row in found.rows.tolist()] != [sorted(row) for row in part.index().tolist()]:
+            return RoleVerdict(
+                "contradicted",
+                f"its {names} are rows {seen}, ... of `{found.map}`, head by head, the claim is rows {said}, ...",
+            )
+        return RoleVerdict("established", f"its {names} are the claimed rows, {found.how}")
+    other = find_rows(core, [one for one in maps if one not in calls], role)
+    if other is not None:
+        said = calls[-1].name or part.parameter
+        return RoleVerdict("contradicted", f"its {names} come from `{other.map}`, the claim is `{said}`")
+    extra = _sum_of(calls, part, received, maps)
+    return RoleVerdict("not seen", extra or f"its {names} are none of the features that its map gave, nor rotated ones")
+
+
+def _candidates(
+    call: MapCall, part: HeadSlice, received: Sequence[Arrangement], maps: Sequence[MapCall]
+) -> Iterator[tuple[Arrangement, Tensor, str]]:
+    """Give what the claimed rows were after the map, and behind each norm that took just that."""
+    index = part.index() - call.rows
+    if int(index.min()) < 0 or int(index.max()) >= call.made.shape[1]:
+        return
+    made = call.made.cpu()
+    stages: list[tuple[Tensor, str]] = [(made[:, index], "")]
+    for norm in maps:
+        if norm.kind != "norm" or norm.order < call.order:
+            continue
+        for before, after in norm.ways:
+            if before.tokens != call.tokens:
+                continue
+            given, result = before.features.cpu().flatten(1), after.features.cpu().flatten(1)
+            tol = tolerance(given, made)
+            if given.shape == made.shape and _are_equal(given, made, tol):
+                stages.append((result[:, index], f", through `{norm.name}`"))
+            elif given.shape[1] == index.numel() and _are_equal(given, made[:, index].flatten(1), tol):
+                stages.append((result.view(-1, *index.shape), f", through `{norm.name}`"))
+    for claimed, through in reversed(stages):
+        for arrangement in received:
+            if arrangement.tokens == call.tokens and len(arrangement.features) == len(claimed):
+                yield arrangement, claimed, through
+
+
+def _are_equal(one: Tensor, other: Tensor, tol: float) -> bool:
+    return bool((one.double() - other.double()).abs().max() <= tol * other.double().abs().max())
+
+
+def _compare(layer: AttentionLayer, role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdict | None:
+    names, H, G = _PLURAL[role], x.shape[1], claimed.shape[1]
+    if H % G:
+        return None
+    expected = torch.arange(H) // (H // G)
+    for match in match_heads(x, claimed, tolerance(x, claimed)):
+        how = f"{match.how}{through}"
+        if bool(match.fits[torch.arange(H), expected].all()):
+            return RoleVerdict("established", f"its {names} are the claimed rows, {how}")
+        if bool(match.fits.any(1).all()):
+            of = match.fits.double().argmax(1)
+            head = int((of != expected).nonzero()[0])
+            if sorted(set(of.tolist())) == list(range(G)):
+                return RoleVerdict(
+                    "contradicted",
+                    f"head {head} attends with {names} of claimed head {int(of[head])}, the claim is head "
+                    f"{int(expected[head])} ({how})",
+                )
+    return None
+
+
+def _sum_of(
+    calls: Sequence[MapCall], part: HeadSlice, received: Sequence[Arrangement], maps: Sequence[MapCall]
+) -> str | None:
+    """See whether what attention received less what the map gave is what another map gave."""
+    for call in reversed(calls):
+        index = part.index() - call.rows
+        for arrangement in received:
+            x = arrangement.features.cpu()
+            if arrangement.tokens != call.tokens or int(index.max()) >= call.made.shape[1] or int(index.min()) < 0:
+                continue
+            claimed = call.made.cpu()[:, index]
+            if x.shape != claimed.shape:
+                continue
+            rest = (x - claimed).flatten(1)
+            for other in maps:
+                if other is call or other.tokens != call.tokens or not other.made.numel():
+                    continue
+                rows = find_features(rest, other.made.cpu(), 10 * tolerance(x, claimed))
+                if bool((rows >= 0).all()):
+                    return f"its heads are a sum of what `{call.name}` and `{other.name}` give"
+    return None
+
+
+def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall]) -> RoleVerdict:
+    part = _by_token(layer.slices["output"])
+    calls = [one for one in maps if _is_of(part, one) and one.order > core.order and one.given.numel()]
+    received = core.samples.roles.get("output", [])
+    for call in calls[:1]:
+        index, given = part.index(), call.given.cpu()
+        if int(index.max()) >= given.shape[1]:
+            continue
+        for arrangement in received:
+            x = arrangement.features.cpu()
+            if arrangement.tokens != call.tokens or len(x) != len(given):
+                continue
+            claimed = given[:, index]
+            if x.shape == claimed.shape:
+                match = match_heads(x, claimed, tolerance(x, claimed))[0]
+                if bool(match.fits.diagonal().all()):
+                    return RoleVerdict("established", "its head outputs are the claimed columns, as they are")
+                if bool(match.fits.any(1).all()):
+                    of = match.fits.double().argmax(1)
+                    head = int((of != torch.arange(len(of))).nonzero()[0])
+                    return RoleVerdict(
+                        "contradicted",
+                        f"the outputs of head {head} are the claimed columns of head {int(of[head])}",
+                    )
+            rows = find_features(x.flatten(1), given, tolerance(x, given)).view(x.shape[1:])
+            if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
+                seen, said = _ranges(rows[0].tolist()), _ranges(index[0].tolist())
+                return RoleVerdict(
+                    "contradicted", f"the outputs of head 0 are columns {seen} of `{call.name}`, the claim is {said}"
+                )
+    why = "its output projection was not called after attention" if not calls else (
+        "what its output projection is given is not the head outputs as they are"
+    )
+    return RoleVerdict("not seen", why)
+
+
+# --- which calls belong to a claim
+
+
+def _by_token(part: HeadWeight) -> HeadSlice:
+    return part.by_token
+
+
+def _is_of(part: HeadSlice, call: MapCall) -> bool:
+    path, _, name = part.parameter.rpartition(".")
+    owner: nn.Module = reduce(getattr, path.split(".") if path else [], part.module)
+    parameter = owner._parameters.get(name)
+    if parameter is not None and call.keys and call.keys[0] == id(parameter):
+        return True
+    return id(owner) in call.keys and name == "weight" and call.kind == "linear"
+
+
+def _calls_of(part: HeadSlice, maps: Sequence[MapCall], before: int) -> Iterator[MapCall]:
+    own = [one for one in maps if one.order < before and _is_of(part, one)]
+    # What an adapter gives is what attention goes on with, not what the base under it gives.
+    wholes = [one for one in own if len(one.keys) == 1]
+    yield from wholes or own
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write numbers down shortly: 0 to 7, or 0, 4, 8, ..."""
+    if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))) and len(numbers) > 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
