@@ -44,7 +44,7 @@ def account(cores: Sequence[ObservedCore], verdicts: Mapping[str, Verdict]) -> l
 
 def _account(core: ObservedCore, verdicts: Mapping[str, Verdict]) -> CoreAccount:
     where = f"attention in `{core.module}` ({core.module_type}, {_kind(core)})"
-    around = [name for name, verdict in verdicts.items() if verdict.core is core]
+    around = [name for name, verdict in verdicts.items() if verdict.core is core or core in verdict.cores]
     if not around:
         inside = [name for name in core.parts if name in verdicts]
         second = f"; `{inside[-1]}` is watched for another attention in it" if inside else ""

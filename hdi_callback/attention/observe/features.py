@@ -72,7 +72,8 @@ def _residual(x: Tensor, y: Tensor) -> Tensor:
     whole = xx[:, None] * yy
     share = products.square() / whole.clamp_min(1e-300)
     exact = torch.where(share > 0.99, _exact(x, y, products, yy) / xx.clamp_min(1e-300)[:, None], 1 - share)
-    return torch.where(whole > 0, exact, 1.0)
+    residual: Tensor = torch.where(whole > 0, exact, 1.0)
+    return residual
 
 
 def _exact(x: Tensor, y: Tensor, products: Tensor, yy: Tensor) -> Tensor:
@@ -87,7 +88,8 @@ def _exact(x: Tensor, y: Tensor, products: Tensor, yy: Tensor) -> Tensor:
 def _spread(x: Tensor) -> Tensor:
     """How much the norms of a head differ over tokens, relative to their mean."""
     norms = x.norm(dim=-1)
-    return norms.std(0) / norms.mean(0).clamp_min(1e-300)
+    spread: Tensor = norms.std(0) / norms.mean(0).clamp_min(1e-300)
+    return spread
 
 
 def find_features(received: Tensor, made: Tensor, tol: float) -> Tensor:
@@ -104,10 +106,8 @@ def find_features(received: Tensor, made: Tensor, tol: float) -> Tensor:
     if len(received) < _FEW:
         return torch.full((received.shape[1],), -1)
     y = made.double().T
-    found = []
-    for part in received.double().T.split(max(1, 2**22 // max(y.numel(), 1))):
-        found.append(_nearest(part, y, tol))
-    return torch.cat(found)
+    x, step = received.double().T, max(1, 2**22 // max(y.shape[0], 1))
+    return torch.cat([_nearest(x[start : start + step], y, tol) for start in range(0, len(x), step)])
 
 
 def _nearest(x: Tensor, y: Tensor, tol: float) -> Tensor:
@@ -134,7 +134,7 @@ def find_rotated(received: Tensor, made: Tensor, tol: float) -> Tensor:
     Returns:
         ``(H, width)``, numbers of features of the map, -1 where none is found; which of a pair is which is not known.
     """
-    P, H, width = received.shape
+    _, H, width = received.shape
     found = torch.full((H, width), -1)
     if width % 2 or len(received) < _FEW:
         return found

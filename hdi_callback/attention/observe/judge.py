@@ -45,12 +45,14 @@ class Verdict:
         sentence: what was seen, or why nothing was.
         roles: the same of each role.
         core: the attention in which it was seen.
+        cores: all of them, where each head has one of its own.
     """
 
     state: State
     sentence: str
     roles: Mapping[Role, RoleVerdict] = field(default_factory=dict)
     core: ObservedCore | None = None
+    cores: tuple[ObservedCore, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +64,14 @@ class FoundRows:
         map: name of the linear map.
         rows: ``(heads, width)``, features of the map.
         how: ``"as they are"`` or ``"rotated"``; then it is not known which feature of a pair is which.
+        is_transposed: the map keeps its matrix as ``(in_features, out_features)``.
     """
 
     role: Role
     map: str
     rows: Tensor
     how: str
+    is_transposed: bool = False
 
 
 def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
@@ -81,14 +85,32 @@ def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[M
     Returns:
         The verdict of the attention that agrees best.
     """
-    verdicts = [_judge_core(layer, core, maps) for core in cores]
+    if not cores:
+        return Verdict("not seen", "no attention was seen in its module")
+    if hasattr(layer.slices["key"], "pieces"):
+        return _judge_pieces(layer, cores, maps)
+    # Of several attentions in a module one may be another than the one that is claimed, with maps of its own.
+    verdicts = [_judge_core(layer, core, maps, is_alone=len(cores) == 1) for core in cores]
     order: tuple[State, ...] = ("established", "contradicted", "not seen")
     seen = [(order.index(one.state), -sum(r.state == "established" for r in one.roles.values())) for one in verdicts]
-    if not verdicts:
-        return Verdict("not seen", "no attention was seen in its module")
-    best = min(range(len(seen)), key=seen.__getitem__)
-    # Another attention in the same module does not contradict what is claimed of this one, if this one is not seen.
-    return verdicts[best]
+    return verdicts[min(range(len(seen)), key=seen.__getitem__)]
+
+
+def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
+    """Judge heads that have a map each, and an attention each: every one must be seen in one of them."""
+    count, roles = layer.num_heads, {}
+    for role in _RECEIVED:
+        pieces = getattr(layer.slices.get(role), "pieces", ())
+        seen = [any(_judge_part(piece, core, maps, role).state == "established" for core in cores) for piece in pieces]
+        if pieces and all(seen):
+            roles[role] = RoleVerdict("established", f"its {_PLURAL[role]} are what the maps of the heads give")
+        elif pieces:
+            why = f"the {_PLURAL[role]} of head {seen.index(False)} of {count} are not what its map gave"
+            roles[role] = RoleVerdict("not seen", why)
+    unseen = [one.sentence for one in roles.values() if one.state != "established"]
+    state: State = "not seen" if unseen or not roles else "established"
+    sentences = unseen or [one.sentence for one in roles.values()]
+    return Verdict(state, "; ".join(sentences), roles, cores[0], tuple(cores))
 
 
 def find_rows(core: ObservedCore, maps: Sequence[MapCall], role: Role) -> FoundRows | None:
@@ -117,7 +139,29 @@ def find_rows(core: ObservedCore, maps: Sequence[MapCall], role: Role) -> FoundR
                 rows = torch.where(rows < 0, rotated, rows) if bool((rotated >= 0).any()) else rows
                 how = "rotated"
             if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
-                return FoundRows(role, call.name, rows + call.rows, how)
+                return FoundRows(role, call.name, rows + call.rows, how, call.is_transposed)
+    return None
+
+
+def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | None:
+    """Look for the output projection: the first map after an attention that is given its head outputs.
+
+    Args:
+        core: the attention.
+        maps: all maps of the forward.
+
+    Returns:
+        The map, and which features of its input each head is; None if there is none.
+    """
+    after = [one for one in maps if one.kind == "linear" and one.order > core.order and one.given.numel()]
+    for call in after[:4]:
+        for arrangement in core.samples.roles.get("output", ()):
+            x, given = arrangement.features.cpu(), call.given.cpu()
+            if arrangement.tokens != call.tokens or len(x) != len(given):
+                continue
+            rows = find_features(x.flatten(1), given, tolerance(x, given)).view(x.shape[1:])
+            if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
+                return FoundRows("output", call.name, rows, "as they are", call.is_transposed)
     return None
 
 
@@ -130,11 +174,11 @@ def _distinct(features: Tensor) -> Tensor:
     return features[:, kept]
 
 
-def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall]) -> Verdict:
+def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall], *, is_alone: bool) -> Verdict:
     roles: dict[Role, RoleVerdict] = {}
     for role in _RECEIVED:
         if role in layer.slices:
-            roles[role] = _judge_role(layer, core, maps, role)
+            roles[role] = _judge_part(_by_token(layer.slices[role]), core, maps, role, is_alone=is_alone)
     if "output" in layer.slices:
         roles["output"] = _judge_output(layer, core, maps)
     wrong = [one.sentence for one in roles.values() if one.state == "contradicted"]
@@ -146,8 +190,9 @@ def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
     return Verdict("established", "; ".join(one.sentence for one in roles.values()), roles, core)
 
 
-def _judge_role(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall], role: Role) -> RoleVerdict:
-    part = _by_token(layer.slices[role])
+def _judge_part(
+    part: HeadSlice, core: ObservedCore, maps: Sequence[MapCall], role: Role, *, is_alone: bool = False
+) -> RoleVerdict:
     names, calls = _PLURAL[role], list(_calls_of(part, maps, core.order))
     received = core.samples.roles.get(role, [])
     if not calls:
@@ -156,10 +201,7 @@ def _judge_role(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
         return RoleVerdict("not seen", f"its {names} have no order of dimensions in which they are tokens of a map")
     for call in reversed(calls):
         for arrangement, claimed, through in _candidates(call, part, received, maps):
-            x = arrangement.features.cpu()
-            if x.shape[-1] != claimed.shape[-1]:
-                continue
-            verdict = _compare(layer, role, x, claimed, through)
+            verdict = _compare_ends(role, arrangement.features.cpu(), claimed, through)
             if verdict is not None:
                 left = core.queries if role == "query" else core.keys
                 length = arrangement.tokens // max(core.axes.sequences, 1) if core.axes is not None else 0
@@ -181,7 +223,8 @@ def _judge_role(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
     other = find_rows(core, [one for one in maps if one not in calls], role)
     if other is not None:
         said = calls[-1].name or part.parameter
-        return RoleVerdict("contradicted", f"its {names} come from `{other.map}`, the claim is `{said}`")
+        state: State = "contradicted" if is_alone else "not seen"
+        return RoleVerdict(state, f"its {names} come from `{other.map}`, the claim is `{said}`")
     extra = _sum_of(calls, part, received, maps)
     return RoleVerdict("not seen", extra or f"its {names} are none of the features that its map gave, nor rotated ones")
 
@@ -195,6 +238,7 @@ def _candidates(
         return
     made = call.made.cpu()
     stages: list[tuple[Tensor, str]] = [(made[:, index], "")]
+    received = [*received, *_before_norms(received, maps, call.order)]
     for norm in maps:
         if norm.kind != "norm" or norm.order < call.order:
             continue
@@ -213,11 +257,43 @@ def _candidates(
                 yield arrangement, claimed, through
 
 
+def _before_norms(received: Sequence[Arrangement], maps: Sequence[MapCall], after: int) -> Iterator[Arrangement]:
+    """Give what a norm was given whose results attention received: it may have been turned before."""
+    for norm in maps:
+        if norm.kind != "norm" or norm.order < after:
+            continue
+        for before, result in norm.ways:
+            for arrangement in received:
+                x, y = arrangement.features.cpu(), result.features.cpu()
+                if arrangement.tokens != result.tokens or x.shape[1] % y.shape[1] or x.shape[::2] != y.shape[::2]:
+                    continue
+                groups = x.shape[1] // y.shape[1]
+                # Scores may be scaled after the norm by way of the queries.
+                if bool(match_heads(x, y.repeat_interleave(groups, 1), tolerance(x, y))[0].fits.diagonal().all()):
+                    features = before.features.repeat_interleave(groups, 1)
+                    yield Arrangement(features, arrangement.tokens, arrangement.start, arrangement.length_first)
+
+
 def _are_equal(one: Tensor, other: Tensor, tol: float) -> bool:
     return bool((one.double() - other.double()).abs().max() <= tol * other.double().abs().max())
 
 
-def _compare(layer: AttentionLayer, role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdict | None:
+def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdict | None:
+    """Compare heads, or the first or last features of heads that have others beside those of this map."""
+    beside = x.shape[-1] - claimed.shape[-1]
+    if not beside:
+        return _compare(role, x, claimed, through)
+    if beside < 0:
+        return None
+    also = f"{through}, beside {beside} other features of a head"
+    for part in (x[..., :-beside], x[..., beside:]):
+        verdict = _compare(role, part, claimed, also)
+        if verdict is not None and verdict.state == "established":
+            return verdict
+    return None
+
+
+def _compare(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdict | None:
     names, H, G = _PLURAL[role], x.shape[1], claimed.shape[1]
     if H % G:
         return None
@@ -291,8 +367,10 @@ def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapC
                 return RoleVerdict(
                     "contradicted", f"the outputs of head 0 are columns {seen} of `{call.name}`, the claim is {said}"
                 )
-    why = "its output projection was not called after attention" if not calls else (
-        "what its output projection is given is not the head outputs as they are"
+    why = (
+        "its output projection was not called after attention"
+        if not calls
+        else ("what its output projection is given is not the head outputs as they are")
     )
     return RoleVerdict("not seen", why)
 

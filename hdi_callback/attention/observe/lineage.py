@@ -29,6 +29,12 @@ _SAME = frozenset((
 _MOVED = frozenset(["transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "mT", "t"])
 _DROPPED = frozenset(["dropout", "dropout_", "native_dropout", "feature_dropout", "alpha_dropout", "dropout2d"])
 _REDUCED = frozenset(["max", "amax", "logsumexp", "mean", "sum"])
+_MIXING = frozenset((
+    "mul", "multiply", "rmul", "add", "radd", "sub", "subtract", "div", "truediv", "sum", "mean", "max", "amax",
+    "topk", "matmul", "linear", "einsum", "bmm", "cat", "concat", "stack", "argmax", "norm", "where", "gather",
+    "index_select", "log", "sigmoid",
+))  # fmt: skip
+_LIMITED = frozenset(["clamp", "clip", "clamp_min", "max", "maximum"])  # by the least number of a type
 _GATES = {"sigmoid": "sigmoid", "relu": "relu", "exp": "exp", "sparsemax": "sparsemax", "entmax": "entmax"}
 
 
@@ -163,7 +169,7 @@ class Lineage:
             return
         tensor, scores, stage = found
         outs = [one for one in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(one, Tensor)]
-        if stage == "scores" and name in _REDUCED:
+        if stage == "scores" and name in _REDUCED and all(one.shape != tensor.shape for one in outs):
             for one in outs:
                 self.tag(one, scores, "statistic")
             return
@@ -175,7 +181,8 @@ class Lineage:
                 self._changed(new, name, tensor, args, kwargs, one)
             else:
                 _weights_changed(new, name, args, kwargs, tensor, one)
-                if new.altered and (new.query is None or one.shape[-2:] != tensor.shape[-2:]):
+                is_mixed = bool(new.altered) and new.altered[-1].strip("_") in _MIXING
+                if is_mixed and (new.query is None or one.shape[-2:] != tensor.shape[-2:]):
                     continue  # a gate of a mixture of experts, say, whose product is no weight of anything
             self.tag(one, new, stage)
 
@@ -206,7 +213,7 @@ class Lineage:
             self._added_or_masked(scores, base, tensor, args, kwargs, out, other)
         elif base in _GATES or "entmax" in base or "sparsemax" in base or "sigmoid" in base:
             scores.kind = _GATES.get(base, base)
-        elif base not in _DROPPED:
+        elif base not in _DROPPED and base not in _LIMITED:
             scores.unknown.append(name)
 
     def _added_or_masked(
@@ -245,7 +252,7 @@ class Lineage:
             _widened(scores, args, kwargs, tensor, out)
         elif base == "tanh":
             pass  # |tanh x| <= |x|: a bound of the scores stays one
-        elif base != "clamp":
+        elif base not in _LIMITED:
             scores.unknown.append(base)
 
     def _set_item(self, args: tuple[Any, ...]) -> None:

@@ -223,7 +223,11 @@ class ObservingMode(TorchFunctionMode):
             kept = [theirs.index(one) for one in theirs if one not in taken] + [theirs.index(one) for one in taken]
             self._recorder.map_ran(parameter, given.permute(kept).flatten(-len(taken)), flat)
         elif weight.dim() == 2:
-            self._recorder.map_ran(parameter, given, result, rows=rows)
+            # A matrix that is multiplied from the right as it is stored has its rows for what comes in.
+            is_transposed = weight.stride() == parameter.stride()
+            first = int(weight.storage_offset() - parameter.storage_offset()) % max(int(parameter.stride(0)), 1)
+            at = first if is_transposed else rows
+            self._recorder.map_ran(parameter, given, result, rows=at, is_transposed=is_transposed)
 
     def _averages(self, name: str, args: Any, kwargs: Any, result: Tensor, weights: Tensor, scores: Scores) -> bool:
         """Tell whether a product sums over the dimension of the keys, with anything but a parameter."""

@@ -37,6 +37,7 @@ from hdi_callback.attention.observe.accounts import CoreAccount, account
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.judge import Verdict, judge
 from hdi_callback.attention.observe.mode import ObservingMode
+from hdi_callback.attention.observe.proposals import propose
 from hdi_callback.attention.observe.quiet import quiet
 from hdi_callback.attention.observe.recorder import Reading, Recorder
 from hdi_callback.attention.observe.regions import split_open_and_closed
@@ -184,6 +185,19 @@ class AttentionObserver:
             One account for each attention.
         """
         return account(self.cores, self.verdicts())
+
+    def proposals(self) -> dict[str, AttentionLayer | str]:
+        """Describe attention that no layer explains, by the features that it received.
+
+        Returns:
+            Path of its module -> the layer, or why there is none; of several in a module the first.
+        """
+        maps = [] if self._forward is None else self._forward.recorder.maps
+        found: dict[str, AttentionLayer | str] = {}
+        for one in self.accounts():
+            if not one.layer and one.core.module not in found:
+                found[one.core.module] = propose(one.core, maps, self._model)
+        return found
 
     def _cores_by_layer(self) -> dict[str, list[ObservedCore]]:
         names = {id(module): name for name, module in self._model.named_modules()}

@@ -28,7 +28,8 @@ def quiet(device: torch.device) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if torch.amp.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(torch._C.DisableTorchFunction())
         if _disable_current_modes is not None:
             stack.enter_context(_disable_current_modes())
@@ -44,7 +45,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     Returns:
         True if so.
     """
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def in_the_way() -> str | None:

@@ -119,14 +119,23 @@ class Recorder:
 
     # --- linear maps and norms
 
-    def map_ran(self, parameter: Tensor, given: Tensor, made: Tensor, features_dim: int = -1, *, rows: int = 0) -> None:
+    def map_ran(
+        self,
+        parameter: Tensor,
+        given: Tensor,
+        made: Tensor,
+        features_dim: int = -1,
+        *,
+        rows: int = 0,
+        is_transposed: bool = False,
+    ) -> None:
         """Record a product with a parameter."""
         if not self.reading.keeps_samples or not (is_plain(given) and is_plain(made)):
             return
         module = self.stack[-1][1] if self.stack else None
         keys = (id(parameter),) if module is None else (id(parameter), id(module))
         name = self._names.get(id(parameter), "")
-        self._add(keys, name or self.owner[0], "linear", given, made, features_dim, rows)
+        self._add(keys, name or self.owner[0], "linear", given, made, features_dim, rows, is_transposed)
 
     def norm_ran(self, weight: Tensor | None, given: Tensor, made: Tensor) -> None:
         """Record a norm, whose features are those that come in."""
@@ -153,7 +162,18 @@ class Recorder:
         tokens = given.numel() // given.shape[-1]
         self.maps.append(
             MapCall(
-                self._order, keys, name, "norm", tokens, empty, empty, given.data_ptr(), 0, self.owner[0], tuple(ways)
+                self._order,
+                keys,
+                name,
+                "norm",
+                tokens,
+                empty,
+                empty,
+                given.data_ptr(),
+                0,
+                self.owner[0],
+                False,
+                tuple(ways),
             )
         )
 
@@ -168,7 +188,15 @@ class Recorder:
             self._add((id(module),), self._names.get(id(module), ""), kind, given, made, features_dim, 0)
 
     def _add(
-        self, keys: tuple[int, ...], name: str, kind: str, given: Tensor, made: Tensor, features_dim: int, rows: int
+        self,
+        keys: tuple[int, ...],
+        name: str,
+        kind: str,
+        given: Tensor,
+        made: Tensor,
+        features_dim: int,
+        rows: int,
+        is_transposed: bool = False,
     ) -> None:
         if len(self.maps) >= _MAPS_IN_ALL or not made.is_floating_point() or not made.numel() or made.dim() < 1:
             return
@@ -190,6 +218,7 @@ class Recorder:
                 given.data_ptr(),
                 rows,
                 self.owner[0],
+                is_transposed,
             )
         )
 

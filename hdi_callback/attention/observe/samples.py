@@ -55,6 +55,7 @@ class MapCall:
         source: where its input is stored, the same for maps of the same input.
         rows: first row of the parameter, where a part of one was multiplied with.
         owner: dotted path of the module in whose forward it ran.
+        is_transposed: the parameter is stored ``(in_features, out_features)``.
         ways: of a norm: what it was given and what it gave, in every order of the dimensions.
     """
 
@@ -68,6 +69,7 @@ class MapCall:
     source: int
     rows: int = 0
     owner: str = ""
+    is_transposed: bool = False
     ways: tuple[tuple[Arrangement, Arrangement], ...] = ()
 
 

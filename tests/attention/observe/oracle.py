@@ -102,17 +102,19 @@ def error_of(core: ObservedCore, weights: Tensor) -> tuple[float, int] | None:
 
 
 def compared(cores: list[ObservedCore], weights: list[Tensor]) -> Iterator[Comparison]:
-    """Put each observed attention beside the one of those that are left that it agrees with best, in their order."""
-    left = dict(enumerate(weights))
-    for core in cores:
-        ways = {place: error_of(core, one) for place, one in left.items()} if core.rows is not None else {}
-        fitting = {place: way for place, way in ways.items() if way is not None}
-        if not fitting:
+    """Put observed and returned attention together, those that agree best first; each is taken once."""
+    ways = {(number, place): way for number, core in enumerate(cores) if core.rows is not None
+            for place, one in enumerate(weights) if (way := error_of(core, one)) is not None}  # fmt: skip
+    pairs: dict[int, int] = {}
+    for number, place in sorted(ways, key=lambda pair: ways[pair][0]):
+        if number not in pairs and place not in pairs.values():
+            pairs[number] = place
+    for number, core in enumerate(cores):
+        if number in pairs:
+            error, read = ways[number, pairs[number]]
+            yield Comparison(core.module, core.unread, error, pairs[number], read)
+        else:
             yield Comparison(core.module, core.unread, None, None, 0)
-            continue
-        place = min(fitting, key=lambda place: fitting[place][0])
-        left.pop(place)
-        yield Comparison(core.module, core.unread, fitting[place][0], place, fitting[place][1])
 
 
 def against_eager(model: Any, inputs: dict[str, Any], implementation: str = "eager") -> tuple[list[Comparison], int]:

@@ -91,5 +91,5 @@ def run(model_types: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for model_type in model_types:
         try:
             yield model_type, observe(model_type)
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203
             yield model_type, {"error": f"{type(error).__name__}: {error}"}

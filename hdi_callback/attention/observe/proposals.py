@@ -1,0 +1,102 @@
+"""Layers from observation alone: attention that no claim explains, described by the features that it received."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hdi_callback.attention.heads import AttentionLayer, HeadSlice, HeadWeight, Role, check_layer
+from hdi_callback.attention.observe.cores import ObservedCore
+from hdi_callback.attention.observe.judge import FoundRows, find_columns, find_rows
+from hdi_callback.attention.observe.samples import MapCall
+from hdi_callback.errors import UnsupportedAttentionError
+
+
+def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> AttentionLayer | str:
+    """Describe an attention by the features of linear maps that it received.
+
+    Queries and keys may be rotated by position; what lies behind norms, sums or two maps in a row is not found so.
+
+    Args:
+        core: the attention.
+        maps: all maps of the forward.
+        model: the model, whose modules and parameters are named in them.
+
+    Returns:
+        The layer, its heads side by side as the attention has them; or why there is none.
+    """
+    if core.kind != "softmax":
+        return f"its weights are no softmax ({core.kind})"
+    found: dict[Role, FoundRows] = {}
+    for role in ("query", "key", "value"):
+        rows = find_rows(core, maps, role)
+        if rows is None:
+            if role == "key":
+                return "its keys are none of the features that a single map gave"
+            continue
+        found[role] = rows
+    columns = find_columns(core, maps)
+    if columns is not None:
+        found["output"] = columns
+    module = model.get_submodule(core.module)
+    slices: dict[Role, HeadWeight] = {}
+    for role, one in found.items():
+        part = slice_of(model, core.module, one)
+        if part is None:
+            return f"the rows of its {role} heads in `{one.map}` follow no stride"
+        slices[role] = part
+    key = slices["key"]
+    width = slices["value"].width if "value" in slices else key.width
+    receiver = None if columns is None else _called(model, columns.map)
+    layer = AttentionLayer(
+        core.module,
+        module,
+        core.heads,
+        key.heads,
+        key.width,
+        width,
+        f"observed ({', '.join(f'{role}: {one.how}' for role, one in found.items())})",
+        slices,
+        receiver,
+    )
+    try:
+        return check_layer(layer)
+    except UnsupportedAttentionError as error:
+        return str(error)
+
+
+def _called(model: nn.Module, parameter: str) -> nn.Module | None:
+    """Find the module that multiplies with a parameter when it is called."""
+    path, _, name = parameter.rpartition(".")
+    module = model.get_submodule(path)
+    return module if name == "weight" else None
+
+
+def slice_of(model: nn.Module, name: str, found: FoundRows) -> HeadSlice | None:
+    """Describe rows of a parameter by their strides.
+
+    Args:
+        model: the model.
+        name: dotted path of the attention's module.
+        found: the rows.
+
+    Returns:
+        The slice, of the attention's module where the parameter is in it, else of the model; None if the rows follow
+        no stride.
+    """
+    rows = found.rows if found.how == "as they are" else found.rows.sort(-1).values
+    inside = found.map.startswith(f"{name}.") or not name
+    module = model.get_submodule(name) if inside else model
+    parameter = found.map.removeprefix(f"{name}.") if inside and name else found.map
+    heads, width = rows.shape
+    start, step = int(rows[0, 0]), int(rows[0, 1] - rows[0, 0]) if width > 1 else 1
+    for block in (one for one in range(heads, 0, -1) if heads % one == 0):
+        stride = int(rows[1, 0] - rows[0, 0]) if block > 1 else width * step
+        apart = int(rows[block, 0] - rows[0, 0]) if block < heads else 0
+        part = HeadSlice(module, parameter, heads, width, start, found.is_transposed, stride, step, block, apart)
+        if torch.equal(part.index(), rows):
+            usual = stride == width and step == 1 and block == heads
+            return HeadSlice(module, parameter, heads, width, start, found.is_transposed) if usual else part
+    return None

@@ -1,0 +1,375 @@
+"""What attention received tells whether heads are where a layer says they are; it is asked of layers that lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hdi_callback import find_attention
+from hdi_callback.attention import AttentionLayer, HeadSlice
+from hdi_callback.attention.observe import AttentionObserver
+from tests.attention import models
+from tests.attention.sweep.architectures import variants
+
+B, T, D, H = 3, 7, 32, 4
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given):
+        return self.inner(*given)
+
+
+def separate(module, heads=H, groups=None, width=8, names=("q_proj", "k_proj", "v_proj", "out_proj"), **strides):
+    counts = (heads, groups or heads, groups or heads, heads)
+    roles = ("query", "key", "value", "output")
+    slices = {
+        role: HeadSlice(module, f"{name}.weight", count, width, **(strides if role != "output" else {}))
+        for role, name, count in zip(roles, names, counts, strict=True)
+    }
+    return AttentionLayer("inner", module, heads, groups or heads, width, width, "said", slices)
+
+
+def fused(module, name="c_attn", output="c_proj", step=D, stride=None):
+    slices = {
+        role: HeadSlice(module, f"{name}.weight", H, 8, start=place * step, stride=stride)
+        for place, role in enumerate(("query", "key", "value"))
+    }
+    slices["output"] = HeadSlice(module, f"{output}.weight", H, 8)
+    return AttentionLayer("inner", module, H, H, 8, 8, "said", slices)
+
+
+def observed(inner, claim, *inputs) -> AttentionObserver:
+    model = Around(inner).train()
+    observer = AttentionObserver(model, [] if claim is None else [claim])
+    observer.arm()
+    model(*(inputs or (torch.randn(B, T, D),)))
+    observer.disarm()
+    assert observer.failures == []
+    return observer
+
+
+def built(module, **options):
+    torch.manual_seed(0)
+    return module(**options)
+
+
+RIGHT = {
+    "separate maps, length first": (models.LengthFirst, separate),
+    "fused": (models.NanoGPT, fused),
+    "tokens in one dimension": (models.OneRowPerToken, fused),
+    "interleaved": (models.Interleaved, lambda module: fused(module, "qkv_proj", "o_proj", 8, 24)),
+    "grouped": (
+        models.Grouped,
+        lambda module: separate(module, groups=2, names=("q_proj", "k_proj", "v_proj", "o_proj")),
+    ),
+    "strided, and said so": (models.Strided, lambda module: separate(module, stride=1, step=4)),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_heads_that_are_where_they_are_said_to_be_are_established(case):
+    kind, claim = RIGHT[case]
+    inner = built(kind)
+    verdict = observed(inner, claim(inner)).verdicts()["inner"]
+    assert verdict.state == "established", verdict.sentence
+    assert {role: one.state for role, one in verdict.roles.items()} == dict.fromkeys(
+        ("query", "key", "value", "output"), "established"
+    )
+
+
+WRONG = {
+    "strided": (models.Strided, separate, "its keys are rows 0, 4, 8, 12, ..."),
+    "twice as many": (
+        models.TwiceAsMany,
+        separate,
+        "attention receives 8 heads of 4 features as keys, the claim is 4 of 8",
+    ),
+    "half as many": (
+        models.HalfAsMany,
+        separate,
+        "attention receives 2 heads of 16 features as keys, the claim is 4 of 8",
+    ),
+    "keys first": (models.KeysFirst, fused, "its keys are rows 0 to 7; 8 to 15, ... of `inner.c_attn.weight`"),
+    "values first": (models.ValuesFirst, fused, "its values are rows 0 to 7"),
+    "neighbours' keys": (models.KeysRolled, separate, "head 0 attends with keys of claimed head 3"),
+    "groups tiled": (
+        models.GroupsTiled,
+        lambda module: separate(module, groups=2, names=("q_proj", "k_proj", "v_proj", "o_proj")),
+        "head 1 attends with keys of claimed head 1, the claim is head 0",
+    ),
+    "outputs in another order": (
+        models.OutputsInAnotherOrder,
+        fused,
+        "the outputs of head 0 are columns 0, 4, 8, 12, ... of `inner.c_proj.weight`, the claim is 0 to 7",
+    ),
+    "swapped by name": (
+        models.Separate,
+        lambda module: separate(module, names=("k_proj", "q_proj", "v_proj", "out_proj")),
+        "its keys come from `inner.k_proj.weight`, the claim is `inner.q_proj.weight`",
+    ),
+}
+
+
+class Plain(models.Separate):
+    def forward(self, x):
+        return self.out_proj(models.attend(*self.heads(x)))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_heads_that_are_elsewhere_are_contradicted_by_what_was_seen(case):
+    kind, claim, said = WRONG[case]
+    inner = built(Plain if kind is models.Separate else kind)
+    verdict = observed(inner, claim(inner)).verdicts()["inner"]
+    assert verdict.state == "contradicted", verdict.sentence
+    assert said in verdict.sentence
+
+
+@pytest.mark.parametrize("kind", [models.TokensMixed, models.ValuesSquashed, models.OverChannels])
+def test_what_is_no_feature_of_the_map_is_neither_established_nor_contradicted(kind):
+    inner = built(kind)
+    claim = fused(inner) if kind is models.OverChannels else separate(inner)
+    observer = observed(inner, claim)
+    assert observer.verdicts()["inner"].state == "not seen"
+    assert [one.part for one in observer.accounts()] != ["wholly"]
+
+
+class Rotary(models.Separate):
+    """Rotary positions of several kinds, over a part of the features."""
+
+    def __init__(self, kind: str, part: int = 8) -> None:
+        super().__init__()
+        self.kind, self.part = kind, part
+
+    def turned(self, x):
+        x, rest = x[..., : self.part], x[..., self.part :]
+        half = self.part // 2
+        angle = (torch.arange(x.shape[1])[:, None, None] * torch.logspace(0, -2, half)).to(x)
+        first, second = (x[..., :half], x[..., half:]) if self.kind == "halves" else (x[..., ::2], x[..., 1::2])
+        first, second = first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()
+        x = torch.cat([first, second], -1) if self.kind == "halves" else torch.stack([first, second], -1).flatten(-2)
+        return torch.cat([x, rest], -1)
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(models.attend(self.turned(q) * 3, self.turned(k), v))
+
+
+@pytest.mark.parametrize("part", [8, 4])
+@pytest.mark.parametrize("kind", ["halves", "neighbours"])
+def test_rotated_heads_are_established_and_shifted_ones_are_not(kind, part):
+    inner = built(Rotary, kind=kind, part=part)
+    claim = separate(inner)
+    assert observed(inner, claim).verdicts()["inner"].state == "established"
+    slices = {**claim.slices, "key": replace(claim.slices["key"], start=4, heads=3)}
+    shifted = replace(claim, num_key_heads=3, slices=slices)
+    assert observed(inner, shifted).verdicts()["inner"].state != "established"
+
+
+class Normed(models.Separate):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.q_norm, self.k_norm = (nn.RMSNorm(D if way == "over all heads" else 8) for _ in range(2))
+        for norm in (self.q_norm, self.k_norm):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        if self.way == "over all heads":
+            q, k = (norm(one.flatten(2)).view_as(one) for norm, one in ((self.q_norm, q), (self.k_norm, k)))
+        elif self.way == "by function":
+            q, k = F.normalize(q, dim=-1) * 4, F.normalize(k, dim=-1)
+        else:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.way == "of each head, then turned":
+            turn = Rotary("halves").turned
+            q, k = turn(q), turn(k)
+        return self.out_proj(models.attend(q, k, v))
+
+
+@pytest.mark.parametrize("way", ["of each head", "of each head, then turned", "over all heads", "by function"])
+def test_heads_behind_a_norm_are_established(way):
+    inner = built(Normed, way=way)
+    verdict = observed(inner, separate(inner)).verdicts()["inner"]
+    assert verdict.state == "established", verdict.sentence
+    assert "through `inner" in verdict.roles["key"].sentence or "normed" in verdict.roles["key"].sentence
+
+
+class TwoStreams(nn.Module):
+    """Joint attention: text and image have maps of their own, and attend together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = H
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(D, D) for _ in range(4))
+        self.add_q, self.add_k, self.add_v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, image, text):
+        one = [proj(image).unflatten(-1, (H, 8)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        two = [proj(text).unflatten(-1, (H, 8)) for proj in (self.add_q, self.add_k, self.add_v)]
+        out = models.attend(*(torch.cat(pair, 1) for pair in zip(one, two, strict=True)))
+        return self.out_proj(out[:, : image.shape[1]])
+
+
+def test_keys_of_a_second_stream_are_accounted_for_in_part():
+    inner = built(TwoStreams)
+    observer = observed(inner, separate(inner), torch.randn(B, T, D), torch.randn(B, 4, D))
+    (one,) = observer.accounts()
+    assert (one.layer, one.part) == ("inner", "in part")
+    assert one.sentence.endswith(f"it gives {T} of {T + 4} tokens that are attended")
+
+
+class TwoInOne(Plain):
+    """A second attention beside the one that is claimed, with weights that are bare parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Parameter(torch.randn(H, D, 8) / 6) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (torch.einsum("btd,hdk->bhtk", x, one) for one in (self.query, self.key, self.value))
+        weights = torch.einsum("bhtk,bhsk->bhts", q, k).softmax(-1)
+        return super().forward(x) + torch.einsum("bhts,bhsk->bthk", weights, v).flatten(2)
+
+
+def test_an_attention_that_no_layer_explains_is_named():
+    inner = built(TwoInOne)
+    observer = observed(inner, separate(inner))
+    parts = {one.core.via: (one.layer, one.part) for one in observer.accounts()}
+    assert parts == {"einsum": ("", "not at all"), "scaled_dot_product_attention": ("inner", "wholly")}
+    named = next(one.sentence for one in observer.accounts() if not one.layer)
+    assert named == (
+        "attention in `inner` (TwoInOne, 4 heads) is explained by no watched layer; "
+        "`inner` is watched for another attention in it"
+    )
+
+
+class Additive(models.Separate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(D, 1)
+
+    def forward(self, x):
+        q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        weights = self.score(torch.tanh(q[:, :, None] + k[:, None])).squeeze(-1).softmax(-1)
+        return self.out_proj(weights @ v)
+
+
+class Gated(models.Separate):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        q, k, v = (one.transpose(1, 2) for one in self.heads(x))
+        return self.out_proj((self.function(q @ k.mT / 3) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("inner", "kind", "unread"),
+    [
+        (Additive, "additive", "its weights are a softmax, but not of products of queries and keys"),
+        (lambda: Gated(torch.sigmoid), "sigmoid", "its weights are no softmax (sigmoid)"),
+        (lambda: Gated(F.relu), "relu", "its weights are no softmax (relu)"),
+        (lambda: Gated(lambda scores: scores), "linear", "its weights are no softmax (linear)"),
+    ],
+)
+def test_attention_with_other_weights_is_named_with_its_kind_and_not_read(inner, kind, unread):
+    observer = AttentionObserver(Around(built(inner)), reduce_rows=lambda chunk: chunk.weights)
+    observer.arm()
+    observer._model(torch.randn(B, T, D))
+    observer.disarm()
+    assert [(one.kind, one.unread, one.rows) for one in observer.cores] == [(kind, unread, None)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "claim"),
+    [
+        (models.Strided, lambda module: separate(module, stride=1, step=4)),
+        (models.NanoGPT, fused),
+        (models.Interleaved, lambda module: fused(module, "qkv_proj", "o_proj", 8, 24)),
+        (models.TwiceAsMany, lambda module: separate(module, 8, width=4)),
+        (lambda: Rotary("halves"), separate),
+    ],
+)
+def test_heads_that_nobody_claims_are_found(kind, claim):
+    inner = built(kind)
+    expected = claim(inner)
+    (found,) = observed(inner, None).proposals().values()
+    assert isinstance(found, AttentionLayer), found
+    assert (found.num_heads, found.num_key_heads, found.head_dim) == (
+        expected.num_heads,
+        expected.num_key_heads,
+        expected.head_dim,
+    )
+    for role in ("query", "key", "value", "output"):
+        assert torch.equal(found.weight(role), expected.weight(role)), role
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma2", "deepseek_v3", "gpt_bigcode", "bart", "gpt2"])
+def test_layers_of_transformers_are_established_in_training(family):
+    torch.manual_seed(0)
+    model = next(variants(family)).train()
+    layers = find_attention(model)
+    observer = AttentionObserver(model, layers)
+    observer.arm()
+    model(input_ids=torch.randint(5, 50, (B, T)))
+    observer.disarm()
+    verdicts = observer.verdicts()
+    assert {name: one.sentence for name, one in verdicts.items() if one.state != "established"} == {}
+    assert len(verdicts) == len(layers) > 0
+    assert {one.part for one in observer.accounts()} == {"wholly"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_heads_are_established_in_every_type_of_number(dtype):
+    inner = built(Rotary, kind="halves").to(dtype)
+    assert (
+        observed(inner, separate(inner), torch.randn(B, T, D, dtype=dtype)).verdicts()["inner"].state == "established"
+    )
+
+
+def test_heads_that_became_one_are_still_where_they_are():
+    """A collapse must not be taken for a contradiction: heads of equal weights cannot be told apart."""
+    inner = built(Plain)
+    with torch.no_grad():
+        for proj in (inner.q_proj, inner.k_proj, inner.v_proj):
+            for one in (proj.weight, proj.bias):
+                one.copy_(one[:8].repeat(H, *[1] * (one.dim() - 1)))
+    assert observed(inner, separate(inner)).verdicts()["inner"].state == "established"
+
+
+def test_a_layer_that_did_not_run_is_not_seen_and_says_so():
+    model = Around(nn.ModuleDict({"one": Plain(), "other": Plain()}))
+    model.forward = lambda x: model.inner["one"](x)
+    claims = [replace(separate(model.inner[name]), name=f"inner.{name}") for name in ("one", "other")]
+    observer = AttentionObserver(model, claims)
+    observer.arm()
+    model(torch.randn(B, T, D))
+    observer.disarm()
+    assert {name: one.state for name, one in observer.verdicts().items()} == {
+        "inner.one": "established", "inner.other": "not seen",
+    }  # fmt: skip
+    assert observer.verdicts()["inner.other"].sentence == "no attention was seen in its module"
+
+
+def test_nothing_is_read_by_the_host_while_a_forward_runs():
+    """A tensor on the meta device has no numbers: whoever asks for one fails."""
+    model = Around(Rotary("halves")).to("meta")
+    observer = AttentionObserver(
+        model, [separate(model.inner)], reduce_rows=lambda chunk: chunk.weights.sum(), reduce_norms=lambda x, _: x.sum()
+    )
+    observer.arm()
+    with torch.device("meta"):
+        model(torch.randn(B, T, D, device="meta"))
+    observer.disarm()
+    assert observer.failures == []
+    assert [core.unread for core in observer.cores] == [""]
