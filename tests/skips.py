@@ -1,6 +1,7 @@
 """Every reason for which a test may be skipped, in one place; `conftest.py` refuses any other."""
 
 NEEDS_GPU = "needs a CUDA device: run on a machine with one"
+NEEDS_CUDA_BUILD = "needs the CUDA build of torch (a GPU is not needed): run in an environment with plain torch"
 NEEDS_TORCHVISION = "needs torchvision (which the CPU build of torch lacks): run in an environment with plain torch"
 
-REASONS = frozenset({NEEDS_GPU, NEEDS_TORCHVISION})
+REASONS = frozenset({NEEDS_CUDA_BUILD, NEEDS_GPU, NEEDS_TORCHVISION})

@@ -12,6 +12,7 @@ from hdi_callback.core.covariance import (
     head_covariance,
 )
 from hdi_callback.core.diversity import (
+    DiversityLens,
     HeadDiversity,
     diversity_penalty,
     head_diversity,
@@ -29,6 +30,7 @@ __all__ = [
     "BiasVarianceCovariance",
     "CircuitSimilarity",
     "ContributionSums",
+    "DiversityLens",
     "Folding",
     "HeadAllocation",
     "HeadBases",

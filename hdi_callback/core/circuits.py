@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.pairs import clusters, largest_pair, live_pairs, mean_over_pairs
-from hdi_callback.core.subspaces import _normalise, _whitener
+from hdi_callback.core.whitening import DEFAULT_BUDGET, head_chunks, require_rank_tol, whiten_heads
 from hdi_callback.errors import MisconfigurationError, ShapeError
-
-_CHUNK_ELEMENTS = 2**24  # of a product of two chunks of heads, about 64 MB in float32
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ def qk_circuits(
     key_head: Tensor | None = None,
     limit: float = 0.9,
     rank_tol: float = 1e-6,
+    memory_budget: int = DEFAULT_BUDGET,
 ) -> CircuitSimilarity:
     r"""Compute how alike the heads score: the cosines of :math:`B_h = W_Q^{h\top} W_K^h`.
 
@@ -81,6 +80,7 @@ def qk_circuits(
         limit: cosines from here on join heads to a cluster.
         rank_tol: a circuit whose norm is below this fraction of the layer's largest is dead, and directions of a key
             head below this fraction of its largest do not count.
+        memory_budget: bytes of temporary memory beyond one copy of each of the two weights in the type of the result.
 
     Returns:
         The cosines, in float32 (float64 for float64 weights); NaN everywhere in a layer with a weight that is not
@@ -95,7 +95,9 @@ def qk_circuits(
         >>> qk_circuits(weight, weight).cosine.tolist()
         [[1.0, 0.0], [0.0, 1.0]]
     """
-    return _similarity(query, key, query_covariance, key_covariance, key_head, limit, rank_tol, "query", "key")
+    return _similarity(
+        query, key, query_covariance, key_covariance, key_head, limit, rank_tol, memory_budget, ("query", "key")
+    )
 
 
 @torch.no_grad()
@@ -107,6 +109,7 @@ def ov_circuits(
     key_head: Tensor | None = None,
     limit: float = 0.9,
     rank_tol: float = 1e-6,
+    memory_budget: int = DEFAULT_BUDGET,
 ) -> CircuitSimilarity:
     r"""Compute how alike the heads write: the cosines of :math:`C_h = W_V^{h\top} W_O^h`.
 
@@ -122,6 +125,7 @@ def ov_circuits(
         key_head: ``(H,)``, whole numbers: the value head of each head; by default the groups lie side by side.
         limit: cosines from here on join heads to a cluster.
         rank_tol: as in `qk_circuits`.
+        memory_budget: as in `qk_circuits`.
 
     Returns:
         The cosines, in float32 (float64 for float64 weights); NaN everywhere in a layer with a weight that is not
@@ -136,7 +140,9 @@ def ov_circuits(
         >>> bool(ov_circuits(value, torch.ones(2, 2, 4)).worst.abs() < 1e-6)  # two sources, one message: not alike
         True
     """
-    return _similarity(output, value, None, value_covariance, key_head, limit, rank_tol, "output", "value")
+    return _similarity(
+        output, value, None, value_covariance, key_head, limit, rank_tol, memory_budget, ("output", "value")
+    )
 
 
 def _similarity(
@@ -147,44 +153,39 @@ def _similarity(
     key_head: Tensor | None,
     limit: float,
     rank_tol: float,
-    own_name: str,
-    grouped_name: str,
+    memory_budget: int,
+    names: tuple[str, str],
 ) -> CircuitSimilarity:
     """Compare the products of `own` (..., H, k, d) with `grouped` (..., G, k, d') of each head's group."""
     if not 0 < limit <= 1:
         raise MisconfigurationError(f"`limit` is a cosine in (0, 1], got {limit}. Write limit=0.9.")
-    _require_shapes(own, grouped, own_name, grouped_name)
+    require_rank_tol(rank_tol)
+    _require_shapes(own, grouped, *names)
     H, G = own.shape[-3], grouped.shape[-3]
     group = torch.arange(H, device=own.device) // (H // G) if key_head is None else key_head
     if group.shape != (H,):
         raise ShapeError(f"`key_head` has one entry for each of the {H} heads, got {tuple(group.shape)}.")
-    wide = torch.promote_types(own.dtype, grouped.dtype)
-    out = torch.float64 if wide == torch.float64 else torch.float32
-    scaled, _ = _normalise(own, rank_tol)
-    shared, _ = _normalise(grouped, rank_tol)
-    weighed = shared if grouped_covariance is None else shared @ grouped_covariance.to(shared.dtype)
-    gram = weighed @ shared.mT
     # K = M R with R a frame of the rows of K (in the metric of the covariance), so that Q^T K = (M^T Q)^T R and the
     # circuit's norm is ||M^T Q||: nothing cancels, however unevenly a head shares its scale between Q and K.
-    T = _whitener(gram, rank_tol)
-    rows = (T @ shared).to(out)
-    metric_rows = rows if grouped_covariance is None else (T @ weighed).to(out)
-    back = (gram @ T.mT).index_select(-3, group)
-    left = back.mT @ scaled  # (..., H, k, d)
-    metric_left = left if own_covariance is None else left @ own_covariance.to(left.dtype)
-    size = (metric_left * left).sum((-2, -1)).clamp_min(0).sqrt()
-    norm = size * _norm(own) * _norm(grouped).index_select(-1, group)
+    keys = whiten_heads(
+        grouped.to(torch.promote_types(own.dtype, grouped.dtype)),
+        rank_tol=rank_tol,
+        metric=grouped_covariance,
+        memory_budget=memory_budget,
+        precise=True,
+    )
+    left, size = _left(own, keys.back, group, keys.rows.dtype, memory_budget)
+    inner = _inner_products(left, own_covariance, keys.rows, grouped_covariance, group, memory_budget)
+    out = inner.dtype
+    in_metric = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    norm = size * in_metric * keys.norm.index_select(-1, group)
     largest = norm.amax(-1, keepdim=True)
     dead = ((norm < rank_tol * largest) | (largest == 0)) & largest.isfinite()
-    unit = torch.where(largest.isfinite(), size.masked_fill(dead, 1), torch.nan)[..., None, None]
-    left = (left / unit).to(out)
-    metric_left = left if own_covariance is None else (metric_left / unit).to(out)
-    inner = _inner_products(metric_left, left, metric_rows, rows, group)
 
     diagonal = torch.eye(H, dtype=torch.bool, device=own.device)
     live = ~dead
-    size_of = inner.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(out).tiny).sqrt()
-    cosine = (inner / (size_of[..., :, None] * size_of[..., None, :])).clamp(-1, 1)
+    unit = torch.where(largest.isfinite(), in_metric.masked_fill(dead, 1), torch.nan)
+    cosine = (inner / (unit[..., :, None] * unit[..., None, :])).clamp(-1, 1)
     cosine = torch.where(diagonal & cosine.isfinite(), 1, cosine)
     cosine = torch.where(live[..., :, None] & live[..., None, :], cosine, 0)
     pairs = live_pairs(dead)
@@ -205,30 +206,44 @@ def _similarity(
     )
 
 
-def _inner_products(metric_left: Tensor, left: Tensor, metric_rows: Tensor, rows: Tensor, group: Tensor) -> Tensor:
+def _left(own: Tensor, back: Tensor, group: Tensor, out: torch.dtype, budget: int) -> tuple[Tensor, Tensor]:
+    """Take the small matrices of the groups into the heads: M^T Q, scaled to norm 1, and what it was scaled by."""
+    *batch, H, k, d = own.shape
+    left = torch.empty(*batch, H, k, d, dtype=out, device=own.device)
+    size = torch.empty(*batch, H, dtype=back.dtype, device=own.device)
+    for part in head_chunks(H, torch.Size(batch).numel() * k * d * 24, budget):
+        heads = own[..., part, :, :].to(back.dtype)
+        peak = heads.abs().amax((-2, -1), keepdim=True)
+        peak = torch.where((peak > 0) & peak.isfinite(), peak, 1)
+        taken = back.index_select(-3, group[part]).mT @ (heads / peak)
+        norm = torch.linalg.vector_norm(taken, dim=(-2, -1), keepdim=True)
+        left[..., part, :, :] = taken / torch.where(norm == 0, 1, norm)
+        size[..., part] = (norm * peak)[..., 0, 0]
+    return left, size
+
+
+def _inner_products(
+    left: Tensor, left_metric: Tensor | None, rows: Tensor, metric: Tensor | None, group: Tensor, budget: int
+) -> Tensor:
     """Sum the products of two blocks of each pair of heads, in chunks of heads, the upper triangle alone."""
     *batch, H, k, d = left.shape
-    G = rows.shape[-3]
-    layers = max(1, torch.Size(batch).numel())
-    step = max(1, min(-(-H // 4), _CHUNK_ELEMENTS // max(1, layers * k * H * k)))
-    inner = left.new_zeros(*batch, H, H)
-    flat, flat_rows = left.reshape(*batch, H * k, d), rows.reshape(*batch, G * k, rows.shape[-1])
-    for start in range(0, H, step):
-        stop = min(start + step, H)
-        mine = metric_left[..., start:stop, :, :].reshape(*batch, -1, d)
-        product = (mine @ flat[..., start * k :, :].mT).reshape(*batch, stop - start, k, H - start, k)
-        of_groups = metric_rows.index_select(-3, group[start:stop]).flatten(-3, -2) @ flat_rows.mT
-        product *= of_groups.reshape(*batch, stop - start, k, G, k).index_select(-2, group[start:])
-        blocks = product.sum((-3, -1))
-        inner[..., start:stop, start:] = blocks
-        inner[..., start:, start:stop] = blocks.mT
+    G, d_grouped = rows.shape[-3], rows.shape[-1]
+    inner = left.new_empty(*batch, H, H)
+    flat, flat_rows = left.reshape(*batch, H * k, d), rows.reshape(*batch, G * k, d_grouped)
+    # Two products of the size of a chunk by all heads, one of the groups, and the rows of a chunk.
+    each = torch.Size(batch).numel() * left.element_size() * k * (2 * H * k + G * k + 2 * d + 2 * d_grouped)
+    for part in head_chunks(H, each, budget, at_least=4):
+        start, heads = part.start, part.stop - part.start
+        mine = left[..., part, :, :].flatten(-3, -2)
+        mine = mine if left_metric is None else mine @ left_metric.to(mine.dtype)
+        product = (mine @ flat[..., start * k :, :].mT).reshape(*batch, heads, k, H - start, k)
+        theirs = rows.index_select(-3, group[part]).flatten(-3, -2)
+        theirs = theirs if metric is None else theirs @ metric.to(theirs.dtype)
+        of_groups = (theirs @ flat_rows.mT).reshape(*batch, heads, k, G, k)
+        blocks = product.mul_(of_groups.index_select(-2, group[start:])).sum((-3, -1))
+        inner[..., part, start:] = blocks
+        inner[..., start:, part] = blocks.mT
     return inner
-
-
-def _norm(weight: Tensor) -> Tensor:
-    wide = torch.float32 if weight.device.type == "mps" else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(weight, dim=(-2, -1), dtype=wide)
-    return norm
 
 
 def _require_shapes(own: Tensor, grouped: Tensor, own_name: str, grouped_name: str) -> None:

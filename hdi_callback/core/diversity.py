@@ -5,24 +5,56 @@ Every definition is ours, chosen so that the properties that Fokoué (arXiv 2605
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
-from hdi_callback.core.subspaces import (
-    _bases,
-    _flatness,
-    _normalise,
-    _require_method,
-    _require_rank_tol,
-    _whitener,
-    head_overlap,
-    shared_energy,
+from hdi_callback.core.subspaces import block_norms, normalised
+from hdi_callback.core.whitening import (
+    DEFAULT_BUDGET,
+    Method,
+    flatness_of,
+    require_arguments,
+    require_rank_tol,
+    whiten_heads,
+    whitener_of,
 )
-from hdi_callback.errors import ShapeError
+from hdi_callback.errors import MisconfigurationError, ShapeError
+
+
+@dataclass(frozen=True)
+class DiversityLens:
+    """What one lens sees of the heads of a layer: the fields of `HeadDiversity.subspace` and `HeadDiversity.energy`.
+
+    Attributes:
+        index: 1 - mean overlap over the pairs of live heads; NaN with fewer than two of them.
+        overlap: ``(H, H)``, overlap of every pair, in [0, 1], diagonal 1 (0 for dead heads).
+        alignment: mean overlap against chance: 0 chance, 1 identical, negative: less alike than chance.
+        pair_alignment: ``(H, H)``, overlap of every pair against its own chance; NaN for dead heads.
+        chance: the index of independent random heads of these ranks, or spectra.
+        worst: largest overlap of a pair.
+        worst_pair: ``(2,)``, the two heads of that pair; -1 with fewer than two live heads.
+        worst_alignment: the largest alignment of a pair.
+        worst_alignment_pair: ``(2,)``, the two heads of that pair.
+        nearest: ``(H,)``, for each head the head that it overlaps most with; -1 if there is none.
+        nearest_overlap: ``(H,)``, that overlap.
+        effective_heads: n / (1 + (n-1)(1-index)) for n live heads.
+    """
+
+    index: Tensor
+    overlap: Tensor
+    alignment: Tensor
+    pair_alignment: Tensor
+    chance: Tensor
+    worst: Tensor
+    worst_pair: Tensor
+    worst_alignment: Tensor
+    worst_alignment_pair: Tensor
+    nearest: Tensor
+    nearest_overlap: Tensor
+    effective_heads: Tensor
 
 
 @dataclass(frozen=True)
@@ -30,12 +62,14 @@ class HeadDiversity:
     """How far apart the heads of a layer are. All fields have the batch dimensions of the weights in front.
 
     The subspace lens counts every direction that a head uses alike; the energy lens weighs it by how strongly it is
-    used.
+    used. Fields without a prefix are those of the subspace lens, those with ``energy_`` of the other one; `subspace`
+    and `energy` give each lens as a `DiversityLens`, whose fields are described there.
 
     Attributes:
         index: HDI, 1 - mean overlap over the pairs of live heads; NaN with fewer than two of them.
         overlap: ``(H, H)``, normalised overlap of every pair, in [0, 1], diagonal 1 (0 for dead heads).
         alignment: mean overlap against chance: 0 chance, 1 identical, negative: more orthogonal than chance.
+        pair_alignment: ``(H, H)``, alignment of every pair.
         worst: largest overlap of a pair.
         worst_pair: ``(2,)``, the two heads of that pair; -1 with fewer than two live heads.
         worst_alignment: the largest alignment of a pair.
@@ -56,15 +90,21 @@ class HeadDiversity:
         energy_index: 1 - mean energy overlap.
         energy_overlap: ``(H, H)``, RV coefficient (linear CKA) of every pair.
         energy_alignment: mean energy overlap against chance (random rotations of the heads' own spectra).
+        energy_pair_alignment: ``(H, H)``, energy alignment of every pair.
         energy_worst: largest energy overlap of a pair.
         energy_worst_pair: ``(2,)``, the two heads of that pair.
         energy_worst_alignment: the largest energy alignment of a pair.
         energy_worst_alignment_pair: ``(2,)``, the two heads of that pair.
+        energy_nearest: ``(H,)``, for each head the head of its largest energy overlap.
+        energy_nearest_overlap: ``(H,)``, that overlap.
+        energy_effective_heads: n / (1 + (n-1)(1-energy index)).
+        energy_chance: the energy index of random rotations of the heads' own spectra.
     """
 
     index: Tensor
     overlap: Tensor
     alignment: Tensor
+    pair_alignment: Tensor
     worst: Tensor
     worst_pair: Tensor
     worst_alignment: Tensor
@@ -82,15 +122,36 @@ class HeadDiversity:
     energy_index: Tensor
     energy_overlap: Tensor
     energy_alignment: Tensor
+    energy_pair_alignment: Tensor
     energy_worst: Tensor
     energy_worst_pair: Tensor
     energy_worst_alignment: Tensor
     energy_worst_alignment_pair: Tensor
+    energy_nearest: Tensor
+    energy_nearest_overlap: Tensor
+    energy_effective_heads: Tensor
+    energy_chance: Tensor
+
+    @property
+    def subspace(self) -> DiversityLens:
+        """The lens that counts every direction alike."""
+        return DiversityLens(**{item.name: getattr(self, item.name) for item in fields(DiversityLens)})
+
+    @property
+    def energy(self) -> DiversityLens:
+        """The lens that weighs directions by how strongly they are used."""
+        return DiversityLens(**{item.name: getattr(self, f"energy_{item.name}") for item in fields(DiversityLens)})
 
 
 @torch.no_grad()
 def head_diversity(
-    weight: Tensor, *, rank_tol: float = 1e-6, method: Literal["whiten", "svd", "exact"] = "whiten"
+    weight: Tensor,
+    *,
+    rank_tol: float = 1e-6,
+    method: Method = "whiten",
+    metric: Tensor | None = None,
+    tokens: int | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
 ) -> HeadDiversity:
     r"""Compute the Head Diversity Index of a layer, with its overlaps, worst pair, chance and energy twin.
 
@@ -100,33 +161,60 @@ def head_diversity(
     (the last for equal ranks). Invariant under ``W_h -> A_h W_h`` for invertible ``A_h``. A fresh model sits at chance,
     :math:`1 - d_k / d`, not at 1. The definition is ours, after the abstract of Fokoué 2026.
 
+    With the covariance of the layer's input as `metric` it is the index of the keys as they come: the mean squared
+    canonical correlation and the RV coefficient of the features :math:`W_h x`. A gain that is folded from a norm into
+    the weights then changes nothing.
+
     Args:
         weight: ``(..., H, d_k, d)``, one projection per head, rows are features as in ``nn.Linear.weight``. Under
             grouped-query attention pass the distinct key heads.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: ``"whiten"`` (default: no eigensolver, no host sync), ``"svd"`` (batched SVD) or ``"exact"`` (float64).
+        metric: ``(..., d, d)`` or ``(d, d)``, centred covariance of what the projections are given; the identity by
+            default. With fewer tokens than d it is cheaper to pass the centred features ``weight @ inputs.mT`` as the
+            weight.
+        tokens: number of tokens that `metric` was estimated from; chance is then ``d_k / (tokens - 1)``. With a metric
+            and without it, alignment, chance and ceiling are NaN.
+        memory_budget: bytes of temporary memory beyond one copy of a layer's weight in the type of the result, and of
+            its Gram matrices in float64; one head at a time is the least.
 
     Returns:
         The diversity, in float32 (float64 for a float64 weight or ``"exact"``). A layer with weights that are not
         finite has NaN everywhere; others in the batch are not affected.
 
     Raises:
-        MisconfigurationError: if `method` is unknown or `rank_tol` is not in (0, 1).
-        ShapeError: if `weight` has fewer than three dimensions or an empty one.
+        MisconfigurationError: if `method` is unknown or has no metric, or `rank_tol` is not in (0, 1), or
+            `memory_budget` is not positive.
+        ShapeError: if `weight` has fewer than three dimensions or an empty one, or `metric` does not fit it.
 
     Example:
         >>> weight = torch.eye(4).reshape(2, 2, 4)  # two heads in orthogonal planes
         >>> float(head_diversity(weight).index), float(head_diversity(weight).effective_heads)
         (1.0, 2.0)
+        >>> head_diversity(weight).energy.worst_pair.tolist()
+        [0, 1]
     """
-    _require_method(method)
-    scaled, dead = _normalise(weight, rank_tol)
-    gram = scaled @ scaled.mT
-    out = torch.float64 if method == "exact" or weight.dtype == torch.float64 else torch.float32
-    bases = _bases(scaled, dead, gram, rank_tol, method, out)
-    energy = shared_energy(scaled.to(out))
-    overlap = head_overlap(bases.rows, bases.rank)
-    return _summarise(overlap, energy, bases.rank, _flatness(gram), dead, weight.shape[-1])
+    require_arguments(weight, rank_tol, method, memory_budget)
+    *batch, H, k, d = weight.shape
+    layers = weight.reshape(-1, H, k, d)
+    metrics = None if metric is None else _metrics(metric, weight, method)
+    # As many layers at once as have their rows in the budget, one at the least: rows are the one copy of a weight.
+    step = max(1, memory_budget // (H * k * d * 8))
+    results = []
+    for start in range(0, max(1, len(layers)), step):
+        part = slice(start, start + step)
+        S = None if metrics is None else metrics[part if len(metrics) > 1 else slice(0, 1)]
+        heads = whiten_heads(layers[part], rank_tol=rank_tol, method=method, metric=S, memory_budget=memory_budget)
+        S = None if S is None else S.to(heads.rows.dtype)
+        shared, energy = block_norms(heads.rows, heads.back.to(heads.rows.dtype), S, memory_budget=memory_budget)
+        rank = shared.diagonal(dim1=-2, dim2=-1).round()  # of a head's rows with themselves: a projector's
+        results.append((normalised(shared, rank), energy, rank, flatness_of(heads.gram), heads.dead))
+        del heads
+    overlap, energy, rank, flatness, dead = (
+        torch.cat(each).reshape(*batch, *each[0].shape[1:]) for each in zip(*results)
+    )
+    width = float(d) if metric is None else float("nan") if tokens is None else float(tokens - 1)
+    return _summarise(overlap, energy, rank, flatness, dead, width)
 
 
 @torch.no_grad()
@@ -162,7 +250,7 @@ def head_diversity_from_covariance(
             f"A key covariance has the shape (..., heads, width, heads, width), got {tuple(covariance.shape)}. "
             "Write torch.cov(keys.flatten(1).T).reshape(heads, width, heads, width)."
         )
-    _require_rank_tol(rank_tol)
+    require_rank_tol(rank_tol)
     finite = covariance.isfinite().flatten(-4).all(-1)[..., None, None, None, None]
     # An infinite block between two heads would clamp to an overlap of 1.
     blocks = torch.where(finite, covariance.double(), torch.nan).transpose(-3, -2)  # (..., H, H, k, k)
@@ -173,13 +261,13 @@ def head_diversity_from_covariance(
     scale = torch.where(largest.isfinite(), variance.masked_fill(dead, 1), torch.nan).rsqrt().masked_fill(dead, 0)
     blocks = blocks * (scale[..., :, None] * scale[..., None, :])[..., None, None]
     own = own * scale.square()[..., None, None]
-    T = _whitener(own, rank_tol)
+    T = whitener_of(own, rank_tol)
     rank = (T @ own @ T.mT).diagonal(dim1=-2, dim2=-1).sum(-1).round()
     shared = (T[..., :, None, :, :] @ blocks @ T[..., None, :, :, :].mT).square().sum((-2, -1))
     overlap = (shared / (rank[..., :, None] * rank[..., None, :]).sqrt().clamp_min(1)).clamp(0, 1)
     # Two independent samples of n tokens correlate like random subspaces of R^(n-1).
     width = float("nan") if tokens is None else float(tokens - 1)
-    return _summarise(overlap, blocks.square().sum((-2, -1)), rank, _flatness(own), dead, width)
+    return _summarise(overlap, blocks.square().sum((-2, -1)), rank, flatness_of(own), dead, width)
 
 
 def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -243,19 +331,24 @@ def _summarise(
     mean, chance = mean_over_pairs(overlap, pairs), mean_over_pairs(subspace_chance, pairs)
     energy_mean = mean_over_pairs(energy_overlap, pairs)
     worst, worst_pair, nearest, nearest_overlap = largest_pair(overlap, pairs)
-    energy_worst, energy_worst_pair, _, _ = largest_pair(energy_overlap, pairs)
-    worst_alignment, worst_alignment_pair, *_ = largest_pair(_above_chance(overlap, subspace_chance), pairs)
-    energy_worst_alignment, energy_worst_alignment_pair, *_ = largest_pair(
-        _above_chance(energy_overlap, energy_chance), pairs
-    )
+    energy_worst, energy_worst_pair, energy_nearest, energy_nearest_overlap = largest_pair(energy_overlap, pairs)
+    both = live[..., :, None] & live[..., None, :]
+    pair_alignment = torch.where(both, _above_chance(overlap, subspace_chance), torch.nan)
+    energy_pair_alignment = torch.where(both, _above_chance(energy_overlap, energy_chance), torch.nan)
+    worst_alignment, worst_alignment_pair, *_ = largest_pair(pair_alignment, pairs)
+    energy_worst_alignment, energy_worst_alignment_pair, *_ = largest_pair(energy_pair_alignment, pairs)
+    energy_mean_chance = mean_over_pairs(energy_chance, pairs)
     # ||sum_h P_h / sqrt(r_h)||_F^2 >= (its trace)^2 / d, by Cauchy-Schwarz.
     crowding = ((rank.sqrt() * live).sum(-1).square() / width - heads) / (heads * (heads - 1))
     ceiling = torch.where(mean.isnan(), torch.nan, 1 - crowding.clamp_min(0))
-    effective = torch.where(heads < 2, heads, heads / (1 + (heads - 1) * mean))
+    effective, energy_effective = (
+        torch.where(heads < 2, heads, heads / (1 + (heads - 1) * each)) for each in (mean, energy_mean)
+    )
     return HeadDiversity(
         index=1 - mean,
         overlap=overlap,
         alignment=_above_chance(mean, chance),
+        pair_alignment=pair_alignment,
         worst=worst,
         worst_pair=worst_pair,
         worst_alignment=worst_alignment,
@@ -272,12 +365,30 @@ def _summarise(
         dead=dead,
         energy_index=1 - energy_mean,
         energy_overlap=energy_overlap,
-        energy_alignment=_above_chance(energy_mean, mean_over_pairs(energy_chance, pairs)),
+        energy_alignment=_above_chance(energy_mean, energy_mean_chance),
+        energy_pair_alignment=energy_pair_alignment,
         energy_worst=energy_worst,
         energy_worst_pair=energy_worst_pair,
         energy_worst_alignment=energy_worst_alignment,
         energy_worst_alignment_pair=energy_worst_alignment_pair,
+        energy_nearest=energy_nearest,
+        energy_nearest_overlap=energy_nearest_overlap,
+        energy_effective_heads=energy_effective,
+        energy_chance=1 - energy_mean_chance,
     )
+
+
+def _metrics(metric: Tensor, weight: Tensor, method: Method) -> Tensor:
+    """Check a metric, and flatten its batch dimensions as those of the weight."""
+    if method == "svd":
+        raise MisconfigurationError('The SVD knows no metric. Write method="whiten", or "exact" for float64.')
+    batch, d = weight.shape[:-3], weight.shape[-1]
+    if metric.shape != (d, d) and metric.shape != (*batch, d, d):
+        raise ShapeError(
+            f"A metric for a weight {tuple(weight.shape)} has the shape {(d, d)} or {(*batch, d, d)}, got "
+            f"{tuple(metric.shape)}."
+        )
+    return metric.reshape(-1, d, d)
 
 
 def _above_chance(overlap: Tensor, chance: Tensor) -> Tensor:

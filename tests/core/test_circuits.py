@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hdi_callback.core import circuits as circuits_module
 from hdi_callback.core import head_diversity, ov_circuits, qk_circuits
 from hdi_callback.errors import MisconfigurationError, ShapeError
 from tests.core.tensor_sizes import TensorSizes
@@ -212,13 +211,13 @@ def test_a_weight_that_is_not_finite_spoils_its_own_layer_and_no_other(bad, side
     assert torch.equal(similarity.cosine[[0, 2]], clean.cosine[[0, 2]])
 
 
-def test_a_batch_is_its_layers_one_by_one_and_chunks_change_nothing(monkeypatch):
+def test_a_batch_is_its_layers_one_by_one_and_chunks_change_nothing():
     query, key = gaussian(2, 3, 6, 4, 12), gaussian(2, 3, 2, 4, 12, seed=1)
     whole = qk_circuits(query, key)
     for place in np.ndindex(2, 3):
         assert torch.allclose(whole.cosine[place], qk_circuits(query[place], key[place]).cosine, atol=1e-12)
-    monkeypatch.setattr(circuits_module, "_CHUNK_ELEMENTS", 1)
-    assert torch.allclose(whole.cosine, qk_circuits(query, key).cosine, atol=1e-12)
+    for budget in (1, 20_000, 60_000):
+        assert torch.allclose(whole.cosine, qk_circuits(query, key, memory_budget=budget).cosine, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])

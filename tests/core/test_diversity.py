@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -13,14 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdi_callback.core import (
+    HeadDiversity,
     diversity_penalty,
     head_diversity,
     head_diversity_from_covariance,
     head_overlap,
     orthonormal_bases,
 )
-from hdi_callback.errors import ShapeError
-from tests.core.test_subspaces import CASES, gaussian, scipy_overlap
+from hdi_callback.errors import MisconfigurationError, ShapeError
+from tests.benchmarks.memory import peak_mebibytes
+from tests.core.tensor_sizes import TensorSizes
+from tests.core.test_subspaces import CASES, SIZED, gaussian, scipy_overlap
 
 SEARCH = settings(max_examples=40, deadline=None, derandomize=True)
 shapes = st.tuples(st.integers(2, 6), st.integers(1, 6), st.integers(1, 20), st.integers(0, 10**6))
@@ -560,3 +564,161 @@ def test_the_flatness_of_a_deficient_head_is_all_but_zero():
     weight[1, 4] = weight[1, 0]
     measured = head_diversity(weight).flatness
     assert measured[1] < 0.01 < 0.3 < measured[0]
+
+
+# --- one product for both lenses, and bounded memory
+
+
+def plain_energy(weight: torch.Tensor) -> np.ndarray:
+    heads = weight.double().numpy()
+    products = np.array([[np.linalg.norm(h @ g.T) ** 2 for g in heads] for h in heads])
+    own = np.diag(products)
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(products / np.sqrt(np.outer(own, own)))
+
+
+@pytest.mark.parametrize("method", ["whiten", "svd", "exact"])
+@pytest.mark.parametrize("case", [name for name in CASES if "1e-18" not in name])
+def test_the_energy_taken_back_from_the_whitened_product_is_that_of_the_weights(case, method):
+    weight = CASES[case].float()
+    measured = head_diversity(weight, method=method).energy_overlap.double().numpy()
+    assert np.abs(measured - plain_energy(weight)).max() < (1e-11 if method == "exact" else 2e-6)
+
+
+@pytest.mark.parametrize("case", SIZED)
+def test_a_layer_of_full_size_has_its_energy_to_3e_6(case):
+    weight = SIZED[case][0].float()
+    measured = head_diversity(weight).energy_overlap.double().numpy()
+    assert np.abs(measured - plain_energy(weight)).max() < 3e-6
+
+
+@pytest.mark.parametrize("budget", [1, 3000, 100_000])
+@pytest.mark.parametrize("method", ["whiten", "svd", "exact"])
+def test_a_budget_for_memory_changes_no_number(budget, method):
+    weight = gaussian(2, 3, 6, 8, 40)
+    weight[0, 1, 2] = 0
+    whole, parts = (head_diversity(weight, method=method, memory_budget=bytes_) for bytes_ in (2**30, budget))
+    for item in fields(HeadDiversity):
+        left, right = getattr(whole, item.name).double(), getattr(parts, item.name).double()
+        assert torch.allclose(left, right, atol=1e-9, equal_nan=True), item.name
+
+
+def test_no_tensor_is_larger_than_the_weight_or_the_budget():
+    weight = torch.randn(16, 8, 512)
+    with TensorSizes() as sizes:
+        head_diversity(weight, memory_budget=64_000)
+    assert sizes.largest <= weight.numel()
+
+
+def test_the_peak_of_memory_is_one_copy_of_the_weight_and_the_budget():
+    setup = (
+        "import torch\nfrom hdi_callback.core import head_diversity\n"
+        "head_diversity(torch.randn(2, 4, 128, 1024))\nweight = torch.randn(16, 128, 4096)"
+    )
+    peak = peak_mebibytes(setup, "head_diversity(weight, memory_budget=8 * 2**20)", device="cpu")
+    if peak is not None:  # a system that does not tell a process its peak
+        assert peak < 32 + 8 + 16  # rows of 32 MiB, and the heads' small matrices; what libraries take varies
+
+
+def test_a_budget_of_nothing_is_refused():
+    with pytest.raises(MisconfigurationError, match="number of bytes, got 0"):
+        head_diversity(gaussian(2, 3, 8), memory_budget=0)
+
+
+def test_two_lenses_have_the_same_fields():
+    weight = gaussian(5, 6, 48)
+    weight[3, 0] = 40 * weight[1, 0]
+    diversity = head_diversity(weight)
+    assert torch.equal(diversity.energy.index, diversity.energy_index)
+    assert torch.equal(diversity.energy.overlap, diversity.energy_overlap)
+    assert torch.equal(diversity.energy.alignment, diversity.energy_alignment)
+    assert torch.equal(diversity.subspace.worst_pair, diversity.worst_pair)
+    expected = plain_energy(weight)
+    pairs = np.triu_indices(5, 1)
+    assert float(diversity.energy.index) == pytest.approx(1 - expected[pairs].mean())
+    assert float(diversity.energy.effective_heads) == pytest.approx(25 / expected.sum())
+    h, g = diversity.energy.worst_pair.tolist()
+    assert expected[h, g] == pytest.approx(expected[pairs].max())
+    assert diversity.energy.nearest.tolist() == (expected - 2 * np.eye(5)).argmax(1).tolist()
+
+
+@pytest.mark.parametrize("lens", ["subspace", "energy"])
+def test_every_pair_has_its_alignment_against_its_own_chance(lens):
+    weight = CASES["unequal ranks"].clone()
+    diversity = head_diversity(weight)
+    seen = getattr(diversity, lens)
+    size = diversity.rank if lens == "subspace" else diversity.effective_rank
+    chance = (size[:, None] * size[None]).sqrt() / weight.shape[-1]
+    assert torch.allclose(seen.pair_alignment, (seen.overlap - chance) / (1 - chance), atol=1e-9)
+    pairs = ~torch.eye(4, dtype=torch.bool)
+    assert float(seen.worst_alignment) == pytest.approx(float(seen.pair_alignment[pairs].max()))
+    assert float(seen.chance) == pytest.approx(1 - float(chance[pairs].mean()))
+    weight[2] = 0
+    assert getattr(head_diversity(weight), lens).pair_alignment[2].isnan().all()
+
+
+# --- keys as they come
+
+
+def input_covariance(d: int, seed: int = 5) -> torch.Tensor:
+    root = gaussian(d, d, seed=seed) * torch.logspace(0, -1.5, d, dtype=torch.float64)
+    return root @ root.mT / d
+
+
+@pytest.mark.parametrize("method", ["whiten", "exact"])
+def test_a_metric_gives_what_the_covariance_of_the_keys_gives(method):
+    weight, S = gaussian(5, 6, 40), input_covariance(40)
+    weight[3] = 0
+    covariance = torch.einsum("hid,de,gje->higj", weight, S, weight)
+    expected = head_diversity_from_covariance(covariance, tokens=500)
+    measured = head_diversity(weight, metric=S, tokens=500, method=method)
+    for item in fields(HeadDiversity):
+        left, right = getattr(measured, item.name).double(), getattr(expected, item.name).double()
+        assert torch.allclose(left, right, atol=1e-8, equal_nan=True), item.name
+    single = head_diversity(weight.float(), metric=S.float(), tokens=500, method=method)
+    assert torch.allclose(single.overlap.double(), expected.overlap, atol=1e-5)
+
+
+@given(st.integers(2, 4), st.integers(1, 5), st.integers(2, 12), st.integers(0, 10**6))
+@SEARCH
+def test_a_gain_that_is_folded_from_a_norm_into_the_weights_changes_the_keys_in_nothing(H, k, d, seed):
+    weight, S = gaussian(H, k, d, seed=seed), input_covariance(d, seed=seed + 1)
+    gain = gaussian(d, seed=seed + 2).exp()
+    before = head_diversity(weight, metric=gain[:, None] * S * gain)
+    folded = head_diversity(weight * gain, metric=S)
+    assert torch.allclose(before.overlap, folded.overlap, atol=1e-6)
+    assert torch.allclose(before.energy_overlap, folded.energy_overlap, atol=1e-9)
+
+
+def test_a_gain_changes_the_index_of_weights():
+    weight, gain = gaussian(4, 8, 40), gaussian(40, seed=2).exp()
+    assert abs(float(head_diversity(weight).index - head_diversity(weight * gain).index)) > 1e-3
+
+
+def test_with_few_tokens_the_features_of_the_heads_do_instead_of_a_covariance():
+    tokens, weight = gaussian(30, 64) @ input_covariance(64), gaussian(4, 6, 64, seed=1)
+    centred = tokens - tokens.mean(0)
+    S = centred.mT @ centred / 30
+    by_metric, by_features = head_diversity(weight, metric=S, tokens=30), head_diversity(weight @ centred.mT)
+    assert torch.allclose(by_metric.overlap, by_features.overlap, atol=1e-7)
+    assert torch.allclose(by_metric.energy_overlap, by_features.energy_overlap, atol=1e-9)
+
+
+def test_a_metric_of_the_identity_is_none_and_each_layer_may_have_its_own():
+    weight = gaussian(3, 4, 6, 20)
+    plain, S = head_diversity(weight), torch.stack([input_covariance(20, seed) for seed in range(3)])
+    assert torch.allclose(head_diversity(weight, metric=torch.eye(20)).overlap, plain.overlap, atol=1e-9)
+    together = head_diversity(weight, metric=S, memory_budget=1)
+    for layer in range(3):
+        assert torch.allclose(
+            together.overlap[layer], head_diversity(weight[layer], metric=S[layer]).overlap, atol=1e-9
+        )
+    assert together.alignment.isnan().all()  # no chance without a number of tokens
+
+
+def test_a_metric_that_does_not_fit_is_refused():
+    weight = gaussian(3, 4, 6, 20)
+    with pytest.raises(ShapeError, match=r"has the shape \(20, 20\) or \(3, 20, 20\), got \(2, 20, 20\)"):
+        head_diversity(weight, metric=torch.zeros(2, 20, 20))
+    with pytest.raises(MisconfigurationError, match='Write method="whiten"'):
+        head_diversity(weight, metric=torch.eye(20), method="svd")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hdi_callback.core import (
     AttentionSums,
@@ -23,16 +24,21 @@ from hdi_callback.core import (
     principal_cosines,
     qk_circuits,
     token_spread,
+    whitening,
 )
 from hdi_callback.core import head_diversity_from_covariance as from_covariance
 from tests.core.no_sync import NoSync
 from tests.core.test_subspaces import CASES, gaussian
-from tests.skips import NEEDS_GPU
+from tests.skips import NEEDS_CUDA_BUILD, NEEDS_GPU
 
 SILENT = {
     "head_diversity": (head_diversity, [gaussian(3, 4, 8, 32)]),
     "head_diversity, exact": (partial(head_diversity, method="exact"), [gaussian(4, 8, 32)]),
     "head_diversity, bfloat16": (head_diversity, [gaussian(4, 8, 32).bfloat16()]),
+    "head_diversity, in a metric": (
+        lambda weight, S: head_diversity(weight, metric=S, tokens=100, memory_budget=5000),
+        [gaussian(3, 4, 8, 32), gaussian(32, 32) @ gaussian(32, 32).mT],
+    ),
     "from covariance": (partial(from_covariance, tokens=100), [gaussian(4, 8, 4, 8)]),
     "penalty": (diversity_penalty, [gaussian(4, 8, 32)]),
     "penalty, float16": (diversity_penalty, [gaussian(4, 8, 32).half()]),
@@ -95,6 +101,28 @@ def test_the_default_path_never_reads_a_value(what, device):
 def test_what_does_read_a_value_is_refused(loud):
     with pytest.raises(AssertionError, match="makes the host wait"), NoSync():
         loud(gaussian(4, 8, 32))
+
+
+@pytest.mark.parametrize("what", SILENT)
+def test_without_fast_float64_no_value_is_read_either(what, monkeypatch):
+    monkeypatch.setattr(whitening, "has_fast_float64", lambda device: False)
+    read, tensors = SILENT[what]
+    with NoSync():
+        read(*(tensor.float() if tensor.is_floating_point() else tensor for tensor in tensors))
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason=NEEDS_CUDA_BUILD)
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("what", SILENT)
+def test_fake_tensors_on_cuda_go_through_with_their_devices_and_shapes(what, fast, monkeypatch):
+    monkeypatch.setattr(whitening, "has_fast_float64", lambda device: fast)
+    read, tensors = SILENT[what]
+    with FakeTensorMode():
+        results = read(*(torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for tensor in tensors))
+    results = vars(results).values() if hasattr(results, "__dataclass_fields__") else [results]
+    found = [result for result in results if isinstance(result, torch.Tensor)]
+    assert found
+    assert all(result.device.type == "cuda" for result in found)
 
 
 @pytest.mark.gpu

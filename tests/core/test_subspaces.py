@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core import head_diversity, head_overlap, orthonormal_bases, principal_cosines
-from hdi_callback.core import subspaces as subspaces_module
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
 RANK_TOL = 1e-6
@@ -176,13 +175,13 @@ def test_a_batch_is_its_layers_one_by_one():
         assert torch.allclose(head_overlap(bases.rows)[place], head_overlap(alone.rows), atol=1e-12)
 
 
-def test_the_chunks_of_the_product_change_nothing(monkeypatch):
+def test_the_chunks_of_the_product_change_nothing():
     bases = orthonormal_bases(CASES["more heads than room"])
     whole = head_overlap(bases.rows)
     assert np.abs(whole.numpy() - scipy_overlap(CASES["more heads than room"])).max() < 1e-9
-    for elements in (1, 16 * 12 * 16 * 3, 16 * 12 * 16 * 5):
-        monkeypatch.setattr(subspaces_module, "_CHUNK_ELEMENTS", elements)
-        assert torch.allclose(head_overlap(bases.rows), whole, atol=1e-13)
+    for heads in (0, 3, 5):
+        budget = max(1, heads * 16 * 12 * 16 * 2 * 8)
+        assert torch.allclose(head_overlap(bases.rows, memory_budget=budget), whole, atol=1e-13)
 
 
 @pytest.mark.parametrize("read", [orthonormal_bases, head_diversity])
