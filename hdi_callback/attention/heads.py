@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -41,6 +42,10 @@ class HeadSlice:
         block_stride: features from one such block to the next.
         centring: what is subtracted from each row, as a LayerNorm behind the map does from what the rows give: the mean
             of the rows of its ``"head"``, or of all heads in the ``"layer"``.
+        order: the features of each head, where they lie in no regular order; it takes the place of strides.
+        axes: dims of a parameter that number the features of heads, where it is no matrix: ``(0, 2)`` of an
+            ``(H, d, d_k)`` that ``einsum("btd,hdk->bhtk", x, weight)`` multiplies with. The other dims number those of
+            the other side.
 
     Example:
         >>> linear = nn.Linear(16, 24)  # query, key and value of head 0, then those of head 1
@@ -60,11 +65,72 @@ class HeadSlice:
     block: int | None = None
     block_stride: int = 0
     centring: Centring = ""
+    order: tuple[tuple[int, ...], ...] | None = None
+    axes: tuple[int, ...] = ()
+
+    @classmethod
+    def of_features(
+        cls,
+        module: nn.Module,
+        parameter: str,
+        index: Tensor,
+        *,
+        transposed: bool = False,
+        axes: tuple[int, ...] = (),
+        centring: Centring = "",
+    ) -> HeadSlice:
+        """Describe the features of heads by their strides, or one by one where they lie in no regular order.
+
+        Args:
+            module: the module that the parameter starts from.
+            parameter: dotted path of the parameter.
+            index: the features of each head, ``(heads, width)``.
+            transposed: see `HeadSlice`.
+            axes: see `HeadSlice`.
+            centring: see `HeadSlice`.
+
+        Returns:
+            The slice whose `index` is that index; its weight is a live view where the order is regular.
+
+        Example:
+            >>> keys = HeadSlice.of_features(nn.Linear(8, 8), "weight", torch.tensor([[2, 3], [0, 1]]))
+            >>> keys.order
+            ((2, 3), (0, 1))
+        """
+        heads, width = index.shape
+        start, step = int(index[0, 0]), int(index[0, 1] - index[0, 0]) if width > 1 else 1
+        first = index[:, 0].tolist()
+        for block in (block for block in range(heads, 0, -1) if heads % block == 0):
+            stride = first[1] - first[0] if block > 1 else width * step
+            found = cls(
+                module,
+                parameter,
+                heads,
+                width,
+                start,
+                transposed,
+                None if stride == width * step else stride,
+                step,
+                None if block == heads else block,
+                first[block] - first[0] if block < heads else 0,
+                centring,
+                axes=axes,
+            )
+            # No tensor has a negative stride.
+            is_forward = step > 0 and stride > 0 and (block == heads or found.block_stride > 0)
+            if is_forward and torch.equal(found.index(), index):
+                return found
+        order = tuple(tuple(features) for features in index.tolist())
+        return cls(module, parameter, heads, width, transposed=transposed, centring=centring, order=order, axes=axes)
 
     @property
     def features(self) -> tuple[int, int]:
         """Features that the linear map takes, and that it gives."""
         owner, name = self._owner()
+        if self.axes:
+            shape = self._shape() or torch.Size()
+            of_heads = math.prod(shape[axis] for axis in self.axes)
+            return shape.numel() // of_heads, of_heads
         if name == "weight" and projections.is_pointwise(owner):
             return projections.features(owner)
         rows, columns = (int(size) for size in self._shape() or ())
@@ -91,7 +157,7 @@ class HeadSlice:
         Returns:
             ``(heads, width, in_features)``, a view of the matrix where its strides allow one and nothing is subtracted.
         """
-        rows = self._heads_of(self.matrix())
+        rows = self._heads_of(self._by_features() if self.axes else self.matrix())
         if not self.centring:
             return rows
         return rows - rows.mean(1 if self.centring == "head" else (0, 1), keepdim=True)
@@ -102,7 +168,7 @@ class HeadSlice:
         Returns:
             ``(heads, width, out_features)``, a view of the matrix where its strides allow one.
         """
-        return self._heads_of(self.matrix().mT)
+        return self._heads_of(self._by_features() if self.axes else self.matrix().mT)
 
     def bias(self) -> Tensor | None:
         """Read what is added to the features of each head.
@@ -111,7 +177,7 @@ class HeadSlice:
             ``(heads, width)``, a view of the bias where its strides allow one; `None` if there is none.
         """
         owner, name = self._owner()
-        bias = read_tensor(projections.base_of(owner), name.removesuffix("weight") + "bias")
+        bias = None if self.axes else read_tensor(projections.base_of(owner), name.removesuffix("weight") + "bias")
         return None if bias is None else self._heads_of(bias[:, None])[..., 0]
 
     def index(self) -> Tensor:
@@ -120,6 +186,8 @@ class HeadSlice:
         Returns:
             ``(heads, width)``, whole numbers.
         """
+        if self.order is not None:
+            return torch.tensor(self.order)
         head, block = torch.arange(self.heads), self._block
         first = self.start + head // block * self.block_stride + head % block * self._stride
         return first[:, None] + torch.arange(self.width) * self.step
@@ -153,10 +221,10 @@ class HeadSlice:
         # That of a convolution of images is (out, in, 1, 1).
         dims = 1 - projections.feature_dim(owner) if name == "weight" else 2
         shape = self._shape()
-        if shape is None or len(shape) != dims:
+        if shape is None or (len(shape) != dims and not self.axes):
             return "is not a matrix"
-        index, count = self.index(), self.features[0 if is_output else 1]
-        if self.start < 0 or int(index.max()) >= count:
+        index, count = self.index(), self.features[0 if is_output and not self.axes else 1]
+        if int(index.min()) < 0 or int(index.max()) >= count:
             return f"has {count} features, fewer than {self.heads} heads of {self.width}"
         if len(set(index.flatten().tolist())) != index.numel():
             return "has heads that share features"
@@ -179,8 +247,21 @@ class HeadSlice:
         owner, name = self._owner()
         return shape_of(projections.base_of(owner), name)
 
+    def _by_features(self) -> Tensor:
+        """The parameter as ``(features of heads, other features)``, a view where its strides allow one."""
+        owner, name = self._owner()
+        weight = projections.effective_weight(owner, name)
+        ahead = weight.movedim(self.axes, tuple(range(len(self.axes))))
+        if len(self.axes) > 1 and tuple(ahead.shape[:2]) == (self.heads, self.width) and self.order is None:
+            return ahead.flatten(2) if ahead.dim() > 3 else ahead  # heads apart already
+        return ahead.flatten(0, len(self.axes) - 1).flatten(1)
+
     def _heads_of(self, matrix: Tensor) -> Tensor:
+        if matrix.dim() == 3:
+            return matrix
         columns = matrix.shape[1]
+        if self.order is not None:
+            return matrix[self.index().to(matrix.device)]
         if self.step == 1 and self._stride == self.width and self._block == self.heads:
             return matrix[self.start : self.start + self.heads * self.width].view(self.heads, self.width, columns)
         by_feature, by_column = matrix.stride()
@@ -299,7 +380,94 @@ class HeadProduct:
         return found
 
 
-HeadWeight: TypeAlias = HeadSlice | HeadProduct
+@dataclass(frozen=True)
+class HeadPieces:
+    """The heads' part of several linear maps, as of a map for each head.
+
+    Attributes:
+        module: the module that they belong to.
+        pieces: some heads each, all of one width, in the order of heads.
+    """
+
+    module: nn.Module
+    pieces: tuple[HeadSlice, ...]
+
+    @property
+    def parameter(self) -> str:
+        """Empty, as there is no single parameter: it depends on all that `module` holds."""
+        return ""
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return sum(piece.heads for piece in self.pieces)
+
+    @property
+    def width(self) -> int:
+        """Features per head."""
+        return self.pieces[0].width
+
+    @property
+    def in_features(self) -> int:
+        """Features that each of the maps takes."""
+        return self.pieces[0].in_features
+
+    @property
+    def by_token(self) -> HeadSlice:
+        """The first of the maps."""
+        return self.pieces[0]
+
+    def moved_to(self, module: nn.Module) -> HeadPieces:
+        """Describe the same parts of another module.
+
+        Args:
+            module: a module with the same parameters.
+
+        Returns:
+            The same pieces.
+        """
+        return replace(self, module=module, pieces=tuple(piece.moved_to(module) for piece in self.pieces))
+
+    def rows(self) -> Tensor:
+        """Read the rows of all heads.
+
+        Returns:
+            ``(heads, width, in_features)``, a copy.
+        """
+        return torch.cat([piece.rows() for piece in self.pieces])
+
+    def columns(self) -> Tensor:
+        """Read the columns of all heads.
+
+        Returns:
+            ``(heads, width, out_features)``, a copy.
+        """
+        return torch.cat([piece.columns() for piece in self.pieces])
+
+    def bias(self) -> Tensor | None:
+        """Read what is added to the features of each head.
+
+        Returns:
+            ``(heads, width)``; `None` if a piece has none.
+        """
+        found = [bias for piece in self.pieces if (bias := piece.bias()) is not None]
+        return torch.cat(found) if len(found) == len(self.pieces) else None
+
+    def contradiction(self, is_output: bool) -> str | None:
+        """Say in what the shapes of the parameters contradict what is said of them.
+
+        Args:
+            is_output: the heads are blocks of input features.
+
+        Returns:
+            A predicate of "its weight", `None` if there is no contradiction.
+        """
+        if len({(piece.width, piece.in_features) for piece in self.pieces}) != 1:
+            return "is made of maps of different sizes"
+        return next((why for piece in self.pieces if (why := piece.contradiction(is_output)) is not None), None)
+
+
+HeadWeight: TypeAlias = HeadSlice | HeadProduct | HeadPieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,6 +485,8 @@ class AttentionLayer:
         slices: role -> where its weight lies. ``"output"`` may be missing.
         output_projection: the module whose input is the head outputs side by side, ``(..., H * d_v)`` or, of a
             convolution, ``(batch, H * d_v, ...)``, and which is really called; `None` if there is none to watch.
+        normed: roles whose features go through a norm before attention.
+        left_out: what the layer's attention has beside the heads that are read, in words; ``""`` if they are all.
     """
 
     name: str
@@ -328,6 +498,8 @@ class AttentionLayer:
     kind: str
     slices: Mapping[Role, HeadWeight] = field(repr=False)
     output_projection: nn.Module | None = field(default=None, repr=False)
+    normed: frozenset[Role] = field(default=frozenset(), repr=False)
+    left_out: str = ""
 
     def weight(self, role: Role) -> Tensor:
         """Read the weight of a role, head by head.

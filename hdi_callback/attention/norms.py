@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention.behaviour.probe import in_private
-from hdi_callback.attention.heads import AttentionLayer, Centring, HeadProduct, HeadWeight, Role
+from hdi_callback.attention.heads import AttentionLayer, Centring, HeadProduct, HeadSlice, HeadWeight, Role
 from hdi_callback.attention.isolation import isolated_copy
 
 _NAMES: dict[Role, re.Pattern[str]] = {
@@ -45,7 +45,7 @@ def with_norms(layer: AttentionLayer) -> AttentionLayer:
         centring = _centring(norm, part.heads, part.width)
         if centring and isinstance(part, HeadProduct):
             slices[role] = replace(part, outer=replace(part.outer, centring=centring))
-        elif centring and not isinstance(part, HeadProduct):
+        elif centring and isinstance(part, HeadSlice):
             slices[role] = replace(part, centring=centring)
     return replace(layer, slices=slices)
 

@@ -325,7 +325,7 @@ class _Finder:
                 return None
             slices[role] = weight
             for path in knocking.get(role, ()):
-                if isinstance(weight, HeadProduct) or len(knocking[role]) > 1:
+                if not isinstance(weight, HeadSlice) or len(knocking[role]) > 1:
                     return None
                 slices[role] = HeadProduct(self.module, self._slice(path, torch.arange(width)[None]), weight)
         kind = describe_kind(slices) + (", without the part that all heads share" if is_apart else "")
@@ -521,7 +521,8 @@ def describe_kind(slices: Mapping[Role, HeadWeight]) -> str:
     outer = [part.outer if isinstance(part, HeadProduct) else part for part in slices.values()]
     if any(isinstance(part, HeadProduct) for part in slices.values()):
         return "latent, found by behaviour"
-    order = ", interleaved" if any(part.stride is not None or part.block is not None for part in outer) else ""
+    plain = [part for part in outer if isinstance(part, HeadSlice)]
+    order = ", interleaved" if any(part.stride is not None or part.block is not None for part in plain) else ""
     shape = "separate" if len({part.parameter for part in outer}) == len(outer) else "fused"
     return f"{shape}{order}, found by behaviour"
 

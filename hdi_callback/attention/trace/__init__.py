@@ -1,0 +1,1 @@
+"""What establishes heads: the graph of one forward of a copy."""

@@ -1,0 +1,239 @@
+"""Attention cores in the graph of a traced run.
+
+A core is a product of weights and values. The weights come from a softmax, or are not negative and add up to one over
+what is averaged; and they are made of scores, which are a product of two tensors, queries and keys. No name of a
+module, a parameter or a function is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.trace.run import TracedRun
+
+# Node of a product -> the names under which it keeps its factors: `left (N, rows, inner) @ right (N, inner, columns)`.
+_PRODUCTS = {
+    "BmmBackward0": ("self", "mat2"),
+    "MmBackward0": ("self", "mat2"),
+    "BaddbmmBackward0": ("batch1", "batch2"),
+    "AddmmBackward0": ("mat1", "mat2"),
+}
+_SOFTMAX = ("SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0")
+_SUMS_TO_ONE = 1e-3
+_ROUNDING = 1e-9  # of a derivative, relative to the largest
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of two tensors that are made in the run.
+
+    Attributes:
+        node: of the graph.
+        left: ``(N, rows, inner)``.
+        right: ``(N, columns, inner)``.
+        factors: the two as the graph has them.
+    """
+
+    node: Any
+    left: Tensor
+    right: Tensor
+    factors: tuple[Tensor, Tensor]
+
+    def acting_on(self, output: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the rows of both factors that something depends on.
+
+        Args:
+            output: what may be made of the product.
+            gradient: the weights of its elements in the combination that is derived.
+
+        Returns:
+            Numbers of rows of `left` and `right`, counted over all ``N``.
+        """
+        found = torch.autograd.grad(output, self.factors, gradient, retain_graph=True, allow_unused=True)
+        left, right = (_rows_of(one, place) for place, one in enumerate(found))
+        return left, right
+
+
+def _rows_of(derivative: Tensor | None, place: int) -> Tensor:
+    if derivative is None:
+        return torch.zeros(0, dtype=torch.long)
+    one = torch.nan_to_num(derivative if derivative.dim() > 2 else derivative[None])
+    size = (one.mT if place else one).abs().amax(-1).flatten()
+    return (size > _ROUNDING * size.max()).nonzero().flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """One weighted sum over what may be tokens.
+
+    Attributes:
+        node: that of the product of weights and values.
+        output: edge of what it gives, ``(N, rows, width)``, or ``(N, width, rows)`` if it is turned.
+        is_turned: values stand on the left of the product.
+        weights: ``(N, rows, columns)``.
+        values: ``(N, columns, width)``.
+        softmaxes: how many the weights are made of.
+        scores: the products that the weights are made of.
+        logits: what each softmax was given.
+        path: the module in whose forward it was computed.
+    """
+
+    node: Any
+    output: Any
+    is_turned: bool
+    weights: Tensor
+    values: Tensor
+    softmaxes: int
+    scores: tuple[Product, ...]
+    logits: tuple[Tensor, ...]
+    path: str
+
+
+def cores_of(run: TracedRun) -> list[Core]:
+    """Find the attention cores of a run, in the order in which they were computed.
+
+    Args:
+        run: the run.
+
+    Returns:
+        The cores, those too whose scores are no products.
+    """
+    ends = [*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]
+    learned = _Learned(run)
+    found = [core for node in _nodes_behind(ends) if (core := _core_at(node, run, learned)) is not None]
+    return sorted(found, key=lambda core: core.node._sequence_nr())
+
+
+class _Learned:
+    """Tells what is made of parameters alone."""
+
+    def __init__(self, run: TracedRun) -> None:
+        self.parameters = {id(one) for name, one in run.others.items() if name.startswith("parameter")}
+        self.known: dict[Any, bool] = {}
+
+    def __call__(self, node: Any) -> bool:
+        if node not in self.known:
+            ends = [one for one in _nodes_from([node]) if one.name() == "torch::autograd::AccumulateGrad"]
+            self.known[node] = bool(ends) and all(id(one.variable) in self.parameters for one in ends)
+        return self.known[node]
+
+    def mixes(self, node: Any) -> Any | None:
+        """Give what a product with parameters mixes, if that is made of products itself: scores or weights of heads."""
+        sides = [edge for edge, _ in node.next_functions][-2:]
+        for one, other in (sides, sides[::-1]):
+            if one is not None and other is not None and self(one) and not self(other):
+                softmaxes, products = _made_of(other, self)
+                return other if softmaxes or products else None
+        return None
+
+
+def _core_at(node: Any, run: TracedRun, learned: _Learned) -> Core | None:
+    product = _product_at(node)
+    if product is None or learned.mixes(node) is not None:
+        return None
+    edges = [edge for edge, _ in node.next_functions][-2:]
+    for is_turned, edge in enumerate(edges):
+        if edge is None:
+            continue
+        weights, values = (product.right, product.left) if is_turned else (product.left, product.right)
+        # (N, rows, columns) and (N, columns, width)
+        values = values.mT
+        softmaxes, products = _made_of(edge, learned)
+        if not softmaxes and not (products and _are_averages(weights)):
+            continue
+        logits = tuple(run.scores[one] for one in softmaxes if one in run.scores)
+        scores = [one for one in map(_product_at, products) if one is not None]
+        for one in softmaxes:
+            scores += [
+                two for two in map(_product_at, _made_of(one.next_functions[0][0], learned)[1]) if two is not None
+            ]
+        scores = list({id(one.node): one for one in scores}.values())
+        output = torch.autograd.graph.GradientEdge(node, 0)
+        path = run.path_of(node)
+        return Core(node, output, bool(is_turned), weights, values, len(softmaxes), tuple(scores), logits, path)
+    return None
+
+
+def _product_at(node: Any) -> Product | None:
+    names = _PRODUCTS.get(node.name())
+    if names is None:
+        return None
+    try:
+        left, right = (getattr(node, f"_saved_{name}") for name in names)
+    except RuntimeError:  # it was written over since
+        return None
+    if left is None or right is None:
+        return None
+    factors = left, right
+    left, right = (one if one.dim() > 2 else one[None] for one in factors)
+    return Product(node, left, right.mT, factors)
+
+
+def _are_averages(weights: Tensor) -> bool:
+    one = weights.detach()
+    return bool(one.min() > -1e-6) and bool(((one.sum(-1) - 1).abs() < _SUMS_TO_ONE).all()) and one.shape[-1] > 1
+
+
+def _made_of(node: Any, learned: _Learned) -> tuple[list[Any], list[Any]]:
+    """Go back from a node to the softmaxes and products that are met first."""
+    softmaxes, products = [], []
+    todo, seen = [node], set()
+    while todo:
+        one = todo.pop()
+        if one is None or one in seen:
+            continue
+        seen.add(one)
+        if one.name() in _SOFTMAX:
+            softmaxes.append(one)
+        elif one.name() in _PRODUCTS:
+            mixed = learned.mixes(one)
+            if mixed is None:
+                products.append(one)
+            else:
+                todo.append(mixed)
+        else:
+            todo += [other for other, _ in one.next_functions]
+    return softmaxes, products
+
+
+def _nodes_behind(tensors: list[Tensor]) -> Iterator[Any]:
+    return _nodes_from([one.grad_fn for one in tensors])
+
+
+def _nodes_from(nodes: list[Any]) -> Iterator[Any]:
+    todo = list(nodes)
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        todo += [other for other, _ in node.next_functions]
+
+
+def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
+    """Give the nodes on the ways from a node to what is made of it.
+
+    Args:
+        ends: tensors that are made of it.
+        start: the node.
+
+    Returns:
+        The nodes, without the start.
+    """
+    behind = list(_nodes_behind(ends))
+    on_the_way = {start}
+    is_changed = True
+    while is_changed:
+        is_changed = False
+        for node in behind:
+            if node not in on_the_way and any(other in on_the_way for other, _ in node.next_functions):
+                on_the_way.add(node)
+                is_changed = True
+    return [node for node in on_the_way if node is not start]

@@ -1,0 +1,323 @@
+"""Inputs of a traced run: made up from a signature, or recorded in a real forward.
+
+Nothing that is read of a run rests on what its inputs are: supports are those of the outputs of linear maps. Inputs
+only have to bring the forward as far as attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import math
+import types
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hdi_callback.attention import projections
+from hdi_callback.attention.hooks import Hooks
+from hdi_callback.attention.isolation import isolated
+
+_TOKENS = 8
+_LARGEST = 2**20  # elements of recorded inputs that are kept whole
+
+# Names of arguments are asked for nothing but what a forward may want to be given.
+_TOKENS_TOO = frozenset({
+    "q", "k", "v", "query", "key", "value", "queries", "keys", "values", "kv", "context", "memory", "src", "tgt",
+    "x", "y", "hidden_states", "encoder_hidden_states", "encoder_output", "inputs", "residual",
+})  # fmt: skip
+_ROTATIONS = frozenset({"position_embeddings", "rotary_pos_emb", "rope", "rotary_emb", "freqs"})
+_ROTARY_WIDTHS = (
+    "qk_rope_head_dim", "rotary_dim", "rotary_ndims", "rope_dim", "head_dim", "attention_head_size", "head_size",
+)  # fmt: skip
+_MASKS = frozenset({"attention_mask", "mask", "attn_mask"})
+_POSITIONS = frozenset({"position_ids", "positions", "cache_position"})
+_BIASES = frozenset({"alibi", "position_bias", "attention_bias", "bias"})
+_SIDES = frozenset({"h", "w", "H", "W", "height", "width"})
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of a forward.
+
+    Attributes:
+        args: by position.
+        kwargs: by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
+    """Make up inputs that are worth trying, the plainest first; optional arguments are left out before any is made up.
+
+    Args:
+        module: the module.
+
+    Yields:
+        One set of arguments after the other.
+    """
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return
+    parameters = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    required = [one for one in parameters if one.default is one.empty]
+    first = parameters[:1]
+    optional = [one for one in parameters if one not in required and one not in first]
+    names = {one.name for one in parameters}
+    rotations = list(_rotary_widths(module)) if names & _ROTATIONS else [1]
+    known = [one for one in optional if one.name in _ROTATIONS | _POSITIONS]
+    other_tokens = [one for one in optional if one.name in _TOKENS_TOO]
+    chosen = [[], *([known] if known else []), *([[*known, *other_tokens]] if other_tokens else [])]
+    is_unclear = any(one.name not in _TOKENS_TOO | _ROTATIONS | _POSITIONS | _SIDES for one in required[1:])
+    fills = (0, 1, 2, 3) if is_unclear else (0,)
+    for tokens, fill, more, rotary in itertools.product(_shapes(module, names), fills, chosen, rotations):
+        if rotary != rotations[0] and not any(one.name in _ROTATIONS for one in (*required, *more)):
+            continue
+        made = {
+            one.name: _made(one, tokens, fill, rotary)
+            for one in [*required, *more]
+            if one not in first and one.kind is not one.POSITIONAL_ONLY
+        }
+        yield Inputs((tokens.clone(),), made)
+
+
+def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:
+    widths = _widths(module)
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    is_flat = bool(names & {"cu_seqlens", "cu_seqlens_q"})
+    maps = [part for part in module.modules() if projections.is_pointwise(part)]
+    dims = {-1 - projections.feature_dim(part) for part in maps}
+    for width in widths:
+        if is_flat:
+            yield tokens(2 * _TOKENS, width)
+        for count in sorted(dims):
+            yield tokens(2, width, *[4] * count)
+        if len(dims) == 0 or any(projections.is_linear(part) for part in module.modules()):
+            for length in (16, 64) if names & _SIDES else (_TOKENS,):
+                yield tokens(2, length, width)
+    for width in widths[:1]:
+        for length in dict.fromkeys(_lengths(module)):
+            yield tokens(2, length, width)
+        yield tokens(2, 1, _TOKENS, width)
+        yield tokens(2, 4, 4, width)
+
+
+def _widths(module: nn.Module) -> list[int]:
+    """Sizes that tokens may have: what the linear maps take, else what parameters have in common."""
+    taken: list[int] = []
+    for part in module.modules():
+        if projections.is_map(part):
+            with suppress(Exception):
+                taken.append(int(projections.features(part)[0]))
+        elif type(getattr(part, "in_features", None)) is int:
+            taken.append(int(part.in_features))  # type: ignore[arg-type]
+        elif isinstance(part, nn.MultiheadAttention):
+            taken.append(part.embed_dim)
+    sizes = Counter(size for one in module.parameters(recurse=True) if one.dim() > 1 for size in one.shape)
+    common = [size for size, _ in sizes.most_common(2)]
+    own = [one for parameter in module.parameters(recurse=False) if parameter.dim() > 1 for one in parameter.shape]
+    least = [size for size, _ in Counter(own).most_common(3)] if not taken else []
+    return list(dict.fromkeys([*taken[:1], *[size for size, _ in Counter(taken).most_common(1)], *least, *common]))[:4]
+
+
+def _made(parameter: inspect.Parameter, tokens: Tensor, fill: int, rotary: int) -> Any:
+    name, length = parameter.name, tokens.shape[-2] if tokens.dim() > 2 else len(tokens)
+    if name in _ROTATIONS:
+        lead = (1, length) if tokens.dim() > 2 else (length,)
+        if rotary < 0:  # as a complex number for each pair of features
+            return torch.ones(*lead, -rotary, dtype=torch.complex64)
+        return torch.ones(*lead, rotary), torch.zeros(*lead, rotary)
+    if name in ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"):
+        return torch.arange(0, len(tokens) + 1, _TOKENS, dtype=torch.int32)
+    if name in _POSITIONS:
+        return torch.arange(length) if name == "cache_position" else torch.arange(length).expand(len(tokens), -1)
+    if name in _SIDES or parameter.annotation is int:
+        return max(1, math.isqrt(length))
+    if name in _TOKENS_TOO:
+        return tokens.clone()
+    if name in _MASKS:
+        return None if fill == 0 else torch.ones(len(tokens), 1, length, length)
+    if name in _BIASES:
+        return torch.zeros(1, 1, 1) if fill == 2 else None
+    return tokens.clone() if fill == 3 else None
+
+
+def _rotary_widths(module: nn.Module) -> Iterator[int]:
+    found = []
+    for owner in (module, getattr(module, "config", None)):
+        for name in _ROTARY_WIDTHS:
+            with suppress(Exception):
+                found.append(int(getattr(owner, name)))
+    widths = dict.fromkeys(width for width in [*found, *(width // 2 for width in found), 1] if width > 0)
+    yield from widths
+    yield from (-width for width in widths)
+
+
+def _lengths(module: nn.Module) -> Iterator[int]:
+    """Guess lengths that a module may insist on: the sizes of windows and images that it keeps."""
+    for name, value in vars(module).items():
+        if isinstance(value, (tuple, list)) and len(value) == 2 and all(type(size) is int for size in value):
+            area = value[0] * value[1]
+        elif type(value) is int and "window" in name:
+            area = value * value
+        elif type(value) is int and "resolution" in name:
+            area = value if "num" in name else value * value
+        else:
+            continue
+        if 2 < area <= 256:
+            yield area
+    for table in (*module.buffers(recurse=False), *module.parameters(recurse=False)):  # of pairs of positions
+        if table.dim() >= 2 and table.shape[-1] == table.shape[-2] and 2 < table.shape[-1] <= 256:
+            yield int(table.shape[-1])
+
+
+# --- recorded
+
+
+class InputRecorder(Hooks):
+    """Keeps the arguments of the next forward of some modules, cut to a few sequences and tokens.
+
+    Args:
+        modules: the modules, by their names.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._seen: dict[str, list[Inputs]] = {}
+        self.is_armed = False
+        self.ran: frozenset[str] = frozenset()  # modules that were called in the last forward that was recorded
+        super().__init__()
+        self.resume()
+
+    def arm(self) -> None:
+        """Keep the arguments of the next forward."""
+        self.is_armed = True
+
+    def take(self) -> dict[str, list[Inputs]]:
+        """Stop recording, and hand over what was kept.
+
+        The hooks stay and do nothing more, for without them a compiled model would be compiled anew.
+
+        Returns:
+            For each module that ran the inputs to run it again, as they were and cut.
+        """
+        self.is_armed = False
+        seen, self._seen = self._seen, {}
+        self.ran = frozenset(seen)
+        return seen
+
+    def _install(self) -> Iterator[RemovableHandle]:
+        for name, module in self._modules.items():
+            yield module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+
+    def _hook(self, name: str) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling() or not self.is_armed or name in self._seen:
+                return
+            try:
+                with isolated(module):
+                    self._seen[name] = list(recorded_inputs(args, kwargs))
+            except Exception:  # what cannot be copied is not tried
+                self._seen[name] = []
+
+        return record
+
+
+def recorded_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Inputs]:
+    """Copy the arguments of a forward: cut to two sequences and a few tokens, then as they are if they are small.
+
+    Args:
+        args: by position.
+        kwargs: by name.
+
+    Yields:
+        The arguments, apart from the user's.
+    """
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    floats = [one for one in tensors if one.is_floating_point() and one.dim() > 1]
+    tokens = floats[0] if floats else None
+    size = sum(one.numel() for one in tensors)
+    if size <= _LARGEST // 8:
+        yield _copied(args, kwargs, _Cut(0, frozenset()))
+    if tokens is not None and tokens.dim() == 3:
+        for batch in (0, 1):
+            alike = [one for one in floats if one.dim() == 3 and one.shape[batch] == tokens.shape[batch]]
+            lengths = frozenset(one.shape[1 - batch] for one in alike)
+            yield _copied(args, kwargs, _Cut(tokens.shape[batch], lengths, batch))
+    if tokens is not None:
+        yield _copied(args, kwargs, _Cut(tokens.shape[0], frozenset()))
+    if _LARGEST // 8 < size <= _LARGEST:
+        yield _copied(args, kwargs, _Cut(0, frozenset()))
+
+
+def _copied(args: tuple[Any, ...], kwargs: Mapping[str, Any], cut: _Cut) -> Inputs:
+    return Inputs(cut(args), cut(dict(kwargs)))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Cuts whatever has as many elements as there are sequences or tokens; nothing if their number is zero."""
+
+    batch: int
+    lengths: frozenset[int]
+    batch_dim: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return min(_TOKENS, *self.lengths, _TOKENS)
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self(item) for item in value))
+        if type(value) in (tuple, list):
+            return type(value)(self(item) for item in value)
+        if type(value) is dict:
+            return {name: self(item) for name, item in value.items()}
+        is_plain = value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device))
+        if is_plain or isinstance(value, (nn.Module, types.ModuleType, types.FunctionType)):
+            return value
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
+        """Copy an object with its tensors; a cache of keys and values is left out, as it would be written to."""
+        if "cache" in type(value).__name__.lower():
+            return None
+        other = copy.copy(value)
+        if isinstance(other, dict):
+            for name in list(other):
+                dict.__setitem__(other, name, self(value[name]))
+        if hasattr(other, "__dict__"):
+            vars(other).update({name: self(item) for name, item in vars(value).items()})
+        return other
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if not self.batch:
+            return tensor.clone()
+        kept = 2 if self.lengths or self.batch > 2 else self.batch
+        if tensor.dim() > self.batch_dim and tensor.shape[self.batch_dim] == self.batch:
+            tensor = tensor.narrow(self.batch_dim, 0, min(kept, self.batch))
+        elif tensor.dim() == 2 and tensor.shape[0] == self.batch:  # a mask has the batch first all the same
+            tensor = tensor[:kept]
+        dims = [dim for dim, size in enumerate(tensor.shape) if size in self.lengths]
+        if not {tensor.dim() - 2, tensor.dim() - 1} <= set(dims):  # else a mask
+            dims = dims[:1]
+        for dim in dims:
+            tensor = tensor.narrow(dim, 0, self.tokens)
+        return tensor.clone()

@@ -1,0 +1,183 @@
+"""`Support`: which features of which positions a tensor depends on, by the zeros of its derivative.
+
+What one tensor does not depend on has a derivative of exactly zero, so that a support is exact wherever the numbers are
+drawn at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ROUNDING = 1e-7  # of a derivative, relative to the largest
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """Elements of leaves that something depends on.
+
+    Attributes:
+        masks: number of the leaf -> ``(positions, features)``, each with at least one element.
+    """
+
+    masks: Mapping[int, Tensor]
+
+    @classmethod
+    def of(cls, output: Any, gradient: Tensor, leaves: Sequence[Tensor]) -> Support:
+        """Derive a random combination of a tensor's elements by leaves.
+
+        Args:
+            output: the tensor.
+            gradient: the weights of its elements in the combination, of its shape.
+            leaves: ``(..., features)`` each.
+
+        Returns:
+            The elements of leaves with a derivative that is not zero.
+        """
+        return cls._where(derivatives(output, gradient, leaves))
+
+    @classmethod
+    def _where(cls, found: Mapping[int, Tensor]) -> Support:
+        largest = max((float(one.abs().max()) for one in found.values()), default=0.0)
+        masks = {leaf: one.abs() > _ROUNDING * largest for leaf, one in found.items()} if largest > 0 else {}
+        return cls({leaf: mask for leaf, mask in masks.items() if mask.any()})
+
+    def __and__(self, other: Support) -> Support:
+        both = {leaf: mask & other.masks[leaf] for leaf, mask in self.masks.items() if leaf in other.masks}
+        return Support({leaf: mask for leaf, mask in both.items() if mask.any()})
+
+    def __sub__(self, other: Support) -> Support:
+        left = {leaf: mask & ~other.masks[leaf] if leaf in other.masks else mask for leaf, mask in self.masks.items()}
+        return Support({leaf: mask for leaf, mask in left.items() if mask.any()})
+
+    def __bool__(self) -> bool:
+        return bool(self.masks)
+
+    def intersects(self, other: Support) -> bool:
+        """Tell whether both have an element.
+
+        Args:
+            other: another support.
+
+        Returns:
+            True if so.
+        """
+        return bool(self & other)
+
+    def only(self, leaves: Iterable[int]) -> Support:
+        """Keep some leaves.
+
+        Args:
+            leaves: their numbers.
+
+        Returns:
+            The part of the support that lies in them.
+        """
+        kept = set(leaves)
+        return Support({leaf: mask for leaf, mask in self.masks.items() if leaf in kept})
+
+    def features(self, leaf: int) -> tuple[int, ...]:
+        """Number the features within a leaf, whatever their positions.
+
+        Args:
+            leaf: number of the leaf.
+
+        Returns:
+            The features, ascending.
+        """
+        return tuple(self.masks[leaf].any(0).nonzero().flatten().tolist()) if leaf in self.masks else ()
+
+    def positions(self, leaf: int) -> tuple[int, ...]:
+        """Number the positions within a leaf, whatever their features.
+
+        Args:
+            leaf: number of the leaf.
+
+        Returns:
+            The positions, ascending.
+        """
+        return tuple(self.masks[leaf].any(1).nonzero().flatten().tolist()) if leaf in self.masks else ()
+
+
+def derivatives(output: Any, gradient: Tensor, leaves: Sequence[Any]) -> dict[int, Tensor]:
+    """Derive a combination of a tensor's elements.
+
+    Args:
+        output: the tensor.
+        gradient: the weights of its elements in the combination.
+        leaves: tensors, or edges of the graph.
+
+    Returns:
+        Number of the leaf -> its derivative, ``(positions, features)``; those that the output cannot depend on are
+        left out.
+    """
+    if not leaves or not getattr(output, "requires_grad", True):
+        return {}
+    found = torch.autograd.grad(output, list(leaves), gradient, retain_graph=True, allow_unused=True)
+    return {
+        number: torch.nan_to_num(one).reshape(-1, one.shape[-1] if one.dim() else 1)
+        for number, one in enumerate(found)
+        if one is not None
+    }
+
+
+def columns_of(output: Tensor, leaves: Sequence[Any]) -> dict[int, Tensor]:
+    """Tell which column of a tensor each element of leaves acts on.
+
+    The number of a column is written in binary into the weights of several combinations of its elements: an element
+    that acts on one column alone has, in each of them, all of its derivative or nothing.
+
+    Args:
+        output: ``(..., columns)``.
+        leaves: tensors, or edges of the graph.
+
+    Returns:
+        Number of the leaf -> ``(positions, features)``, the column; -1 where there is none, -2 where there are several.
+    """
+    weights = random_weights(output.shape)
+    numbers = torch.arange(output.shape[-1])
+    whole = derivatives(output, weights, leaves)
+    largest = max((float(one.abs().max()) for one in whole.values()), default=0.0)
+    if not largest > 0:
+        return {}
+    acts = {leaf: one.abs() > _ROUNDING * largest for leaf, one in whole.items()}
+    codes = {leaf: torch.zeros(one.shape, dtype=torch.long) for leaf, one in whole.items()}
+    for bit in range(max(1, (output.shape[-1] - 1).bit_length())):
+        part = derivatives(output, weights * ((numbers >> bit) % 2), leaves)
+        for leaf, one in whole.items():
+            ratio = part.get(leaf, torch.zeros_like(one)) / one.where(acts[leaf], 1.0)
+            is_set = (ratio - 1).abs() < 1e-3
+            is_clear = (is_set | (ratio.abs() < 1e-3)) & (codes[leaf] >= 0)
+            codes[leaf] = torch.where(is_clear, codes[leaf] + (is_set.long() << bit), -2)
+    return {leaf: code.where(acts[leaf], -1) for leaf, code in codes.items()}
+
+
+def agreed(codes: Tensor) -> Tensor:
+    """Read one column for each feature, on which all positions agree.
+
+    Args:
+        codes: ``(positions, features)``, as `columns_of` gives them.
+
+    Returns:
+        ``(features,)``, -1 where there is none, -2 where positions differ.
+    """
+    most = codes.amax(0)
+    fits = ((codes == most) | (codes == -1)).all(0)
+    return most.where(fits & (most >= -1), -2)
+
+
+def random_weights(shape: Sequence[int]) -> Tensor:
+    """Draw the weights of elements in a combination that is derived, away from zero.
+
+    Args:
+        shape: of the elements.
+
+    Returns:
+        Numbers between 0.5 and 1.5, the same for the same shape.
+    """
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.rand(tuple(shape), generator=generator) + 0.5

@@ -1,0 +1,116 @@
+"""Does a claim agree with a traced run, and do two modules compute the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.trace.layers import Found
+from hdi_callback.attention.trace.run import TracedRun
+
+
+def compute_the_same(one: TracedRun, other: TracedRun) -> bool:
+    """Tell whether two modules compute the same from the same answers of their linear maps.
+
+    Maps of the same path answer the same in all runs, and parameters of the same name are drawn the same. So two
+    modules that give the same, and give the same to each of their maps, cut their features into heads in the same way.
+
+    Args:
+        one: a run.
+        other: a run of another module, with the same inputs.
+
+    Returns:
+        True if so.
+    """
+    if [leaf.parameter for leaf in one.leaves] != [leaf.parameter for leaf in other.leaves]:
+        return False
+    if (one.error is None) != (other.error is None):
+        return False
+    pairs = [(a.taken, b.taken) for a, b in zip(one.leaves, other.leaves)]
+    if len(one.outputs) != len(other.outputs):
+        return False
+    pairs += list(zip(one.outputs, other.outputs))
+    return all(_are_equal(a.detach(), b.detach()) for a, b in pairs)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True))
+
+
+def carried_over(found: Sequence[Found], one: nn.Module, other: nn.Module, name: str, new_name: str) -> list[Found]:
+    """Read the same of a module that computes the same.
+
+    Args:
+        found: what was found in a module.
+        one: that module.
+        other: the module that computes the same.
+        name: dotted path of the one.
+        new_name: dotted path of the other.
+
+    Returns:
+        The same layers of the other module, and the same reasons.
+    """
+    parts = {id(part): other.get_submodule(path) for path, part in one.named_modules()}
+    moved = []
+    for item in found:
+        layer = item.layer
+        if layer is not None:
+            slices = {role: part.moved_to(parts[id(part.module)]) for role, part in layer.slices.items()}
+            projection = layer.output_projection
+            layer = replace(
+                layer,
+                name=".".join(part for part in (new_name, layer.name[len(name) :].lstrip(".")) if part),
+                module=parts[id(layer.module)],
+                slices=slices,
+                output_projection=None if projection is None else parts[id(projection)],
+            )
+        moved.append(replace(item, layer=layer))
+    return moved
+
+
+def contradiction_of(claim: AttentionLayer, found: Sequence[Found], name: str) -> str | None:
+    """Say what a run of a layer's module shows against its heads.
+
+    Args:
+        claim: the layer.
+        found: what was read of the run.
+        name: dotted path of the module that was run.
+
+    Returns:
+        What was seen instead, as a clause; `None` if it agrees, or if nothing was seen of it.
+    """
+    layers = [one.layer for one in found if one.layer is not None and one.layer.module is claim.module]
+    if not layers:
+        return next((one.reason for one in found if one.layer is None and not one.path), None)
+    shown = [_difference(claim, layer) for layer in layers]
+    return None if None in shown else shown[0]
+
+
+def _difference(claim: AttentionLayer, seen: AttentionLayer) -> str | None:
+    counts = (claim.num_heads, claim.num_key_heads, claim.head_dim, claim.value_dim)
+    others = (seen.num_heads, seen.num_key_heads, seen.head_dim, seen.value_dim)
+    if counts != others:
+        return (
+            f"it has {others[0]} heads and {others[1]} key heads of {others[2]} and {others[3]} features, and not "
+            f"{counts[0]} and {counts[1]} of {counts[2]} and {counts[3]}"
+        )
+    for role in claim.slices.keys() & seen.slices.keys():
+        mine, theirs = claim.weight(role).detach(), seen.weight(role).detach()
+        if not _same_heads(mine, theirs):
+            return f"its {role} heads are other rows than those that are read"
+    return None
+
+
+def _same_heads(mine: Tensor, theirs: Tensor) -> bool:
+    """Tell whether both hold the same rows, in whatever order within a head."""
+    if mine.shape != theirs.shape:
+        return False
+    if mine.is_meta:
+        return True
+    return all(
+        torch.equal(*(head.flatten(1)[head.flatten(1).sum(1).argsort()] for head in pair)) for pair in zip(mine, theirs)
+    )

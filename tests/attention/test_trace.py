@@ -1,0 +1,235 @@
+"""Heads by the graph of one forward: what is claimed of modules that names say nothing, or something wrong, of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.trace.layers import Found, layers_in
+from hdi_callback.attention.trace.run import Draw, Traceable
+from hdi_callback.attention.trace.support import Support, columns_of
+from hdi_callback.attention.trace.verify import carried_over, compute_the_same
+from tests.attention import adversarial
+from tests.attention import models as by_hand
+from tests.attention.models import D, H
+from tests.attention.sweep.judge import claim_of, judge, merged
+from tests.attention.witness import witness
+
+B, T = 41, 6
+
+
+def read(module: nn.Module, *args: object, name: str = "") -> list[Found]:
+    args = args or (torch.randn(2, 8, D),)
+    return layers_in(Traceable(module), args, {}, name)[1]
+
+
+def layers_of(module: nn.Module, *args: object) -> list[AttentionLayer]:
+    found = read(module, *args)
+    assert all(one.layer is not None for one in found), [one.reason for one in found]
+    return [one.layer for one in found if one.layer is not None]
+
+
+def require_right(module: nn.Module, layers: list[AttentionLayer], *args: torch.Tensor) -> None:
+    """Each layer is what attention received, judged without the tracer, by values of a forward."""
+    args = args or (torch.randn(B, T, D),)
+    with torch.no_grad(), witness(module.eval()) as seen:
+        module(*args)
+    computations = merged(seen.computations, B)
+    assert len(computations) == len(layers)
+    for layer, computation in zip(layers, computations):
+        finding = judge(claim_of(layer), seen, computation, B)
+        assert finding.is_right, finding.reason
+
+
+RIGHT = {
+    by_hand.Strided: (4, 8), by_hand.TwiceAsMany: (8, 4), by_hand.HalfAsMany: (2, 16), by_hand.KeysFirst: (4, 8),
+    by_hand.Interleaved: (4, 8), by_hand.NanoGPT: (4, 8), by_hand.Timm: (4, 8), by_hand.KeysRolled: (4, 8),
+    adversarial.SwappedNames: (4, 8), adversarial.Mixer: (4, 8), adversarial.ReversedOutputs: (4, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+def test_heads_are_what_attention_receives_whatever_names_say(kind):
+    torch.manual_seed(0)
+    module = kind()
+    (layer,) = layers_of(module)
+    assert (layer.num_heads, layer.head_dim) == RIGHT[kind]
+    require_right(module, [layer])
+
+
+def test_query_and_key_are_told_by_what_they_do():
+    module = adversarial.SwappedNames()
+    (layer,) = layers_of(module)
+    assert torch.equal(layer.weight("query"), module.k_proj.weight.view(H, 8, D))
+    assert torch.equal(layer.weight("key"), module.q_proj.weight.view(H, 8, D))
+
+
+@pytest.mark.parametrize("kind", [adversarial.MapPerHead, adversarial.HeadsInAList])
+def test_maps_of_single_heads_are_one_layer(kind):
+    torch.manual_seed(0)
+    module = kind()
+    (layer,) = layers_of(module)
+    assert layer.module is module
+    assert (layer.num_heads, layer.num_key_heads, layer.head_dim) == (H, H, 8)
+    keys = [one.key.weight for one in module.heads] if hasattr(module, "heads") else [one.weight for one in module.keys]
+    assert torch.equal(layer.weight("key"), torch.stack(keys))
+    output = (module.proj if hasattr(module, "proj") else module.mix).weight
+    assert torch.equal(layer.weight("output"), output.mT.view(H, 8, D))
+
+
+@pytest.mark.parametrize("by_matmul", [False, True])
+def test_bare_parameters_are_read_as_live_views(by_matmul):
+    torch.manual_seed(0)
+    module = adversarial.BareParameters(by_matmul)
+    (layer,) = layers_of(module)
+    assert torch.equal(layer.weight("query"), module.W_Q.mT)
+    assert torch.equal(layer.weight("key"), module.W_K.mT)
+    assert torch.equal(layer.weight("output"), module.W_O)
+    with torch.no_grad():
+        module.W_K.mul_(2)
+    assert torch.equal(layer.weight("key"), module.W_K.mT)
+
+
+def test_two_attentions_in_one_module_are_two_layers_with_names_of_their_own():
+    torch.manual_seed(0)
+    module = adversarial.TwoInOne()
+    first, second = layers_of(module)
+    assert [first.name, second.name] == ["qkv1", "qkv2"]
+    assert first.module is second.module is module
+    for layer, fused, back in ((first, module.qkv1, module.proj1), (second, module.qkv2, module.proj2)):
+        assert torch.equal(layer.weight("key"), fused.weight[D : 2 * D].view(H, 8, D))
+        assert layer.output_projection is back
+
+
+def test_an_attention_beside_a_child_that_is_attention_is_a_layer_too():
+    module = adversarial.BesideAChild()
+    found = read(module, name="block")
+    assert [(one.path, one.layer and one.layer.name) for one in found] == [("child", "block.child"), ("", "block")]
+
+
+def test_of_joint_attention_one_stream_is_read_and_the_other_said():
+    torch.manual_seed(0)
+    module = adversarial.Joint()
+    (layer,) = layers_of(module, torch.randn(2, 8, D), torch.randn(2, 5, D))
+    assert torch.equal(layer.weight("key"), module.to_k.weight.view(H, 8, D))
+    assert torch.equal(layer.weight("query"), module.to_q.weight.view(H, 8, D))
+    assert "`add_k` and `add_v`" in layer.left_out
+
+
+@pytest.mark.parametrize(("kind", "centring"), [("function", "head"), ("ln_k", "head"), ("by hand", "head"), ("", "")])
+def test_what_a_norm_subtracts_is_seen_where_it_is_computed(kind, centring):
+    torch.manual_seed(0)
+    module = adversarial.NormedByFunction(kind)
+    (layer,) = layers_of(module)
+    assert layer.slices["key"].centring == centring
+    assert ("key" in layer.normed) == bool(kind)
+    keys = module.k_proj.weight.view(H, 8, D)
+    expected = keys - keys.mean(1, keepdim=True) if centring else keys
+    assert torch.allclose(layer.weight("key"), expected, atol=1e-6)
+
+
+def test_outputs_in_reversed_order_have_weights_that_can_be_read():
+    module = adversarial.ReversedOutputs()
+    (layer,) = layers_of(module)
+    assert layer.output_projection is None, "what it is given is in another order"
+    assert torch.equal(layer.weight("key"), module.k_proj.weight.view(H, 8, D))
+    assert torch.equal(layer.weight("output"), module.out_proj.weight.mT.view(H, 8, D).flip(0))
+
+
+REFUSED = {
+    by_hand.OverChannels: "those of features, not of tokens",
+    by_hand.KeysMixed: "share features, or mix",
+    by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
+    by_hand.KeysIgnored: "no queries and keys of tokens",
+    by_hand.DifferentialByConstant: "added up before it reaches the output projection",
+    by_hand.GroupsTiled: "do not share keys and values in groups side by side",
+    adversarial.TiledWithOption: "do not share keys and values in groups side by side",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_has_no_heads_of_its_own_is_refused_with_what_was_seen(kind):
+    found = read(kind())
+    assert [one.layer for one in found] == [None]
+    assert REFUSED[kind] in found[0].reason
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Sequential(nn.Linear(D, 64), nn.GELU(), nn.Linear(64, D)), nn.LSTM(D, D, batch_first=True)]
+)
+def test_other_modules_have_no_attention(module):
+    assert read(module) == []
+
+
+def test_no_weight_is_needed():
+    module = by_hand.Interleaved().to("meta")
+    (layer,) = layers_of(module)
+    assert tuple(layer.weight("key").shape) == (H, 8, D)
+    assert layer.slices["key"].index()[:, 0].tolist() == [8, 32, 56, 80]
+
+
+def test_neither_the_module_nor_the_random_state_nor_the_inputs_are_touched():
+    module, x = by_hand.Interleaved(), torch.randn(2, 8, D)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    kept, state = x.clone(), torch.get_rng_state()
+    read(module, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, kept)
+    assert not x.requires_grad
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Turned(by_hand.NanoGPT):
+    """The same class and shapes, and rows that are used in another order."""
+
+    def __init__(self, is_turned):
+        super().__init__()
+        self.is_turned = is_turned
+
+    def forward(self, x):
+        q, k, v = self.c_attn(x).chunk(3, -1)[:: -1 if self.is_turned else 1]
+        return self.c_proj(by_hand.attend(*(part.unflatten(-1, (H, 8)) for part in (q, k, v))))
+
+
+def test_modules_that_compute_the_same_are_told_from_those_that_only_look_alike():
+    x = (torch.randn(2, 8, D),)
+    one, twin, turned = (
+        Traceable(module).run(x, {}, Draw()) for module in (Turned(False), Turned(False), Turned(True))
+    )
+    assert compute_the_same(one, twin)
+    assert not compute_the_same(one, turned)
+
+
+def test_what_is_carried_over_has_weights_of_its_own():
+    first, second = nn.Sequential(Turned(True)), nn.Sequential(Turned(True))
+    found = read(first, name="blocks.0")
+    (moved,) = carried_over(found, first, second, "blocks.0", "blocks.7")
+    assert moved.layer is not None
+    assert moved.layer.name == "blocks.7.0"
+    assert moved.layer.module is second[0]
+    assert moved.layer.output_projection is second[0].c_proj
+    assert torch.equal(moved.layer.weight("query"), second[0].c_attn.weight[2 * D :].view(H, 8, D))
+
+
+def test_supports_are_sets():
+    leaf = torch.randn(3, 4, requires_grad=True)
+    one = Support.of((leaf[0] * 2).sum(), torch.ones(()), [leaf])
+    other = Support.of((leaf[:, 1:3] ** 2).sum(), torch.ones(()), [leaf])
+    assert (one.positions(0), one.features(0)) == ((0,), (0, 1, 2, 3))
+    assert (other.positions(0), other.features(0)) == ((0, 1, 2), (1, 2))
+    assert ((one & other).positions(0), (one & other).features(0)) == ((0,), (1, 2))
+    assert (one - other).features(0) == (0, 3)
+    assert one.intersects(other)
+    assert not (one - other).intersects(other)
+
+
+def test_columns_are_read_from_few_derivatives():
+    leaf = torch.randn(5, 7, requires_grad=True)
+    order = torch.tensor([3, 0, 6, 5])
+    codes = columns_of(leaf[:, order] * torch.rand(5, 1), [leaf])
+    assert codes[0][2].tolist() == [1, -1, -1, 0, -1, 3, 2]
+    mixed = columns_of(leaf[:, :2] @ torch.randn(2, 3), [leaf])
+    assert mixed[0][0].tolist() == [-2, -2, -1, -1, -1, -1, -1]
