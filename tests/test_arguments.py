@@ -87,13 +87,13 @@ def monitor(**arguments):
 
 
 SHARED = ("every_n_steps", "metrics", "include", "exclude", "max_tokens", "rank_tol", "method", "history", "alerts",
-          "thresholds", "on_alert", "interventions", "strict", "check_heads", "process_group", "verbose")  # fmt: skip
+          "thresholds", "on_alert", "interventions", "strict", "check_heads", "process_group", "verbose", "padding")  # fmt: skip
 DOORS = {
     HDICallback: (*SHARED, "prog_bar", "name"),
     HDITrainerCallback: SHARED,
     loop: (*SHARED, "log_dir", "tensorboard", "wandb", "save_checkpoint"),
     monitor: ("metrics", "include", "exclude", "max_tokens", "rank_tol", "method", "strict", "check_heads",
-              "process_group"),
+              "process_group", "padding"),
 }  # fmt: skip
 OPTIONS = ("on", "rules", "layers", "at_most", "dry_run")
 SMALL_DOORS = {
@@ -223,6 +223,9 @@ def test_any_value_of_any_argument_is_accepted_or_refused_by_name(data, tmp_path
         ({"history": "."}, r"is a folder: write '.*history.jsonl'"),
         ({"process_group": "all"}, 'must be "auto", a process group or None'),
         ({"process_group": 5}, 'must be "auto", a process group or None'),
+        ({"padding": "left"}, '`padding` must be "auto", the number of the token that is padding'),
+        ({"padding": 0.5}, "got 0.5: write"),
+        ({"padding": True}, "got True"),
         ({"alerts": "defaults"}, r"Did you mean 'default'\?"),
         ({"alerts": [rules.WorstPair]}, r"write WorstPair\(\)"),
         ({"alerts": [Needy()]}, "needs 'hdi_query', which is not measured"),

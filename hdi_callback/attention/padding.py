@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-PaddingChoice = Literal["auto"] | int | Callable[..., "Tensor | None"] | None
+PaddingChoice = Literal["auto"] | int | Callable[..., Any] | None
 """How padding is known: from masks, by the token that is padding, by a function of the arguments, or not at all."""
 
 # True, or minus infinity, where a token is padding.
@@ -277,8 +277,8 @@ def fit_padding(padded: Tensor, shape: Sequence[int]) -> Tensor | None:
 def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: Any) -> Padding:
     """Ask the user's function, or compare with the token that is padding."""
     if callable(choice):
-        outermost = frames[-1] if frames else None
-        masks = [] if outermost is None else [choice(**outermost.arguments)]
+        call = _call_for(choice, frames)
+        masks = [] if call is None else [choice(**call.arguments)]
     else:
         is_decoder = "decoder" in path.lower()
         masks = []
@@ -297,3 +297,20 @@ def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: An
     seen = [tuple(mask.shape) for mask in masks if mask is not None]
     doubt = f"`padding` gives masks of the shapes {seen}, and the tokens have {tuple(shape)}" if seen else None
     return Padding(None, doubt)
+
+
+def _call_for(function: Callable[..., Any], frames: Sequence[Frame]) -> Frame | None:
+    """Give the outermost call whose arguments the function takes: what wraps a model has no names for them."""
+    named = [one for one in reversed(frames) if all(name.isidentifier() for name in one.arguments)]
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):
+        return named[0] if named else None
+    for one in named:
+        try:
+            takes.bind(**one.arguments)
+        except TypeError:
+            continue
+        return one
+    # None fits: the outermost, so that the error says which argument there is none of.
+    return named[0] if named else None

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.names import printable
+from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
@@ -54,6 +55,10 @@ class HDICallback(pl.Callback):
         include: patterns of layer names to watch (``"encoder.*"``); all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` for what the masks tell that the
+            attention and the modules around it receive; the number of the token that is padding; a function that takes
+            the arguments of the model by their names and returns ``(batch, length)``, true where a token is padding;
+            `None` to count every token.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         history: write the history file, to ``hdi/history.jsonl`` under the run's log directory, or to the path given.
@@ -90,6 +95,7 @@ class HDICallback(pl.Callback):
         include: list[str] | None = None,
         exclude: list[str] | None = None,
         max_tokens: int = 2048,
+        padding: PaddingChoice = "auto",
         rank_tol: float = 1e-6,
         method: Literal["whiten", "svd", "exact"] = "whiten",
         history: bool | str = True,
@@ -112,6 +118,7 @@ class HDICallback(pl.Callback):
             include=include,
             exclude=exclude,
             max_tokens=max_tokens,
+            padding=padding,
             rank_tol=rank_tol,
             method=method,
             history=history,

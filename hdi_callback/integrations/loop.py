@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hdi_callback.arguments import function, path, shown
 from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.dashboards.tensorboard import place_board
 from hdi_callback.errors import MisconfigurationError
@@ -54,6 +55,7 @@ def watch_heads(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     max_tokens: int = 2048,
+    padding: PaddingChoice = "auto",
     rank_tol: float = 1e-6,
     method: Method = "whiten",
     history: bool | _Path = True,
@@ -84,6 +86,9 @@ def watch_heads(
         include: patterns of layer names to watch; all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` for what masks tell, the number
+            of the token that is padding, a function of the model's arguments, or `None` to count every token, see
+            `HDICallback`.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         history: write the history file, to its usual place or to the path given.
@@ -125,6 +130,7 @@ def watch_heads(
         include=include,
         exclude=exclude,
         max_tokens=max_tokens,
+        padding=padding,
         rank_tol=rank_tol,
         method=method,
         history=history,

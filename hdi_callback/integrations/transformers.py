@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations.optimizers import inner_optimizer
@@ -48,6 +49,9 @@ class HDITrainerCallback(transformers.TrainerCallback):
         include: patterns of layer names to watch; all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` for what masks tell, the number
+            of the token that is padding, a function of the model's arguments, or `None` to count every token, see
+            `HDICallback`.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         history: write the history file, to its usual place or to the path given.
@@ -78,6 +82,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         max_tokens: int = 2048,
+        padding: PaddingChoice = "auto",
         rank_tol: float = 1e-6,
         method: Method = "whiten",
         history: bool | str = True,
@@ -96,6 +101,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
             include=include,
             exclude=exclude,
             max_tokens=max_tokens,
+            padding=padding,
             rank_tol=rank_tol,
             method=method,
             history=history,

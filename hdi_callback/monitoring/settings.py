@@ -6,12 +6,14 @@ and hand them to a `Settings`. The monitor takes those that concern the measurem
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from hdi_callback.arguments import flag, function, number, one_of, path, shown, whole_number, words
+from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.interventions import Intervention, check_interventions
@@ -53,10 +55,10 @@ def _name(value: Any) -> str | None:
 
 
 def _padding(value: Any) -> Any:
-    if value is None or value == "auto" or callable(value):
+    if value is None or callable(value) or (isinstance(value, str) and value == "auto"):
         return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
     raise MisconfigurationError(
         f'`padding` must be "auto", the number of the token that is padding, a function or None, got {shown(value)}: '
         'write "auto" to know it from masks.'
@@ -96,6 +98,8 @@ class Settings:
         include: patterns of layer names to watch; `None` for all.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs, at least 2.
+        padding: which tokens are left out of head outputs: ``"auto"`` for those that masks tell of, the number of a
+            token, a function of the model's arguments, or `None` for none.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count; in (0, 1).
         method: how overlaps are computed: ``"whiten"``, ``"svd"`` or ``"exact"``.
         history: write the history file, to its usual place or to the path given.
@@ -122,6 +126,7 @@ class Settings:
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
     max_tokens: int = 2048
+    padding: PaddingChoice = "auto"
     rank_tol: float = 1e-6
     method: Method = "whiten"
     history: bool | str | os.PathLike[str] = True
@@ -155,7 +160,17 @@ class Settings:
     @property
     def measuring(self) -> dict[str, Any]:
         """The arguments of `HeadDiversityMonitor`."""
-        names = ("metrics", "include", "exclude", "max_tokens", "rank_tol", "method", "strict", "check_heads")
+        names = (
+            "metrics",
+            "include",
+            "exclude",
+            "max_tokens",
+            "padding",
+            "rank_tol",
+            "method",
+            "strict",
+            "check_heads",
+        )
         return {name: getattr(self, name) for name in (*names, "process_group")}
 
     @property

@@ -6,6 +6,11 @@ import subprocess
 import sys
 import textwrap
 
+import lightning.pytorch as pl
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
 from hdi_callback import load_history
 
 
@@ -29,6 +34,8 @@ def test_every_argument_works_from_yaml(tmp_path, root):
                     include: ["net.blocks.*"]
                     exclude: ["net.blocks.1.*"]
                     max_tokens: 64
+                    padding: 0
+                    process_group: null
                     rank_tol: 1.0e-5
                     method: svd
                     history: {tmp_path / "run.jsonl"}
@@ -57,6 +64,26 @@ def test_every_argument_works_from_yaml(tmp_path, root):
     assert list(history["step"]) == [0, 3, 6]
     assert set(history["layer"]) == {"net.blocks.0.attn"}
     assert history["hdi_query"].notna().all()
+
+
+@pytest.mark.parametrize(
+    ("written", "arrives"),
+    [
+        ("padding: auto", ("auto", "auto")),
+        ("padding: 3", (3, "auto")),
+        ("padding: null", (None, "auto")),
+        ("process_group: null", ("auto", None)),
+        ("process_group: auto", ("auto", "auto")),
+        ("padding: tests.integrations.test_padding_argument.is_zero", ("is_zero", "auto")),
+    ],
+)
+def test_padding_and_process_group_arrive_as_yaml_writes_them(written, arrives, tmp_path):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=pl.Callback)
+    config = {"callback": {"class_path": "hdi_callback.HDICallback", "init_args": yaml.safe_load(written)}}
+    measuring = parser.instantiate_classes(parser.parse_object(config)).callback._settings.measuring
+    padding = measuring["padding"]
+    assert (getattr(padding, "__name__", padding), measuring["process_group"]) == arrives
 
 
 def test_a_mistake_in_yaml_is_refused_before_training(tmp_path, root):
