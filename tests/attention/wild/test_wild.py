@@ -1,0 +1,73 @@
+"""Modules by hand: what is said to be true of them is, and nothing that is read of them is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.attention.wild.catalogue import cases
+from tests.attention.wild.proof import contradictions, softmaxes_over_tokens
+from tests.attention.wild.truth import CASES, rows, separate
+from tests.attention.wild.verdict import RIGHT, judge
+
+ALL = cases()
+# One of each kind of proof: rows, strides, groups, windows, other axes, products, filters, norms, refusals.
+PROVED = [
+    "Plain", "KeysStridedValuesNot", "HeadsInFrontOfTheBatch", "LoopOverHeads", "OutputsReversed", "LengthFirst",
+    "FusedByOddOrder", "ParametersForEachHead", "Pixels", "GroupsTiled", "GroupsByEinsum", "OneKeyHeadInOneProduct",
+    "NormOverAllHeads", "Latent", "Blocks", "OnlyTheFirstAsks", "Joint",
+]  # fmt: skip
+DISPROVED = ["ForgottenTranspose", "TalkingHeads", "RotaryAcrossHeads", "KeysOfSeveralTokens"]
+
+
+def test_every_module_has_a_name_of_its_own_and_there_are_more_than_a_hundred():
+    assert len(ALL) == len(CASES) > 100
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_what_is_written_down_as_true_is_what_the_module_does(name):
+    assert contradictions(ALL[name], step=3) == []
+
+
+@pytest.mark.parametrize("name", DISPROVED)
+def test_what_must_be_refused_is_not_what_it_looks_like(name):
+    assert contradictions(ALL[name], step=3) != []
+
+
+def test_the_proof_notices_rows_of_another_head_role_and_order():
+    plain = ALL["Plain"]
+    untrue = {
+        "strided": separate(pattern="(d h) c"),
+        "roles": separate("k", "q", "v", "o"),
+        "values": separate("q", "k", "k", "o"),
+        "outputs": replace(separate(), output=rows("o.weight", "c (d h)")),
+        "groups": replace(ALL["GroupsTiled"].cores[0], groups=None),
+    }
+    for what, core in untrue.items():
+        case = ALL["GroupsTiled"] if what == "groups" else plain
+        assert contradictions(replace(case, cores=(core,)), step=3) != [], what
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.none])
+def test_what_is_said_to_be_no_attention_has_no_softmax_over_tokens(name):
+    assert softmaxes_over_tokens(ALL[name]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in CASES if not case.none])
+def test_all_that_is_written_down_is_proved_row_by_row(name):
+    assert bool(contradictions(ALL[name])) == bool(ALL[name].refused)
+
+
+# Of each idiom one, so that it takes seconds; `python -m tests.attention.wild` reads all of them, in training too.
+READ = [
+    "Plain", "CausalByMask", "Einops", "HeadsLast", "LengthFirst", "ValuesWider", "LearnedQueries", "FusedByReshape",
+    "FusedForEachHead", "FusedByGroup", "GroupsRepeated", "OneKeyHead", "RotaryByHalves", "Cosine",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_modules_by_hand_are_read_as_they_are(name):
+    verdict = judge(ALL[name], "forward")
+    assert (verdict.verdict, verdict.reason) == (RIGHT, "")
