@@ -388,7 +388,10 @@ def _is_of(part: HeadSlice, call: MapCall) -> bool:
     parameter = owner._parameters.get(name)
     if parameter is not None and call.keys and call.keys[0] == id(parameter):
         return True
-    return id(owner) in call.keys and name == "weight" and call.kind == "linear"
+    if id(owner) not in call.keys or call.kind != "linear":
+        return False
+    # Of a module that was watched as a whole there is no parameter to compare.
+    return call.parameter == name if call.parameter else name == "weight"
 
 
 def _calls_of(part: HeadSlice, maps: Sequence[MapCall], before: int) -> Iterator[MapCall]:

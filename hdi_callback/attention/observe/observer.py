@@ -133,8 +133,11 @@ class AttentionObserver:
         self.failures = []
         names = {id(parameter): name for name, parameter in self._model.named_parameters(remove_duplicate=False)}
         names |= {id(module): name for name, module in self._model.named_modules()}
-        heads = {layer.name: layer.num_heads for layer in self._layers}
-        reading = Reading(self._reduce_rows, self._reduce_norms, self._max_queries, keeps_samples, self.padding, heads)
+        heads = {names.get(id(layer.module), layer.name): layer.num_heads for layer in self._layers}
+        claimed = frozenset(id(part) for layer in self._layers for part in layer.module.modules())
+        reading = Reading(
+            self._reduce_rows, self._reduce_norms, self._max_queries, keeps_samples, self.padding, heads, claimed
+        )
         self._forward = _Forward(Recorder(reading, names), self.failures)
         self._window.open(self._forward, opened, {name: module for name, (module, _) in closed.items()})
 

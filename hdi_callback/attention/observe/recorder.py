@@ -19,7 +19,8 @@ from hdi_callback.attention.observe.rows import RowChunk, RowPlan, rows_of_opera
 from hdi_callback.attention.observe.samples import MAX_FEATURES, MapCall, arrangements, sample_of_map
 
 _MAPS_BEFORE = 64  # calls of maps before an attention among which its queries, keys and values are looked for
-_MAPS_IN_ALL = 4096
+_MAPS_AFTER = 8  # and after it, among which its output projection is looked for
+_MAPS_KEPT = 1024  # calls after which those that are near no attention are let go, as those of many experts are
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class Reading:
         keeps_samples: keep a few tokens for the comparison with claims.
         padding: ``(batch, length)``, True at tokens that are none; None if it follows from masks.
         heads: dotted path of a layer -> number of heads that it is said to have.
+        claimed: ids of modules whose maps are kept wherever they ran.
     """
 
     reduce_rows: Callable[[RowChunk], Any] | None = None
@@ -41,6 +43,7 @@ class Reading:
     keeps_samples: bool = True
     padding: Tensor | None = None
     heads: Mapping[str, int] = field(default_factory=dict)
+    claimed: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -74,6 +77,7 @@ class Recorder:
         self._places: dict[tuple[str, int], int] = {}
         self._paddings: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None]] = {}
         self._order = 0
+        self._settled: list[MapCall] = []
 
     # --- where a forward stands
 
@@ -135,7 +139,11 @@ class Recorder:
         module = self.stack[-1][1] if self.stack else None
         keys = (id(parameter),) if module is None else (id(parameter), id(module))
         name = self._names.get(id(parameter), "")
-        self._add(keys, name or self.owner[0], "linear", given, made, features_dim, rows, is_transposed)
+        held = () if module is None else (*module._parameters.items(), *vars(module).items())
+        own = next((key for key, value in held if value is parameter), "")  # sharded: not the parameter of before
+        if not name and own:
+            name = f"{self.owner[0]}.{own}" if self.owner[0] else own
+        self._add(keys, name or self.owner[0], "linear", given, made, features_dim, rows, is_transposed, own)
 
     def norm_ran(self, weight: Tensor | None, given: Tensor, made: Tensor) -> None:
         """Record a norm, whose features are those that come in."""
@@ -146,7 +154,7 @@ class Recorder:
 
     def _add_norm(self, keys: tuple[int, ...], name: str, given: Tensor, made: Tensor) -> None:
         """Record a norm of tokens, or of the heads of tokens: of each order of its dimensions a sample."""
-        if len(self.maps) >= _MAPS_IN_ALL or given.dim() < 2 or not given.numel() or given.shape[-1] > MAX_FEATURES:
+        if given.dim() < 2 or not given.numel() or given.shape[-1] > MAX_FEATURES:
             return
         views = [(given[..., None, :, :], made[..., None, :, :])]
         if given.dim() >= 4:
@@ -173,6 +181,7 @@ class Recorder:
                 0,
                 self.owner[0],
                 False,
+                "",
                 tuple(ways),
             )
         )
@@ -197,11 +206,13 @@ class Recorder:
         features_dim: int,
         rows: int,
         is_transposed: bool = False,
+        own: str = "",
     ) -> None:
-        if len(self.maps) >= _MAPS_IN_ALL or not made.is_floating_point() or not made.numel() or made.dim() < 1:
+        if not made.is_floating_point() or not made.numel() or made.dim() < 1:
             return
         if made.shape[features_dim] > MAX_FEATURES:
             return
+        self._let_go()
         self._order += 1
         before = given.dim() == made.dim() and given.numel() // given.shape[features_dim] == (
             made.numel() // made.shape[features_dim]
@@ -219,8 +230,20 @@ class Recorder:
                 rows,
                 self.owner[0],
                 is_transposed,
+                own,
             )
         )
+
+    def _let_go(self) -> None:
+        if len(self.maps) < _MAPS_KEPT + len(self._settled):
+            return
+        newest, cores = self._order - _MAPS_BEFORE, [core.order for core in self.cores]
+        near = {order for core in cores for order in range(core - _MAPS_BEFORE, core + _MAPS_AFTER)}
+        claimed = self.reading.claimed
+        self.maps = [
+            one for one in self.maps if one.order >= newest or one.order in near or not claimed.isdisjoint(one.keys)
+        ]
+        self._settled = self.maps
 
     def _tokens(self) -> list[int]:
         """How many tokens the maps before were given, those of the running module first, the latest first."""

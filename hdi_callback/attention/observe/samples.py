@@ -56,6 +56,7 @@ class MapCall:
         rows: first row of the parameter, where a part of one was multiplied with.
         owner: dotted path of the module in whose forward it ran.
         is_transposed: the parameter is stored ``(in_features, out_features)``.
+        parameter: name of the parameter within the innermost module that ran, where it is one of its own.
         ways: of a norm: what it was given and what it gave, in every order of the dimensions.
     """
 
@@ -70,6 +71,7 @@ class MapCall:
     rows: int = 0
     owner: str = ""
     is_transposed: bool = False
+    parameter: str = ""
     ways: tuple[tuple[Arrangement, Arrangement], ...] = ()
 
 

@@ -373,3 +373,85 @@ def test_nothing_is_read_by_the_host_while_a_forward_runs():
     observer.disarm()
     assert observer.failures == []
     assert [core.unread for core in observer.cores] == [""]
+
+
+class ManyExperts(nn.Module):
+    """So many maps between two attentions that not all can be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Plain(), Plain()
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(30))
+
+    def forward(self, x):
+        x = self.one(x)
+        for _ in range(50):
+            for expert in self.experts:
+                x = expert(x)
+        return self.other(x)
+
+
+def test_maps_of_many_experts_do_not_push_out_those_of_claims():
+    inner = built(ManyExperts)
+    claims = [replace(separate(getattr(inner, name)), name=f"inner.{name}") for name in ("one", "other")]
+    model = Around(inner)
+    observer = AttentionObserver(model, claims)
+    observer.arm()
+    model(torch.randn(B, T, D))
+    observer.disarm()
+    assert {one.state for one in observer.verdicts().values()} == {"established"}
+    assert len(observer._forward.recorder.maps) < 1500
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(D, H, batch_first=True)
+
+    def forward(self, x):
+        return self.attn(x, x, x, need_weights=False)[0]
+
+
+@pytest.fixture
+def _one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("kind", [Plain, Packed])
+def test_heads_of_sharded_parameters_are_established(kind):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Around(built(kind)).train()
+    fully_shard(model.inner)
+    fully_shard(model)
+    layers = find_attention(model)
+    assert len(layers) == 1
+    observer = AttentionObserver(model, layers, reduce_rows=lambda chunk: chunk.weights.sum())
+    observer.arm()
+    model(torch.randn(B, T, D))
+    observer.disarm()
+    (verdict,) = observer.verdicts().values()
+    assert verdict.state == "established", verdict.sentence
+    assert observer.absent == {}
+    assert float(observer.cores[0].rows) == pytest.approx(B * T * H, rel=1e-4)
+
+
+def test_heads_of_adapters_are_those_of_base_and_update_together():
+    import peft
+
+    torch.manual_seed(0)
+    model = next(variants("llama")).train()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], r=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    layers = find_attention(adapted)
+    observer = AttentionObserver(adapted, layers)
+    observer.arm()
+    adapted(input_ids=torch.randint(5, 50, (B, T)))
+    observer.disarm()
+    assert {name: one.sentence for name, one in observer.verdicts().items() if one.state != "established"} == {}
+    assert len(layers) == 2
