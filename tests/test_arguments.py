@@ -87,7 +87,8 @@ def monitor(**arguments):
 
 
 SHARED = ("every_n_steps", "metrics", "include", "exclude", "max_tokens", "rank_tol", "method", "history", "alerts",
-          "thresholds", "on_alert", "interventions", "strict", "check_heads", "process_group", "verbose", "padding")  # fmt: skip
+          "thresholds", "on_alert", "interventions", "strict", "check_heads", "process_group", "verbose",
+          "padding")  # fmt: skip
 DOORS = {
     HDICallback: (*SHARED, "prog_bar", "name"),
     HDITrainerCallback: SHARED,

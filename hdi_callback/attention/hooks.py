@@ -89,6 +89,19 @@ def observe_calls(
     return handles
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Tell whether somebody else has given one module a `forward` that is not that of its class.
+
+    Args:
+        module: the module, which may be observed.
+
+    Returns:
+        False where `observe_calls` alone has.
+    """
+    own = vars(module).get("forward")
+    return own is not None and not (isinstance(own, _ObservedForward) and own.is_of_class)
+
+
 class _Observer:
     """One who observes the calls of torch's attention."""
 
@@ -132,6 +145,11 @@ class _ObservedForward:
                 if after is not None:
                     after(module, args, kwargs, result)
         return result
+
+    @property
+    def is_of_class(self) -> bool:
+        """Whether nothing but the forward of the class is in it."""
+        return self._inner is None
 
     def put_on(self) -> None:
         """Stand before the module's own forward."""

@@ -26,6 +26,7 @@ from hdi_callback.attention.behaviour.probe import MadeUp, ways_to_run
 from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scores
 from hdi_callback.attention.behaviour.trial import acts_as_claimed
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
+from hdi_callback.attention.hooks import has_own_forward
 from hdi_callback.attention.norms import with_norms
 from hdi_callback.attention.projections import is_linear
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
@@ -198,7 +199,7 @@ def torch_attention(place: Place) -> AttentionLayer | None:
     if getattr(around, "base_layer", None) is module:
         name = f"{type(around).__name__} of {type(around).__module__.partition('.')[0]}"
         raise place.refuse(f"the {name} around it changes its weights within each forward")
-    if type(module).forward is not nn.MultiheadAttention.forward or "forward" in vars(module):
+    if type(module).forward is not nn.MultiheadAttention.forward or has_own_forward(module):
         raise place.refuse("it is an `nn.MultiheadAttention` with a forward of its own")
     reason = projections.objection(module.out_proj)
     if reason is not None:

@@ -57,7 +57,7 @@ def _name(value: Any) -> str | None:
 def _padding(value: Any) -> Any:
     if value is None or callable(value) or (isinstance(value, str) and value == "auto"):
         return value
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         return int(value)
     raise MisconfigurationError(
         f'`padding` must be "auto", the number of the token that is padding, a function or None, got {shown(value)}: '

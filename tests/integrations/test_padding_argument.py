@@ -81,10 +81,10 @@ def under_transformers(padding, path, folder):
 def in_a_loop(padding, path, folder):
     model = made(Tokens)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch_heads(model, optimizer, every_n_steps=1, padding=padding, history=path, verbose=False) as heads:
-        with heads.step():
-            model(IDS)["loss"].backward()
-            optimizer.step()
+    heads = watch_heads(model, optimizer, every_n_steps=1, padding=padding, history=path, verbose=False)
+    with heads, heads.step():
+        model(IDS)["loss"].backward()
+        optimizer.step()
 
 
 def truth(padded):

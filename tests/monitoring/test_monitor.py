@@ -227,3 +227,18 @@ def test_the_largest_limit_of_tokens_costs_nothing(model):
         monitor.arm()
         model(tokens())
         assert monitor.measure(step=0).record().layers[LAYERS[0]].values["head_correlation"] < 1
+
+
+def test_two_monitors_of_one_model_read_the_same():
+    model = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True))
+    x = torch.randn(2, 6, 32)
+    with HeadDiversityMonitor(model) as first, HeadDiversityMonitor(model) as second:
+        first.arm()
+        second.arm()
+        with HeadDiversityMonitor(model) as third:
+            assert [layer.name for layer in third.layers] == ["0.self_attn"]
+            model(x).sum().backward()
+        values = [monitor.measure(0).record().layers["0.self_attn"].values for monitor in (first, second)]
+    assert "head_correlation" in values[0]
+    assert values[0] == values[1]
+    assert "forward" not in vars(model[0].self_attn)
