@@ -36,6 +36,7 @@ class ObservedCore:
         scale: factor of the scores; None if it is not one number.
         bias: largest number that is added to a score; None if nothing is added that is known.
         is_bounded: scores are at most largest query norm x largest key norm x scale + bias.
+        changed: names of functions that changed scores or weights in a way that is not followed.
         samples: a few tokens of queries, keys, values and outputs, for the comparison with claims.
         maps: calls of linear maps and norms before it, the latest last.
         parts: names of the modules around it, outermost first.
@@ -60,9 +61,16 @@ class ObservedCore:
     scale: float | Tensor | None = None
     bias: Tensor | None = None
     is_bounded: bool = True
+    changed: tuple[str, ...] = ()
     samples: CoreSamples = field(default_factory=CoreSamples)
     maps: list[MapCall] = field(default_factory=list)
     parts: tuple[str, ...] = ()
+
+    @property
+    def mixed(self) -> str:
+        """The function that mixed scores or weights of several heads, or subtracted those of another softmax."""
+        mixing = ("einsum", "linear", "matmul", "bmm", "conv1d", "conv2d", "sub")
+        return next((name for name in self.changed if name.strip("_") in mixing), "")
 
     @property
     def heads(self) -> int:

@@ -65,6 +65,7 @@ class FoundRows:
         rows: ``(heads, width)``, features of the map.
         how: ``"as they are"`` or ``"rotated"``; then it is not known which feature of a pair is which.
         is_transposed: the map keeps its matrix as ``(in_features, out_features)``.
+        call: the call of the map.
     """
 
     role: Role
@@ -72,6 +73,7 @@ class FoundRows:
     rows: Tensor
     how: str
     is_transposed: bool = False
+    call: MapCall | None = None
 
 
 def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
@@ -113,13 +115,16 @@ def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Se
     return Verdict(state, "; ".join(sentences), roles, cores[0], tuple(cores))
 
 
-def find_rows(core: ObservedCore, maps: Sequence[MapCall], role: Role) -> FoundRows | None:
+def find_rows(
+    core: ObservedCore, maps: Sequence[MapCall], role: Role, *, of_all_tokens: bool = False
+) -> FoundRows | None:
     """Look for the heads that attention received among what maps gave before it.
 
     Args:
         core: the attention.
         maps: maps that may have given them.
         role: which of its arguments.
+        of_all_tokens: only a map that gave all tokens that attention received.
 
     Returns:
         The map and its features; None unless all of them were found in one map.
@@ -128,6 +133,9 @@ def find_rows(core: ObservedCore, maps: Sequence[MapCall], role: Role) -> FoundR
     for call in reversed(calls):
         for arrangement in core.samples.roles.get(role, ()):
             x = _distinct(arrangement.features)
+            length = core.queries if role == "query" else core.keys
+            if of_all_tokens and core.axes is not None and arrangement.tokens != core.axes.sequences * length:
+                continue
             if arrangement.tokens != call.tokens or len(x) != len(call.made):
                 continue
             x, y = x.cpu(), call.made.cpu()
@@ -139,7 +147,7 @@ def find_rows(core: ObservedCore, maps: Sequence[MapCall], role: Role) -> FoundR
                 rows = torch.where(rows < 0, rotated, rows) if bool((rotated >= 0).any()) else rows
                 how = "rotated"
             if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
-                return FoundRows(role, call.name, rows + call.rows, how, call.is_transposed)
+                return FoundRows(role, call.name, rows + call.rows, how, call.is_transposed, call)
     return None
 
 
@@ -184,6 +192,8 @@ def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
     wrong = [one.sentence for one in roles.values() if one.state == "contradicted"]
     if wrong:
         return Verdict("contradicted", "; ".join(wrong), roles, core)
+    if core.mixed:
+        return Verdict("not seen", f"its scores or weights are mixed by `{core.mixed}`", roles, core)
     unseen = [one.sentence for role, one in roles.items() if one.state != "established" and role != "output"]
     if unseen:
         return Verdict("not seen", "; ".join(dict.fromkeys(unseen)), roles, core)

@@ -49,7 +49,10 @@ class ObservingMode(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _PASSED:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in ("mT", "T"):
+                self._lineage.follow("transpose", (args[0], -2, -1), {}, result)
+            return result
         if name == "multi_head_attention_forward" and func is F.multi_head_attention_forward:
             return self._inside(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -183,6 +186,9 @@ class ObservingMode(TorchFunctionMode):
         for one, other in ((right, left), (left, right)):
             parameter, rows = _parameter(one)
             if isinstance(parameter, nn.Parameter):
+                if self._lineage.any_of((other,)) is not None:  # heads that are mixed
+                    self._lineage.follow(name, args, kwargs, result)
+                    return
                 self._saw_map(name, args, kwargs, result, parameter, rows, one, other)
                 return
         product = product_of(name, args, kwargs, result)

@@ -29,13 +29,20 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
     """
     if core.kind != "softmax":
         return f"its weights are no softmax ({core.kind})"
+    if core.mixed:
+        return f"its scores or weights are mixed by `{core.mixed}`"
+    if core.heads == 1:
+        return "it has a single head"
     found: dict[Role, FoundRows] = {}
     for role in ("query", "key", "value"):
-        rows = find_rows(core, maps, role)
+        rows = find_rows(core, maps, role, of_all_tokens=True)
         if rows is None:
             if role == "key":
-                return "its keys are none of the features that a single map gave"
+                return "its keys are none of the features that a single map gave for all tokens"
             continue
+        before = None if rows.call is None else _map_in_front(core, rows.call, maps)
+        if before is not None:
+            return f"its {role} heads come from `{before.name}` and `{rows.map}`, one after the other"
         found[role] = rows
     columns = find_columns(core, maps)
     if columns is not None:
@@ -67,6 +74,22 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         return str(error)
 
 
+def _map_in_front(core: ObservedCore, call: MapCall, maps: Sequence[MapCall]) -> MapCall | None:
+    """Find a map of the same module whose result the map was given, as it is or through a norm."""
+    if not call.given.numel():
+        return None
+    given = call.given.cpu()
+    inside = [one for one in maps if one.order < call.order and one.owner.startswith(core.module)]
+    for one in inside:
+        results = [one.made] if one.kind == "linear" else [after.features.flatten(1) for _, after in one.ways]
+        is_first = one.kind == "norm" and not any(
+            other.kind == "linear" and other.order < one.order for other in inside
+        )
+        if not is_first and any(made.shape == given.shape and torch.equal(made.cpu(), given) for made in results):
+            return one
+    return None
+
+
 def _called(model: nn.Module, parameter: str) -> nn.Module | None:
     """Find the module that multiplies with a parameter when it is called."""
     path, _, name = parameter.rpartition(".")
@@ -95,6 +118,8 @@ def slice_of(model: nn.Module, name: str, found: FoundRows) -> HeadSlice | None:
     for block in (one for one in range(heads, 0, -1) if heads % one == 0):
         stride = int(rows[1, 0] - rows[0, 0]) if block > 1 else width * step
         apart = int(rows[block, 0] - rows[0, 0]) if block < heads else 0
+        if min(step, stride, apart) < 0:  # no weight can be read backwards
+            continue
         part = HeadSlice(module, parameter, heads, width, start, found.is_transposed, stride, step, block, apart)
         if torch.equal(part.index(), rows):
             usual = stride == width and step == 1 and block == heads

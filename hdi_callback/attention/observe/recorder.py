@@ -287,7 +287,7 @@ class Recorder:
         if self.is_repeated:
             return Taken(None)
         if scores.query is None or scores.key is None:
-            return Taken(None, "its weights are a softmax, but not of products of queries and keys")
+            return Taken(None, "its weights are a softmax, but its scores are no product of two activations")
         if axis == scores.row_axis:
             swapped = scores.query, scores.row_axis
             scores.query, scores.row_axis = scores.key, scores.key_axis
@@ -422,6 +422,7 @@ class Recorder:
             core.axes, core.unread, core.rows, core.norms = taken.axes, taken.unread, taken.rows, taken.norms
             core.bias, core.is_bounded, core.is_self = taken.bias, taken.is_bounded, taken.is_self
         core.scale = scores.scale
+        core.changed = (*scores.unknown, *scores.altered)
         if scores.query is not None and scores.key is not None:
             core.queries, core.width = int(scores.query.shape[-2]), int(scores.query.shape[-1])
             core.keys = int(scores.key.shape[-2])

@@ -276,7 +276,7 @@ class Gated(models.Separate):
 @pytest.mark.parametrize(
     ("inner", "kind", "unread"),
     [
-        (Additive, "additive", "its weights are a softmax, but not of products of queries and keys"),
+        (Additive, "additive", "its weights are a softmax, but its scores are no product of two activations"),
         (lambda: Gated(torch.sigmoid), "sigmoid", "its weights are no softmax (sigmoid)"),
         (lambda: Gated(F.relu), "relu", "its weights are no softmax (relu)"),
         (lambda: Gated(lambda scores: scores), "linear", "its weights are no softmax (linear)"),

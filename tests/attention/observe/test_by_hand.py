@@ -1,0 +1,74 @@
+"""Modules by hand whose truth is written down: attention is seen in them, and no head that is proposed is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.observe import AttentionObserver
+from tests.attention.wild.catalogue import cases
+from tests.attention.wild.proof import make_inputs, randomize, run
+from tests.attention.wild.truth import Case, Core, weight_of
+
+ALL = cases()
+# Products that are written as `(q * k).sum(-1)` are not seen; what TorchScript runs is named as closed.
+NOT_SEEN = {"ProductByHand", "Scripted"}
+ELSEWHERE = {"OnMeta"}  # its inputs are on another device
+
+
+class Around(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        torch.manual_seed(0)
+        block = randomize(case.make())
+        self.block = case.convert(block) if case.convert else block
+
+    def forward(self, *given):
+        return run(self.case, self.block, list(given))
+
+
+def observed(name: str) -> AttentionObserver:
+    model = Around(ALL[name])
+    observer = AttentionObserver(model, reduce_rows=lambda chunk: chunk.weights.sum())
+    observer.arm()
+    with torch.no_grad():
+        model(*make_inputs(ALL[name], dtype=ALL[name].cast))
+    observer.disarm()
+    return observer
+
+
+def is_right(core: Core, layer: AttentionLayer, model: nn.Module) -> bool:
+    """The same rows for every head, in whatever order within it: which of a rotated pair is which is not known."""
+    for role in layer.slices:
+        truth = weight_of(getattr(core, role), model)
+        if truth is None:
+            continue
+        weight = layer.weight(role).detach()
+        if weight.shape != truth.shape:
+            return False
+        rows, others = (one.float().sort(1).values for one in (weight, truth))
+        if not torch.allclose(rows, others, atol=1e-3):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name, case in ALL.items() if not case.none and name not in ELSEWHERE])
+def test_attention_is_seen_and_no_proposed_head_is_wrong(name):
+    observer = observed(name)
+    assert observer.failures == []
+    assert bool(observer.cores) == (name not in NOT_SEEN)
+    for core in observer.cores:
+        assert core.unread or core.rows is not None
+    for layer in observer.proposals().values():
+        if isinstance(layer, AttentionLayer):
+            assert not ALL[name].refused
+            assert any(is_right(core, layer, observer._model.block) for core in ALL[name].cores)
+
+
+def test_the_heads_of_two_thirds_of_them_are_found_by_looking_on_alone():
+    found = [name for name, case in ALL.items() if not case.none and not case.refused and name not in ELSEWHERE
+             and any(isinstance(one, AttentionLayer) for one in observed(name).proposals().values())]  # fmt: skip
+    assert len(found) > 100
