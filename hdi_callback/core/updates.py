@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.diversity import HeadDiversity, head_diversity
+from hdi_callback.core.whitening import gram_matrices
 from hdi_callback.errors import ShapeError
 
 
@@ -126,11 +127,10 @@ def spectral_entropy(weight: Tensor) -> Tensor:
     """
     k = weight.shape[-2]
     out = torch.promote_types(weight.dtype, torch.float32)
-    wide = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if k < 2:
         return torch.full(weight.shape[:-2], torch.nan, dtype=out, device=weight.device)
-    wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    P = wide @ wide.mT
+    gram, _ = gram_matrices(weight)
+    P = gram / gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     eye = torch.eye(k, dtype=P.dtype, device=P.device)
     entropy = torch.zeros_like(P[..., 0, 0])
     step = 1.2  # the error of the rule is 2 exp(-2 pi^2 / step)

@@ -73,8 +73,7 @@ def whiten_heads(
         The heads in float32; float64 for a float64 weight or ``"exact"``.
     """
     out = torch.float64 if method == "exact" or weight.dtype == torch.float64 else torch.float32
-    peak = _peak(weight)
-    gram = _gram(weight, peak, metric, memory_budget)
+    gram, peak = gram_matrices(weight, metric=metric, memory_budget=memory_budget)
     norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()  # (..., H), in units of the peak
     largest = norm.amax(-1, keepdim=True)
     finite = largest.isfinite()
@@ -220,9 +219,22 @@ def _power_of_two(size: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(size), exponent - 1)
 
 
-def _gram(weight: Tensor, peak: Tensor, metric: Tensor | None, budget: int) -> Tensor:
-    """Gram matrices of heads (..., H, k, k) in the widest type, chunk by chunk."""
+def gram_matrices(
+    weight: Tensor, *, metric: Tensor | None = None, memory_budget: int = DEFAULT_BUDGET
+) -> tuple[Tensor, Tensor]:
+    """Multiply every head with itself in float64, in chunks of heads.
+
+    Args:
+        weight: ``(..., H, d_k, d)``.
+        metric: ``(..., d, d)``, between the two; the identity by default.
+        memory_budget: bytes of temporary memory.
+
+    Returns:
+        The Gram matrices ``(..., H, d_k, d_k)`` of the weights divided by a power of two, and that ``(..., 1)``: 1
+        unless the weights are float64, whose squares may leave the range.
+    """
     *batch, H, k, d = weight.shape
+    peak = _peak(weight)
     wide = _widest(weight.device)
     sliced = wide == torch.float64 and weight.dtype != wide and metric is None and not has_fast_float64(weight.device)
     gram = torch.empty(*batch, H, k, k, dtype=wide, device=weight.device)
@@ -237,9 +249,9 @@ def _gram(weight: Tensor, peak: Tensor, metric: Tensor | None, budget: int) -> T
             heads = heads / peak[..., None, None]
         return (heads if S is None else heads @ S) @ heads.mT
 
-    for part in head_chunks(H, each, budget):
+    for part in head_chunks(H, each, memory_budget):
         gram[..., part, :, :] = of_some(weight[..., part, :, :])
-    return gram
+    return gram, peak
 
 
 def _rows(whitener: Tensor, scale: Tensor, weight: Tensor, out: torch.dtype, budget: int, *, precise: bool) -> Tensor:

@@ -1,7 +1,11 @@
-"""Times of several pieces of work in turn, as ratios to the first: machines are shared, so only ratios are quoted."""
+"""Times of several pieces of work in turn, as ratios to the first: machines are shared, so only ratios are quoted.
+
+On a CPU it is the time of the process that counts, not that of the clock, which others share.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +17,11 @@ import torch
 
 @dataclass(frozen=True)
 class Ratio:
-    """How long a piece of work takes against the baseline of the same round."""
+    """How long a piece of work takes against the baseline of the same round.
+
+    `low` and `high` enclose the median ratio of further rounds like these with 95 % confidence, by order statistics;
+    with fewer than six rounds they are the lowest and the highest, and the confidence is less.
+    """
 
     name: str
     median: float
@@ -29,28 +37,40 @@ class Ratio:
 def measure(work: dict[str, Callable[[], object]], *, rounds: int, device: str = "cpu") -> list[Ratio]:
     """Run all pieces of work in turn, `rounds` times after one warm-up; the first is the baseline."""
     times: dict[str, list[float]] = {name: [] for name in work}
+    clock = time.perf_counter if device == "cuda" else time.process_time
     for turn in range(rounds + 1):
         for name, run in work.items():
             if device == "cuda":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = clock()
             run()
             if device == "cuda":
                 torch.cuda.synchronize()
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if turn > 0:
                 times[name].append(elapsed)
     baseline = next(iter(times.values()))
     ratios = []
     for name, seconds in times.items():
-        each = [ours / theirs for ours, theirs in zip(seconds, baseline)]
-        ratios.append(Ratio(name, statistics.median(each), min(each), max(each), statistics.median(seconds)))
+        each = sorted(ours / theirs for ours, theirs in zip(seconds, baseline))
+        skip = outside(len(each))
+        low, high = each[skip], each[-1 - skip]
+        ratios.append(Ratio(name, statistics.median(each), low, high, statistics.median(seconds)))
     return ratios
+
+
+def outside(rounds: int) -> int:
+    """How many values on each side may be left out of an interval that holds the median with 95 % confidence."""
+    tail, skip = 0.5**rounds, 0
+    while tail + math.comb(rounds, skip + 1) * 0.5**rounds <= 0.025:
+        skip += 1
+        tail += math.comb(rounds, skip) * 0.5**rounds
+    return skip
 
 
 def table(title: str, ratios: list[Ratio], *, absolute: bool) -> list[str]:
     """A Markdown table."""
-    heading = f"| {title} | median ratio | lowest - highest |" + (" milliseconds |" if absolute else "")
+    heading = f"| {title} | median ratio | 95 % interval |" + (" milliseconds |" if absolute else "")
     rule = "|---|---|---|" + ("---|" if absolute else "")
     return [heading, rule, *(ratio.row(absolute=absolute) for ratio in ratios), ""]
 
