@@ -16,6 +16,7 @@ from hdi_callback.arguments import did_you_mean, words
 from hdi_callback.errors import MisconfigurationError
 
 COVARIANCE = "head outputs"
+CONTRIBUTION = "head contributions"
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def test_layers_of_one_shape_are_measured_in_one_call(model, monkeypatch):
         shapes.append(tuple(weight.shape))
         return head_diversity(weight, **options)
 
-    monkeypatch.setattr("hdi_callback.monitoring.monitor.head_diversity", count)
+    monkeypatch.setattr("hdi_callback.monitoring.sources.head_diversity", count)
     with HeadDiversityMonitor(model) as monitor:
         monitor.measure(step=0)
     assert shapes == [(len(LAYERS), HEADS, WIDTH // HEADS, WIDTH)]
@@ -106,7 +106,7 @@ def test_layers_of_one_shape_are_measured_in_one_call(model, monkeypatch):
 def test_the_stacked_copies_stay_bounded(model, monkeypatch):
     with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
         whole = monitor.measure(step=0).record()
-        monkeypatch.setattr("hdi_callback.monitoring.monitor._CHUNK_BYTES", 1)
+        monkeypatch.setattr("hdi_callback.monitoring.weights._CHUNK_BYTES", 1)
         reading = monitor.measure(step=0)
     assert [len(measurement.layers) for measurement in reading.measurements] == [1, 1]
     assert reading.record().scalars(["hdi"]) == pytest.approx(whole.scalars(["hdi"]), abs=1e-7)

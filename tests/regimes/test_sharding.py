@@ -113,7 +113,7 @@ def _largest_at_once(monitor: HeadDiversityMonitor) -> int:
         most = max(most, sum(ref() is not None for ref in alive))
         return found
 
-    with mock.patch.object(Sharding, "weight", weight), mock.patch("hdi_callback.monitoring.monitor._CHUNK_BYTES", 1):
+    with mock.patch.object(Sharding, "weight", weight), mock.patch("hdi_callback.monitoring.weights._CHUNK_BYTES", 1):
         monitor.measure(9)
     return most
 

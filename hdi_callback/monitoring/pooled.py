@@ -1,0 +1,126 @@
+"""One measurement over several ranks: every rank measures a share of the weights and its own tokens, and all add up.
+
+Whatever fails before a sum leaves zeros or NaN in it, so that every rank takes part with the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.monitoring.absent import Absent, absence_of
+from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.outputs import HeadOutputs
+from hdi_callback.monitoring.ranks import Ranks
+from hdi_callback.monitoring.readings import Measurement
+from hdi_callback.monitoring.weights import WeightReader, WeightSource
+
+
+def measure_over_ranks(
+    ranks: Ranks,
+    layers: WatchedLayers,
+    reader: WeightReader,
+    sources: Sequence[WeightSource],
+    outputs: HeadOutputs | None,
+    absent: Absent,
+    faults: Faults,
+) -> list[Measurement]:
+    """Measure with other ranks; every one of them calls this at the same reading.
+
+    Args:
+        ranks: those that measure together.
+        layers: the layers that are watched, the same on every rank.
+        reader: reads their weights.
+        sources: what is computed from weights.
+        outputs: what was captured; `None` if head outputs are not asked for.
+        absent: takes what cannot be measured.
+        faults: turns what goes wrong into one warning.
+
+    Returns:
+        The whole measurement, on every rank.
+    """
+    device = layers.device()
+    shares = [] if outputs is None else outputs.shares(ranks, device)
+    mine = {layer.name for layer in layers.all[ranks.rank :: ranks.size]}
+    sheets = [_Sheet(source, layers.all, device) for source in sources]
+    for sheet in sheets:
+        missing = Absent(faults)
+        sheet.fill(reader.measure(sheet.source, missing, ranks), mine)
+        sheet.absent = {name for name in layers.names if absence_of(sheet.source.name, name) in missing.reasons}
+        absent.reasons.update(missing.reasons)
+    sums = [] if outputs is None else outputs.sums(shares, ranks, device, absent)
+    flat = [tensor for sheet in sheets for tensor in sheet.tensors()]
+    added = iter(ranks.sum(flat + [tensor for item in sums for tensor in item.tensors()], device))
+    measurements = [found for sheet in sheets for found in sheet.read(added)]
+    return measurements + ([] if outputs is None else outputs.read_sums(sums, added, absent))
+
+
+class _Sheet:
+    """Room for the results of one source in all layers: every rank fills in its share, and the rest comes by adding up.
+
+    Its shapes follow from the numbers of heads alone, so that they are the same on every rank whatever fails on one.
+    """
+
+    def __init__(self, source: WeightSource, layers: Sequence[AttentionLayer], device: torch.device) -> None:
+        self.source = source
+        self.absent: Collection[str] = ()
+        self._groups: dict[tuple[int, ...], list[str]] = {}
+        for layer in layers:
+            self._groups.setdefault(source.heads(layer), []).append(layer.name)
+        self._blanks: list[dict[str, Tensor]] = []
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._record: type = type(None)
+        for heads, names in self._groups.items():
+            blank = source.blank(len(names), heads)
+            self._record = type(blank)
+            of_blank = {item.name: getattr(blank, item.name) for item in fields(blank)}
+            self._dtypes = {name: value.dtype for name, value in of_blank.items()}
+            self._blanks.append(
+                {name: torch.zeros(value.shape, dtype=torch.float64, device=device) for name, value in of_blank.items()}
+            )
+
+    def fill(self, measurements: Sequence[Measurement], mine: Collection[str]) -> None:
+        """Write down what this rank measured; NaN for what it should have measured and could not."""
+        found = {
+            name: (measurement.values, row)
+            for measurement in measurements
+            for row, name in enumerate(measurement.layers)
+        }
+        for names, blanks in zip(self._groups.values(), self._blanks):
+            for place, name in enumerate(names):
+                if name not in mine:
+                    continue
+                for field, blank in blanks.items():
+                    if name in found:
+                        values, row = found[name]
+                        blank[place] = getattr(values, field)[row]
+                    else:
+                        blank[place] = torch.nan if self._dtypes[field].is_floating_point else -1
+
+    def tensors(self) -> list[Tensor]:
+        """Everything on the sheet, in a fixed order."""
+        return [blank for blanks in self._blanks for blank in blanks.values()]
+
+    def read(self, added: Iterator[Tensor]) -> list[Measurement]:
+        """Read the sheet again after it was added up; a layer that is absent here is left out."""
+        measurements = []
+        for names, blanks in zip(self._groups.values(), self._blanks):
+            sums = {field: next(added) for field in blanks}
+            rows = [row for row, name in enumerate(names) if name not in self.absent]
+            if rows:
+                values = {
+                    field: torch.stack([total[row] for row in rows]).to(self._kept(field))
+                    for field, total in sums.items()
+                }
+                kept = tuple(names[row] for row in rows)
+                measurements.append(Measurement(kept, self.source.name, self._record(**values)))
+        return measurements
+
+    def _kept(self, field: str) -> torch.dtype:
+        kind = self._dtypes[field]
+        return torch.float64 if kind.is_floating_point else kind

@@ -1,0 +1,173 @@
+"""Reading the heads' weights: by source, layers of one shape at once, in bounded memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention import AttentionLayer, Role
+from hdi_callback.errors import HDIError
+from hdi_callback.monitoring.absent import Absent
+from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.ranks import Ranks, number_of_processes
+from hdi_callback.monitoring.readings import Measurement
+
+_CHUNK_BYTES = 512 * 2**20
+
+Shape = tuple[tuple[torch.Size, torch.device, torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """What is computed from the weights of a layer alone.
+
+    Attributes:
+        name: what the catalogue of metrics calls it.
+        roles: the weights that it takes.
+        compute: takes the names of some layers and for each role their weights, ``(layers, heads, width, features)``,
+            to a frozen record of tensors ``(layers, ...)``.
+    """
+
+    name: str
+    roles: tuple[Role, ...]
+    compute: Callable[..., Any]
+
+    def heads(self, layer: AttentionLayer) -> tuple[int, ...]:
+        """Tell how many heads the weights of a layer have, by role.
+
+        Args:
+            layer: the layer.
+
+        Returns:
+            What the shapes of the result follow from.
+        """
+        return tuple(layer.num_key_heads if role in ("key", "value") else layer.num_heads for role in self.roles)
+
+    def blank(self, layers: int, heads: tuple[int, ...]) -> Any:
+        """Compute the shapes of a result.
+
+        Args:
+            layers: how many layers.
+            heads: what `heads` gives for each of them.
+
+        Returns:
+            A record of tensors on the meta device.
+        """
+        return self.compute([""] * layers, *(torch.empty(layers, count, 1, 1, device="meta") for count in heads))
+
+
+class WeightReader:
+    """Read weights and measure them, many layers at once.
+
+    Args:
+        layers: the layers that are watched.
+    """
+
+    def __init__(self, layers: WatchedLayers) -> None:
+        self._layers = layers
+        self._layers_at_once = sys.maxsize
+
+    def measure(self, source: WeightSource, absent: Absent, ranks: Ranks) -> list[Measurement]:
+        """Measure the weights of all layers; of several ranks, every one measures its share of the layers.
+
+        Args:
+            source: what is computed.
+            absent: takes what cannot be measured.
+            ranks: those that measure together.
+
+        Returns:
+            One measurement for each batch of layers of one shape.
+        """
+        pending: dict[Shape, list[tuple[str, tuple[Tensor, ...]]]] = {}
+        measurements: list[Measurement] = []
+        for place, layer in enumerate(self._layers.all):
+            with absent.unless_measured(source.name, layer.name):
+                # On every rank, as it may be a collective call.
+                weights = tuple(self.weight(layer, role, ranks) for role in source.roles)
+                kind = tuple((weight.shape, weight.device, weight.dtype) for weight in weights)
+                limit = min(_layers_per_call(weights), self._layers_at_once)
+                if place % ranks.size == ranks.rank:
+                    pending.setdefault(kind, []).append((layer.name, weights))
+                del weights  # else two layers would be whole while the next one is gathered
+                if len(pending.get(kind, ())) >= limit:
+                    measurements += self._measure_at_once(source, pending.pop(kind), absent)
+        for members in pending.values():
+            measurements += self._measure_at_once(source, members, absent)
+        return measurements
+
+    def weight(self, layer: AttentionLayer, role: Role, ranks: Ranks) -> Tensor:
+        """Read a weight whole.
+
+        Args:
+            layer: the layer.
+            role: of the weight.
+            ranks: those that measure together.
+
+        Returns:
+            ``(heads or key heads, width, features)``, detached.
+
+        Raises:
+            HDIError: if it is not to be read, or cannot be.
+        """
+        self._layers.require(layer)
+        if ranks.size == 1 and number_of_processes() > 1 and self._layers.sharding.is_sharded(layer, role):
+            raise HDIError("other ranks hold parts of it, and they take no readings with this one")
+        weight = self._layers.sharding.weight(layer, role)
+        if weight.is_meta and ranks.size > 1:
+            raise HDIError("it is on the meta device and holds no numbers")
+        return weight
+
+    def _measure_at_once(
+        self, source: WeightSource, members: Sequence[tuple[str, tuple[Tensor, ...]]], absent: Absent
+    ) -> list[Measurement]:
+        names = tuple(name for name, _ in members)
+        of = f"its {source.name} weight" if source.roles == (source.name,) else "it"
+        try:
+            # Under the user's autocast the products would run in half precision.
+            with without_autocast(members[0][1][0].device):
+                stacked = [torch.stack(weights) for weights in zip(*(weights for _, weights in members))]
+                values = source.compute(names, *stacked)
+        except torch.OutOfMemoryError as error:
+            # Later readings start with what was left for this one.
+            self._layers_at_once = max(1, len(members) // 2)
+            reason = f"{of} cannot be measured ({error})"
+        except Exception as error:
+            reason = f"{of} cannot be measured ({error})"
+            absent.leave_all_out(source.name, names, reason, f"measuring {type(error).__name__}")
+            return []
+        else:
+            return [Measurement(names, source.name, values)]
+        if len(members) == 1:
+            absent.leave_all_out(source.name, names, reason, "out of memory")
+            return []
+        half = len(members) // 2
+        return [
+            *self._measure_at_once(source, members[:half], absent),
+            *self._measure_at_once(source, members[half:], absent),
+        ]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Compute in the types that are given, whatever the user's autocast says.
+
+    Args:
+        device: where it is computed.
+
+    Returns:
+        A context manager.
+    """
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _layers_per_call(weights: Sequence[Tensor]) -> int:
+    """How many layers are measured at once, so that their stacked copies stay bounded."""
+    # Bases and their product are kept in float32 or wider beside the copy of the weights.
+    return max(1, _CHUNK_BYTES // max(1, sum(weight.numel() for weight in weights) * 16))
