@@ -6,7 +6,7 @@ A metric's name is the first part of its tag: the metric `hdi` of layer `blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from hdi_callback.errors import MisconfigurationError
 
 COVARIANCE = "head outputs"
 CONTRIBUTION = "head contributions"
+QK, OV = "QK circuits", "OV circuits"
+FINITENESS = "finiteness of weights"
+MOVEMENT = "movement of weights"
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,9 @@ class Metric:
 
     Attributes:
         name: the first part of the tag, and what a user writes in ``metrics=[...]``.
-        source: the role of the weights it is read from (``"key"``, ``"query"``, ``"value"``, ``"output"``), or
-            ``"head outputs"`` for what is measured on captured head outputs.
-        read: takes the batched result (``HeadDiversity`` or ``HeadCovariance``) to one value per layer, ``(layers,)``.
+        source: the role of the weights it is read from (``"key"``, ``"query"``, ``"value"``, ``"output"``), or what
+            else is measured, as ``"head outputs"``; what no metric asks for is not measured.
+        read: takes the batched result (such as a ``HeadDiversity``) to one value per layer, ``(layers,)``.
         summary: one sentence for people.
     """
 
@@ -109,14 +112,100 @@ _COVARIANCE_METRICS = [
     ),
 ]
 
+_CIRCUIT_METRICS = [
+    Metric(
+        "circuit_qk", QK, _field("mean"), "Mean cosine of two heads' QK circuits: 0 independent, 1 the same kernel."
+    ),
+    Metric("circuit_qk_worst", QK, _field("worst"), "Largest cosine of two heads' QK circuits."),
+    Metric(
+        "circuit_ov", OV, _field("mean"), "Mean cosine of two heads' OV circuits: 0 independent, 1 the same message."
+    ),
+    Metric("circuit_ov_worst", OV, _field("worst"), "Largest cosine of two heads' OV circuits."),
+]
+
+
+def _smallest(name: str) -> Callable[[Any], Tensor]:
+    """Read the smallest value of a head; NaN in one head is NaN."""
+
+    def read(values: Any) -> Tensor:
+        tensor: Tensor = getattr(values, name)
+        return tensor.amin(-1)
+
+    return read
+
+
+_HEAD_METRICS = [
+    Metric(
+        "head_contribution_min",
+        CONTRIBUTION,
+        _smallest("relative"),
+        "Smallest share of a head: RMS of what it adds over that of what all heads add together.",
+    ),
+    Metric(
+        "outputs_not_finite",
+        CONTRIBUTION,
+        lambda c: c.not_finite.sum(-1),
+        "How many heads gave an output that is NaN or infinite.",
+    ),
+    Metric(
+        "weights_not_finite",
+        FINITENESS,
+        lambda f: (f.not_finite > 0).sum(-1),
+        "How many heads have query, key, value or output weights that are NaN or infinite.",
+    ),
+    Metric(
+        "head_movement_min",
+        MOVEMENT,
+        _smallest("movement"),
+        "Smallest relative change of a head's weights since the last reading: 0 is frozen, or rounds away.",
+    ),
+]
+
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         *(metric for role in ("key", "query", "value", "output") for metric in _diversity_metrics(role)),
         *_COVARIANCE_METRICS,
+        *_CIRCUIT_METRICS,
+        *_HEAD_METRICS,
     )
 }
 """Every metric by name."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What the history holds of heads and pairs beside the curves of a source.
+
+    Attributes:
+        arrays: name in the history -> field ``(layers, H)``, or of a pair ``(layers, 2)``.
+        matrices: name in the history -> field ``(layers, H, H)``.
+        why_not: why a curve of it is absent where it is no number.
+    """
+
+    arrays: Mapping[str, str]
+    matrices: Mapping[str, str]
+    why_not: str
+
+
+_OF_CIRCUITS = "there are fewer than two live heads, or the weights are not finite"
+
+DETAILS: dict[str, Details] = {
+    QK: Details({"circuit_qk_worst_pair": "worst_pair"}, {"circuit_qk": "cosine"}, _OF_CIRCUITS),
+    OV: Details({"circuit_ov_worst_pair": "worst_pair"}, {"circuit_ov": "cosine"}, _OF_CIRCUITS),
+    CONTRIBUTION: Details(
+        {"head_contribution": "relative", "outputs_not_finite": "not_finite"},
+        {},
+        "there were no tokens without padding, or the outputs are zero or not finite",
+    ),
+    FINITENESS: Details({"weights_not_finite": "not_finite"}, {}, ""),
+    MOVEMENT: Details(
+        {"head_movement": "movement"},
+        {},
+        "there is no earlier reading to compare with in this process, or a weight was zero or is not finite",
+    ),
+}
+"""Source -> its details, of all sources but the roles of weights and the head outputs."""
 
 DEFAULT_METRICS = ("hdi", "hdi_worst_pair", "hdi_effective_heads", "head_covariance", "head_correlation")
 """The curves that a new user sees."""

@@ -20,6 +20,7 @@ from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS
+from hdi_callback.monitoring.movement import LARGEST, LastWeights
 from hdi_callback.monitoring.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.pooled import measure_over_ranks
 from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
@@ -105,7 +106,8 @@ class HeadDiversityMonitor:
         )
         self._reader = WeightReader(self._layers)
         sources = {METRICS[name].source for name in self.metrics}
-        self._weight_sources = weight_sources(sources, rank_tol=rank_tol, method=method)
+        self._last_weights = LastWeights()
+        self._weight_sources = weight_sources(sources, self._last_weights, rank_tol=rank_tol, method=method)
         self._outputs = None
         if sources & set(SOURCES):
             self._outputs = HeadOutputs(
@@ -222,8 +224,10 @@ class HeadDiversityMonitor:
         if self._outputs is not None:
             self._pending_outputs = self._outputs.pending() if alone and not is_last_forward else set()
             self._outputs.collect(self._layers.names, self._pending_outputs, absent)
+        self._last_weights.begin(step)
         with torch.no_grad():
             measurements = self._measure_together(absent, has_verified) or self._measure_alone(absent)
+        self._say_what_is_not_kept()
         names = self._layers.names
         late = self._layers.take_late()
         if late and self._outputs is not None:
@@ -259,6 +263,15 @@ class HeadDiversityMonitor:
         if self._pending_outputs:
             self.arm(training_only=self._training_only)
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent.reasons)
+
+    def _say_what_is_not_kept(self) -> None:
+        if self._last_weights.is_full:
+            self.faults.say(
+                "keeping weights",
+                "The movement of some heads is absent, as their weights at the last reading would take more than "
+                f"{LARGEST / 2**30:.0f} GiB of host memory. Write include=[...] to watch fewer layers.",
+            )
+        self._last_weights.end()
 
     def _verify(self) -> bool:
         """Check the heads at the first reading of an armed forward; True at that reading."""

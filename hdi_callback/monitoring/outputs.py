@@ -44,7 +44,7 @@ class HeadContribution:
 
     Attributes:
         relative: ``(H,)``, RMS over tokens of the norm of what a head adds, over that of what all heads add together.
-        not_finite: ``(H,)``, True where an output of the head is NaN or infinite.
+        not_finite: ``(H,)``, 1 where an output of the head is NaN or infinite, 0 elsewhere.
         tokens: how many tokens counted.
     """
 
@@ -388,7 +388,7 @@ def _require_two_tokens(capture: Capture) -> None:
 
 
 def _contribution(sums: ContributionSums, bad: Tensor) -> HeadContribution:
-    return HeadContribution(sums.relative, bad, sums.count)
+    return HeadContribution(sums.relative, bad.to(sums.count.dtype), sums.count)
 
 
 def _outputs_of(name: str) -> str:

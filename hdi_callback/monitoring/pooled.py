@@ -18,7 +18,7 @@ from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.outputs import HeadOutputs
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
-from hdi_callback.monitoring.weights import WeightReader, WeightSource
+from hdi_callback.monitoring.weights import Heads, WeightReader, WeightSource
 
 
 def measure_over_ranks(
@@ -69,7 +69,7 @@ class _Sheet:
     def __init__(self, source: WeightSource, layers: Sequence[AttentionLayer], device: torch.device) -> None:
         self.source = source
         self.absent: Collection[str] = ()
-        self._groups: dict[tuple[int, ...], list[str]] = {}
+        self._groups: dict[Heads, list[str]] = {}
         for layer in layers:
             self._groups.setdefault(source.heads(layer), []).append(layer.name)
         self._blanks: list[dict[str, Tensor]] = []

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.core import HeadCovariance, HeadDiversity
-from hdi_callback.monitoring.metrics import COVARIANCE, METRICS
+from hdi_callback.attention import ROLES
+from hdi_callback.core import HeadCovariance
+from hdi_callback.monitoring.metrics import COVARIANCE, DETAILS, METRICS
 
 NOT_FINITE = "the weights are not finite"
 """Why a layer has no index whose weights hold NaN or infinity."""
@@ -24,13 +25,13 @@ class Measurement:
 
     Attributes:
         layers: names of the layers, in the order of the batch dimension.
-        source: a role (``"key"``, ...) or ``"head outputs"``.
-        values: fields of shape ``(len(layers), ...)``.
+        source: a role (``"key"``, ...) or what else is measured, as ``"head outputs"``.
+        values: a frozen record of tensors of shape ``(len(layers), ...)``.
     """
 
     layers: tuple[str, ...]
     source: str
-    values: HeadDiversity | HeadCovariance
+    values: Any
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class LayerRecord:
         values: metric name -> number; what could not be measured is not there.
         arrays: two heads each: ``worst_pair``, ``worst_alignment_pair``, ``energy_worst_pair`` and
             ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap``, ``rank``,
-            ``effective_rank`` and ``flatness``. For roles other than key with the role in front.
-        matrices: ``overlap``, ``energy_overlap`` and ``output_overlap``, ``(H, H)``, on the host.
+            ``effective_rank`` and ``flatness``. For roles other than key with the role in front. Of other sources what
+            `DETAILS` names.
+        matrices: ``overlap``, ``energy_overlap``, ``output_overlap`` and what `DETAILS` names, ``(H, H)``, on the host.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -205,9 +207,7 @@ def _without_meta(reading: Reading) -> Reading:
         return reading
     kept = tuple(one for one in reading.measurements if not any(one is other for other in without))
     reason = "its weights are on the meta device, which holds no numbers"
-    names = {
-        f"{COVARIANCE}/{name}" if one.source == COVARIANCE else name: reason for one in without for name in one.layers
-    }
+    names = {name if one.source in ROLES else f"{one.source}/{name}": reason for one in without for name in one.layers}
     return replace(reading, measurements=kept, absent={**names, **reading.absent})
 
 
@@ -217,7 +217,7 @@ def _why_no_covariance(tokens: float) -> str:
     return f"there were {tokens:.0f} tokens without padding, and two are needed"
 
 
-def _fields(values: HeadDiversity | HeadCovariance) -> dict[str, Any]:
+def _fields(values: Any) -> dict[str, Any]:
     return {item.name: getattr(values, item.name) for item in fields(values)}
 
 
@@ -243,11 +243,21 @@ def _tabulate(reading: Reading) -> Record:
         prefix = "" if measurement.source in ("key", COVARIANCE) else f"{measurement.source}_"
         arrays = {name: getattr(measurement.values, name, None) for name in _ARRAYS}
         matrices = {name: getattr(measurement.values, name, None) for name in _MATRICES}
+        details = DETAILS.get(measurement.source)
         for row, name in enumerate(measurement.layers):
             layer = layers[name]
             for metric, column in columns.items():
                 if math.isfinite(column[row]):
                     layer.values[metric] = column[row]
+                elif details is not None:
+                    absent[f"{metric}/{name}"] = details.why_not
+            if details is not None:
+                of = {key: getattr(measurement.values, field)[row] for key, field in details.arrays.items()}
+                layer.arrays.update({key: array.tolist() for key, array in of.items()})
+                layer.matrices.update(
+                    {key: getattr(measurement.values, field)[row] for key, field in details.matrices.items()}
+                )
+                continue
             layer.arrays.update(
                 {prefix + key: array[row].tolist() for key, array in arrays.items() if array is not None}
             )

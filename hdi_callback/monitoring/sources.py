@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from hdi_callback.attention import ROLES
-from hdi_callback.core import HeadDiversity, head_diversity
+from hdi_callback.attention import ROLES, AttentionLayer, Role
+from hdi_callback.core import CircuitSimilarity, HeadDiversity, head_diversity, ov_circuits, qk_circuits
+from hdi_callback.monitoring.metrics import FINITENESS, MOVEMENT, OV, QK
+from hdi_callback.monitoring.movement import LastWeights
 from hdi_callback.monitoring.settings import Method
 from hdi_callback.monitoring.weights import WeightSource
 
 
-def weight_sources(names: Collection[str], *, rank_tol: float, method: Method) -> list[WeightSource]:
+@dataclass(frozen=True)
+class WeightFiniteness:
+    """Where weights are no numbers.
+
+    Attributes:
+        not_finite: ``(H,)``, of how many of its roles a head's weights hold NaN or infinity; under grouped queries the
+            keys and values of a group belong to all of its heads.
+    """
+
+    not_finite: Tensor
+
+
+def weight_sources(names: Collection[str], last: LastWeights, *, rank_tol: float, method: Method) -> list[WeightSource]:
     """Choose what is computed from weights.
 
     Args:
         names: sources of the metrics that are asked for; the key weights are always read.
+        last: the weights of the last reading.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
 
@@ -25,8 +42,56 @@ def weight_sources(names: Collection[str], *, rank_tol: float, method: Method) -
         Sources, in a fixed order.
     """
     diversity = partial(_diversity, rank_tol=rank_tol, method=method)
-    return [WeightSource(role, (role,), diversity) for role in ROLES if role == "key" or role in names]
+    chosen = [WeightSource(role, _just(role), diversity) for role in ROLES if role == "key" or role in names]
+    others = (
+        WeightSource(QK, _just("query", "key"), partial(_qk, rank_tol=rank_tol)),
+        WeightSource(OV, _just("value", "output"), partial(_ov, rank_tol=rank_tol)),
+        WeightSource(FINITENESS, _all_roles, _finiteness),
+        WeightSource(MOVEMENT, _all_roles, last.movement),
+    )
+    return chosen + [source for source in others if source.name in names]
 
 
-def _diversity(names: Sequence[str], weight: Tensor, *, rank_tol: float, method: Method) -> HeadDiversity:
+def _just(*roles: Role) -> Callable[[AttentionLayer], tuple[Role, ...]]:
+    """Take the same roles of every layer."""
+    return lambda layer: roles
+
+
+def _all_roles(layer: AttentionLayer) -> tuple[Role, ...]:
+    """Take what the layer has: not of every layer is the output known."""
+    return tuple(role for role in ROLES if role in layer.slices)
+
+
+def _diversity(
+    names: Sequence[str], weights: Mapping[Role, Tensor], *, rank_tol: float, method: Method
+) -> HeadDiversity:
+    (weight,) = weights.values()
     return head_diversity(weight, rank_tol=rank_tol, method=method)
+
+
+def _qk(names: Sequence[str], weights: Mapping[Role, Tensor], *, rank_tol: float) -> CircuitSimilarity:
+    return qk_circuits(weights["query"], weights["key"], rank_tol=rank_tol)
+
+
+def _ov(names: Sequence[str], weights: Mapping[Role, Tensor], *, rank_tol: float) -> CircuitSimilarity:
+    return ov_circuits(weights["value"], weights["output"], rank_tol=rank_tol)
+
+
+def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor]) -> WeightFiniteness:
+    H = max(weight.shape[1] for weight in weights.values())
+    bad = [(~weight.isfinite()).flatten(2).any(-1) for weight in weights.values()]
+    return WeightFiniteness(torch.stack([by_head(one, H) for one in bad]).float().sum(0))
+
+
+def by_head(values: Tensor, heads: int) -> Tensor:
+    """Give each head what is known of its group.
+
+    Args:
+        values: ``(layers, groups)``; the groups lie side by side.
+        heads: H, a multiple of the groups.
+
+    Returns:
+        ``(layers, H)``.
+    """
+    groups = values.shape[1]
+    return values[:, :, None].expand(-1, -1, heads // groups).reshape(-1, heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention import AttentionLayer, Role
+from hdi_callback.attention import ROLES, AttentionLayer, Role
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent
 from hdi_callback.monitoring.layers import WatchedLayers
@@ -20,7 +20,8 @@ from hdi_callback.monitoring.readings import Measurement
 
 _CHUNK_BYTES = 512 * 2**20
 
-Shape = tuple[tuple[torch.Size, torch.device, torch.dtype], ...]
+Shape = tuple[tuple[Role, torch.Size, torch.device, torch.dtype], ...]
+Heads = tuple[tuple[Role, int], ...]
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,16 @@ class WeightSource:
 
     Attributes:
         name: what the catalogue of metrics calls it.
-        roles: the weights that it takes.
-        compute: takes the names of some layers and for each role their weights, ``(layers, heads, width, features)``,
-            to a frozen record of tensors ``(layers, ...)``.
+        roles: the weights of a layer that it takes.
+        compute: takes the names of some layers and by role their weights, ``(layers, heads, width, features)``, to a
+            frozen record of tensors ``(layers, ...)``.
     """
 
     name: str
-    roles: tuple[Role, ...]
-    compute: Callable[..., Any]
+    roles: Callable[[AttentionLayer], tuple[Role, ...]]
+    compute: Callable[[Sequence[str], Mapping[Role, Tensor]], Any]
 
-    def heads(self, layer: AttentionLayer) -> tuple[int, ...]:
+    def heads(self, layer: AttentionLayer) -> Heads:
         """Tell how many heads the weights of a layer have, by role.
 
         Args:
@@ -47,9 +48,11 @@ class WeightSource:
         Returns:
             What the shapes of the result follow from.
         """
-        return tuple(layer.num_key_heads if role in ("key", "value") else layer.num_heads for role in self.roles)
+        return tuple(
+            (role, layer.num_key_heads if role in ("key", "value") else layer.num_heads) for role in self.roles(layer)
+        )
 
-    def blank(self, layers: int, heads: tuple[int, ...]) -> Any:
+    def blank(self, layers: int, heads: Heads) -> Any:
         """Compute the shapes of a result.
 
         Args:
@@ -59,7 +62,9 @@ class WeightSource:
         Returns:
             A record of tensors on the meta device.
         """
-        return self.compute([""] * layers, *(torch.empty(layers, count, 1, 1, device="meta") for count in heads))
+        return self.compute(
+            [""] * layers, {role: torch.empty(layers, count, 1, 1, device="meta") for role, count in heads}
+        )
 
 
 class WeightReader:
@@ -84,14 +89,14 @@ class WeightReader:
         Returns:
             One measurement for each batch of layers of one shape.
         """
-        pending: dict[Shape, list[tuple[str, tuple[Tensor, ...]]]] = {}
+        pending: dict[Shape, list[tuple[str, dict[Role, Tensor]]]] = {}
         measurements: list[Measurement] = []
         for place, layer in enumerate(self._layers.all):
             with absent.unless_measured(source.name, layer.name):
                 # On every rank, as it may be a collective call.
-                weights = tuple(self.weight(layer, role, ranks) for role in source.roles)
-                kind = tuple((weight.shape, weight.device, weight.dtype) for weight in weights)
-                limit = min(_layers_per_call(weights), self._layers_at_once)
+                weights = {role: self.weight(layer, role, ranks) for role in source.roles(layer)}
+                kind = tuple((role, weight.shape, weight.device, weight.dtype) for role, weight in weights.items())
+                limit = min(_layers_per_call(weights.values()), self._layers_at_once)
                 if place % ranks.size == ranks.rank:
                     pending.setdefault(kind, []).append((layer.name, weights))
                 del weights  # else two layers would be whole while the next one is gathered
@@ -124,15 +129,16 @@ class WeightReader:
         return weight
 
     def _measure_at_once(
-        self, source: WeightSource, members: Sequence[tuple[str, tuple[Tensor, ...]]], absent: Absent
+        self, source: WeightSource, members: Sequence[tuple[str, dict[Role, Tensor]]], absent: Absent
     ) -> list[Measurement]:
         names = tuple(name for name, _ in members)
-        of = f"its {source.name} weight" if source.roles == (source.name,) else "it"
+        of = f"its {source.name} weight" if source.name in ROLES else "it"
         try:
             # Under the user's autocast the products would run in half precision.
-            with without_autocast(members[0][1][0].device):
-                stacked = [torch.stack(weights) for weights in zip(*(weights for _, weights in members))]
-                values = source.compute(names, *stacked)
+            roles = tuple(members[0][1])
+            with without_autocast(members[0][1][roles[0]].device):
+                stacked = {role: torch.stack([weights[role] for _, weights in members]) for role in roles}
+                values = source.compute(names, stacked)
         except torch.OutOfMemoryError as error:
             # Later readings start with what was left for this one.
             self._layers_at_once = max(1, len(members) // 2)
@@ -167,7 +173,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _layers_per_call(weights: Sequence[Tensor]) -> int:
+def _layers_per_call(weights: Iterable[Tensor]) -> int:
     """How many layers are measured at once, so that their stacked copies stay bounded."""
     # Bases and their product are kept in float32 or wider beside the copy of the weights.
     return max(1, _CHUNK_BYTES // max(1, sum(weight.numel() for weight in weights) * 16))

@@ -3,9 +3,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdi_callback.core import head_covariance, head_diversity
+from hdi_callback.attention import ROLES
+from hdi_callback.core import head_covariance, head_diversity, ov_circuits, qk_circuits
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.metrics import COVARIANCE, DEFAULT_METRICS, METRICS, choose_metrics
+from hdi_callback.monitoring.metrics import (
+    CONTRIBUTION,
+    COVARIANCE,
+    DEFAULT_METRICS,
+    FINITENESS,
+    METRICS,
+    MOVEMENT,
+    OV,
+    QK,
+    choose_metrics,
+)
+from hdi_callback.monitoring.movement import HeadMovement
+from hdi_callback.monitoring.outputs import HeadContribution
+from hdi_callback.monitoring.sources import WeightFiniteness
+
+
+EXAMPLES = {
+    QK: lambda weight: qk_circuits(weight, weight),
+    OV: lambda weight: ov_circuits(weight, weight),
+    FINITENESS: lambda weight: WeightFiniteness(torch.zeros(3, 4)),
+    MOVEMENT: lambda weight: HeadMovement(torch.ones(3, 4)),
+    CONTRIBUTION: lambda weight: HeadContribution(torch.ones(3, 4), torch.zeros(3, 4), torch.ones(3)),
+}
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
@@ -15,8 +38,11 @@ def test_every_metric_gives_one_number_per_layer(metric):
         outputs, weight = torch.randn(40, 4, 8, generator=generator), torch.randn(4, 8, 32, generator=generator)
         values = head_covariance(outputs, weight, lengths=[10] * 4)
         assert metric.read(values).shape == ()
-    else:
+    elif metric.source in ROLES:
         values = head_diversity(torch.randn(3, 4, 8, 32, generator=generator))
+        assert metric.read(values).shape == (3,)
+    else:
+        values = EXAMPLES[metric.source](torch.randn(3, 4, 8, 32, generator=generator))
         assert metric.read(values).shape == (3,)
     assert torch.isfinite(metric.read(values).double()).all()
     assert metric.summary.endswith(".")

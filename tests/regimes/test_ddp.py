@@ -18,7 +18,10 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.ranks import _meetings as meetings
 from tests.models import LAYERS, LENGTH, Classifier
 
-METRICS = ["hdi", "hdi_worst_pair", "hdi_query", "head_covariance", "head_correlation", "head_output_overlap"]
+METRICS = [
+    "hdi", "hdi_worst_pair", "hdi_query", "head_covariance", "head_correlation", "head_output_overlap",
+    "circuit_qk", "circuit_ov_worst", "head_contribution_min", "weights_not_finite",
+]  # fmt: skip
 SHARES = (slice(0, 5), slice(5, 7))
 """The sequences of each rank: uneven on purpose."""
 
@@ -55,7 +58,7 @@ def read_under_ddp(rank: int, lone_forward: bool) -> dict:
         monitor_of(model) as monitor,
         mock.patch.object(dist, "all_reduce", side_effect=_counted(dist.all_reduce, collectives)),
         mock.patch(
-            "hdi_callback.monitoring.monitor.head_diversity",
+            "hdi_callback.monitoring.sources.head_diversity",
             side_effect=_counted(head_diversity, shares),
         ),
     ):

@@ -1,0 +1,105 @@
+"""How far the weights of each head moved since the last reading, whose weights wait on the host until then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention import Role
+from hdi_callback.core.updates import weight_update
+
+LARGEST = 2**31
+"""Bytes of weights that are kept on the host in all; nothing is known of the movement of layers beyond."""
+
+
+@dataclass(frozen=True)
+class HeadMovement:
+    """How far heads moved.
+
+    Attributes:
+        movement: ``(H,)``, norm of the change of a head's own weights over the norm that they had: of query and output,
+            and of key and value where no other head shares them. 0 means frozen, or updates that round away. NaN where
+            there is nothing to compare with.
+    """
+
+    movement: Tensor
+
+
+class LastWeights:
+    """Keep the weights of the last reading on the host.
+
+    Args:
+        largest: bytes that may be kept in all.
+    """
+
+    def __init__(self, largest: int = LARGEST) -> None:
+        self._largest = largest
+        self._kept: dict[tuple[str, Role], Tensor] = {}
+        self._next: dict[tuple[str, Role], Tensor] = {}
+        self._step: int | None = None
+        self._bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether weights were left out as there are too many."""
+        return self._bytes > self._largest
+
+    def begin(self, step: int) -> None:
+        """Begin a reading.
+
+        Args:
+            step: of the reading; one more at the same step is compared with nothing, as its weights are the same.
+        """
+        if step == self._step:
+            self._kept = {}
+        self._step = step
+
+    def movement(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> HeadMovement:
+        """Compare weights with those of the last reading, and keep them for the next one.
+
+        Args:
+            names: of some layers.
+            weights: role -> ``(layers, heads, width, features)``.
+
+        Returns:
+            The movement of the heads, ``(layers, H)``.
+        """
+        H = max(weight.shape[1] for weight in weights.values())
+        some = next(iter(weights.values()))
+        wide = torch.promote_types(some.dtype, torch.float32)
+        if some.is_meta:
+            return HeadMovement(torch.empty(len(names), H, dtype=wide, device="meta"))
+        moved, size = (torch.zeros(len(names), H, dtype=wide, device=some.device) for _ in range(2))
+        for role, weight in weights.items():
+            for row, name in enumerate(names):
+                own = weight[row]
+                before = self._kept.get((name, role))
+                self._keep(name, role, own)
+                if own.shape[0] != H:
+                    continue
+                if before is None or before.shape != own.shape:
+                    moved[row] = torch.nan
+                    continue
+                change = weight_update(own, before)
+                moved[row] += change.square().sum((-2, -1))
+                size[row] += before.to(own.device, wide, non_blocking=True).square().sum((-2, -1))
+        return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()))
+
+    def end(self) -> None:
+        """End a reading: its weights are the last ones now."""
+        self._kept, self._next = self._next, {}
+        self._bytes = 0
+
+    def _keep(self, name: str, role: Role, weight: Tensor) -> None:
+        self._bytes += weight.numel() * weight.element_size()
+        if self.is_full:
+            return
+        if weight.device.type == "cuda":
+            # A copy into pinned memory is not waited for; what reads it later is queued behind it.
+            host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
+            self._next[name, role] = host.copy_(weight, non_blocking=True)
+        else:
+            self._next[name, role] = weight.detach().to("cpu", copy=True)
