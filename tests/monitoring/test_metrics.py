@@ -21,7 +21,6 @@ from hdi_callback.monitoring.movement import HeadMovement
 from hdi_callback.monitoring.outputs import HeadContribution
 from hdi_callback.monitoring.sources import WeightFiniteness
 
-
 EXAMPLES = {
     QK: lambda weight: qk_circuits(weight, weight),
     OV: lambda weight: ov_circuits(weight, weight),
