@@ -165,7 +165,8 @@ def test_what_fails_on_one_rank_does_not_hold_up_the_other(two_ranks):
     told = two_ranks(read_with_a_layer_that_one_rank_lacks)
     first, second = (rank.answer for rank in told)
     # The second rank had to measure layer 1 and could not, so that nobody has it; all the rest is there.
-    lost = {"hdi/blocks.1.attn", "hdi_worst_pair/blocks.1.attn"}
+    of_keys = ("hdi", "hdi_worst_pair", "circuit_qk", "weights_not_finite")
+    lost = {f"{metric}/blocks.1.attn" for metric in of_keys}
     whole = reading_alone()
     assert set(whole) - set(first) == lost
     for tag, value in second.items():

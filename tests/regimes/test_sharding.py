@@ -109,8 +109,8 @@ def _largest_at_once(monitor: HeadDiversityMonitor) -> int:
     def weight(self, layer, role):
         nonlocal most
         found = original(self, layer, role)
-        alive.append(weakref.ref(found))
-        most = max(most, sum(ref() is not None for ref in alive))
+        alive.append((layer.name, weakref.ref(found)))
+        most = max(most, len({name for name, ref in alive if ref() is not None}))  # circuits take two roles of a layer
         return found
 
     with mock.patch.object(Sharding, "weight", weight), mock.patch("hdi_callback.monitoring.weights._CHUNK_BYTES", 1):
