@@ -150,7 +150,7 @@ _HEAD_METRICS = [
     Metric(
         "weights_not_finite",
         FINITENESS,
-        lambda f: (f.not_finite > 0).sum(-1),
+        lambda f: f.not_finite.clamp(max=1).sum(-1),  # NaN, of what was not measured, stays NaN
         "How many heads have query, key, value or output weights that are NaN or infinite.",
     ),
     Metric(
