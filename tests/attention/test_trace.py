@@ -156,6 +156,67 @@ def test_what_has_no_heads_of_its_own_is_refused_with_what_was_seen(kind):
     assert REFUSED[kind] in found[0].reason
 
 
+@pytest.mark.filterwarnings("ignore")  # torch says that its own way to quantise is old
+def test_maps_whose_matrix_cannot_be_read_are_named():
+    class Mixer(by_hand.Separate):
+        def forward(self, x):
+            return self.out_proj(by_hand.attend(*self.heads(x)))
+
+    module = torch.ao.quantization.quantize_dynamic(Mixer().eval(), {nn.Linear})
+    (found,) = read(module)
+    assert found.layer is None
+    assert found.reason == "its projection `q_proj` is a Linear of torch without a matrix that is read"
+
+
+class Latent(nn.Module):
+    """Keys and values from a latent behind a LayerNorm, and a part of the keys that all heads share."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.down, self.up, self.out = (
+            nn.Linear(*shape) for shape in ((D, H * 10), (D, 12), (8, H * 14), (H * 8, D))
+        )
+        self.between = nn.LayerNorm(8)
+        nn.init.uniform_(self.between.weight, 0.5, 2)
+
+    def forward(self, x):
+        latent, shared = self.down(x).split([8, 4], -1)
+        k, v = self.up(self.between(latent)).unflatten(-1, (H, 14)).split([6, 8], -1)
+        k = torch.cat([k, shared[:, :, None].expand(-1, -1, H, -1)], -1)
+        return self.out(by_hand.attend(self.q(x).unflatten(-1, (H, 10)), k, v))
+
+
+def test_keys_of_a_latent_are_the_product_of_both_maps_and_of_what_lies_between():
+    torch.manual_seed(0)
+    module = Latent()
+    (layer,) = layers_of(module)
+    down = module.down.weight[:8] - module.down.weight[:8].mean(0)
+    expected = (module.up.weight.view(H, 14, 8) * module.between.weight) @ down
+    assert torch.allclose(layer.weight("key"), expected[:, :6], atol=1e-6)
+    assert torch.allclose(layer.weight("value"), expected[:, 6:], atol=1e-6)
+    assert torch.equal(layer.weight("query"), module.q.weight.view(H, 10, D)[:, :6])
+    assert "without the part that all heads share" in layer.kind
+
+
+class Blocks(by_hand.Separate):
+    """Each block of tokens attends to itself and its neighbours; there is padding at both ends."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(1, (-1, 2)).transpose(2, 3) for part in self.heads(x))
+        k, v = (torch.cat([nn.functional.pad(one, (0, 0) * 3 + (1, 1))[:, i : i + q.shape[1]] for i in range(3)], -2)
+                for one in (k, v))  # fmt: skip
+        out = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        return self.out_proj(out.transpose(2, 3).flatten(1, 2).flatten(2))
+
+
+def test_padding_of_blocks_has_no_key():
+    torch.manual_seed(0)
+    module = Blocks()
+    (layer,) = layers_of(module)
+    assert torch.equal(layer.weight("key"), module.k_proj.weight.view(H, 8, D))
+    assert torch.equal(layer.weight("output"), module.out_proj.weight.mT.view(H, 8, D))
+
+
 @pytest.mark.parametrize(
     "module", [nn.Sequential(nn.Linear(D, 64), nn.GELU(), nn.Linear(64, D)), nn.LSTM(D, D, batch_first=True)]
 )

@@ -170,9 +170,17 @@ class CoreReading:
         Returns:
             For each product: its number, on which side the keys are, positions of the query and of the keys.
         """
+        live = (self.core.weights[n] > 1e-12).sum(-1)
+        most = (live == live.max()).nonzero().flatten().tolist()
+        # The first of the queries that see most keys; where it sees padding alone, others.
+        for row in dict.fromkeys((most[0], most[-1], most[len(most) // 2])):
+            where = self._where_in_row(n, row)
+            if where:
+                return where
+        return None
+
+    def _where_in_row(self, n: int, row: int) -> list[tuple[int, int, Tensor, Tensor]]:
         weights = self.core.weights
-        live = (weights[n] > 1e-12).sum(-1)
-        row = int((live - torch.arange(len(live)) / (2 * len(live))).argmax())  # the first of those that see most
         gradient = torch.zeros(weights.shape)
         gradient[n, row] = random_weights(weights.shape[-1:])
         where = []
@@ -182,7 +190,7 @@ class CoreReading:
                 continue
             keys = 1 if len(acts[1]) >= len(acts[0]) else 0
             where.append((number, keys, acts[1 - keys], acts[keys]))
-        return where or None
+        return where
 
     def _side(self, number: int, side: int) -> Tensor:
         product = self.core.scores[number]
@@ -274,9 +282,10 @@ class CoreReading:
         members = list(by_rows.values())
         self._refuse_mixed(members, supports)
         heads: dict[Role, list[Rows]] = {}
-        remarks: list[str] = []
+        remarks = self._spread_keys(product, places[first])
         of_heads = {role: [raw[of_head[0]][role] for of_head in members] for role in roles}
-        if self._leave_out_shared(of_heads, product, places[first][0]):
+        has_shared = self._leave_out_shared(of_heads, product, places[first][0])
+        if has_shared:
             remarks.append("without the part that all heads share")
         for role in roles:
             found = of_heads[role]
@@ -292,7 +301,7 @@ class CoreReading:
         of_query = supports[first]["query"]
         if "query" in heads and any(len(of_query.positions(leaf)) > 1 for leaf in of_query.masks):
             del heads["query"]  # of several tokens
-        self._check_widths(heads, product, places[first][0], remarks)
+        self._check_widths(heads, product, places[first][0], has_shared=has_shared)
         normed = self._check_linear(heads, members, product, places)
         self._order(heads, members, product, places)
         self._centre(heads, members, product, places)
@@ -465,10 +474,16 @@ class CoreReading:
                 ) and not torch.allclose(self.core.weights[one].detach(), self.core.weights[other].detach()):
                     raise NoHeadsError("its heads mix: several of them depend on the same features of the same tokens")
 
-    def _check_widths(self, heads: dict[Role, list[Rows]], product: int, keys: int, remarks: list[str]) -> None:
+    def _spread_keys(self, product: int, place: tuple[int, Tensor, Tensor]) -> list[str]:
+        keys, _, at_keys = place
+        alone = self._support(self._side(product, keys), at_keys[:1])
+        is_spread = any(len(alone.positions(leaf)) > 1 for leaf in alone.masks)
+        return ["keys of several tokens"] if is_spread else []
+
+    def _check_widths(self, heads: dict[Role, list[Rows]], product: int, keys: int, *, has_shared: bool) -> None:
         """Refuse heads that have more or fewer features than what attention is given of them."""
         width = self._side(product, keys).shape[-1]
-        if remarks:
+        if has_shared:
             width = len(heads["key"][0].features)
         for role in list(heads):
             expected = width if role != "value" else self.core.values.shape[-1]
@@ -564,8 +579,11 @@ class CoreReading:
                     tensor.shape[-1],
                 )
             )
-            found = derivatives(tensor, gradient, run.tensors)
             first = rows[0]
+            if first.inner is not None:  # the map's answer cuts the graph
+                tensor = next(leaf.taken for leaf in run.leaves if leaf.parameter == first.parameter)
+                gradient = random_weights(tensor.shape)
+            found = derivatives(tensor, gradient, run.tensors)
             target = first if first.inner is None else first.inner
             centring: Centring = ""
             for leaf, derivative in found.items():

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hdi_callback.attention import projections
-from hdi_callback.attention.hooks import Hooks
+from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 from hdi_callback.attention.isolation import isolated
 
 _TOKENS = 8
@@ -198,7 +197,7 @@ class InputRecorder(Hooks):
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._seen: dict[str, list[Inputs]] = {}
-        self.is_armed = False
+        self.is_armed = self._is_done = False
         self.ran: frozenset[str] = frozenset()  # modules that were called in the last forward that was recorded
         super().__init__()
         self.resume()
@@ -210,19 +209,28 @@ class InputRecorder(Hooks):
     def take(self) -> dict[str, list[Inputs]]:
         """Stop recording, and hand over what was kept.
 
-        The hooks stay and do nothing more, for without them a compiled model would be compiled anew.
+        The hooks leave if anything was, and else stay and do nothing more: a compiled model would be compiled anew
+        without them.
 
         Returns:
             For each module that ran the inputs to run it again, as they were and cut.
         """
         self.is_armed = False
+        if self._seen:
+            self._is_done = True
+            self.suspend()
         seen, self._seen = self._seen, {}
         self.ran = frozenset(seen)
         return seen
 
-    def _install(self) -> Iterator[RemovableHandle]:
+    def resume(self) -> None:
+        """Put the hooks back after `suspend`, unless everything was recorded."""
+        if not self._is_done:
+            super().resume()
+
+    def _install(self) -> Iterator[Handle]:
         for name, module in self._modules.items():
-            yield module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            yield from observe_calls(module, self._hook(name), eager_only=True)
 
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
