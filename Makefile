@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Of the same release as the torch in constraints.txt; only the zoo needs them.
 VISION := timm==1.0.31 torchvision==0.28.0
 
-.PHONY: demo test slow lint types docs check bench evidence zoo lower-bounds clean
+.PHONY: demo test slow lint types docs check bench evidence zoo promise lower-bounds clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -26,6 +26,9 @@ test: $(INSTALLED)  ## Run the tests (all but the slow ones), on all cores.
 
 slow: $(INSTALLED)  ## Run the slow tests.
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests $(ARGS)
+
+promise: $(INSTALLED)  ## Compare 500 trainings, drawn from a fresh seed, with and without the monitor.
+	$(BIN)/python -m tests.promise $(or $(ARGS),--runs 500)
 
 lint: $(INSTALLED)  ## Check style and formatting.
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,29 @@ import torch
 from tests.skips import REASONS
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--promise-seed", type=int, default=None, help="what the trainings of tests/promise are drawn from; else fresh"
+    )
+
+
+def pytest_configure(config):
+    if config.option.promise_seed is None:  # workers are given that of the process that starts them
+        config.option.promise_seed = secrets.randbelow(10**6)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if any(
+        "tests/promise" in report.nodeid for kind in ("passed", "failed") for report in _reports(terminalreporter, kind)
+    ):
+        seed = config.option.promise_seed
+        terminalreporter.write_line(f"trainings drawn from seed {seed}: pytest tests/promise --promise-seed {seed}")
+
+
+def _reports(terminalreporter, kind):
+    return terminalreporter.stats.get(kind, ())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 from tests.promise import traits
 from tests.promise.plan import Training, fits
 from tests.promise.shells import train
-from tests.promise.trace import Trace, listening, spying
+from tests.promise.trace import Trace, listening, settings_kept, spying
 
 _SHRINKING = 40  # trainings at most
 
@@ -46,7 +46,7 @@ class Result:
 def run(training: Training, *, is_watched: bool) -> Trace:
     """Run a training once, in a state of the process as if nothing had been before."""
     trace = Trace()
-    with _private(training), tempfile.TemporaryDirectory() as folder:
+    with settings_kept(), _private(training), tempfile.TemporaryDirectory() as folder:
         with spying() as counts, listening(trace), redirect_stdout(StringIO()):
             train(training, trace, Path(folder), is_watched=is_watched)
         trace.keep("calls of global functions", dict(counts))
@@ -123,7 +123,6 @@ def _private(training: Training) -> Iterator[None]:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     hooks = {name: dict(getattr(torch_module, name)) for name in vars(torch_module) if _is_hooks(name)}
     level = {name: logging.getLogger(name).level for name in ("lightning", "transformers", "lightning.pytorch")}
-    is_deterministic, is_anomalous = torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
     for name in level:
         logging.getLogger(name).setLevel(logging.ERROR)
     traits.reset()
@@ -137,8 +136,6 @@ def _private(training: Training) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(is_deterministic)
-        torch.autograd.set_detect_anomaly(is_anomalous)
         for name, kept in hooks.items():
             current: Any = getattr(torch_module, name)
             for key in set(current) - set(kept):

@@ -22,7 +22,7 @@ from hdi_callback.monitoring.history import read_records
 from hdi_callback.monitoring.metrics import METRICS
 from tests.promise.models import CLASSES, LENGTH, VOCABULARY, Network, build
 from tests.promise.plan import Training
-from tests.promise.trace import Trace, calls, digests, hooks_of, random_states, surroundings
+from tests.promise.trace import Trace, calls, digests, hooks_of, of_modules, random_states, surroundings
 from tests.promise.traits import AUXILIARY, decorate
 
 BATCHES, SIZE, EPOCHS = 4, 4, 2
@@ -184,6 +184,7 @@ class User:
         self.keep(f"random states after step {self.steps}", random_states(self.model))
         self.keep(f"calls after step {self.steps}", calls())
         self.keep(f"surroundings after step {self.steps}", surroundings())
+        self.keep(f"modules after step {self.steps}", of_modules(self.model))
         if "saved whole while training" in self.training and self.steps == 2:
             self._save()
         self.steps += 1
@@ -193,8 +194,7 @@ class User:
         """Call it when all is over."""
         self.keep("weights", digests(dict(self.model.named_parameters())))
         self.keep("buffers", digests(dict(self.model.named_buffers())))
-        self.keep("state dict", list(self.model.state_dict()) if self.training.family else None)
-        self.keep("what trains", [name for name, one in self.model.named_parameters() if one.requires_grad])
+        self.keep("state dict", list(self.model.state_dict()))
         self.keep("optimizers", [digests(one.state_dict()) for one in optimizers])
         self.keep("hooks of optimizers", [
             len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks) for one in optimizers

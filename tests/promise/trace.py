@@ -7,7 +7,7 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -103,50 +103,78 @@ def random_states(model: nn.Module) -> dict[str, str]:
     return states
 
 
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
+_SETTINGS: dict[str, _Setting] = {
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast on the CPU": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    "autocast on CUDA": (lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)),
+    "cache of autocast": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "type of autocast": (lambda: torch.get_autocast_dtype("cpu"), lambda kind: torch.set_autocast_dtype("cpu", kind)),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "default type": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "fast path": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    "cudnn": _attribute(_cudnn, "enabled"),
+    "cudnn benchmark": _attribute(_cudnn, "benchmark"),
+    "cudnn deterministic": _attribute(_cudnn, "deterministic"),
+    "cudnn tf32": _attribute(_cudnn, "allow_tf32"),
+    "flash attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    "memory-efficient attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    "plain attention": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    "cudnn attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    "numpy errors": (np.geterr, lambda kinds: np.seterr(**kinds)),
+}
+
+
 def surroundings() -> dict[str, Any]:
     """Describe what is set for the whole process."""
     return {
-        "gradients": torch.is_grad_enabled(),
+        **{name: read() for name, (read, _) in _SETTINGS.items()},
         "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
-        "cache of autocast": torch.is_autocast_cache_enabled(),
-        "type of autocast": torch.get_autocast_dtype("cpu"),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        ),
-        "anomaly detection": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        "default type": torch.get_default_dtype(),
-        "default device": str(torch.get_default_device()),
-        "threads": torch.get_num_threads(),
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "fast path": torch.backends.mha.get_fastpath_enabled(),
-        "cudnn": (
-            torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
-            torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32,
-        ),
         "mkldnn": torch.backends.mkldnn.enabled,
-        "attention kernels": (
-            torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
-            torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
-        ),
         "function modes": len(torch.overrides._get_current_function_mode_stack()),
         "dispatch modes": len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()),
         "hooks on saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
         "global hooks": {name: len(getattr(torch_module, name)) for name in _GLOBAL_HOOKS},
         "warning filters": len(warnings.filters),
-        "numpy errors": np.geterr(),
-    }  # fmt: skip
+    }
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Put back what is set for the whole process, so that what one training leaves does not reach the next."""
+    kept = {name: read() for name, (read, _) in _SETTINGS.items() if name != "default device"}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            read, write = _SETTINGS[name]
+            if read() != value:
+                write(value)
 
 
 def of_modules(model: nn.Module) -> dict[str, Any]:
-    """Describe all of a model but its numbers."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        hooks = {name: len(getattr(module, name, None) or ()) for name in _HOOKS}
-        hooks = {name: count for name, count in hooks.items() if count}
-        own = sorted(name for name in vars(module) if name not in _HOOKS)
-        found[path] = (type(module).__name__, module.training, hooks, own)
-    return found
+    """Describe all of a model but its numbers and hooks."""
+    return {
+        path: (
+            type(module).__name__,
+            "training" if module.training else "evaluation",
+            [name for name, one in module.named_parameters(recurse=False) if one.requires_grad],
+            [name for name, _ in module.named_buffers(recurse=False)],
+            sorted(name for name in vars(module) if name not in _HOOKS),
+        )
+        for path, module in model.named_modules()
+    }
 
 
 def hooks_of(model: nn.Module) -> dict[str, int]:

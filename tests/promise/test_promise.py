@@ -1,0 +1,64 @@
+"""Trainings from a fresh seed, each with the monitor and without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.promise.faults import FAULTS, PLAINEST, Fault, broken, leaving_hooks
+from tests.promise.plan import FAMILIES, SHELLS, TRAITS, Training, draw
+from tests.promise.run import compare, report, run, shrink
+
+RUNS = 36
+_MAY_BE_REFUSED = ("linear per head", "bare parameters")
+
+
+@pytest.mark.parametrize("place", range(RUNS))
+def test_a_training_with_the_monitor_is_bit_identical_to_the_same_without_it(place, pytestconfig):
+    training = draw(pytestconfig.getoption("promise_seed"), RUNS)[place]
+    result = compare(training)
+    if result.differences:
+        pytest.fail(f"as drawn: {report(result)}\nthe least that differs: {report(shrink(result))}", pytrace=False)
+    assert result.readings or training.family in _MAY_BE_REFUSED, f"nothing was read: {result}"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_monitor_that_breaks_the_promise_is_seen(fault: Fault):
+    with broken(fault.act):
+        result = compare(Training.parse(fault.training))
+    assert any(fault.seen in one for one in result.differences), report(result)
+
+
+def test_a_hook_that_stays_is_seen():
+    with leaving_hooks():
+        result = compare(PLAINEST)
+    assert any(one.startswith("hooks of modules: head None alone, 1 watched") for one in result.differences)
+
+
+def test_a_failing_training_is_reported_with_the_fewest_traits_that_still_fail():
+    drawn = Training.parse("interleaved / loop / clipping, counter of a class, evaluation, padding / 7")
+    fault = next(fault for fault in FAULTS if fault.name == "counts a class up")
+    with broken(fault.act):
+        found = shrink(compare(drawn))
+    assert str(found.training) == "separate / by hand / counter of a class / 7"
+    assert "Counted" in report(found)
+
+
+def test_the_same_training_run_twice_without_the_monitor_is_the_same():
+    for text in ("bert / transformers / dropout / 3", "torch encoder / lightning / dropout, evaluation / 3"):
+        training = Training.parse(text)
+        assert run(training, is_watched=False).differences(run(training, is_watched=False)) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_dozen_have_every_model_and_shell_and_nearly_every_trait(seed):
+    drawn = draw(seed, 2 * RUNS)
+    assert {one.family for one in drawn} == set(FAMILIES)
+    assert {one.shell for one in drawn} == set(SHELLS)
+    assert len(set().union(*(one.traits for one in drawn))) > 0.85 * len(TRAITS)
+    assert [Training.parse(str(one)) for one in drawn] == drawn
+    assert draw(seed, RUNS) == drawn[:RUNS]
+
+
+def test_a_training_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"unknown traits \['seldom'\]"):
+        Training.parse("fused / loop / seldom / 1")
