@@ -33,7 +33,7 @@ class Fault:
     name: str
     act: Callable[[nn.Module], Any]
     seen: str
-    training: str = "fused / by hand /  / 1"
+    training: str = "separate / by hand /  / 1"
 
 
 def _first(model: nn.Module) -> nn.Parameter:
@@ -99,17 +99,17 @@ FAULTS = [
         "draws of a generator of the model's",
         _draw_of_module,
         "random states after step 0: blocks.0.attn.extras.0.generator",
-        "fused / loop / draws of a generator / 1",
+        "separate / loop / draws of a generator / 1",
     ),
     Fault("seeds all devices", _seed, "torch.manual_seed None alone"),
     Fault("seeds CUDA", lambda model: torch.cuda.manual_seed_all(0), "torch.cuda.manual_seed_all None alone"),
     Fault("writes a weight back in another precision", _write_back, "loss 1"),
     Fault("scales a gradient", _touch_gradient, "gradients of step 0.0"),
     Fault("syncs a buffer", _sync_buffers, "buffers", "interleaved / by hand / batch norm / 1"),
-    Fault("tries the original, not a copy", _run_original, "calls after step 0", "fused / loop / draws of torch / 1"),
-    Fault("calls hooks of the user's", _run_original, "calls after step 0", "fused / by hand / user hooks / 1"),
-    Fault("calls global hooks", _run_original, "calls after step 0", "fused / by hand / global hooks / 1"),
-    Fault("counts a class up", _run_original, "calls after step 0", "fused / by hand / counter of a class / 1"),
+    Fault("tries the original, not a copy", _run_original, "calls after step 0", "separate / loop / draws of torch / 1"),
+    Fault("calls hooks of the user's", _run_original, "calls after step 0", "separate / by hand / user hooks / 1"),
+    Fault("calls global hooks", _run_original, "calls after step 0", "separate / by hand / global hooks / 1"),
+    Fault("counts a class up", _run_original, "calls after step 0", "separate / by hand / counter of a class / 1"),
     Fault(
         "adds to a list of losses", _run_original, "loss 1", "separate / lightning / auxiliary losses in a list / 1"
     ),
@@ -117,7 +117,7 @@ FAULTS = [
         "computes a parametrization once more",
         _read_in_training_mode,
         "calls after step 0",
-        "fused / by hand / parametrization that counts / 1",
+        "separate / by hand / parametrization that counts / 1",
     ),
     Fault(
         "iterates a spectral norm",
@@ -129,11 +129,11 @@ FAULTS = [
         "switches a fast path off",
         _run_teacher_with_a_hook,
         "fast path of an encoder layer",
-        "fused / by hand / teacher in evaluation mode / 1",
+        "separate / by hand / teacher in evaluation mode / 1",
     ),
     Fault("leaves the model in evaluation mode", lambda model: model.eval(), "modules after step 0"),
     Fault(
-        "unfreezes", lambda model: model.requires_grad_(True), "modules after step 0", "fused / loop / frozen block / 1"
+        "unfreezes", lambda model: model.requires_grad_(True), "modules after step 0", "separate / loop / frozen block / 1"
     ),
     Fault("leaves a buffer", lambda model: model.register_buffer("seen", torch.zeros(1)), "modules after step 0"),
     Fault("sets a flag", lambda model: torch.backends.mha.set_fastpath_enabled(False), "surroundings after step 0"),
@@ -177,4 +177,4 @@ def leaving_hooks() -> Iterator[None]:
         yield
 
 
-PLAINEST = Training.parse("fused / by hand /  / 1")
+PLAINEST = Training.parse("separate / by hand /  / 1")

@@ -25,7 +25,7 @@ from tests.promise.plan import Training
 from tests.promise.trace import Trace, calls, digests, hooks_of, of_modules, random_states, surroundings
 from tests.promise.traits import AUXILIARY, decorate
 
-BATCHES, SIZE, EPOCHS = 4, 4, 2
+BATCHES, SIZE, EPOCHS = 3, 4, 2
 INTERRUPTED_AT = 3  # steps
 Batch = tuple[Tensor, Tensor | None, Tensor]
 

@@ -8,7 +8,7 @@ from tests.promise.faults import FAULTS, PLAINEST, Fault, broken, leaving_hooks
 from tests.promise.plan import FAMILIES, SHELLS, TRAITS, Training, draw
 from tests.promise.run import compare, report, run, shrink
 
-RUNS = 36
+RUNS = 30
 _MAY_BE_REFUSED = ("linear per head", "bare parameters")
 
 
