@@ -206,7 +206,6 @@ _SEEDING = {
     "random.seed": (random, "seed"),
     "numpy.random.seed": (np.random, "seed"),
     "torch.cuda.synchronize": (torch.cuda, "synchronize"),
-    "torch.use_deterministic_algorithms": (torch, "use_deterministic_algorithms"),
 }
 _KERNELS = {
     "fast path of an encoder layer": (torch, "_transformer_encoder_layer_fwd"),
