@@ -106,7 +106,9 @@ FAULTS = [
     Fault("writes a weight back in another precision", _write_back, "loss 1"),
     Fault("scales a gradient", _touch_gradient, "gradients of step 0.0"),
     Fault("syncs a buffer", _sync_buffers, "buffers", "interleaved / by hand / batch norm / 1"),
-    Fault("tries the original, not a copy", _run_original, "calls after step 0", "separate / loop / draws of torch / 1"),
+    Fault(
+        "tries the original, not a copy", _run_original, "calls after step 0", "separate / loop / draws of torch / 1"
+    ),
     Fault("calls hooks of the user's", _run_original, "calls after step 0", "separate / by hand / user hooks / 1"),
     Fault("calls global hooks", _run_original, "calls after step 0", "separate / by hand / global hooks / 1"),
     Fault("counts a class up", _run_original, "calls after step 0", "separate / by hand / counter of a class / 1"),
@@ -133,7 +135,10 @@ FAULTS = [
     ),
     Fault("leaves the model in evaluation mode", lambda model: model.eval(), "modules after step 0"),
     Fault(
-        "unfreezes", lambda model: model.requires_grad_(True), "modules after step 0", "separate / loop / frozen block / 1"
+        "unfreezes",
+        lambda model: model.requires_grad_(True),
+        "what trains of 'blocks.0",
+        "separate / loop / frozen block / 1",
     ),
     Fault("leaves a buffer", lambda model: model.register_buffer("seen", torch.zeros(1)), "modules after step 0"),
     Fault("sets a flag", lambda model: torch.backends.mha.set_fastpath_enabled(False), "surroundings after step 0"),

@@ -131,9 +131,14 @@ class User:
                 self.keep(f"rollout in training mode {self.forwards}", model(tokens, padding))
 
     def _copy(self) -> None:
-        averaged = copy.deepcopy(self.model).eval()
+        copied = copy.deepcopy(self.model)
         with torch.no_grad():
-            self.keep("scores of a copy", averaged(*next(iter(self.evaluation_loader()))[:2]))
+            for parameter in copied.parameters():
+                if not parameter.is_meta:
+                    parameter.mul_(0.5)  # the copy must run on its own
+            batch = next(iter(self.evaluation_loader()))[:2]
+            self.keep("scores of a copy that trains", copied.train()(*batch))
+            self.keep("scores of a copy", copied.eval()(*batch))
 
     def _save(self) -> None:
         file = io.BytesIO()
@@ -184,7 +189,7 @@ class User:
         self.keep(f"random states after step {self.steps}", random_states(self.model))
         self.keep(f"calls after step {self.steps}", calls())
         self.keep(f"surroundings after step {self.steps}", surroundings())
-        self.keep(f"modules after step {self.steps}", of_modules(self.model))
+        self.keep(f"modules after step {self.steps}", of_modules(self.model, is_watched=True))
         if "saved whole while training" in self.training and self.steps == 2:
             self._save()
         self.steps += 1
@@ -200,6 +205,7 @@ class User:
             len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks) for one in optimizers
         ])  # fmt: skip
         self.keep("hooks of modules", hooks_of(self.model))
+        self.keep("modules", of_modules(self.model))
         self.keep("random states at the end", random_states(self.model))
         self.keep("calls at the end", calls())
         self.keep("surroundings at the end", surroundings())

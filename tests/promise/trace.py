@@ -59,10 +59,11 @@ class Trace:
 def _shown(alone: Any, watched: Any) -> str:
     if isinstance(alone, dict) and isinstance(watched, dict):
         names = [name for name in dict.fromkeys([*alone, *watched]) if alone.get(name) != watched.get(name)]
-        parts = [f"{name} {alone.get(name)!r} alone, {watched.get(name)!r} watched" for name in names]
+        parts = [f"{name} {_shown(alone.get(name), watched.get(name))}" for name in names]
     elif isinstance(alone, list) and isinstance(watched, list):
         parts = [f"only alone {[x for x in alone if x not in watched]!r}"] * any(x not in watched for x in alone)
         parts += [f"only watched {[x for x in watched if x not in alone]!r}"] * any(x not in alone for x in watched)
+        parts = parts or ["in another order"]
     else:
         parts = [f"{alone!r} alone, {watched!r} watched"]
     return "; ".join(parts)[:600]
@@ -163,18 +164,21 @@ def settings_kept() -> Iterator[None]:
                 write(value)
 
 
-def of_modules(model: nn.Module) -> dict[str, Any]:
-    """Describe all of a model but its numbers and hooks."""
-    return {
-        path: (
-            type(module).__name__,
-            "training" if module.training else "evaluation",
-            [name for name, one in module.named_parameters(recurse=False) if one.requires_grad],
-            [name for name, _ in module.named_buffers(recurse=False)],
-            sorted(name for name in vars(module) if name not in _HOOKS),
-        )
-        for path, module in model.named_modules()
-    }
+def of_modules(model: nn.Module, *, is_watched: bool = False) -> dict[str, Any]:
+    """Describe all of a model but its numbers and hooks; and while it is watched, but a forward in a class's place."""
+    passed_over = (*_HOOKS, "forward") if is_watched else _HOOKS
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        found[f"type of {path!r}"] = type(module).__name__
+        found[f"mode of {path!r}"] = "training" if module.training else "evaluation"
+        found[f"attributes of {path!r}"] = sorted(name for name in vars(module) if name not in passed_over)
+        found[f"buffers of {path!r}"] = list(module._buffers)
+        found[f"what trains of {path!r}"] = [name for name, one in module._parameters.items() if _trains(one)]
+    return found
+
+
+def _trains(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
 
 
 def hooks_of(model: nn.Module) -> dict[str, int]:
