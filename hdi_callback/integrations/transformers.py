@@ -156,10 +156,24 @@ class HDITrainerCallback(transformers.TrainerCallback):
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         """Let that error through."""
 
+    def close(self) -> None:
+        """Make known what was read, and leave no hook behind, after a training that an exception ended.
+
+        The trainer tells its callbacks of no exception. Until this is called, or the next training begins, hooks stay
+        on the model if the step that failed was one that is watched. Calling it again does nothing.
+        """
+        if self._watch is not None:
+            with self._faults.contained("closing the watch"):
+                self._watch.flush(is_broken=True)
+            self._watch.close()
+        if self._board is not None:
+            with self._faults.contained("closing TensorBoard"):
+                self._board.writer.close()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, install the hooks, open the history, and take up where a checkpoint left off."""
-        if self._watch is not None:  # a training that an exception ended
-            self._watch.close()
+        self.close()
+        self._board = None
         model: nn.Module = kwargs["model"]
         self._optimizer = inner_optimizer(kwargs["optimizer"])
         refuse_apart(self._settings.process_group, [item.name for item in self._interventions if not item.dry_run])

@@ -107,6 +107,32 @@ def test_evaluation_is_neither_read_nor_touched(tmp_path):
     assert losses[0] == losses[1]
 
 
+class Raises(transformers.TrainerCallback):
+    """Ends the training where a loss function of the user's would."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            raise OSError("the disk is gone")
+
+
+def test_a_training_that_raised_leaves_no_hook_once_the_callback_is_closed(tmp_path):
+    callback = HDITrainerCallback(every_n_steps=2)
+    watched: list[nn.Module] = []
+
+    class Keeps(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            watched.append(model)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(tmp_path, Keeps(), callback, Raises())
+    callback.close()
+    callback.close()
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in watched[0].modules())
+    assert steps(callback.history_path) == [0, 2], "what was read before is kept"
+    train(tmp_path, callback)
+    assert steps(callback.history_path)[-1] == 12, "the callback can be used again"
+
+
 def test_tensorboard_gets_curves_text_and_marks(tmp_path):
     callback = HDITrainerCallback(every_n_steps=2)
     train(tmp_path, Collapse(), callback, report_to=["tensorboard"])

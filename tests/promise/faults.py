@@ -94,6 +94,19 @@ def _reset_warnings(model: nn.Module) -> None:
 FAULTS = [
     Fault("draws of torch's generator", lambda model: torch.rand(1), "random states after step 0: torch"),
     Fault("draws of Python's generator", lambda model: random.random(), "random states after step 0: python"),
+    Fault("seeds all devices", _seed, "torch.manual_seed None alone"),
+    Fault("writes a weight back in another precision", _write_back, "loss 1"),
+    Fault("scales a gradient", _touch_gradient, "gradients of step 0.0"),
+    Fault(
+        "tries the original, not a copy", _run_original, "calls after step 0", "separate / loop / draws of torch / 1"
+    ),
+    Fault(
+        "switches a fast path off",
+        _run_teacher_with_a_hook,
+        "fast path of an encoder layer",
+        "separate / by hand / teacher in evaluation mode / 1",
+    ),
+    Fault("sets a flag", lambda model: torch.backends.mha.set_fastpath_enabled(False), "surroundings after step 0"),
     Fault("draws of numpy's generator", lambda model: np.random.rand(), "random states after step 0: numpy"),  # noqa: NPY002
     Fault(
         "draws of a generator of the model's",
@@ -101,14 +114,8 @@ FAULTS = [
         "random states after step 0: blocks.0.attn.extras.0.generator",
         "separate / loop / draws of a generator / 1",
     ),
-    Fault("seeds all devices", _seed, "torch.manual_seed None alone"),
     Fault("seeds CUDA", lambda model: torch.cuda.manual_seed_all(0), "torch.cuda.manual_seed_all None alone"),
-    Fault("writes a weight back in another precision", _write_back, "loss 1"),
-    Fault("scales a gradient", _touch_gradient, "gradients of step 0.0"),
     Fault("syncs a buffer", _sync_buffers, "buffers", "interleaved / by hand / batch norm / 1"),
-    Fault(
-        "tries the original, not a copy", _run_original, "calls after step 0", "separate / loop / draws of torch / 1"
-    ),
     Fault("calls hooks of the user's", _run_original, "calls after step 0", "separate / by hand / user hooks / 1"),
     Fault("calls global hooks", _run_original, "calls after step 0", "separate / by hand / global hooks / 1"),
     Fault("counts a class up", _run_original, "calls after step 0", "separate / by hand / counter of a class / 1"),
@@ -127,12 +134,6 @@ FAULTS = [
         "loss 1",
         "fused / transformers / spectral norm / 1",
     ),
-    Fault(
-        "switches a fast path off",
-        _run_teacher_with_a_hook,
-        "fast path of an encoder layer",
-        "separate / by hand / teacher in evaluation mode / 1",
-    ),
     Fault("leaves the model in evaluation mode", lambda model: model.eval(), "modules after step 0"),
     Fault(
         "unfreezes",
@@ -141,7 +142,6 @@ FAULTS = [
         "separate / loop / frozen block / 1",
     ),
     Fault("leaves a buffer", lambda model: model.register_buffer("seen", torch.zeros(1)), "modules after step 0"),
-    Fault("sets a flag", lambda model: torch.backends.mha.set_fastpath_enabled(False), "surroundings after step 0"),
     Fault("changes how warnings are shown", _reset_warnings, "surroundings after step 0"),
     Fault("warns as somebody else", lambda model: warnings.warn("look here", stacklevel=1), "warnings of others"),
     Fault("raises", lambda model: [][0], "the training ended"),

@@ -486,6 +486,8 @@ def under_transformers(training: Training, trace: Trace, folder: Path, *, is_wat
             trainer.train(resume_from_checkpoint=checkpoint)
         except InterruptedTrainingError:
             user.keep("interrupted at", user.steps)
+            if callback is not None:
+                callback.close()
         checkpoint = str(folder / f"checkpoint-{BATCHES}")
         user.keep_end([getattr(trainer.optimizer, "optimizer", trainer.optimizer)])
         user.evaluate(user.model)

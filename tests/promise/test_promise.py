@@ -21,7 +21,14 @@ def test_a_training_with_the_monitor_is_bit_identical_to_the_same_without_it(pla
     assert result.readings or training.family in _MAY_BE_REFUSED, f"nothing was read: {result}"
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+_QUICK = 8  # the others take long for what they add
+_SEEN = [
+    pytest.param(fault, id=fault.name, marks=() if place < _QUICK else pytest.mark.slow)
+    for place, fault in enumerate(FAULTS)
+]
+
+
+@pytest.mark.parametrize("fault", _SEEN)
 def test_a_monitor_that_breaks_the_promise_is_seen(fault: Fault):
     with broken(fault.act):
         result = compare(Training.parse(fault.training))
