@@ -8,7 +8,7 @@ from tests.promise.faults import FAULTS, PLAINEST, Fault, broken, leaving_hooks
 from tests.promise.plan import FAMILIES, SHELLS, TRAITS, Training, draw
 from tests.promise.run import compare, report, run, shrink
 
-RUNS = 30
+RUNS = 24
 _MAY_BE_REFUSED = ("linear per head", "bare parameters")
 
 
@@ -18,7 +18,8 @@ def test_a_training_with_the_monitor_is_bit_identical_to_the_same_without_it(pla
     result = compare(training)
     if result.differences:
         pytest.fail(f"as drawn: {report(result)}\nthe least that differs: {report(shrink(result))}", pytrace=False)
-    assert result.readings or training.family in _MAY_BE_REFUSED, f"nothing was read: {result}"
+    may_be_refused = training.family in _MAY_BE_REFUSED and "tied blocks" in training
+    assert result.measurements or may_be_refused, f"nothing was read: {result}"
 
 
 _QUICK = 8  # the others take long for what they add
@@ -42,7 +43,7 @@ def test_a_hook_that_stays_is_seen():
 
 
 def test_a_failing_training_is_reported_with_the_fewest_traits_that_still_fail():
-    drawn = Training.parse("interleaved / loop / clipping, counter of a class, evaluation, padding / 7")
+    drawn = Training.parse("separate / loop / clipping, counter of a class / 7")
     fault = next(fault for fault in FAULTS if fault.name == "counts a class up")
     with broken(fault.act):
         found = shrink(compare(drawn))
