@@ -49,6 +49,29 @@ class Checkpointed(nn.Module):
         return x
 
 
+class WrittenOut(Attention):
+    """Products of its own, which a selective checkpoint keeps, beside what an observer multiplies."""
+
+    def forward(self, x):
+        q, k, v = (
+            proj(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        fused = F.scaled_dot_product_attention(q, k, v)
+        written = (q @ k.mT).softmax(-1) @ v
+        return self.out_proj((fused + written).transpose(1, 2).flatten(2))
+
+
+class CheckpointedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = WrittenOut(WIDTH, 4)
+
+    def forward(self, x):
+        kept = partial(create_selective_checkpoint_contexts, save_products)
+        return checkpoint(self.attn, x, use_reentrant=False, context_fn=kept)
+
+
 def save_products(context, operation, *args, **kwargs):
     is_product = operation in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
@@ -136,6 +159,7 @@ BODIES = {
     "selective checkpoints": lambda: Checkpointed(
         use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_products)
     ),
+    "selective checkpoints of products": CheckpointedAttention,
     "a device within": OnAnotherDevice,
     "an attention that raises": Raising,
     "gpt2": lambda: OfTransformers("gpt2"),
