@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -166,6 +168,46 @@ def test_maps_whose_matrix_cannot_be_read_are_named():
     (found,) = read(module)
     assert found.layer is None
     assert found.reason == "its projection `q_proj` is a Linear of torch without a matrix that is read"
+
+
+class InFront(by_hand.Separate):
+    """One map in front of all projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        return self.out_proj(by_hand.attend(*self.heads(self.shared(x))))
+
+
+def test_a_map_in_front_of_all_projections_is_part_of_their_weights():
+    torch.manual_seed(0)
+    module = InFront()
+    (layer,) = layers_of(module)
+    for role in ("query", "key", "value"):
+        expected = (getattr(module, f"{role[0]}_proj").weight @ module.shared.weight).view(H, 8, D)
+        assert torch.allclose(layer.weight(role), expected, atol=1e-6), role
+
+
+class Stacked(nn.Module):
+    """A stack of matrices that is used turned, and an object for an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(H, 8, D)) for _ in range(3))
+        self.back = nn.Linear(D, D)
+
+    def forward(self, batch):
+        q, k, v = ((batch.x[:, None] @ one.mT).transpose(1, 2) for one in (self.a, self.b, self.c))
+        return self.back(by_hand.attend(q, k, v))
+
+
+def test_a_stack_of_matrices_and_an_object_for_an_input_are_read():
+    module = Stacked()
+    (layer,) = layers_of(module, SimpleNamespace(x=torch.randn(2, 8, D)))
+    assert torch.equal(layer.weight("query"), module.a)
+    assert torch.equal(layer.weight("key"), module.b)
 
 
 class Latent(nn.Module):

@@ -434,7 +434,9 @@ class CoreReading:
         trace = self.trace
         fed = trace.fed(leaf)
         sources = [other for other in fed.masks if other != leaf]
-        if not sources or set(sources) == set(shared) or trace.takes_input(leaf):
+        if not sources or trace.takes_input(leaf):
+            return ()
+        if set(sources) == set(shared) and not self._is_in_front(sources):
             return ()
         name = module_of(trace.parameter_of(leaf))
         given = f"its projection `{name}` is given what another one makes"
@@ -464,6 +466,17 @@ class CoreReading:
         start = trace.leaves[source].start
         inner = Rows(trace.parameter_of(source), tuple(start + feature for feature in features))
         return inner, tuple((gain / gain.abs().max()).tolist())
+
+    def _is_in_front(self, sources: Sequence[int]) -> bool:
+        """Tell a map of this attention's own, in front of all projections, from one that makes tokens elsewhere."""
+        taken = self.trace.leaves[sources[0]].taken
+        is_own = not self.core.path or self.trace.parameter_of(sources[0]).startswith(f"{self.core.path}.")
+        is_behind = taken.requires_grad and any(
+            bool(found[0].any())
+            for core in self.trace.cores
+            if (found := derivatives(taken, random_weights(taken.shape), [core.output]))
+        )
+        return len(sources) == 1 and is_own and not is_behind
 
     def _refuse_mixed(self, members: list[list[int]], supports: dict[int, dict[Role, Support]]) -> None:
         """Refuse heads of equal rows at the same tokens: they mix, or their heads are made by something else."""

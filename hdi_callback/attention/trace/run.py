@@ -8,6 +8,7 @@ graph; dropout is left out, and all are chosen in place of the top k.
 
 from __future__ import annotations
 
+import copy
 import math
 import types
 import zlib
@@ -398,6 +399,12 @@ class _Inputs:
             return type(value)(self.of(item) for item in value)
         if type(value) is dict:
             return {name: self.of(item) for name, item in value.items()}
+        if hasattr(value, "__dict__") and not isinstance(
+            value, (nn.Module, type, types.ModuleType, types.FunctionType)
+        ):
+            other = copy.copy(value)
+            vars(other).update({name: self.of(item) for name, item in vars(value).items()})
+            return other
         return value
 
 
@@ -491,14 +498,24 @@ class _Cut(TorchFunctionMode):
             x, other = args[1], args[2]
         if not isinstance(x, Tensor) or not isinstance(other, Tensor) or self._is_parameter(x):
             return NotImplemented
-        name = self.names.get(id(other))
+        name, is_turned = self.names.get(id(other)), False
+        if name is None and other.dim() == 3:
+            name, is_turned = self._turned(other)
         if name is not None and other.dim() == 3 and x.dim() >= 3 and x.shape[-3] in (1, other.shape[0]):
             if x.shape[-3] != 1 or other.shape[0] == 1:  # a matrix for each of what are heads already
                 return NotImplemented
             heads, _, width = other.shape
-            answer = self.answer(name, x.squeeze(-3), heads * width, axes=(0, 2))
+            answer = self.answer(name, x.squeeze(-3), heads * width, axes=(0, 1) if is_turned else (0, 2))
             return answer.view(*answer.shape[:-1], heads, width).movedim(-2, -3)
         return self._by_matrix(x, other)
+
+    def _turned(self, stack: Tensor) -> tuple[str | None, bool]:
+        """Recognise a whole parameter ``(H, d_k, d)`` that is used with its last two dims turned."""
+        with torch._C.DisableTorchFunction():
+            base = stack._base
+            if base is None or base.dim() != 3 or not base.is_contiguous() or stack.shape != base.mT.shape:
+                return None, False
+            return (self.names.get(id(base)), True) if stack.stride() == base.mT.stride() else (None, False)
 
     def _by_matrix(self, x: Tensor, matrix: Tensor) -> Any:
         """Multiply with an ``(in_features, features)`` matrix."""
