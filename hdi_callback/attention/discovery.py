@@ -20,6 +20,7 @@ from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.layouts import Place, describe_attention, found_alike, found_by_behaviour
 from hdi_callback.attention.names import printable
+from hdi_callback.attention.wrappers import is_wrapper, users_name
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError, UnsupportedAttentionWarning
 
 _MOST_SECONDS = 60.0  # for the trials of one module
@@ -231,15 +232,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _places(model: nn.Module) -> Iterable[Place]:
-    """Walk the model in its own order; a module under two names is visited once, under its first."""
-    parents: dict[int, nn.Module] = {}
+    """Walk the model in its own order; a module under two names is visited once, under its first.
+
+    What wraps a module for training (FSDP, torch.compile, activation checkpointing) is passed over, and is in no name.
+    """
+    parents: dict[int, nn.Module | None] = {}
     for module in model.modules():
+        around = parents.get(id(module)) if is_wrapper(module) else module
         for child in module.children():
-            parents.setdefault(id(child), module)
+            parents.setdefault(id(child), around)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleDict, nn.ModuleList)):  # which compute nothing
+        if isinstance(module, (nn.ModuleDict, nn.ModuleList)) or is_wrapper(module):  # which compute nothing themselves
             continue
-        yield Place(printable(name), module, parents.get(id(module)))
+        yield Place(users_name(printable(name)), module, parents.get(id(module)))
 
 
 _ATTENTION_NAME = re.compile(r"(?i:attention|attn)|MLA$")

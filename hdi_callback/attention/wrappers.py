@@ -36,6 +36,18 @@ def inner_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Tell whether a module only wraps one of the user's for training.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True for what `torch.compile`, FSDP, activation checkpointing and Fabric put around a module.
+    """
+    return any(isinstance(module._modules.get(name), nn.Module) for name in _INFIXES)
+
+
 def users_name(name: str) -> str:
     """Leave the wrappers out of a dotted path.
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hdi_callback import HeadDiversityMonitor
+from hdi_callback import HeadDiversityMonitor, find_attention, watch_heads
 from hdi_callback.attention.wrappers import inner_model
+from hdi_callback.errors import UnsupportedAttentionWarning
+from hdi_callback.monitoring.interventions import StopTraining
 from tests.models import Classifier
 
 NAMES = ["blocks.0.attn", "blocks.1.attn"]
@@ -29,3 +32,46 @@ def test_layers_and_patterns_have_the_names_of_the_users_model(wrap):
     assert inner_model(wrapped) is model
     with HeadDiversityMonitor(wrapped, include=["blocks.*"]) as monitor:
         assert [layer.name for layer in monitor.layers] == NAMES
+
+
+class Odd(nn.Module):
+    """Looks like attention and has no heads that can be told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 5), nn.Linear(5, 7)
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+
+
+class OddAttention(Odd):
+    pass
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [compiled, checkpoint_wrapper, lambda module: compiled(checkpoint_wrapper(module))])
+def test_patterns_refusals_and_layers_within_a_wrapped_submodule_have_the_users_names(wrap):
+    model = Classifier()
+    model.odd = nn.Sequential(wrap(OddAttention()))
+    model.blocks[0] = wrap(model.blocks[0])
+    model.blocks[1].attn = wrap(model.blocks[1].attn)
+    with pytest.warns(UnsupportedAttentionWarning) as told:
+        found = find_attention(model)
+    assert [layer.name for layer in found] == NAMES
+    assert "`odd.0` (OddAttention)" in str(told[0].message)
+    assert "exclude=['odd.0']" in str(told[0].message)
+    assert [layer.name for layer in find_attention(model, include=["blocks.0.attn"])] == NAMES[:1]
+    assert [layer.name for layer in find_attention(model, include=["blocks.*"], exclude=["blocks.0.attn"])] == NAMES[1:]
+    with HeadDiversityMonitor(model, exclude=["odd.0"]) as monitor:
+        assert [layer.name for layer in monitor.layers] == NAMES
+        assert monitor.refused == ()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {
+        "thresholds": {"blocks.0.attn": {"mean": 0.7}},
+        "interventions": [StopTraining(layers=["blocks.1.attn"])],
+    }
+    watch_heads(model, optimizer, exclude=["odd.0"], history=False, verbose=False, **settings).close()
