@@ -62,6 +62,8 @@ class Finding:
         since: first step at which it was so, if that was before this reading.
         certainty: how sure this is, as a part of a sentence.
         remedy: what to try, as a part of a sentence.
+        is_from_start: True if the limit was reached at step 0 and at every reading since, as by weights that were
+            loaded so.
     """
 
     what: str
@@ -73,6 +75,7 @@ class Finding:
     since: int | None = None
     certainty: str = ""
     remedy: str = ""
+    is_from_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,17 @@ class Series:
         """
         rows = [row for row in self.rows if metric in row.values]
         return [row.step for row in rows], [row.values[metric] for row in rows]
+
+    def holds_from_start(self, is_so: Callable[[Row], bool]) -> bool:
+        """Tell whether something is so in all readings, and the first of them is that of step 0.
+
+        Args:
+            is_so: asked of one reading.
+
+        Returns:
+            True if the run has never been otherwise.
+        """
+        return self.rows[0].step == 0 and all(is_so(row) for row in self.rows)
 
     def since(self, is_so: Callable[[Row], bool]) -> int:
         """Find since when something has been so without a break, as far back as readings are kept.

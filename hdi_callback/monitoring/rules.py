@@ -138,6 +138,7 @@ class MeanAlignment(Rule):
             limit,
             metric,
             since=series.since(lambda row: row.values.get(metric, 0) >= limit - HYSTERESIS),
+            is_from_start=series.holds_from_start(lambda row: row.values.get(metric, 0) >= limit),
             certainty=_certainty(limit, _TRIED.mean if lens == "subspace" else _TRIED.energy_mean),
             remedy=_SEPARATE,
         )
@@ -188,6 +189,9 @@ class WorstPair(Rule):
             series.since(lambda row: row.values.get(metric, 0) >= limit - HYSTERESIS and _pair(row, lens) == pair),
             _certainty(limit, _TRIED.pair if lens == "subspace" else _TRIED.energy_pair),
             "ReviveHeads or DiversityPenalty" if len(pair) == 2 else "",
+            is_from_start=series.holds_from_start(
+                lambda row: row.values.get(metric, 0) >= limit and _pair(row, lens) == pair
+            ),
         )
 
 

@@ -52,6 +52,7 @@ class DiversityPenalty(WhileItStands):
     """
 
     name = "DiversityPenalty"
+    waits_for_change = True
 
     def __init__(
         self, weight: float = 0.1, *, roles: Sequence[Role] = ("key",), noise: float = 1e-2, **options: Any
@@ -146,6 +147,7 @@ class ReviveHeads(Intervention):
     """
 
     name = "ReviveHeads"
+    waits_for_change = True
     rules = ("worst pair",)
     at_most = 16
     _ROLES: ClassVar[tuple[Role, ...]] = ("query", "key", "value", "output")

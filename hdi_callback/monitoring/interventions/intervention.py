@@ -105,6 +105,7 @@ class Intervention(ABC):
 
     Attributes:
         name: what it is called in the logs.
+        waits_for_change: True if it leaves alone what was so at step 0 already, unless it names the rule.
         rules: names of rules that it answers unless told otherwise; `None` for all but "tied heads".
         at_most: how often it acts unless told otherwise.
 
@@ -113,6 +114,7 @@ class Intervention(ABC):
     """
 
     name: ClassVar[str]
+    waits_for_change: ClassVar[bool] = False
     rules: Sequence[str] | None = None
     at_most: int = 1
 
@@ -251,8 +253,14 @@ class Intervention(ABC):
         return (
             is_at_least(alert.level, self.on)
             and (alert.rule != TiedHeads.name if self.rules is None else alert.rule in self.rules)
+            and not self._is_left_alone(alert)
             and self.is_for_layer(alert.layer)
         )
+
+    def _is_left_alone(self, alert: Alert) -> bool:
+        """Whether it is of what was so from the start: heads that were loaded as clones may be meant so."""
+        has_named = "rules" in vars(self)  # the user has, not the class
+        return self.waits_for_change and not has_named and alert.finding.is_from_start and not alert.is_resolved
 
     def is_for_layer(self, name: str) -> bool:
         """Tell whether it answers alerts of a layer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import number, one_of, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Level
+from hdi_callback.monitoring.faults import Faults, attempt_each
 from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileItStands
 from hdi_callback.monitoring.interventions.parameters import parameters_of
 
@@ -100,14 +102,15 @@ class ScaleLearningRate(WhileItStands):
         self._handles: list[Any] = []
         self._rates: dict[int, list[Any]] = {}  # optimizer -> the learning rates that its groups are given back
         self._before: list[tuple[nn.Parameter, Tensor]] = []
+        self._faults = Faults()
 
     def attach(self, training: Training) -> None:
         """Watch the steps of every optimizer."""
         super().attach(training)
         self.detach()
         for optimizer in training.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._shrink))
-            self._handles.append(optimizer.register_step_post_hook(self._restore))
+            self._handles.append(optimizer.register_step_pre_hook(self._begin_step))
+            self._handles.append(optimizer.register_step_post_hook(self._end_step))
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -117,7 +120,7 @@ class ScaleLearningRate(WhileItStands):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the hooks behind as well."""
-        return {**super().__getstate__(), "_handles": [], "_rates": {}, "_before": []}
+        return {**super().__getstate__(), "_handles": [], "_rates": {}, "_before": [], "_faults": Faults()}
 
     def begin(self) -> str:
         """Say what begins."""
@@ -131,14 +134,31 @@ class ScaleLearningRate(WhileItStands):
     def _of(self) -> str:
         return "" if self.scope == "all" else " of the layer"
 
-    def _shrink(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # Called by the optimizers, inside the user's `optimizer.step()`.
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._faults.contained("scaling the learning rate, which is left as it was,"):
+            try:
+                self._shrink(optimizer)
+            except Exception:
+                self._give_back(optimizer)
+                self._before = []
+                raise
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._faults.contained("restoring the learning rate"):
+            self._restore(optimizer)
+
+    def _shrink(self, optimizer: Optimizer) -> None:
         if not self.lasts:
             return
         if self.scope == "all":
             self._give_back(optimizer)  # what a step that failed has left
-            self._rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.factor
+            rates = [group["lr"] for group in optimizer.param_groups]
+            smaller = [rate * self.factor for rate in rates]  # before any is set, as one may not be a number
+            self._rates[id(optimizer)] = rates
+            for group, rate in zip(optimizer.param_groups, smaller):
+                group["lr"] = rate
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         concerned = {
@@ -150,12 +170,14 @@ class ScaleLearningRate(WhileItStands):
         }
         self._before = [(parameter, parameter.detach().clone()) for parameter in concerned.values()]
 
-    @torch.no_grad()
-    def _restore(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _restore(self, optimizer: Optimizer) -> None:
         self._give_back(optimizer)
-        for parameter, before in self._before:
-            parameter.copy_(torch.lerp(before, parameter, self.factor))
-        self._before = []
+        moved, self._before = self._before, []
+        attempt_each(partial(self._shorten, parameter, before) for parameter, before in moved)
+
+    @torch.no_grad()
+    def _shorten(self, parameter: nn.Parameter, before: Tensor) -> None:
+        parameter.copy_(torch.lerp(before, parameter, self.factor))
 
     def _give_back(self, optimizer: Optimizer) -> None:
         for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ())):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
 
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.interventions import (
     Call,
     DiversityPenalty,
+    ReviveHeads,
     SaveCheckpoint,
     ScaleLearningRate,
     StopTraining,
 )
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.rules import WorstPair
 from tests.models import Classifier
 from tests.monitoring.interventions.training import Open, alert
 
@@ -203,3 +208,57 @@ def test_what_stands_and_how_often_it_acted_survive_a_resumption(make):
     assert second.answer(alert("blocks.1.attn", rule="worst pair", step=200)) is None
     for intervention in (first, second):
         intervention.detach()
+
+
+# --- what goes wrong inside the user's optimizer.step()
+
+
+@pytest.mark.parametrize("scope", ["all", "layer"])
+def test_a_failure_around_an_optimizer_step_costs_one_warning_and_the_step_is_made(scope):
+    models = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if watched:
+            scale = ScaleLearningRate(scope=scope)
+            attached(scale, optimizer, model=model)
+            scale.answer(alert())
+            scale.factor = "x"  # what no learning rate can be multiplied by
+        seen = []
+        for _ in range(3):
+            model(torch.arange(12)[None] % 16).sum().backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            seen += [str(one.message) for one in caught]
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert [("learning rate" in one and "failed" in one) for one in seen] == [True] * watched
+        models.append(model)
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(one, other)
+
+
+# --- weights that were loaded
+
+
+@pytest.mark.parametrize("kind", [DiversityPenalty, ReviveHeads])
+def test_clones_that_were_loaded_are_left_alone_until_the_run_changes_something(kind):
+    def told(curve, intervention):
+        attached(intervention)
+        alerts = Alerts([WorstPair()], {})
+        news = []
+        for step, value in curve:
+            values = {"hdi_worst_alignment": value, "hdi_energy_worst_alignment": 0.0, "hdi_alignment": 0.1}
+            arrays = {"worst_alignment_pair": (0, 1)}
+            news += alerts.judge(Record(step, {"blocks.0.attn": LayerRecord(values, arrays)}))
+        begun = [one for one in news if not one.is_resolved]
+        return [one.step for one in begun], [intervention._is_for(one) for one in begun]
+
+    loaded = [(0, 0.95), (10, 0.95), (20, 0.95)]
+    assert told(loaded, kind()) == ([10], [False])
+    assert told(loaded, kind(rules=["worst pair"])) == ([10], [True])
+    assert told([(0, 0.2), (10, 0.95)], kind()) == ([10], [True])
+    assert told([*loaded, (30, 0.3), (40, 0.95)], kind()) == ([10, 40], [False, True])
+    assert told(loaded, StopTraining(on="warning")) == ([10], [True])
