@@ -164,6 +164,16 @@ class HDICallback(pl.Callback):
         """The alerts that stand now."""
         return [] if self._watch is None or self._watch.alerts is None else self._watch.alerts.active
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the run behind: a copy is as new, and can be given to another trainer or process."""
+        return {
+            **self.__dict__,
+            "_schedule": Schedule(self._schedule.every),
+            "_restored": None if self._watch is not None else self._restored,
+            **dict.fromkeys(("_trainer", "_monitor", "_watch", "_history", "_steps_trained")),
+            "_faults": Faults(),
+        }
+
     @property
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint."""

@@ -134,6 +134,10 @@ class HDITrainerCallback(transformers.TrainerCallback):
         """The alerts that stand now."""
         return [] if self._watch is None or self._watch.alerts is None else self._watch.alerts.active
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the run behind: a copy is as new, and can be given to another trainer or process."""
+        return {**self.__dict__, **dict.fromkeys(("_watch", "_optimizer", "_board")), "_faults": Faults()}
+
     # What a Lightning trainer asks of a callback before it runs anything.
 
     state_key = "HDITrainerCallback"
@@ -340,7 +344,14 @@ class _TrainerTraining:
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    """Where the trainer keeps its checkpoint of this step."""
+    name = f"checkpoint-{state.global_step}"
+    usual = Path(args.output_dir) / name
+    if not getattr(state, "is_hyper_param_search", False):
+        return usual
+    # Each trial has a folder of its own, whose name no callback is told: that which was written last.
+    places = [place for place in Path(args.output_dir).glob(f"*/{name}") if place.is_dir()]
+    return max(places, key=lambda place: place.stat().st_mtime_ns, default=usual)
 
 
 def _epoch(state: Any) -> int | None:
