@@ -42,7 +42,7 @@ from hdi_callback.attention.calls import Entry, calls_going_on, is_recomputing, 
 from hdi_callback.attention.compiled import may_recompile
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.hooks import Arguments, Handle, Hooks, observe_calls
-from hdi_callback.attention.padding import Frame, Padding, PaddingChoice, find_padding, fit_padding
+from hdi_callback.attention.padding import Frame, Padding, PaddingChoice, find_padding, fit_padding, takes_masks
 from hdi_callback.attention.projections import feature_dim
 from hdi_callback.attention.sampling import TokenSample, joined, sample_tokens, shared_out
 from hdi_callback.attention.sharding import as_part
@@ -112,6 +112,8 @@ class Taps(Hooks):
         """
         for layer in layers:
             self._taps[layer.name] = _Tap(layer, self._max_tokens, self._padding)
+        for tap in self._taps.values():
+            tap.takes_masks = any(map(takes_masks, _modules_around(tap.layer.module, self._model)))
         all_layers = [tap.layer for tap in self._taps.values()]
         projections = Counter(id(one.output_projection) for one in all_layers if one.output_projection is not None)
         for layer in all_layers:
@@ -273,7 +275,7 @@ class _Tap:
     def __init__(self, layer: AttentionLayer, max_tokens: int, padding: PaddingChoice) -> None:
         self.layer = layer
         self.is_armed = self.is_in_graph = self.was_compiled = self.was_eager = False
-        self.training_only = False
+        self.training_only = self.takes_masks = False
         self.padding_mask: Tensor | None = None
         self.failure: str | None = None
         self.doubt: str | None = None
@@ -381,9 +383,9 @@ class _Tap:
             self.has_recorded = True
             self._forwards.clear()
         self._has_recorded_outside |= is_recorded and backward == -1
-        return self._keep(outputs(), is_recorded, backward)
+        return self._keep(outputs(), is_recorded, backward, is_compiled=is_compiled)
 
-    def _keep(self, outputs: Tensor, is_recorded: bool, backward: int) -> _Forward | None:
+    def _keep(self, outputs: Tensor, is_recorded: bool, backward: int, *, is_compiled: bool) -> _Forward | None:
         H, width = self.layer.num_heads, self.layer.value_dim
         if outputs.is_nested:
             self.failure = "nested tensors are not captured"
@@ -400,6 +402,8 @@ class _Tap:
         shape = tuple(outputs.shape[:-1])
         frames = calls_going_on()
         padding = self._find_padding(shape, frames, backward)
+        if is_compiled and self._may_hide_masks(padding, frames):
+            padding = Padding(None, "masks that are made or handed on inside a compiled graph are not seen")
         self.doubt = self.doubt or padding.doubt
         padded = None if padding.padded is None else padding.padded.detach().to(outputs.device)
         batch = math.prod(shape[:-1])
@@ -434,6 +438,12 @@ class _Tap:
                 if known is not None:
                     return known
         return find_padding(shape, frames, path=self.layer.name, choice=self._padding)
+
+    def _may_hide_masks(self, padding: Padding, frames: Sequence[Frame]) -> bool:
+        """Whether modules around the attention take masks, and none of the calls that can be seen does."""
+        if self._padding != "auto" or self.padding_mask is not None or padding.padded is not None or padding.doubt:
+            return False
+        return self.takes_masks and not any(takes_masks(one.module) for one in frames)
 
     def _remember_padding(self, outputs: Tensor) -> None:
         """Keep what is known of the padding now, for when the forward is repeated within the backward."""
@@ -473,6 +483,18 @@ class _Tap:
 
 _SEPARATE = 16  # forwards that are kept apart
 _FIRST_TIMES = 1024
+
+
+def _modules_around(module: nn.Module, model: nn.Module | None) -> list[nn.Module]:
+    """A module and those that it is in, outwards to the model."""
+    parents: dict[int, nn.Module] = {}
+    for around in () if model is None else model.modules():
+        for child in around.children():
+            parents.setdefault(id(child), around)
+    found = [module]
+    while (outer := parents.get(id(found[-1]))) is not None and not any(outer is one for one in found):
+        found.append(outer)
+    return found
 
 
 def _place(tensor: Any) -> tuple[int, torch.Size]:

@@ -132,7 +132,7 @@ def find_padding(
         return Padding()
     found = [(one, name, mask, kind) for one in frames for name, mask, kind in _masks(one, path)]
     for one, name, mask, kind in found:
-        hidden = _over_tokens(mask, kind)
+        hidden = _over_either(mask, kind, shape) if _may_be_either(mask, kind, shape) else _over_tokens(mask, kind)
         if hidden is None:
             continue
         padded = fit_padding(hidden, shape)
@@ -145,10 +145,23 @@ def find_padding(
             what = f"`{name}` of {type(one.module).__name__}"
             doubt = f"{what} has the shape {tuple(mask.shape)}, and the tokens have {tuple(shape)}"
     for _, _, mask, kind in found:
-        hidden = _over_pairs(mask, kind, shape)
+        hidden = _over_pairs(mask, "padding" if kind == "pairs" else kind, shape)
         if hidden is not None:
             return Padding(hidden)
     return Padding(None, doubt)
+
+
+def takes_masks(module: nn.Module) -> bool:
+    """Tell whether the forward of a module has a parameter for a mask that may tell of padding.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True for ``forward(self, x, padding_mask=None)``.
+    """
+    kind: Any = type(module)
+    return bool(_MASK_NAMES & set(_parameters(kind)))
 
 
 def _masks(one: Frame, path: str) -> list[tuple[str, Tensor, str]]:
@@ -167,7 +180,7 @@ def _masks(one: Frame, path: str) -> list[tuple[str, Tensor, str]]:
             kind = "padding" if name in _OF_PADDING else "tokens" if name in _OF_TOKENS else "either"
             is_its = (not is_decoder or not _has_both_sides(one)) and not _is_of_keys(one)
         if kind == "either" and is_torch:
-            kind = "padding"
+            kind = "pairs"
         if is_its:
             found.append((name, value, kind))
     return found
@@ -198,7 +211,7 @@ def _is_same(tensor: Tensor, other: Any) -> bool:
 
 def _over_tokens(mask: Tensor, kind: str) -> Tensor | None:
     """Read a mask over tokens as true, or NaN, where one is padding; `None` if it is another mask."""
-    if mask.is_nested or mask.dim() > 2 or mask.dim() == 0:
+    if mask.is_nested or mask.dim() > 2 or mask.dim() == 0 or kind == "pairs":
         return None
     if mask.dim() == 2 and kind == "either" and mask.shape[0] == mask.shape[1]:
         return None  # over pairs, as a causal mask is
@@ -209,6 +222,35 @@ def _over_tokens(mask: Tensor, kind: str) -> Tensor | None:
     if kind == "tokens":
         return ~mask.bool()
     return _whichever_leaves_keys(mask.bool()[:, None] if mask.dim() == 2 else mask.bool()[None, None]).view(mask.shape)
+
+
+def _may_be_either(mask: Tensor, kind: str, shape: Sequence[int]) -> bool:
+    """Whether a mask may be over tokens or over pairs of them: there are as many sequences as each has tokens."""
+    n = shape[-1]
+    is_square = not mask.is_nested and tuple(mask.shape) == tuple(shape) == (n, n)
+    return is_square and kind in ("either", "tokens") and n > 1
+
+
+def _over_either(mask: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
+    """Read a square mask, ``(batch, length)``: NaN where the two readings differ and nothing speaks for one of them."""
+    # A mask that depends on the distance of two tokens alone, as a causal or a sliding one, is over pairs. By its name
+    # an `attention_mask` is over tokens, unless it looks like that.
+    if mask.is_floating_point():
+        of_tokens = _of_numbers(mask).to(torch.float32)
+    elif kind == "tokens":
+        of_tokens = (~mask.bool()).to(torch.float32)
+    else:
+        of_tokens = _whichever_leaves_keys(mask.bool()[:, None])
+    of_tokens = of_tokens.view(mask.shape)
+    pairs = _over_pairs(mask, kind, shape)
+    of_pairs = of_tokens if pairs is None else pairs.to(torch.float32).view(mask.shape)
+    differ = ((of_tokens != of_pairs) | of_tokens.isnan() | of_pairs.isnan()).any()
+    is_of_distance = (mask[1:, 1:] == mask[:-1, :-1]).all()
+    if kind == "tokens":
+        chosen = torch.where(is_of_distance, torch.nan, of_tokens)
+    else:
+        chosen = torch.where(is_of_distance, of_pairs, torch.nan)
+    return torch.where(differ, chosen, of_tokens)
 
 
 def _of_numbers(mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, Capture, Taps
+from hdi_callback.attention.fast_path import takes_fast_path
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import head_covariance
@@ -31,6 +32,11 @@ _NO_RECOMPILATION = "they need a graph of their own, and torch.compile must not 
 _REPLACED = (
     "its output projection is no part of the model any more, as after an adapter was unloaded or merged; a new monitor "
     "sees what came in its place"
+)
+_FAST_PATH = (
+    "in evaluation mode the nn.TransformerEncoderLayer around it takes torch's fast path, which computes attention "
+    "without calling it; torch.backends.mha.set_fastpath_enabled(False) switches that off, which changes the last "
+    "digits of what it computes"
 )
 _UNCALLED = (
     "its attention ran without calling its output projection, whose weight it uses directly, as by "
@@ -311,9 +317,12 @@ class HeadOutputs:
         return OutputSums(covariance, contribution, count)
 
     def _why_missed(self, name: str) -> str:
-        projection = self._layers.named(name).output_projection
+        layer = self._layers.named(name)
+        projection = layer.output_projection
         if projection is not None and projection not in set(self._model.modules()):
             return _REPLACED
+        if name not in self._uncalled and takes_fast_path(layer.module, self._model):
+            return _FAST_PATH
         return _UNCALLED if name in self._uncalled else "its output projection was not seen to be called"
 
     def _say_what_is_padded(self, names: Collection[str]) -> None:
@@ -326,14 +335,14 @@ class HeadOutputs:
             )
 
     def _say_what_was_missed(self, names: Sequence[str]) -> None:
-        for reason in (_REPLACED, _UNCALLED):
+        for reason in (_REPLACED, _UNCALLED, _FAST_PATH):
             if alike := [name for name in names if self._why_missed(name) == reason]:
                 self._faults.say(
                     reason,
                     f"No head outputs of {listed(alike)} were captured, so their covariance is absent; weights are "
                     f"read all the same: {reason}.",
                 )
-        names = [name for name in names if self._why_missed(name) not in (_REPLACED, _UNCALLED)]
+        names = [name for name in names if self._why_missed(name) not in (_REPLACED, _UNCALLED, _FAST_PATH)]
         if not names:
             return
         if len(names) == len(self._layers.all):

@@ -200,6 +200,9 @@ class Readout:
         return _tabulate(replace(self._reading, measurements=tuple(measurements)))
 
 
+AMBIGUOUS_MASK = "a mask can be read in two ways, so that padding is not known: write padding=..."
+
+
 def _without_meta(reading: Reading) -> Reading:
     """Leave out what has no numbers: results of weights on the meta device."""
     without = [one for one in reading.measurements if any(value.is_meta for value in _fields(one.values).values())]
@@ -213,7 +216,7 @@ def _without_meta(reading: Reading) -> Reading:
 
 def _why_no_covariance(tokens: float) -> str:
     if math.isnan(tokens):
-        return "a mask can be read in two ways, so that padding is not known: write padding=..."
+        return AMBIGUOUS_MASK
     return f"there were {tokens:.0f} tokens without padding, and two are needed"
 
 

@@ -25,7 +25,7 @@ from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import Action, Intervention, Training, plain_state
 from hdi_callback.monitoring.interventions.intervention import WhileItStands
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.readings import Reading, Readout, Record
+from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Reading, Readout, Record
 from hdi_callback.monitoring.schedule import Schedule
 from hdi_callback.monitoring.state import FORMAT, sound_state
 
@@ -428,6 +428,9 @@ class Watch:
         except Exception as error:
             self.faults.tell("reading out head diversity", error)
             return []
+        if doubtful := [key.partition("/")[2] for key, why in record.absent.items() if why == AMBIGUOUS_MASK]:
+            listed = ", ".join(f"`{name}`" for name in doubtful[:3]) + (" and others" if len(doubtful) > 3 else "")
+            self.faults.say("padding", f"Head outputs of {listed} are absent: {AMBIGUOUS_MASK}.")
         alerts: list[Alert] = []
         if self.alerts is not None:
             with self.faults.contained("judging head diversity"):

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hdi_callback import HeadDiversityMonitor, head_covariance
+from hdi_callback import HeadDiversityMonitor, head_covariance, watch_heads
 from hdi_callback.attention.padding import Frame, find_padding
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
+from hdi_callback.monitoring.history import read_records
 from tests.attention.test_capture import truth_of
+from tests.models import Classifier
 
 METRICS = ["head_covariance", "head_correlation", "head_covariance_error", "head_correlation_error"]
 PADDED = torch.tensor([[False] * 7, [False] * 4 + [True] * 3, [False] * 5 + [True] * 2])
@@ -283,6 +285,114 @@ def test_padding_of_a_compiled_model_is_left_out(way):
             truth = expected(outputs, monitor.layers[0], PADDED)
             assert {tag: values[tag] for tag in METRICS} == pytest.approx(truth, rel=1e-3, abs=1e-6)
     torch._dynamo.reset()
+
+
+class Made(nn.Module):
+    """Makes its mask itself, within what is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attn = nn.Embedding(50, 32), ByHand(lambda mask: mask)
+
+    def forward(self, ids):
+        return self.attn(self.embed(ids), (ids != 0)[:, None, None])
+
+
+@pytest.mark.parametrize("way", ["module", "function"])
+def test_masks_inside_a_compiled_graph_are_said_not_to_be_seen(way):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ids = Made(), batch(PADDED)["input_ids"]
+    with HeadDiversityMonitor(model, metrics=METRICS, check_heads=False) as monitor:
+        run = torch.compile(model if way == "module" else lambda ids: model(ids), backend="aot_eager")
+        with pytest.warns(MonitoringWarning, match="inside a compiled graph are not seen.*padding=None") as seen:
+            for step in range(2):
+                monitor.arm()
+                run(ids).sum().backward()
+                monitor.measure(step)
+        assert len(seen) == 1
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_that_takes_no_masks_or_is_given_none_leaves_no_doubt(recwarn):
+    torch._dynamo.reset()
+    model, x = nn.Sequential(WithPaddingMask(lambda mask: None)), torch.randn(3, 7, 32)
+    with HeadDiversityMonitor(model, metrics=METRICS, check_heads=False) as monitor:
+        model[0].compile(backend="aot_eager")
+        monitor.arm()
+        model[0](x).sum().backward()
+        assert "head_correlation" in monitor.measure(0).record().layers["0"].values
+    plain = Classifier()
+    with HeadDiversityMonitor(plain, metrics=METRICS, check_heads=False) as monitor:
+        monitor.arm()
+        torch.compile(lambda ids: plain(ids), backend="aot_eager")(torch.randint(16, (2, 12))).sum().backward()
+        assert "head_correlation" in monitor.measure(0).record().layers["blocks.0.attn"].values
+    assert not [one for one in recwarn if issubclass(one.category, MonitoringWarning)]
+    torch._dynamo.reset()
+
+
+# --- as many sequences as each has tokens
+
+N = 6
+RAGGED = torch.arange(N) >= torch.tensor([6, 2, 4, 3, 5, 6])[:, None]
+TRIANGLE = torch.ones(N, N, dtype=torch.bool).tril()
+
+
+class WithAttnMask(ByHand):
+    def forward(self, x, attn_mask=None):
+        return self.attend(x, attn_mask)
+
+
+def added(mask):
+    return torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+
+
+@pytest.mark.parametrize("kind", [ByHand, WithAttnMask])
+@pytest.mark.parametrize("form", [lambda mask: mask, added], ids=["boolean", "added to scores"])
+@pytest.mark.parametrize("distance", [TRIANGLE, TRIANGLE & ~TRIANGLE.tril(-3)], ids=["causal", "sliding"])
+def test_a_square_mask_of_distances_is_over_pairs_also_with_as_many_sequences_as_tokens(kind, form, distance):
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"attn": kind(lambda mask: mask)}), torch.randn(N, N, 32)
+    none = torch.zeros(N, N, dtype=torch.bool)
+    require(model, lambda: model["attn"](x, form(distance)), {"attn": "attn.out_proj"}, {"attn": none})
+
+
+@pytest.mark.parametrize("form", [lambda mask: mask, added], ids=["boolean", "added to scores"])
+def test_a_square_mask_that_may_be_over_tokens_or_over_pairs_is_ambiguous_and_one_warning_says_so(form, tmp_path):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": ByHand(lambda mask: mask[:, None, None])})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / "history.jsonl"
+    heads = watch_heads(model, optimizer, every_n_steps=1, history=path, check_heads=False, verbose=False)
+    with pytest.warns(MonitoringWarning, match="of `attn` are absent: a mask can be read in two") as seen, heads:
+        for _ in range(3):
+            with heads.step():
+                model["attn"](torch.randn(N, N, 32), form(~RAGGED)).sum().backward()
+                optimizer.step()
+    assert len(seen) == 1
+    for record in read_records(path)[:3]:
+        assert not set(METRICS) & set(record.layers["attn"].values)
+        assert "can be read in two ways" in record.absent["head outputs/attn"]
+
+
+def test_a_square_attention_mask_is_over_tokens_by_its_name():
+    torch.manual_seed(0)
+    model, x = (
+        nn.ModuleDict({"attn": WithAttentionMask(lambda mask: mask.bool()[:, None, None])}),
+        torch.randn(N, N, 32),
+    )
+    require(model, lambda: model["attn"](x, (~RAGGED).long()), {"attn": "attn.out_proj"}, {"attn": RAGGED})
+
+
+def test_the_causal_mask_of_torchs_encoder_is_no_padding_also_with_as_many_sequences_as_tokens():
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(block, 1, enable_nested_tensor=False), torch.randn(N, N, 32)
+    outputs = truth_of(model.layers[0].self_attn, x, x, x, attn_mask=~TRIANGLE)
+    monitor, record = read(model, lambda: model(x, mask=~TRIANGLE))
+    values = record.layers["layers.0.self_attn"].values
+    truth = expected(outputs, monitor.layers[0], torch.zeros(N, N, dtype=torch.bool))
+    assert {tag: values[tag] for tag in METRICS} == pytest.approx(truth, rel=1e-3, abs=1e-6)
 
 
 def test_packed_sequences_have_no_padding():

@@ -242,3 +242,19 @@ def test_two_monitors_of_one_model_read_the_same():
     assert "head_correlation" in values[0]
     assert values[0] == values[1]
     assert "forward" not in vars(model[0].self_attn)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_outputs_that_the_fast_path_of_torch_computed_are_absent_with_that_reason(is_frozen):
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.ModuleDict({"teacher": nn.TransformerEncoder(block, 1, enable_nested_tensor=False), "own": Classifier()})
+    model["teacher"].eval().requires_grad_(not is_frozen)
+    with HeadDiversityMonitor(model) as monitor, pytest.warns(MonitoringWarning, match="fast path"):
+        monitor.arm()
+        with torch.set_grad_enabled(is_frozen):
+            model["teacher"](torch.randn(2, 6, 32))
+        model["own"](tokens()).sum().backward()
+        record = monitor.measure(0).record()
+    assert "takes torch's fast path" in record.absent["head outputs/teacher.layers.0.self_attn"]
+    assert "head_correlation" in record.layers["own.blocks.0.attn"].values
