@@ -20,6 +20,7 @@ CONTRIBUTION = "head contributions"
 QK, OV = "QK circuits", "OV circuits"
 FINITENESS = "finiteness of weights"
 MOVEMENT = "movement of weights"
+ROWS = "attention rows"
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,75 @@ _HEAD_METRICS = [
     ),
 ]
 
+
+def _mean_over_heads(name: str) -> Callable[[Any], Tensor]:
+    def read(values: Any) -> Tensor:
+        tensor: Tensor = getattr(values, name)
+        return tensor.mean(-1)
+
+    return read
+
+
+def _largest(name: str) -> Callable[[Any], Tensor]:
+    def read(values: Any) -> Tensor:
+        tensor: Tensor = getattr(values, name)
+        return tensor.amax(-1)
+
+    return read
+
+
+_ROW_METRICS = [
+    Metric(
+        "attention_entropy",
+        ROWS,
+        _mean_over_heads("entropy"),
+        "Entropy of attention over log n, mean over heads: 1 uniform, 0 one token.",
+    ),
+    Metric(
+        "attention_entropy_min", ROWS, _smallest("entropy"), "The same of the head that looks at the fewest tokens."
+    ),
+    Metric(
+        "attention_samples",
+        ROWS,
+        _mean_over_heads("samples"),
+        "Effective sample size 1 / ||a||^2, mean over heads: over how many tokens a head averages.",
+    ),
+    Metric(
+        "attention_sink",
+        ROWS,
+        _largest("sink"),
+        "Largest mean attention of a head to one position: 1 if all queries look there.",
+    ),
+    Metric(
+        "attention_overlap",
+        ROWS,
+        _field("overlap_mean"),
+        "Mean overlap of two heads' attention, the correlation of their noise; 1 also if both are flat.",
+    ),
+    Metric(
+        "attention_alike",
+        ROWS,
+        _field("alike_mean"),
+        "The same with the uniform part taken out: 1 if heads attend alike beyond being flat.",
+    ),
+    Metric("attention_alike_worst", ROWS, _field("alike_worst"), "Largest `attention_alike` of two heads."),
+    Metric("attention_logit", ROWS, _largest("logit"), "Largest score of a sampled query."),
+    Metric(
+        "attention_logit_bound",
+        ROWS,
+        _largest("logit_bound"),
+        "No score of any query is larger: largest norms times the scale, plus the largest bias.",
+    ),
+    Metric("query_norm", ROWS, _mean_over_heads("query_norm"), "Mean norm of the queries, as they enter the product."),
+    Metric("key_norm", ROWS, _mean_over_heads("key_norm"), "Mean norm of the keys, as they enter the product."),
+    Metric(
+        "key_norm_spread",
+        ROWS,
+        _mean_over_heads("key_norm_spread"),
+        "Coefficient of variation of the keys' norms: at 0 attention is the Gaussian kernel.",
+    ),
+]
+
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
@@ -168,6 +238,7 @@ METRICS: dict[str, Metric] = {
         *_COVARIANCE_METRICS,
         *_CIRCUIT_METRICS,
         *_HEAD_METRICS,
+        *_ROW_METRICS,
     )
 }
 """Every metric by name."""
@@ -191,6 +262,22 @@ class Details:
 _OF_CIRCUITS = "there are fewer than two live heads, or the weights are not finite"
 
 DETAILS: dict[str, Details] = {
+    ROWS: Details(
+        {
+            "attention_entropy": "entropy",
+            "attention_samples": "samples",
+            "attention_sink": "sink",
+            "attention_sink_position": "sink_position",
+            "attention_logit": "logit",
+            "attention_logit_bound": "logit_bound",
+            "query_norm": "query_norm",
+            "key_norm": "key_norm",
+            "key_norm_spread": "key_norm_spread",
+            "attention_alike_worst_pair": "alike_worst_pair",
+        },
+        {"attention_overlap": "overlap", "attention_alike": "alike"},
+        "no query that was read sees two keys, or what it asks for cannot be told from what attention received",
+    ),
     QK: Details({"circuit_qk_worst_pair": "worst_pair"}, {"circuit_qk": "cosine"}, _OF_CIRCUITS),
     OV: Details({"circuit_ov_worst_pair": "worst_pair"}, {"circuit_ov": "cosine"}, _OF_CIRCUITS),
     CONTRIBUTION: Details(

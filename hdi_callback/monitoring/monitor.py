@@ -19,12 +19,13 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.layers import WatchedLayers
-from hdi_callback.monitoring.metrics import COVARIANCE, METRICS
+from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, ROWS
 from hdi_callback.monitoring.movement import LARGEST, LastWeights
 from hdi_callback.monitoring.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.pooled import measure_over_ranks
 from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement, Reading
+from hdi_callback.monitoring.rows import AttentionReadings
 from hdi_callback.monitoring.settings import Method, check_arguments
 from hdi_callback.monitoring.sources import weight_sources
 from hdi_callback.monitoring.weights import WeightReader
@@ -115,6 +116,7 @@ class HeadDiversityMonitor:
                 padding=padding, faults=self.faults,
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
+        self._rows = AttentionReadings(self._layers, model, padding=padding) if ROWS in sources else None
         self._pending_outputs: set[str] = set()
         self._training_only = False
         self._meeting = Meeting(process_group)
@@ -153,6 +155,9 @@ class HeadDiversityMonitor:
         """Remove the hooks and release what was captured; calling it again does nothing."""
         if self._taps is not None:
             self._taps.remove()
+        if self._rows is not None:
+            self._rows.release()
+            self._rows.suspend()
         self._layers.suspend()
 
     def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
@@ -169,11 +174,15 @@ class HeadDiversityMonitor:
         self._training_only = training_only
         if self._taps is not None:
             self._taps.arm(training_only=training_only, padding_mask=padding_mask)
+        if self._rows is not None:
+            self._rows.arm(training_only=training_only, padding_mask=padding_mask)
 
     def disarm(self) -> None:
         """Stop capturing, and keep what was captured for the next `measure`."""
         if self._taps is not None:
             self._taps.disarm()
+        if self._rows is not None:
+            self._rows.disarm()
 
     def rest(self) -> None:
         """Make compiled graphs free of samples again, before a forward that is not to be captured."""
@@ -184,17 +193,23 @@ class HeadDiversityMonitor:
         """Capture nothing more, and let go of what was captured."""
         if self._taps is not None:
             self._taps.release()
+        if self._rows is not None:
+            self._rows.release()
 
     def suspend(self) -> None:
         """Take the hooks off for an evaluation, so that it runs exactly as without a monitor."""
         if self._taps is not None:
             self._taps.suspend()
+        if self._rows is not None:
+            self._rows.suspend()
         self._layers.suspend()
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         if self._taps is not None:
             self._taps.resume()
+        if self._rows is not None:
+            self._rows.resume()
         self._layers.resume()
 
     def measure(
@@ -224,6 +239,8 @@ class HeadDiversityMonitor:
         if self._outputs is not None:
             self._pending_outputs = self._outputs.pending() if alone and not is_last_forward else set()
             self._outputs.collect(self._layers.names, self._pending_outputs, absent)
+        if self._rows is not None:
+            self._rows.collect(absent)
         self._last_weights.begin(step)
         with torch.no_grad():
             measurements = self._measure_together(absent, has_verified) or self._measure_alone(absent)
@@ -291,7 +308,8 @@ class HeadDiversityMonitor:
         measurements: list[Measurement] = []
         for source in self._weight_sources:
             measurements += self._reader.measure(source, absent, Ranks())
-        return measurements + ([] if self._outputs is None else self._outputs.measure(absent))
+        measurements += [] if self._outputs is None else self._outputs.measure(absent)
+        return measurements + ([] if self._rows is None else self._rows.measure(absent))
 
     def _measure_together(self, absent: Absent, has_verified: bool) -> list[Measurement] | None:
         """Measure as one of several ranks; `None` if this rank is alone."""
@@ -302,7 +320,7 @@ class HeadDiversityMonitor:
             if has_verified:
                 self._layers.agree(ranks, self._layers.device())
             return measure_over_ranks(
-                ranks, self._layers, self._reader, self._weight_sources, self._outputs, absent, self.faults
+                ranks, self._layers, self._reader, self._weight_sources, self._outputs, self._rows, absent, self.faults
             )
         except Exception as error:  # such as a backend that does not know the device; it fails on every rank alike
             self._meeting.part()

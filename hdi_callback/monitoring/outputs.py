@@ -207,7 +207,7 @@ class HeadOutputs:
                     found[CONTRIBUTION] = _contribution(sums, not_finite(outputs, capture.weights))
                 for source, values in found.items():
                     measured.setdefault((source, layer.num_heads, device), []).append((layer.name, values))
-        return [_join(source, group) for (source, *_), group in measured.items()]
+        return [join(source, group) for (source, *_), group in measured.items()]
 
     def shares(self, ranks: Ranks, device: torch.device) -> list[Tensor]:
         """Compute the mean head outputs of each tapped layer over the tokens of all ranks.
@@ -300,7 +300,7 @@ class HeadOutputs:
             self._faults.say(
                 "errors over ranks", "Standard errors are not computed over several ranks; they are absent."
             )
-        return [_join(source, group) for (source, _), group in measured.items()]
+        return [join(source, group) for (source, _), group in measured.items()]
 
     def _no_sums(self, layer: AttentionLayer, mean: Tensor, device: torch.device) -> OutputSums:
         H = layer.num_heads
@@ -404,8 +404,16 @@ def _outputs_of(name: str) -> str:
     return absence_of(COVARIANCE, name)
 
 
-def _join(source: str, results: Sequence[tuple[str, Any]]) -> Measurement:
-    """Join the results of several layers along a new first dimension."""
+def join(source: str, results: Sequence[tuple[str, Any]]) -> Measurement:
+    """Join the results of several layers along a new first dimension.
+
+    Args:
+        source: what they are of.
+        results: names of the layers, and frozen records of tensors of one shape.
+
+    Returns:
+        One measurement.
+    """
     record = type(results[0][1])
     stacked: Mapping[str, Tensor] = {
         item.name: torch.stack([getattr(result, item.name) for _, result in results]) for item in fields(record)

@@ -18,6 +18,7 @@ from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.outputs import HeadOutputs
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
+from hdi_callback.monitoring.rows import AttentionReadings
 from hdi_callback.monitoring.weights import Heads, WeightReader, WeightSource
 
 
@@ -27,6 +28,7 @@ def measure_over_ranks(
     reader: WeightReader,
     sources: Sequence[WeightSource],
     outputs: HeadOutputs | None,
+    rows: AttentionReadings | None,
     absent: Absent,
     faults: Faults,
 ) -> list[Measurement]:
@@ -38,6 +40,7 @@ def measure_over_ranks(
         reader: reads their weights.
         sources: what is computed from weights.
         outputs: what was captured; `None` if head outputs are not asked for.
+        rows: what was seen of attention; `None` if its rows are not asked for.
         absent: takes what cannot be measured.
         faults: turns what goes wrong into one warning.
 
@@ -57,7 +60,8 @@ def measure_over_ranks(
     flat = [tensor for sheet in sheets for tensor in sheet.tensors()]
     added = iter(ranks.sum(flat + [tensor for item in sums for tensor in item.tensors()], device))
     measurements = [found for sheet in sheets for found in sheet.read(added)]
-    return measurements + ([] if outputs is None else outputs.read_sums(sums, added, absent))
+    measurements += [] if outputs is None else outputs.read_sums(sums, added, absent)
+    return measurements + ([] if rows is None else rows.measure_over(ranks, device, absent))
 
 
 class _Sheet:

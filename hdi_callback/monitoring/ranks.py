@@ -46,11 +46,26 @@ class Ranks:
         Returns:
             The sums, in float64.
         """
+        return self._reduce(tensors, device, "SUM")
+
+    def largest(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Take the largest of each number over the ranks, in one collective call.
+
+        Args:
+            tensors: of the same shapes, in the same order, on every rank.
+            device: where to compare them.
+
+        Returns:
+            The largest, in float64.
+        """
+        return self._reduce(tensors, device, "MAX")
+
+    def _reduce(self, tensors: Sequence[Tensor], device: torch.device, how: str) -> list[Tensor]:
         if not tensors:
             return []
         flat = torch.cat([tensor.detach().reshape(-1).to(device, torch.float64) for tensor in tensors])
         if self._group is not None:
-            dist.all_reduce(flat, group=self._group)
+            dist.all_reduce(flat, op=getattr(dist.ReduceOp, how), group=self._group)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 

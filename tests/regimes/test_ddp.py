@@ -15,6 +15,7 @@ from hdi_callback import HeadDiversityMonitor
 from hdi_callback.core import head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from hdi_callback.monitoring.ranks import _meetings as meetings
 from tests.models import LAYERS, LENGTH, Classifier
 
@@ -129,7 +130,37 @@ def read_over_a_collective_that_fails(rank: int) -> dict:
         return [monitor.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
 
 
+ROWS = [name for name, metric in CATALOGUE.items() if metric.source == "attention rows"]
+FEW = (slice(0, 2), slice(2, 3))
+"""Few enough sequences that all queries are read, on one rank as on two."""
+
+
+def read_rows(rank: int, lone_forward: bool) -> dict:
+    model = DistributedDataParallel(classifier())
+    with monitor_of(model, metrics=ROWS) as monitor:
+        monitor.arm()
+        if not lone_forward or rank == 0:
+            (model.module if lone_forward else model)(batch()[FEW[rank]]).sum().backward()
+        record = monitor.measure(0).record()
+    return {"tags": record.scalars(ROWS), "heads": record.layers[LAYERS[0]].arrays, "absent": record.absent}
+
+
 # --- what must come of it
+
+
+@pytest.mark.parametrize("lone_forward", [False, True])
+def test_attention_rows_over_ranks_are_those_of_the_joined_batch(two_ranks, lone_forward):
+    model = classifier()
+    with monitor_of(model, metrics=ROWS) as monitor:
+        monitor.arm()
+        model(batch()[: 2 if lone_forward else 3])
+        alone = monitor.measure(0).record()
+    assert len(alone.scalars(ROWS)) == 3 * len(ROWS)
+    for rank in two_ranks(read_rows, lone_forward):
+        assert rank.answer["tags"] == pytest.approx(alone.scalars(ROWS), rel=1e-5)
+        assert rank.answer["absent"] == {}
+        for name, values in alone.layers[LAYERS[0]].arrays.items():
+            assert rank.answer["heads"][name] == pytest.approx(values, rel=1e-5), name
 
 
 def test_a_reading_over_ranks_is_that_of_the_joined_batch(two_ranks):

@@ -40,6 +40,7 @@ class ObservedCore:
         samples: a few tokens of queries, keys, values and outputs, for the comparison with claims.
         maps: calls of linear maps and norms before it, the latest last.
         parts: names of the modules around it, outermost first.
+        is_recorded: autograd recorded the forward that was read.
     """
 
     module: str
@@ -65,6 +66,7 @@ class ObservedCore:
     samples: CoreSamples = field(default_factory=CoreSamples)
     maps: list[MapCall] = field(default_factory=list)
     parts: tuple[str, ...] = ()
+    is_recorded: bool = False
 
     @property
     def mixed(self) -> str:

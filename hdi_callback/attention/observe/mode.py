@@ -58,6 +58,7 @@ class ObservingMode(TorchFunctionMode):
         result = func(*args, **kwargs)
         look = self._look_of(name, func, args, kwargs)
         if look is not None:
+            self._recorder.is_recorded = torch.is_grad_enabled()
             try:
                 with quiet(_device(args, kwargs)):
                     look(name, args, kwargs, result)

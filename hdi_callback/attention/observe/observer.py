@@ -2,7 +2,7 @@
 
 What is observed
 ----------------
-Between `arm` and `disarm`, in the first forward of each module:
+Between `arm` and `disarm`, in the first forward of each module, the first that autograd records if there is one:
 
 - **Every attention**: each average of values with weights that are a softmax over tokens, wherever it stands and
   whatever its module is called: `F.scaled_dot_product_attention`, `nn.MultiheadAttention`, products written out with
@@ -58,7 +58,8 @@ class AttentionObserver:
         reduce_rows: what is made of each piece of attention rows; results are added with ``+``. None: none are read.
         reduce_norms: what is made of the queries and of the keys of an attention, ``(..., H, length, width)``, and of a
             mask ``(..., 1, length)`` of those that are no padding, or None.
-        padding: ``(batch, length)``, True at tokens that are none, where it is known; may be set before each forward.
+        padding: ``(batch, length)``, True at tokens that are padding, where it is known, or what gives it for a number
+            of sequences and of queries while attention runs; may be set before each forward.
 
     Attributes:
         closed: modules that are not observed, by path, with the reason.
@@ -91,7 +92,7 @@ class AttentionObserver:
         max_queries: int = 64,
         reduce_rows: Callable[[RowChunk], Any] | None = None,
         reduce_norms: Callable[[Tensor, Tensor | None], Any] | None = None,
-        padding: Tensor | None = None,
+        padding: Tensor | Callable[[int, int], Tensor | None] | None = None,
     ) -> None:
         self.padding = padding
         self.closed: dict[str, str] = {}

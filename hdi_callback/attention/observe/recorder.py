@@ -32,7 +32,8 @@ class Reading:
         reduce_norms: what is made of ``(..., H, length, width)`` and of what is no padding in it.
         max_queries: how many queries are read.
         keeps_samples: keep a few tokens for the comparison with claims.
-        padding: ``(batch, length)``, True at tokens that are none; None if it follows from masks.
+        padding: ``(batch, length)``, True at tokens that are padding, or what gives it for a number of sequences and of
+            queries while attention runs, or None; None if it follows from masks.
         heads: dotted path of a layer -> number of heads that it is said to have.
         claimed: ids of modules whose maps are kept wherever they ran.
     """
@@ -41,7 +42,7 @@ class Reading:
     reduce_norms: Callable[[Tensor, Tensor | None], Any] | None = None
     max_queries: int = 64
     keeps_samples: bool = True
-    padding: Tensor | None = None
+    padding: Tensor | Callable[[int, int], Tensor | None] | None = None
     heads: Mapping[str, int] = field(default_factory=dict)
     claimed: frozenset[int] = frozenset()
 
@@ -72,6 +73,7 @@ class Recorder:
         self.maps: list[MapCall] = []
         self.cores: list[ObservedCore] = []
         self.stack: list[tuple[str, nn.Module]] = []
+        self.is_recorded = False  # by autograd, of what runs now
         self._sites: dict[tuple[Any, ...], ObservedCore] = {}
         self._runs: dict[str, int] = {}  # how often a module was entered
         self._places: dict[tuple[str, int], int] = {}
@@ -112,14 +114,19 @@ class Recorder:
         number = self._places.get(run, 0)
         self._places[run] = number + 1
         key = (name, number if self.stack else via)
-        return key, self._sites.get(key)
+        return key, self._known(key)
 
     @property
     def is_repeated(self) -> bool:
         """Whether the next attention of the running module was recorded at an earlier run."""
         name = self.owner[0]
         run = name, self._runs.get(name, 0)
-        return bool(self.stack) and (name, self._places.get(run, 0)) in self._sites
+        return bool(self.stack) and self._known((name, self._places.get(run, 0))) is not None
+
+    def _known(self, key: tuple[Any, ...]) -> ObservedCore | None:
+        """Give what was recorded, unless it is of a forward that does not train and this one does."""
+        known = self._sites.get(key)
+        return None if known is not None and self.is_recorded and not known.is_recorded else known
 
     # --- linear maps and norms
 
@@ -343,6 +350,10 @@ class Recorder:
         queries, keys = int(query.shape[-2]), int(key.shape[-2])
         padding = self._padding(axes, queries, keys, terms, query.device)
         of_queries = padding if is_self and queries == keys else None
+        if callable(reading.padding):
+            told = reading.padding(axes.sequences, queries)
+            of_queries = of_queries if told is None else told.to(query.device)
+            padding = of_queries if is_self and queries == keys else padding
         plan = RowPlan.of(
             axes, queries, keys, query.device, terms=terms, max_queries=reading.max_queries, left_out=of_queries
         )
@@ -366,7 +377,7 @@ class Recorder:
     ) -> Tensor | None:
         """Tell which keys are padding, ``(sequences, keys)``; each mask of a forward is looked at once."""
         known = self.reading.padding
-        if known is not None and known.shape == (axes.sequences, keys):
+        if isinstance(known, Tensor) and known.shape == (axes.sequences, keys):
             return known.to(device)
         found: Tensor | None = None
         for term in terms:
@@ -413,7 +424,9 @@ class Recorder:
             return None
         module, module_type = self.owner
         self._order += 1
-        core = ObservedCore(module, module_type, kind, via, self._order)
+        core = ObservedCore(module, module_type, kind, via, self._order, is_recorded=self.is_recorded)
+        if site in self._sites:
+            self.cores.remove(self._sites[site])
         self._sites[site] = core
         self.cores.append(core)
         core.parts = tuple(name for name, _ in self.stack)

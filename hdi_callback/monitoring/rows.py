@@ -1,0 +1,332 @@
+"""What heads attend to: attention rows of the armed forward, observed, and measured alone or with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.calls import calls_going_on
+from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk
+from hdi_callback.attention.padding import PaddingChoice, find_padding, fit_padding
+from hdi_callback.core import AttentionSums, NormSums, logit_bound
+from hdi_callback.monitoring.absent import Absent, absence_of
+from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.metrics import ROWS
+from hdi_callback.monitoring.outputs import join
+from hdi_callback.monitoring.ranks import Ranks
+from hdi_callback.monitoring.readings import Measurement
+
+
+@dataclass(frozen=True)
+class Attending:
+    """How the heads of a layer attend; see `AttentionRows`, whose fields these are, but for the following.
+
+    Attributes:
+        logit_bound: ``(H,)``, no score of any query can be larger; NaN where scores are not products of queries and
+            keys plus what is known.
+        query_norm: ``(H,)``, mean norm of the queries as they enter the product.
+        key_norm: ``(H,)``, mean norm of the keys that a head sees.
+        key_norm_spread: ``(H,)``, coefficient of variation of these norms.
+    """
+
+    entropy: Tensor
+    samples: Tensor
+    sink: Tensor
+    sink_position: Tensor
+    overlap: Tensor
+    overlap_mean: Tensor
+    alike: Tensor
+    alike_mean: Tensor
+    alike_worst: Tensor
+    alike_worst_pair: Tensor
+    logit: Tensor
+    logit_bound: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    key_norm_spread: Tensor
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Sums over the queries and tokens of one layer that a rank holds.
+
+    Attributes:
+        rows: of the sampled queries.
+        query: norms of all queries, for each of H heads.
+        key: norms of all keys, for each of H heads.
+        scale: size of the factor of the scores.
+        bias: largest number that is added to a score.
+        unbounded: 1 where the scores are not bounded by norms, 0 elsewhere.
+    """
+
+    rows: AttentionSums
+    query: NormSums
+    key: NormSums
+    scale: Tensor
+    bias: Tensor
+    unbounded: Tensor
+
+    @classmethod
+    def none(cls, heads: int, device: torch.device) -> RowSums:
+        """Give what adds nothing.
+
+        Args:
+            heads: H.
+            device: where.
+
+        Returns:
+            Sums over no queries.
+        """
+        nothing = torch.zeros(1, heads, 0, 0, device=device)
+        norms = NormSums.of(torch.zeros(heads, 0, 1, device=device))
+        zero = torch.zeros((), device=device)
+        return cls(AttentionSums.of(nothing), norms, norms, zero, zero - torch.inf, zero)
+
+    def added(self) -> list[Tensor]:
+        """Give what adds up over ranks, in a fixed order."""
+        return [getattr(part, name) for part in (self.rows, self.query, self.key) for name in _added(part)]
+
+    def largest(self) -> list[Tensor]:
+        """Give that of which the largest counts, in a fixed order."""
+        return [self.rows.logit, self.query.largest, self.key.largest, self.scale, self.bias, self.unbounded]
+
+    def over_ranks(self, added: Sequence[Tensor], largest: Sequence[Tensor]) -> RowSums:
+        """Take the same over all ranks.
+
+        Args:
+            added: what `added` gave, added up.
+            largest: the largest of what `largest` gave.
+
+        Returns:
+            The sums over all ranks.
+        """
+        rest = iter(added)
+        parts: list[Any] = []
+        for part, top in zip((self.rows, self.query, self.key), largest):
+            values = {name: next(rest) for name in _added(part)}
+            name = "logit" if isinstance(part, AttentionSums) else "largest"
+            parts.append(type(part)(**values, **{name: top}))
+        rows, query, key = parts
+        return RowSums(rows, query, key, *largest[3:])
+
+    def attending(self) -> Attending:
+        """Divide by the numbers of queries and tokens.
+
+        Returns:
+            What is measured.
+        """
+        rows = self.rows.rows()
+        bound = logit_bound(self.query, self.key, self.scale, bias=torch.where(self.bias.isfinite(), self.bias, 0))
+        bound = torch.where(self.unbounded > 0, torch.nan, bound)
+        of_rows = {item.name: getattr(rows, item.name) for item in fields(Attending) if hasattr(rows, item.name)}
+        return Attending(
+            **of_rows,
+            logit_bound=bound,
+            query_norm=self.query.mean,
+            key_norm=self.key.mean,
+            key_norm_spread=self.key.spread,
+        )
+
+
+class AttentionReadings:
+    """Observe attention in the armed forward, and measure what was seen.
+
+    Args:
+        layers: the layers that are watched.
+        model: the model that is called.
+        padding: how padding is known.
+        max_queries: how many queries of each layer are read.
+    """
+
+    def __init__(
+        self, layers: WatchedLayers, model: nn.Module, *, padding: PaddingChoice, max_queries: int = 64
+    ) -> None:
+        self._layers, self._model, self._choice = layers, model, padding
+        self._observer = AttentionObserver(
+            model,
+            layers.all,
+            max_queries=max_queries,
+            reduce_rows=_reduce,
+            reduce_norms=NormSums.of,
+            padding=self._padding,
+        )
+        self._padding_mask: Tensor | None = None
+        self._is_armed = self._training_only = self._is_suspended = False
+        self._seen: dict[str, RowSums] | None = None
+
+    def arm(self, *, training_only: bool, padding_mask: Tensor | None) -> None:
+        """Observe the forwards that follow; see `HeadDiversityMonitor.arm`.
+
+        Args:
+            training_only: pass over what autograd does not record.
+            padding_mask: ``(batch, length)``, true where a token is padding.
+        """
+        self._is_armed, self._training_only, self._padding_mask = True, training_only, padding_mask
+        if not self._is_suspended:
+            self._observer.arm()
+
+    def disarm(self) -> None:
+        """Observe nothing more, and keep what was seen."""
+        self._observer.disarm()
+
+    def release(self) -> None:
+        """Observe nothing more, and let go of what was seen."""
+        self._observer.release()
+        self._is_armed, self._padding_mask = False, None
+
+    def suspend(self) -> None:
+        """Take everything off the model."""
+        self._is_suspended = True
+        self._observer.suspend()
+
+    def resume(self) -> None:
+        """Allow `arm` again; what was armed before `suspend` is not observed any more."""
+        self._is_suspended = False
+        if self._is_armed:
+            self._observer.arm()
+
+    def collect(self, absent: Absent) -> None:
+        """Take over what was seen, for the measurement that follows.
+
+        Args:
+            absent: takes what was not seen.
+        """
+        self._observer.disarm()
+        self._seen = None
+        if self._is_armed:
+            self._seen = {}
+            paths = {id(module): name for name, module in self._model.named_modules()}
+            for layer in self._layers.all:
+                if layer.name in self._layers.removed or self._layers.is_contradicted(layer.name):
+                    continue
+                found = self._sums_of(layer, paths.get(id(layer.module), layer.name))
+                if isinstance(found, str):
+                    absent.leave_out(absence_of(ROWS, layer.name), f"they are not known: {found}", f"{ROWS} {found}")
+                else:
+                    self._seen[layer.name] = found
+        self.release()
+
+    def measure(self, absent: Absent) -> list[Measurement]:
+        """Measure what was seen, as one process alone.
+
+        Args:
+            absent: takes what cannot be measured.
+
+        Returns:
+            One measurement for each number of heads.
+        """
+        return self._measure({} if self._seen is None else self._seen, absent)
+
+    def measure_over(self, ranks: Ranks, device: torch.device, absent: Absent) -> list[Measurement]:
+        """Measure what all ranks saw.
+
+        Args:
+            ranks: those that measure together; all of them call this.
+            device: where they add up.
+            absent: takes what cannot be measured.
+
+        Returns:
+            One measurement for each number of heads; none if no forward was to be read, as it was on all ranks then.
+        """
+        if self._seen is None:
+            return []
+        sums = [self._seen.get(layer.name, RowSums.none(layer.num_heads, device)) for layer in self._layers.all]
+        # Sequences may be of other lengths on other ranks, and all are to add up numbers of one shape.
+        widths = [torch.tensor(float(one.rows.columns.shape[-1])) for one in sums]
+        keys = [int(width) for width in ranks.largest(widths, device)]
+        sums = [replace(one, rows=one.rows.padded(width)) for one, width in zip(sums, keys)]
+        added = ranks.sum([tensor for one in sums for tensor in one.added()], device)
+        largest = ranks.largest([tensor for one in sums for tensor in one.largest()], device)
+        totals = {}
+        for layer, one, width in zip(self._layers.all, sums, keys):
+            of_sum, added = added[: len(one.added())], added[len(one.added()) :]
+            of_largest, largest = largest[: len(one.largest())], largest[len(one.largest()) :]
+            # Nothing is told of a layer that no rank saw, whose reason is known already.
+            if width and not self._layers.is_contradicted(layer.name):
+                totals[layer.name] = one.over_ranks(of_sum, of_largest)
+                absent.reasons.pop(absence_of(ROWS, layer.name), None)  # other ranks may have seen it
+        return self._measure(totals, absent)
+
+    def _measure(self, sums: dict[str, RowSums], absent: Absent) -> list[Measurement]:
+        measured: dict[tuple[int, torch.device], list[tuple[str, Attending]]] = {}
+        for name, one in sums.items():
+            with absent.unless_measured(ROWS, name):
+                values = one.attending()
+                measured.setdefault((len(values.entropy), values.entropy.device), []).append((name, values))
+        return [join(ROWS, group) for group in measured.values()]
+
+    def _sums_of(self, layer: AttentionLayer, path: str) -> RowSums | str:
+        """Find the attention that is a layer's, or say why there is none."""
+        closed = [why for name, why in self._observer.closed.items() if name in ("", path) or _is_in(path, name)]
+        if closed:
+            return closed[0]
+        if not self._observer.has_run:
+            return self._observer.reason or "no forward of the model ran"
+        others = {id(one.module) for one in self._layers.all if one.name != layer.name}
+        inner = {name for name, module in self._model.named_modules() if id(module) in others and _is_in(name, path)}
+        cores = [core for core in self._observer.cores if path in core.parts and not inner & set(core.parts)]
+        if not cores:
+            return "no attention was seen in its module"
+        trains = [core for core in cores if core.is_recorded]
+        reads_all = not self._training_only and not any(core.is_recorded for core in self._observer.cores)
+        if not trains and not reads_all:
+            return "it ran only where autograd records nothing, and only forwards that train are read"
+        cores = trains or cores
+        read = [core for core in cores if core.rows is not None]
+        if not read:
+            return next((core.unread for core in cores if core.unread), "its attention was not read")
+        if len(read) > 1:
+            return f"its module computes attention in {len(read)} places"
+        return _sums(read[0], layer)
+
+    def _padding(self, sequences: int, length: int) -> Tensor | None:
+        """Tell which tokens of the attention that runs are padding; `None` leaves it to the masks that it receives."""
+        shape = (sequences, length)
+        if self._padding_mask is not None:
+            told = fit_padding(self._padding_mask.bool(), shape)
+        elif self._choice is None:
+            return torch.zeros(shape, dtype=torch.bool)
+        else:
+            told = find_padding(shape, calls_going_on(), choice=self._choice).padded
+        return None if told is None or told.dtype != torch.bool else told.view(shape)
+
+
+def _reduce(chunk: RowChunk) -> AttentionSums:
+    return AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits)
+
+
+def _sums(core: ObservedCore, layer: AttentionLayer) -> RowSums | str:
+    rows: AttentionSums = core.rows
+    H = len(rows.entropy)
+    if layer.num_heads != H:
+        return f"its attention has {H} heads, and {layer.num_heads} were found in its weights"
+    device = rows.entropy.device
+    query, key = (_by_query_head(core.norms.get(role), H, device) for role in ("query", "key"))
+    number = partial(torch.tensor, device=device, dtype=torch.float32)
+    is_bounded = core.is_bounded and core.scale is not None and {"query", "key"} <= set(core.norms)
+    # A number that is made on the host waits for nothing.
+    scale = core.scale.abs().float() if isinstance(core.scale, Tensor) else number(abs(core.scale or 0.0))
+    bias = number(-torch.inf) if core.bias is None else core.bias.float().to(device)
+    return RowSums(rows, query, key, scale, bias, number(float(not is_bounded)))
+
+
+def _by_query_head(norms: NormSums | None, heads: int, device: torch.device) -> NormSums:
+    """Give every query head the norms of its key head; the groups lie side by side."""
+    if norms is None or heads % len(norms.count):
+        return NormSums.of(torch.zeros(heads, 0, 1, device=device))
+    group = torch.arange(heads, device=norms.count.device) // (heads // len(norms.count))
+    return NormSums(*(getattr(norms, item.name).index_select(0, group) for item in fields(NormSums)))
+
+
+def _added(part: Any) -> list[str]:
+    return [item.name for item in fields(part) if item.name not in ("logit", "largest")]
+
+
+def _is_in(path: str, name: str) -> bool:
+    return path.startswith(f"{name}.") or (name == "" and path != "")

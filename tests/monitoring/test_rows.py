@@ -1,0 +1,189 @@
+"""What heads attend to, through the whole monitor, against the attention weights that models return themselves."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback import HeadDiversityMonitor
+from tests.attention.sweep.architectures import variants
+from tests.models import HEADS, LAYERS, LENGTH, Classifier
+
+METRICS = [
+    "attention_entropy", "attention_entropy_min", "attention_samples", "attention_sink", "attention_overlap",
+    "attention_alike", "attention_alike_worst", "attention_logit", "attention_logit_bound", "query_norm", "key_norm",
+    "key_norm_spread",
+]  # fmt: skip
+B, T = 3, 11
+
+
+def truth_of(weights: torch.Tensor, visible: torch.Tensor) -> dict[str, float]:
+    """The formulas of the docs, row by row: weights (B, H, q, k), visible (B, 1, q, k)."""
+    visible = visible.expand(weights.shape[0], 1, *weights.shape[2:])
+    entropies, samples, rows, centred = [], [], [], []
+    columns = torch.zeros(weights.shape[1], weights.shape[-1], dtype=torch.float64)
+    for b in range(weights.shape[0]):
+        for q in range(weights.shape[2]):
+            seen = visible[b, 0, q]
+            n = int(seen.sum())
+            if n < 2:
+                continue
+            a = weights[b, :, q].double() * seen
+            entropies.append(torch.special.entr(a).sum(-1) / math.log(n))
+            samples.append(a.sum(-1) ** 2 / a.square().sum(-1))
+            rows.append(a)
+            centred.append((a - a.sum(-1, keepdim=True) / n) * seen)
+            columns += a
+    count = len(rows)
+    product = sum(a @ a.T for a in rows)
+    alike = sum(a @ a.T for a in centred)
+    above = torch.triu(torch.ones_like(product, dtype=torch.bool), 1)
+
+    def cosine(of: torch.Tensor) -> torch.Tensor:
+        return (of / of.diagonal().sqrt()[:, None] / of.diagonal().sqrt()[None])[above]
+
+    entropy = sum(entropies) / count
+    return {
+        "attention_entropy": float(entropy.mean()),
+        "attention_entropy_min": float(entropy.min()),
+        "attention_samples": float((sum(samples) / count).mean()),
+        "attention_sink": float((columns / count).max()),
+        "attention_overlap": float(cosine(product).mean()),
+        "attention_alike": float(cosine(alike).mean()),
+        "attention_alike_worst": float(cosine(alike).max()),
+    }
+
+
+def read(model: nn.Module, forward, **options) -> dict:
+    with HeadDiversityMonitor(model, metrics=METRICS, **options) as monitor:
+        monitor.arm()
+        forward()
+        return monitor.measure(0).record()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "gemma2", "qwen3", "gpt_oss", "bloom"])
+def test_curves_are_those_of_the_weights_that_the_model_returns(family, padding, implementation):
+    torch.manual_seed(0)
+    model = next(variants(family)).eval()
+    mask = torch.ones(B, T, dtype=torch.long)
+    mask[1, {"none": slice(0, 0), "left": slice(0, 4), "right": slice(T - 4, T)}[padding]] = 0
+    tokens = torch.randint(5, 50, (B, T), generator=torch.Generator().manual_seed(1))
+    options = {} if family == "bert" else {"use_cache": False}
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(tokens, attention_mask=mask, output_attentions=True, **options).attentions
+    with suppress(ValueError):  # of a family that has no sdpa
+        model.set_attn_implementation(implementation)
+    record = read(model, lambda: model(tokens, attention_mask=mask, **options))
+    causal = torch.ones(T, T, dtype=torch.bool).tril() if family != "bert" else torch.ones(T, T, dtype=torch.bool)
+    visible = causal[None, None] & mask.bool()[:, None, None] & mask.bool()[:, None, :, None]
+    measured = [layer for layer in record.layers.values() if "attention_entropy" in layer.values]
+    assert len(measured) == len(attentions), record.absent
+    for layer, weights in zip(measured, attentions):
+        # A window hides keys beyond it, whose weights are zero.
+        sees = visible & (weights > 0).any(1, keepdim=True) if family in ("gemma2", "gpt_oss") else visible
+        truth = truth_of(weights[..., :T], sees)
+        assert {name: layer.values[name] for name in truth} == pytest.approx(truth, abs=1e-5, rel=1e-5)
+        assert layer.values["attention_logit"] <= layer.values.get("attention_logit_bound", math.inf) + 1e-5
+        assert len(layer.arrays["attention_entropy"]) == weights.shape[1]
+        assert layer.matrices["attention_overlap"].shape == (weights.shape[1],) * 2
+
+
+@pytest.fixture
+def model() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier()
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(16, (4, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_forward_that_does_not_train_is_not_read(model):
+    alone = read(model, lambda: model(tokens(1)))
+
+    def both():
+        with torch.no_grad():
+            model(tokens(0))
+        model(tokens(1))
+
+    together = read(model, both)
+    assert together.scalars(METRICS) == pytest.approx(alone.scalars(METRICS), rel=1e-6)
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        monitor.arm(training_only=True)
+        with torch.no_grad():
+            model(tokens(0))
+        with pytest.warns(match="autograd records nothing"):
+            record = monitor.measure(0).record()
+    assert record.scalars(METRICS) == {}
+    assert f"attention rows/{LAYERS[0]}" in record.absent
+
+
+def test_padding_that_is_told_is_left_out(model):
+    padded = torch.zeros(4, LENGTH, dtype=torch.bool)
+    padded[2, -3:] = True
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        monitor.arm(padding_mask=padded)
+        model(tokens())
+        told = monitor.measure(0).record().layers[LAYERS[0]]
+    plain = read(model, lambda: model(tokens())).layers[LAYERS[0]]
+    by_token = read(model, lambda: model(tokens()), padding=99).layers[LAYERS[0]]
+    assert told.values["query_norm"] != pytest.approx(plain.values["query_norm"], rel=1e-6)
+    assert told.values["attention_entropy"] != pytest.approx(plain.values["attention_entropy"], rel=1e-6)
+    assert by_token.values == pytest.approx(plain.values)
+
+
+def test_a_compiled_model_says_that_its_rows_cannot_be_read(model):
+    compiled = torch.compile(model, backend="eager")
+    with pytest.warns(match="a graph cannot be seen into"):
+        record = read(compiled, lambda: compiled(tokens()))
+    assert record.scalars(METRICS) == {}
+    assert all("cannot be seen into" in record.absent[f"attention rows/{name}"] for name in LAYERS)
+
+
+def test_nothing_is_observed_that_nobody_asks_for(model):
+    with HeadDiversityMonitor(model) as monitor:
+        assert monitor._rows is None
+        monitor.arm()
+        model(tokens())
+        record = monitor.measure(0).record()
+    assert not set(METRICS) & {name for layer in record.layers.values() for name in layer.values}
+
+
+def test_training_is_bit_identical_with_rows_at_every_step():
+    def train(is_watched: bool) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(3)
+        model = Classifier()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        metrics = [*METRICS, "circuit_qk", "head_contribution_min", "weights_not_finite", "head_movement_min"]
+        monitor = HeadDiversityMonitor(model, metrics=metrics) if is_watched else None
+        losses = []
+        for step in range(4):
+            if monitor is not None:
+                monitor.arm()
+            loss = model(tokens(step)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if monitor is not None:
+                assert len(monitor.measure(step).record().layers[LAYERS[0]].values) > len(METRICS)
+            optimizer.step()
+            losses.append(loss.item())
+        if monitor is not None:
+            monitor.close()
+        return [*losses, float(torch.rand(()))], [parameter.detach().clone() for parameter in model.parameters()]
+
+    (plain, weights), (watched, watched_weights) = train(False), train(True)
+    assert plain == watched
+    assert all(torch.equal(one, other) for one, other in zip(weights, watched_weights))
+
+
+def test_heads_of_a_layer_are_counted_in_every_list(model):
+    layer = read(model, lambda: model(tokens())).layers[LAYERS[1]]
+    for name in ("attention_entropy", "attention_sink", "attention_logit", "query_norm", "key_norm"):
+        assert len(layer.arrays[name]) == HEADS
