@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.arguments import shown, whole_number
 from hdi_callback.attention import projections
 from hdi_callback.attention.weight_reading import read_tensor, shape_of
-from hdi_callback.errors import UnsupportedAttentionError
+from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
@@ -47,6 +48,9 @@ class HeadSlice:
             ``(H, d, d_k)`` that ``einsum("btd,hdk->bhtk", x, weight)`` multiplies with. The other dims number those of
             the other side.
 
+    Raises:
+        MisconfigurationError: if an argument cannot be one.
+
     Example:
         >>> linear = nn.Linear(16, 24)  # query, key and value of head 0, then those of head 1
         >>> keys = HeadSlice(linear, "weight", heads=2, width=4, start=4, stride=12)
@@ -67,6 +71,16 @@ class HeadSlice:
     centring: Centring = ""
     order: tuple[tuple[int, ...], ...] | None = None
     axes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.module, nn.Module):
+            raise MisconfigurationError(f"`module` of a HeadSlice must be a module, got {shown(self.module)}.")
+        if not isinstance(self.parameter, str) or not self.parameter:
+            raise MisconfigurationError(
+                f'`parameter` of a HeadSlice must be the path of one, got {shown(self.parameter)}: write "weight".'
+            )
+        for name, least in (("heads", 1), ("width", 1), ("start", 0)):
+            whole_number(f"{name} of HeadSlice", getattr(self, name), least=least, example=max(least, 8 * least))
 
     @classmethod
     def of_features(

@@ -3,7 +3,9 @@ r"""The head count and head width that minimise a model of the mean squared erro
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
 from hdi_callback.errors import MisconfigurationError
 
@@ -68,13 +70,16 @@ def allocate_heads(
         >>> answer.num_heads, answer.head_dim
         (12, 64)
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "total_width": total_width, "samples": samples, "bias_scale": bias_scale, "bias_decay": bias_decay,
         "variance_growth": variance_growth, "noise": noise, "multiple_of": multiple_of,
     }  # fmt: skip
-    wrong = {name: value for name, value in arguments.items() if not value > 0}
-    if wrong:
-        raise MisconfigurationError(f"Every argument must be positive, got {wrong}.")
+    for name, value in arguments.items():
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise MisconfigurationError(f"Every argument must be positive, a finite number; `{name}` is {value!r}.")
+        if name in ("total_width", "multiple_of") and not isinstance(value, numbers.Integral):
+            raise MisconfigurationError(f"`{name}` must be a whole number, got {value!r}: write {round(value)}.")
     D, n, B, g, L = total_width, samples, bias_scale, bias_decay, variance_growth
 
     def error(width: float) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.pairs import clusters, largest_pair, live_pairs, mean_over_pairs
+from hdi_callback.core.tensors import require_tensors
 from hdi_callback.core.whitening import DEFAULT_BUDGET, head_chunks, require_rank_tol, whiten_heads
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
@@ -95,6 +96,7 @@ def qk_circuits(
         >>> qk_circuits(weight, weight).cosine.tolist()
         [[1.0, 0.0], [0.0, 1.0]]
     """
+    require_tensors(query=query, key=key)
     return _similarity(
         query, key, query_covariance, key_covariance, key_head, limit, rank_tol, memory_budget, ("query", "key")
     )
@@ -140,6 +142,7 @@ def ov_circuits(
         >>> bool(ov_circuits(value, torch.ones(2, 2, 4)).worst.abs() < 1e-6)  # two sources, one message: not alike
         True
     """
+    require_tensors(value=value, output=output)
     return _similarity(
         output, value, None, value_covariance, key_head, limit, rank_tol, memory_budget, ("output", "value")
     )

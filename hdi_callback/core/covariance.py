@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdi_callback.core.tensors import require_tensors
 from hdi_callback.errors import ShapeError
 
 
@@ -245,6 +246,7 @@ def head_covariance(
         >>> round(float(twins.correlation), 5)
         1.0
     """
+    require_tensors(outputs=outputs, output_weight=output_weight)
     if outputs.dim() != 3 or output_weight.dim() != 3 or outputs.shape[1:] != output_weight.shape[:2]:
         raise ShapeError(
             "Head outputs (tokens, heads, width) and an output weight (heads, width, out_features) must agree, got "
@@ -430,6 +432,7 @@ def bias_variance_covariance(predictions: Tensor, target: Tensor) -> BiasVarianc
         >>> float(terms.mse), float(terms.variance), float(terms.covariance)
         (0.0, 1.0, -1.0)
     """
+    require_tensors(predictions=predictions, target=target)
     if predictions.dim() < 2 or predictions.shape[2:] != target.shape:
         raise ShapeError(
             f"Predictions have the shape (replicates, heads, *target.shape), got {tuple(predictions.shape)} for a "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
 from hdi_callback.core.subspaces import block_norms, normalised
+from hdi_callback.core.tensors import require_tensors
 from hdi_callback.core.whitening import (
     DEFAULT_BUDGET,
     Method,
@@ -194,6 +195,7 @@ def head_diversity(
         >>> head_diversity(weight).energy.worst_pair.tolist()
         [0, 1]
     """
+    require_tensors(weight=weight)
     require_arguments(weight, rank_tol, method, memory_budget)
     *batch, H, k, d = weight.shape
     layers = weight.reshape(-1, H, k, d)
@@ -245,6 +247,7 @@ def head_diversity_from_covariance(
         >>> bool(head_diversity_from_covariance(covariance, tokens=1000).index > 0.99)
         True
     """
+    require_tensors(covariance=covariance)
     if covariance.dim() < 4 or covariance.shape[-4:-2] != covariance.shape[-2:]:
         raise ShapeError(
             f"A key covariance has the shape (..., heads, width, heads, width), got {tuple(covariance.shape)}. "
@@ -293,6 +296,7 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
         >>> diversity_penalty(weight).item()
         0.0
     """
+    require_tensors(weight=weight)
     if weight.dim() < 3 or weight.shape[-3] < 2:
         raise ShapeError(f"A penalty on pairs needs (..., heads >= 2, width, in_features), got {tuple(weight.shape)}.")
     *batch, H, k, d = weight.shape

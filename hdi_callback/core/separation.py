@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.subspaces import orthonormal_bases
+from hdi_callback.core.tensors import require_tensors
 from hdi_callback.errors import ShapeError
 
 
@@ -36,6 +37,7 @@ def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None =
         >>> bool((weight[:2] @ fresh.mT).abs().max() < 1e-6), round(float(fresh.norm() / weight[2].norm()), 4)
         (True, 1.0)
     """
+    require_tensors(weight=weight)
     if weight.dim() != 3 or weight.shape[0] < 2 or not 0 <= head < weight.shape[0]:
         raise ShapeError(
             "A fresh head needs (heads >= 2, width, in_features) and one of the heads, got "

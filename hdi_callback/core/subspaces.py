@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdi_callback.core.tensors import require_tensors
 from hdi_callback.core.whitening import DEFAULT_BUDGET, Method, head_chunks, require_arguments, whiten_heads
 
 
@@ -53,6 +54,7 @@ def orthonormal_bases(weight: Tensor, *, rank_tol: float = 1e-6, method: Method 
         >>> bases.rank.tolist(), bases.dead.tolist()
         ([2.0, 2.0], [False, False])
     """
+    require_tensors(weight=weight)
     require_arguments(weight, rank_tol, method)
     heads = whiten_heads(weight, rank_tol=rank_tol, method=method)
     rank = torch.linalg.vector_norm(heads.rows, dim=(-2, -1)).square().round()
@@ -76,10 +78,14 @@ def head_overlap(rows: Tensor, rank: Tensor | None = None, *, memory_budget: int
     Returns:
         ``(..., H, H)``, symmetric, in [0, 1]; zero in the rows of dead heads.
 
+    Raises:
+        ShapeError: if something is no tensor of floating point numbers, or has too few dimensions.
+
     Example:
         >>> head_overlap(torch.eye(4).reshape(2, 2, 4)).tolist()
         [[1.0, 0.0], [0.0, 1.0]]
     """
+    require_tensors(3, rows=rows)
     rank = torch.linalg.vector_norm(rows, dim=(-2, -1)).square() if rank is None else rank
     return normalised(block_norms(rows, memory_budget=memory_budget)[0], rank.to(rows.dtype))
 
@@ -170,6 +176,7 @@ def principal_cosines(weight: Tensor, *, rank_tol: float = 1e-6) -> Tensor:
         >>> principal_cosines(weight)[0, 1].tolist()
         [0.0, 0.0]
     """
+    require_tensors(weight=weight)
     rows = orthonormal_bases(weight, rank_tol=rank_tol, method="svd").rows
     blocks = rows[..., :, None, :, :] @ rows[..., None, :, :, :].mT
     finite = blocks.isfinite().all(-1).all(-1)[..., None]

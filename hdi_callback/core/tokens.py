@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdi_callback.core.tensors import require_tensors
 from hdi_callback.errors import ShapeError
 
 _CHUNK_ELEMENTS = 2**22  # of a product of two chunks of tokens, about 16 MB in float32
@@ -53,6 +54,7 @@ def token_spread(tokens: Tensor, valid: Tensor | None = None) -> TokenSpread:
         >>> round(float(spread.rank), 4), float(spread.cosine)
         (3.0, 0.0)
     """
+    require_tensors(tokens=tokens)
     if tokens.dim() < 2 or (valid is not None and valid.shape != tokens.shape[:-1]):
         raise ShapeError(
             f"Tokens have the shape (..., tokens, features) and `valid` (..., tokens), got {tuple(tokens.shape)} and "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.diversity import HeadDiversity, head_diversity
+from hdi_callback.core.tensors import require_tensors
 from hdi_callback.core.whitening import gram_matrices
 from hdi_callback.errors import ShapeError
 
@@ -48,6 +49,7 @@ def head_movement(weight: Tensor, before: Tensor) -> Tensor:
         >>> head_movement(torch.full((2, 1, 4), 3.0), torch.full((2, 1, 4), 2.0)).tolist()
         [0.5, 0.5]
     """
+    require_tensors(3, weight=weight, before=before)
     update = weight_update(weight, before)
     moved = torch.linalg.vector_norm(update, dim=(-2, -1))
     size = torch.linalg.vector_norm(before.to(update.device), dim=(-2, -1), dtype=update.dtype)
@@ -78,6 +80,7 @@ def head_update(weight: Tensor, before: Tensor, *, rank_tol: float = 1e-6) -> He
         >>> float(update.diversity.index), update.spectral_entropy.round(decimals=4).tolist()
         (1.0, [1.0, 1.0])
     """
+    require_tensors(3, weight=weight, before=before)
     update = weight_update(weight, before)
     diversity = head_diversity(update, rank_tol=rank_tol)
     entropy = torch.where(diversity.dead, torch.nan, spectral_entropy(update))
@@ -97,6 +100,7 @@ def weight_update(weight: Tensor, before: Tensor) -> Tensor:
     Raises:
         ShapeError: if the shapes differ.
     """
+    require_tensors(2, weight=weight, before=before)
     if weight.shape != before.shape:
         raise ShapeError(f"Two readings of one weight have one shape, got {weight.shape} and {before.shape}.")
     wide = torch.promote_types(torch.promote_types(weight.dtype, before.dtype), torch.float32)
@@ -121,10 +125,14 @@ def spectral_entropy(weight: Tensor) -> Tensor:
         ``(..., H)``, in float32 or wider: 1 if the energy is spread evenly, 0 if it lies in one direction; NaN for a
         head of zeros or of width one.
 
+    Raises:
+        ShapeError: if something is no tensor of floating point numbers, or has too few dimensions.
+
     Example:
         >>> spectral_entropy(torch.eye(3)[None]).round(decimals=4).tolist()
         [1.0]
     """
+    require_tensors(2, weight=weight)
     k = weight.shape[-2]
     out = torch.promote_types(weight.dtype, torch.float32)
     if k < 2:

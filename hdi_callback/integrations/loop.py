@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hdi_callback.arguments import function, path, shown
+from hdi_callback.arguments import function, path, shown, whole_number
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.dashboards import console, tensorboard, wandb
@@ -254,7 +254,12 @@ class HeadWatch:
 
         Yields:
             Nothing.
+
+        Raises:
+            MisconfigurationError: if `epoch` is no whole number.
         """
+        if epoch is not None:
+            whole_number("epoch", epoch, least=0, example=0)
         if self._is_closed or self._is_inside:
             why = "after the watch was closed" if self._is_closed else "within another"
             self._faults.say("step", f"`with heads.step():` {why} does nothing. Write it once around each step.")

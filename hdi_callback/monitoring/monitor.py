@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from hdi_callback.arguments import shown
+from hdi_callback.arguments import shown, whole_number
 from hdi_callback.attention import AttentionLayer, Refusal
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
@@ -229,7 +229,14 @@ class HeadDiversityMonitor:
 
         Returns:
             The reading. What could not be measured is named in `Reading.absent`, with the reason.
+
+        Raises:
+            MisconfigurationError: if `step`, `epoch` or `axis` is no whole number.
         """
+        whole_number("step", step, least=0, example=100)
+        for name, value in (("epoch", epoch), ("axis", axis)):
+            if value is not None:
+                whole_number(name, value, least=0, example=0)
         absent = Absent(self.faults)
         has_verified = self._verify()
         self._layers.look_for_removed()

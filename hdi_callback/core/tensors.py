@@ -1,0 +1,36 @@
+"""What the functions of this room take: real tensors of floating point numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hdi_callback.errors import ShapeError
+
+
+def require_tensors(least: int = 0, **given: Any) -> None:
+    """Refuse what is no tensor of real floating point numbers, or has too few dimensions.
+
+    Args:
+        least: the smallest number of dimensions.
+        given: argument -> what came.
+
+    Raises:
+        ShapeError: for the first that cannot be computed with; says what came.
+
+    Example:
+        >>> require_tensors(weight=[1.0])
+        Traceback (most recent call last):
+        hdi_callback.errors.ShapeError: `weight` must be a tensor, got a list: write torch.as_tensor(...).
+    """
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise ShapeError(f"`{name}` must be a tensor, got a {type(value).__name__}: write torch.as_tensor(...).")
+        if not value.is_floating_point():
+            raise ShapeError(
+                f"`{name}` must hold real floating point numbers, got {str(value.dtype).removeprefix('torch.')}: write "
+                f"{name}.float()."
+            )
+        if value.dim() < least:
+            raise ShapeError(f"`{name}` must have at least {least} dimensions, got the shape {tuple(value.shape)}.")
