@@ -48,6 +48,8 @@ from hdi_callback.attention.sampling import TokenSample, joined, sample_tokens, 
 from hdi_callback.attention.sharding import as_part
 from hdi_callback.attention.weight_reading import read_tensor
 
+Pick = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -84,6 +86,7 @@ class Taps(Hooks):
         padding: how padding is known: ``"auto"`` from masks, a number for the token that is padding, a function that
             takes the arguments of the model and returns ``(batch, length)``, true where a token is padding; `None` to
             count every token.
+        pick: takes what is captured from the module and its arguments; the first argument by default.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class Taps(Hooks):
         max_tokens: int = 2048,
         model: nn.Module | None = None,
         padding: PaddingChoice = "auto",
+        pick: Pick | None = None,
     ) -> None:
+        self._pick = pick
         self._taps: dict[str, _Tap] = {}
         self._max_tokens, self._padding = max_tokens, padding
         self._never: dict[str, str] = {}
@@ -111,7 +116,7 @@ class Taps(Hooks):
             layers: layers with names of their own.
         """
         for layer in layers:
-            self._taps[layer.name] = _Tap(layer, self._max_tokens, self._padding)
+            self._taps[layer.name] = _Tap(layer, self._max_tokens, self._padding, self._pick)
         for tap in self._taps.values():
             tap.takes_masks = any(map(takes_masks, _modules_around(tap.layer.module, self._model)))
         all_layers = [tap.layer for tap in self._taps.values()]
@@ -272,8 +277,10 @@ class _Forward:
 class _Tap:
     """The hook of one layer, and what it took."""
 
-    def __init__(self, layer: AttentionLayer, max_tokens: int, padding: PaddingChoice) -> None:
-        self.layer = layer
+    def __init__(
+        self, layer: AttentionLayer, max_tokens: int, padding: PaddingChoice, pick: Pick | None = None
+    ) -> None:
+        self.layer, self._pick = layer, pick
         self.is_armed = self.is_in_graph = self.was_compiled = self.was_eager = False
         self.training_only = self.takes_masks = False
         self.padding_mask: Tensor | None = None
@@ -325,10 +332,13 @@ class _Tap:
         if torch.compiler.is_compiling():
             if not self.is_in_graph:
                 return None
-            outputs = args[0] if args else next(iter(kwargs.values()))
-            return self._take_in_graph(outputs, outputs, args, kwargs)
+            passed = args[0] if args else next(iter(kwargs.values()))
+            outputs = passed if self._pick is None else self._pick(module, args, kwargs)
+            return self._take_in_graph(passed, outputs, args, kwargs)
         if self.is_armed:
             outputs = args[0] if args else next(iter(kwargs.values()), None)
+            if self._pick is not None:
+                outputs = self._pick(module, args, kwargs)
             taken = self._take(lambda: outputs, is_recorded=torch.is_grad_enabled())
             _mark_when_reached(taken, outputs)
         return None

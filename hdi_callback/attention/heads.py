@@ -155,6 +155,11 @@ class HeadSlice:
         """Features that the heads' weight takes."""
         return self.features[0]
 
+    @property
+    def owner(self) -> nn.Module:
+        """The module that the parameter belongs to."""
+        return self._owner()[0]
+
     def matrix(self) -> Tensor:
         """Read the whole matrix of the linear map, as it is used: with LoRA, base and update together.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hdi_callback.arguments import did_you_mean, words
@@ -21,6 +22,7 @@ QK, OV = "QK circuits", "OV circuits"
 FINITENESS = "finiteness of weights"
 MOVEMENT = "movement of weights"
 ROWS = "attention rows"
+KEYS, TOKENS = "keys as they come", "input tokens"
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,46 @@ _ROW_METRICS = [
     ),
 ]
 
+
+def _largest_of_pairs(matrix: Tensor) -> Tensor:
+    H = matrix.shape[-1]
+    own = torch.eye(H, dtype=torch.bool, device=matrix.device)
+    return matrix.masked_fill(own, -torch.inf).flatten(-2).amax(-1)
+
+
+_INPUT_METRICS = [
+    Metric(
+        "hdi_keys",
+        KEYS,
+        _field("index"),
+        "HDI of the keys that the layer really makes, before rotation: 1 less the mean squared canonical correlation.",
+    ),
+    Metric(
+        "hdi_keys_worst_pair", KEYS, _field("worst"), "Largest mean squared canonical correlation of two heads' keys."
+    ),
+    Metric(
+        "hdi_keys_energy",
+        KEYS,
+        _field("energy_index"),
+        "The same with directions weighted by their energy: 1 less the mean RV coefficient.",
+    ),
+    Metric(
+        "hdi_keys_energy_worst_pair",
+        KEYS,
+        lambda d: _largest_of_pairs(d.energy_overlap),
+        "Largest RV coefficient of two heads' keys.",
+    ),
+    Metric(
+        "token_rank",
+        TOKENS,
+        _field("rank"),
+        "Effective rank of the centred tokens that the layer is given: 0 if all are one.",
+    ),
+    Metric(
+        "token_cosine", TOKENS, _field("cosine"), "Mean cosine of two of these tokens: 1 if all point the same way."
+    ),
+]
+
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
@@ -239,6 +281,7 @@ METRICS: dict[str, Metric] = {
         *_CIRCUIT_METRICS,
         *_HEAD_METRICS,
         *_ROW_METRICS,
+        *_INPUT_METRICS,
     )
 }
 """Every metric by name."""
@@ -262,6 +305,12 @@ class Details:
 _OF_CIRCUITS = "there are fewer than two live heads, or the weights are not finite"
 
 DETAILS: dict[str, Details] = {
+    KEYS: Details(
+        {"hdi_keys_worst_pair": "worst_pair"},
+        {"hdi_keys": "overlap", "hdi_keys_energy": "energy_overlap"},
+        "there are fewer than two live key heads, or too few tokens, or they are not finite",
+    ),
+    TOKENS: Details({}, {}, "there were fewer than two tokens without padding, or they are not finite"),
     ROWS: Details(
         {
             "attention_entropy": "entropy",

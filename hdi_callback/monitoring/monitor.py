@@ -18,6 +18,8 @@ from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
+from hdi_callback.monitoring.inputs import LayerInputs
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, ROWS
 from hdi_callback.monitoring.movement import LARGEST, LastWeights
@@ -117,6 +119,14 @@ class HeadDiversityMonitor:
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
         self._rows = AttentionReadings(self._layers, model, padding=padding) if ROWS in sources else None
+        self._inputs = None
+        if sources & set(OF_INPUTS):
+            self._inputs = LayerInputs(
+                self._layers, self._reader, sources, max_tokens=max_tokens, model=inner_model(model),
+                padding=padding, rank_tol=rank_tol,
+            )  # fmt: skip
+        taps = (self._taps, None if self._inputs is None else self._inputs.taps)
+        self._captures = [one for one in taps if one is not None]
         self._pending_outputs: set[str] = set()
         self._training_only = False
         self._meeting = Meeting(process_group)
@@ -153,8 +163,8 @@ class HeadDiversityMonitor:
 
     def close(self) -> None:
         """Remove the hooks and release what was captured; calling it again does nothing."""
-        if self._taps is not None:
-            self._taps.remove()
+        for taps in self._captures:
+            taps.remove()
         if self._rows is not None:
             self._rows.release()
             self._rows.suspend()
@@ -172,42 +182,42 @@ class HeadDiversityMonitor:
         """
         self._layers.arm()
         self._training_only = training_only
-        if self._taps is not None:
-            self._taps.arm(training_only=training_only, padding_mask=padding_mask)
+        for taps in self._captures:
+            taps.arm(training_only=training_only, padding_mask=padding_mask)
         if self._rows is not None:
             self._rows.arm(training_only=training_only, padding_mask=padding_mask)
 
     def disarm(self) -> None:
         """Stop capturing, and keep what was captured for the next `measure`."""
-        if self._taps is not None:
-            self._taps.disarm()
+        for taps in self._captures:
+            taps.disarm()
         if self._rows is not None:
             self._rows.disarm()
 
     def rest(self) -> None:
         """Make compiled graphs free of samples again, before a forward that is not to be captured."""
-        if self._taps is not None:
-            self._taps.rest()
+        for taps in self._captures:
+            taps.rest()
 
     def release(self) -> None:
         """Capture nothing more, and let go of what was captured."""
-        if self._taps is not None:
-            self._taps.release()
+        for taps in self._captures:
+            taps.release()
         if self._rows is not None:
             self._rows.release()
 
     def suspend(self) -> None:
         """Take the hooks off for an evaluation, so that it runs exactly as without a monitor."""
-        if self._taps is not None:
-            self._taps.suspend()
+        for taps in self._captures:
+            taps.suspend()
         if self._rows is not None:
             self._rows.suspend()
         self._layers.suspend()
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
-        if self._taps is not None:
-            self._taps.resume()
+        for taps in self._captures:
+            taps.resume()
         if self._rows is not None:
             self._rows.resume()
         self._layers.resume()
@@ -248,6 +258,8 @@ class HeadDiversityMonitor:
             self._outputs.collect(self._layers.names, self._pending_outputs, absent)
         if self._rows is not None:
             self._rows.collect(absent)
+        if self._inputs is not None:
+            self._inputs.collect(absent)
         self._last_weights.begin(step)
         with torch.no_grad():
             measurements = self._measure_together(absent, has_verified) or self._measure_alone(absent)
@@ -316,7 +328,10 @@ class HeadDiversityMonitor:
         for source in self._weight_sources:
             measurements += self._reader.measure(source, absent, Ranks())
         measurements += [] if self._outputs is None else self._outputs.measure(absent)
-        return measurements + ([] if self._rows is None else self._rows.measure(absent))
+        measurements += [] if self._rows is None else self._rows.measure(absent)
+        if self._inputs is not None:
+            measurements += self._inputs.measure(Ranks(), self._layers.device(), absent)
+        return measurements
 
     def _measure_together(self, absent: Absent, has_verified: bool) -> list[Measurement] | None:
         """Measure as one of several ranks; `None` if this rank is alone."""
@@ -326,9 +341,12 @@ class HeadDiversityMonitor:
                 return None
             if has_verified:
                 self._layers.agree(ranks, self._layers.device())
-            return measure_over_ranks(
+            measurements = measure_over_ranks(
                 ranks, self._layers, self._reader, self._weight_sources, self._outputs, self._rows, absent, self.faults
             )
+            if self._inputs is not None:
+                measurements += self._inputs.measure(ranks, self._layers.device(), absent)
+            return measurements
         except Exception as error:  # such as a backend that does not know the device; it fails on every rank alike
             self._meeting.part()
             self.faults.tell("measuring head diversity over several ranks", error)

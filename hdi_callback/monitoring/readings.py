@@ -255,6 +255,8 @@ def _tabulate(reading: Reading) -> Record:
                 elif details is not None:
                     absent[f"{metric}/{name}"] = details.why_not
             if details is not None:
+                if any(math.isfinite(column[row]) for column in columns.values()):
+                    absent.pop(f"{measurement.source}/{name}", None)  # of this rank, and others have it
                 of = {key: getattr(measurement.values, field)[row] for key, field in details.arrays.items()}
                 layer.arrays.update({key: array.tolist() for key, array in of.items()})
                 layer.matrices.update(

@@ -250,7 +250,6 @@ class AttentionReadings:
             # Nothing is told of a layer that no rank saw, whose reason is known already.
             if width and not self._layers.is_contradicted(layer.name):
                 totals[layer.name] = one.over_ranks(of_sum, of_largest)
-                absent.reasons.pop(absence_of(ROWS, layer.name), None)  # other ranks may have seen it
         return self._measure(totals, absent)
 
     def _measure(self, sums: dict[str, RowSums], absent: Absent) -> list[Measurement]:

@@ -5,17 +5,20 @@ import torch
 
 from hdi_callback.attention import ROLES
 from hdi_callback.core import head_covariance, head_diversity, ov_circuits, qk_circuits
+from hdi_callback.core.tokens import token_spread
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.metrics import (
     CONTRIBUTION,
     COVARIANCE,
     DEFAULT_METRICS,
     FINITENESS,
+    KEYS,
     METRICS,
     MOVEMENT,
     OV,
     QK,
     ROWS,
+    TOKENS,
     choose_metrics,
 )
 from hdi_callback.monitoring.movement import HeadMovement
@@ -29,6 +32,8 @@ EXAMPLES = {
     FINITENESS: lambda weight: WeightFiniteness(torch.zeros(3, 4)),
     MOVEMENT: lambda weight: HeadMovement(torch.ones(3, 4)),
     ROWS: lambda weight: join(ROWS, [(name, RowSums.none(4, weight.device).attending()) for name in "abc"]).values,
+    KEYS: head_diversity,
+    TOKENS: token_spread,
     CONTRIBUTION: lambda weight: HeadContribution(torch.ones(3, 4), torch.zeros(3, 4), torch.ones(3)),
 }
 
@@ -44,7 +49,8 @@ def test_every_metric_gives_one_number_per_layer(metric):
         values = head_diversity(torch.randn(3, 4, 8, 32, generator=generator))
         assert metric.read(values).shape == (3,)
     else:
-        values = EXAMPLES[metric.source](torch.randn(3, 4, 8, 32, generator=generator))
+        weight = torch.randn(3, 4, 8, 32, generator=generator)
+        values = EXAMPLES[metric.source](weight[:, 0] if metric.source == TOKENS else weight)
         assert metric.read(values).shape == (3,)
     if metric.source == ROWS:  # of no queries
         assert not torch.isfinite(metric.read(values).double()).any()

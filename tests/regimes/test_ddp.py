@@ -15,6 +15,7 @@ from hdi_callback import HeadDiversityMonitor
 from hdi_callback.core import head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from hdi_callback.monitoring.ranks import _meetings as meetings
 from tests.models import LAYERS, LENGTH, Classifier
@@ -130,7 +131,7 @@ def read_over_a_collective_that_fails(rank: int) -> dict:
         return [monitor.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
 
 
-ROWS = [name for name, metric in CATALOGUE.items() if metric.source == "attention rows"]
+ROWS = [name for name, metric in CATALOGUE.items() if metric.source in ("attention rows", *OF_INPUTS)]
 FEW = (slice(0, 2), slice(2, 3))
 """Few enough sequences that all queries are read, on one rank as on two."""
 
@@ -149,7 +150,7 @@ def read_rows(rank: int, lone_forward: bool) -> dict:
 
 
 @pytest.mark.parametrize("lone_forward", [False, True])
-def test_attention_rows_over_ranks_are_those_of_the_joined_batch(two_ranks, lone_forward):
+def test_attention_and_inputs_over_ranks_are_those_of_the_joined_batch(two_ranks, lone_forward):
     model = classifier()
     with monitor_of(model, metrics=ROWS) as monitor:
         monitor.arm()

@@ -1,0 +1,247 @@
+"""What layers are given, and the keys that come of it: measured alone or with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention import AttentionLayer, Capture
+from hdi_callback.attention.inputs import tap_inputs
+from hdi_callback.attention.padding import PaddingChoice
+from hdi_callback.attention.sharding import is_first_holder, whole
+from hdi_callback.core import head_diversity_from_covariance
+from hdi_callback.core.tokens import TokenSpread
+from hdi_callback.monitoring.absent import Absent, absence_of
+from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.metrics import KEYS, TOKENS
+from hdi_callback.monitoring.outputs import join
+from hdi_callback.monitoring.ranks import Ranks
+from hdi_callback.monitoring.readings import Measurement
+from hdi_callback.monitoring.weights import WeightReader, without_autocast
+
+SOURCES = (KEYS, TOKENS)
+"""What is measured on the inputs of layers."""
+
+
+@dataclass(frozen=True)
+class InputMean:
+    """Sums over the tokens that a layer was given, of which each counts as often as its weight says.
+
+    Attributes:
+        count: sum of the weights.
+        total: ``(d,)``, sum of the tokens.
+        size: sum of the squared norms of the tokens.
+        directions: ``(d,)``, sum of the tokens scaled to norm 1.
+        pointing: sum of the weights of tokens that are not zero.
+        pointing_squares: sum of the squares of these weights.
+    """
+
+    count: Tensor
+    total: Tensor
+    size: Tensor
+    directions: Tensor
+    pointing: Tensor
+    pointing_squares: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, weights: Tensor) -> InputMean:
+        """Add up tokens.
+
+        Args:
+            tokens: ``(n, d)``, float64.
+            weights: ``(n,)``.
+
+        Returns:
+            Their sums.
+        """
+        norm = torch.linalg.vector_norm(tokens, dim=-1)
+        directed = weights * (norm != 0)
+        unit = tokens / torch.where(norm == 0, 1, norm)[:, None]
+        return cls(
+            weights.sum(),
+            weights @ tokens,
+            weights @ norm.square(),
+            directed @ unit,
+            directed.sum(),
+            directed.square().sum(),
+        )
+
+    @classmethod
+    def none(cls, width: int, device: torch.device) -> InputMean:
+        """Give the sums over no tokens.
+
+        Args:
+            width: d.
+            device: where.
+
+        Returns:
+            Zeros.
+        """
+        zero, zeros = torch.zeros((), device=device), torch.zeros(width, device=device)
+        return cls(zero, zeros, zero, zeros, zero, zero)
+
+    def tensors(self) -> list[Tensor]:
+        """Give what adds up, in a fixed order."""
+        return [self.count, self.total, self.size, self.directions, self.pointing, self.pointing_squares]
+
+
+class LayerInputs:
+    """Capture what layers are given, and measure it.
+
+    Args:
+        layers: the layers that are watched.
+        reader: reads their key weights.
+        sources: what is asked for.
+        max_tokens: largest number of tokens kept per layer.
+        model: the model around them.
+        padding: how padding is known.
+        rank_tol: see `head_diversity_from_covariance`.
+    """
+
+    def __init__(
+        self,
+        layers: WatchedLayers,
+        reader: WeightReader,
+        sources: Collection[str],
+        *,
+        max_tokens: int,
+        model: nn.Module,
+        padding: PaddingChoice,
+        rank_tol: float,
+    ) -> None:
+        self.taps, self._why_not = tap_inputs(layers.all, max_tokens=max_tokens, model=model, padding=padding)
+        self._layers, self._reader, self._rank_tol = layers, reader, rank_tol
+        self._sources = [source for source in SOURCES if source in sources]
+        self._tapped = [one for one in layers.all if one.name not in self._why_not and one.name not in self.taps.absent]
+        self._captures: dict[str, Capture] | None = None
+
+    def collect(self, absent: Absent) -> None:
+        """Take over what was captured, for the measurement that follows.
+
+        Args:
+            absent: takes what was not captured.
+        """
+        self.taps.disarm()
+        self._captures = None
+        if self.taps.was_armed:
+            self._captures = dict(self.taps.captures)
+            reasons = {
+                **self._why_not,
+                **dict.fromkeys(self.taps.missed, "its key projection was not seen to be called"),
+                **self.taps.absent,
+            }
+            for layer in self._layers.all:
+                reason = reasons.get(layer.name)
+                if layer.name not in self._captures and layer.name not in self._layers.removed:
+                    why = "it was found after the forward began" if reason is None else _of_inputs(reason)
+                    for source in self._sources:
+                        absent.leave_out(absence_of(source, layer.name), f"they are not known: {why}", f"inputs {why}")
+        self.taps.release()
+
+    def measure(self, ranks: Ranks, device: torch.device, absent: Absent) -> list[Measurement]:
+        """Measure what was captured, by all ranks together.
+
+        Args:
+            ranks: those that measure together; all of them call this. Memory is bounded to one layer at a time.
+            device: where they add up.
+            absent: takes what cannot be measured.
+
+        Returns:
+            Measurements; none if no forward was to be captured, as it was on all ranks then.
+        """
+        if self._captures is None:
+            return []
+        means = []
+        for layer in self._tapped:
+            held = self._tokens_of(layer, device)
+            means.append(InputMean.none(_width(layer), device) if held is None else InputMean.of(*held))
+        added = iter(ranks.sum([tensor for mean in means for tensor in mean.tensors()], device))
+        measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+        for layer in self._tapped:
+            mean = InputMean(*(next(added) for _ in means[0].tensors()))
+            for source, values in self._measure_one(layer, mean, ranks, device, absent):
+                measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
+        return [join(source, group) for (source, _), group in measured.items()]
+
+    def _measure_one(
+        self,
+        layer: AttentionLayer,
+        mean: InputMean,
+        ranks: Ranks,
+        device: torch.device,
+        absent: Absent,
+    ) -> Iterator[tuple[str, Any]]:
+        width, held = _width(layer), self._tokens_of(layer, device)
+        scatter = torch.zeros(width, width, dtype=torch.float64, device=device)
+        with without_autocast(device):
+            if held is not None:
+                tokens, weights = held
+                centred = tokens - mean.total / mean.count.clamp_min(1)
+                scatter = (weights[:, None] * centred).mT @ centred
+        (scatter,) = ranks.sum([scatter], device)
+        for source in self._sources:
+            found: Any = None
+            with absent.unless_measured(source, layer.name), without_autocast(device):
+                if source == TOKENS:
+                    self._layers.require(layer)
+                    found = spread_of(mean, scatter)
+                else:
+                    weight = self._reader.weight(layer, "key", ranks).to(device, torch.float64)
+                    rows = weight.flatten(0, 1)
+                    covariance = (rows @ scatter @ rows.mT) / mean.count
+                    G, d_k = weight.shape[:2]
+                    found = head_diversity_from_covariance(covariance.reshape(G, d_k, G, d_k), rank_tol=self._rank_tol)
+            if found is not None and (ranks.size > 1 or held is not None):
+                yield source, found
+
+    def _tokens_of(self, layer: AttentionLayer, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Give the tokens of a layer, ``(n, d)``, and their weights; `None` if this rank has none to tell of."""
+        capture = None if self._captures is None else self._captures.get(layer.name)
+        if capture is None:
+            return None
+        tokens = whole(capture.outputs)
+        if not is_first_holder(capture.outputs):
+            return None
+        tokens = tokens[:, 0].to(device, torch.float64)
+        if capture.weights is None:
+            return tokens, torch.ones(len(tokens), dtype=torch.float64, device=device)
+        weights = capture.weights.to(device, torch.float64)
+        return torch.where(weights[:, None] == 0, 0, tokens), weights  # what is in padding is not looked at
+
+
+def spread_of(mean: InputMean, scatter: Tensor) -> TokenSpread:
+    """Tell how different tokens are, see `token_spread`.
+
+    Args:
+        mean: sums over them.
+        scatter: ``(d, d)``, sum of the outer products of the centred tokens.
+
+    Returns:
+        The spread; NaN with fewer than two tokens.
+    """
+    variance = scatter.diagonal().sum()
+    rank = variance.square() / scatter.square().sum()
+    # What is left of tokens that are one is the rounding of what was captured.
+    is_one = variance <= (8 * torch.finfo(torch.float32).eps) ** 2 * mean.size
+    rank = torch.where(is_one, 0, rank)
+    pairs = mean.pointing.square() - mean.pointing_squares
+    cosine = (mean.directions.square().sum() - mean.pointing_squares) / pairs
+    known = mean.count > 1
+    return TokenSpread(
+        torch.where(known & mean.size.isfinite(), rank, torch.nan),
+        torch.where(known & (pairs > 0), cosine.clamp(-1, 1), torch.nan),
+        mean.count,
+    )
+
+
+def _width(layer: AttentionLayer) -> int:
+    return layer.slices["key"].in_features
+
+
+def _of_inputs(reason: str) -> str:
+    """Say of inputs what is said of head outputs."""
+    return reason.replace("its output projection", "its key projection").replace("its head outputs", "its inputs")
