@@ -10,17 +10,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, register_layout
+from hdi_callback import core, errors, interventions, rules
+from hdi_callback.attention import AttentionLayer, HeadSlice, Refusal, find_attention, register_layout
 from hdi_callback.core import allocate_heads, head_covariance, head_diversity, principal_cosines
-from hdi_callback.monitoring import interventions, rules
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule
 from hdi_callback.monitoring.history import load_history
+from hdi_callback.monitoring.host import Host
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.replay import replay
+from hdi_callback.monitoring.position import Position
+from hdi_callback.monitoring.readings import LayerRecord, Reading, Record
+from hdi_callback.monitoring.replay import read_alerts, replay
+from hdi_callback.monitoring.session import Session
+from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.sink import Result, Sink
 
 if TYPE_CHECKING:
     from hdi_callback.integrations.lightning import HDICallback
-    from hdi_callback.integrations.loop import watch_heads
+    from hdi_callback.integrations.loop import HeadSession, watch_heads
     from hdi_callback.integrations.transformers import HDITrainerCallback
 
 __version__ = "0.1.0"
@@ -32,15 +38,29 @@ __all__ = [
     "HDICallback",
     "HDITrainerCallback",
     "HeadDiversityMonitor",
+    "HeadSession",
     "HeadSlice",
+    "Host",
+    "LayerRecord",
+    "Position",
+    "Reading",
+    "Record",
+    "Refusal",
+    "Result",
     "Rule",
+    "Session",
+    "Settings",
+    "Sink",
     "allocate_heads",
+    "core",
+    "errors",
     "find_attention",
     "head_covariance",
     "head_diversity",
     "interventions",
     "load_history",
     "principal_cosines",
+    "read_alerts",
     "register_layout",
     "replay",
     "rules",
@@ -50,6 +70,7 @@ __all__ = [
 _LAZY = {  # these import a trainer, or look whether one has been imported
     "HDICallback": "hdi_callback.integrations.lightning",
     "HDITrainerCallback": "hdi_callback.integrations.transformers",
+    "HeadSession": "hdi_callback.integrations.loop",
     "watch_heads": "hdi_callback.integrations.loop",
 }
 
@@ -60,3 +81,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from hdi_callback.errors import HeadCollapseWarning
-from hdi_callback.monitoring.faults import attempt_each
+from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.attention import AttentionLayer, Refusal
     from hdi_callback.monitoring.alerts import Alert
     from hdi_callback.monitoring.interventions import Action, Intervention
-    from hdi_callback.monitoring.watch import Outcome
+    from hdi_callback.monitoring.sink import Result
 
 _Item = TypeVar("_Item")
 _MOST_LINES = 60
@@ -110,15 +110,15 @@ class AlertLines:
         self._say, self._elsewhere = say, elsewhere
         self._lines = 0
 
-    def follow(self, outcome: Outcome) -> None:
+    def write(self, result: Result) -> None:
         """Print what is new at one reading.
 
         Args:
-            outcome: the reading and what came of it.
+            result: the reading and what came of it.
         """
-        alerts = [alert for alert in outcome.alerts if alert.level != "notice"]
+        alerts = [alert for alert in result.alerts if alert.level != "notice"]
         groups = _groups(alerts, lambda alert: (alert.rule, alert.level, alert.is_resolved))
-        done = _groups(outcome.actions, lambda action: (action.intervention, action.is_dry_run))
+        done = _groups(result.actions, lambda action: (action.intervention, action.is_dry_run))
         attempt_each(
             [
                 *(partial(self._print_alerts, group) for group in groups),

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdi_callback.monitoring.faults import attempt_each
+from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
-    from hdi_callback.monitoring.watch import Outcome
+    from hdi_callback.monitoring.sink import Result
 
 # The curve on which an alert is marked: the index, unless the rule judges pairs.
 _MARKED = {"hdi_worst_alignment": "hdi_worst_pair", "hdi_energy_worst_alignment": "hdi_worst_pair"}
@@ -33,27 +33,27 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "") -> Non
     writer.add_custom_scalars({f"{prefix}head diversity": charts})
 
 
-def write_alerts(writer: Any, outcome: Outcome, prefix: str = "") -> None:
+def write_alerts(writer: Any, result: Result, prefix: str = "") -> None:
     """Write alerts and interventions as text, and mark each alert on the curve that it is about.
 
     The text is under ``hdi_alerts`` and ``hdi_interventions``, the marks are scalars under ``alert/<metric>/<layer>``.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
-        outcome: a reading and what came of it.
+        result: a reading and what came of it.
         prefix: what stands before every tag.
     """
-    axis = outcome.record.axis
+    axis = result.record.axis
     writes: list[Callable[[], object]] = []
-    if outcome.alerts:
-        lines = [f"- **{'resolved' if item.is_resolved else item.level}** {item.message}" for item in outcome.alerts]
+    if result.alerts:
+        lines = [f"- **{'resolved' if item.is_resolved else item.level}** {item.message}" for item in result.alerts]
         writes.append(partial(writer.add_text, f"{prefix}hdi_alerts", "\n".join(lines), axis))
-    if outcome.actions:
-        lines = [f"- {item.message}" for item in outcome.actions]
+    if result.actions:
+        lines = [f"- {item.message}" for item in result.actions]
         writes.append(partial(writer.add_text, f"{prefix}hdi_interventions", "\n".join(lines), axis))
-    for alert in outcome.alerts:
+    for alert in result.alerts:
         metric = _MARKED.get(alert.finding.metric or "", "hdi")
-        value = outcome.record.layers[alert.layer].values.get(metric)
+        value = result.record.layers[alert.layer].values.get(metric)
         if value is not None and alert.level != "notice" and not alert.is_resolved:
             writes.append(partial(writer.add_scalar, f"{prefix}alert/{metric}/{alert.layer}", value, axis))
     attempt_each(writes)
@@ -93,17 +93,17 @@ class Board:
         self.writer, self._metrics = writer, list(metrics)
         lay_out_charts(writer, self._metrics)
 
-    def follow(self, outcome: Outcome) -> None:
+    def write(self, result: Result) -> None:
         """Write one reading and what came of it.
 
         Args:
-            outcome: the reading.
+            result: the reading.
         """
-        tags = outcome.record.scalars(self._metrics)
-        axis = outcome.record.axis
+        tags = result.record.scalars(self._metrics)
+        axis = result.record.axis
         attempt_each(
             [
                 *(partial(self.writer.add_scalar, tag, value, axis) for tag, value in tags.items()),
-                partial(write_alerts, self.writer, outcome),
+                partial(write_alerts, self.writer, result),
             ]
         )

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hdi_callback.monitoring.faults import attempt_each
+from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
-    from hdi_callback.monitoring.watch import Outcome
+    from hdi_callback.monitoring.sink import Result
 
 _EXTREMES = {"hdi": "min", "hdi_worst_pair": "max", "head_correlation": "max"}
 _LEVELS = {"warning": "WARN", "critical": "ERROR"}
@@ -57,18 +57,18 @@ class Extremes:
         self._run.define_metric(name, step_metric=self._step_metric, summary=f"{extreme},last")
 
 
-def send_alerts(run: Any, outcome: Outcome) -> None:
+def send_alerts(run: Any, result: Result) -> None:
     """Send what is new as `wandb` alerts: one for each rule and level at a reading, and each at most every 5 minutes.
 
     Args:
         run: a `wandb` run, also offline.
-        outcome: a reading and what came of it.
+        result: a reading and what came of it.
     """
     texts: dict[tuple[str, str], list[str]] = {}
-    for alert in outcome.alerts:
+    for alert in result.alerts:
         if alert.level != "notice" and not alert.is_resolved:
             texts.setdefault((f"Attention heads: {alert.rule}", _LEVELS[alert.level]), []).append(alert.message)
-    for action in outcome.actions:
+    for action in result.actions:
         texts.setdefault((f"Attention heads: {action.intervention}", "INFO"), []).append(action.message)
     attempt_each(
         partial(run.alert, title=title, text="\n".join(messages), level=level, wait_duration=_SECONDS_BETWEEN)
@@ -108,19 +108,19 @@ class RunLog:
         self._extremes = Extremes(run, self._metrics, step_metric=step_metric)
         self._extremes.define(layers)
 
-    def follow(self, outcome: Outcome) -> None:
+    def write(self, result: Result) -> None:
         """Log one reading and what came of it.
 
         Args:
-            outcome: the reading.
+            result: the reading.
         """
-        tags = outcome.record.scalars(self._metrics)
-        row = {**tags, self._step_metric: outcome.record.axis}
+        tags = result.record.scalars(self._metrics)
+        row = {**tags, self._step_metric: result.record.axis}
         attempt_each(
             [
-                partial(self._extremes.define, outcome.record.layers),  # some are found after the start
+                partial(self._extremes.define, result.record.layers),  # some are found after the start
                 partial(self._log, row),
-                partial(send_alerts, self._run, outcome),
+                partial(send_alerts, self._run, result),
             ]
         )
 

@@ -6,7 +6,8 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,22 +16,22 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.names import printable
 from hdi_callback.attention.padding import PaddingChoice
-from hdi_callback.dashboards import console, tensorboard, wandb
+from hdi_callback.dashboards import tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
-from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
-from hdi_callback.monitoring.faults import Faults, attempt_each
+from hdi_callback.integrations.outlets import alert_sinks, print_layers
+from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.place import place_history
-from hdi_callback.monitoring.ranks import refuse_apart, share_within
-from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.position import Position
+from hdi_callback.monitoring.ranks import share_within
+from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Settings, check_arguments
-from hdi_callback.monitoring.watch import Follower, OnAlert, Outcome, Watch, check_patterns, state_of_this_model
+from hdi_callback.monitoring.sink import Result, Sink
+from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
 
 
 class HDICallback(pl.Callback):
@@ -112,7 +113,7 @@ class HDICallback(pl.Callback):
     ) -> None:
         super().__init__()
         _require_one_namespace()
-        self._settings = settings = Settings(
+        self._settings = Settings(
             every_n_steps=every_n_steps,
             metrics=metrics,
             include=include,
@@ -134,20 +135,18 @@ class HDICallback(pl.Callback):
         own = check_arguments(prog_bar=prog_bar, name=name)
         self._prog_bar: bool = own["prog_bar"]
         self._name: str | None = own["name"]
-        self._schedule = Schedule(settings.every_n_steps)
-        self._metrics: Sequence[str] = settings.metrics or ()
         # As they were written, for the state's name in a checkpoint is made of them.
         self._layer_choice: dict[str, Sequence[str] | None] = {"include": include, "exclude": exclude}
-        self._strict, self._history_choice, self._verbose = settings.strict, settings.history, settings.verbose
-        self._rules, self._on_alert = settings.rules, settings.on_alert
-        self._interventions = tuple(settings.interventions or ())
+        self._warn_once = WarnOnce()
+        self._forget()
+
+    def _forget(self) -> None:
         self._trainer: weakref.ref[Any] | None = None
-        self._monitor: HeadDiversityMonitor | None = None
-        self._watch: Watch | None = None
+        self._host: _LightningHost | None = None
+        self._session: Session | None = None  # of the last fit
+        self._opened: Session | None = None  # of the last training that has begun
         self._history: History | None = None
         self._restored: Any = None
-        self._steps_trained: int | None = None
-        self._faults = Faults()
 
     @property
     def history_path(self) -> Path | None:
@@ -157,21 +156,20 @@ class HDICallback(pl.Callback):
     @property
     def monitor(self) -> HeadDiversityMonitor | None:
         """The monitor of the last fit, `None` before the first."""
-        return self._monitor
+        return None if self._session is None else self._session.monitor
 
     @property
     def active_alerts(self) -> list[Alert]:
-        """The alerts that stand now."""
-        return [] if self._watch is None or self._watch.alerts is None else self._watch.alerts.active
+        """The alerts that are active now."""
+        return [] if self._opened is None else self._opened.active_alerts
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run behind: a copy is as new, and can be given to another trainer or process."""
         return {
             **self.__dict__,
-            "_schedule": Schedule(self._schedule.every),
-            "_restored": None if self._watch is not None else self._restored,
-            **dict.fromkeys(("_trainer", "_monitor", "_watch", "_history", "_steps_trained")),
-            "_faults": Faults(),
+            "_restored": None if self._opened is not None else self._restored,
+            **dict.fromkeys(("_trainer", "_host", "_session", "_opened", "_history")),
+            "_warn_once": WarnOnce(),
         }
 
     @property
@@ -185,9 +183,9 @@ class HDICallback(pl.Callback):
         Returns:
             Plain data.
         """
-        if self._watch is None:
-            return dict(self._restored) if isinstance(self._restored, Mapping) else {"last_step": None}
-        return self._watch.state_dict()
+        if self._opened is not None:
+            return self._opened.state_dict()
+        return dict(self._restored) if isinstance(self._restored, Mapping) else {"last_step": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up where a checkpoint left off.
@@ -196,10 +194,11 @@ class HDICallback(pl.Callback):
             state_dict: what `state_dict` gave.
         """
         self._restored = state_dict  # looked at in `on_train_start`, which knows the layers and the step
-        if self._watch is not None:
-            self._watch.flush()
-            self._watch = None
-        if self._history is not None and _run_of(state_dict) != self._history.run:
+        if self._opened is not None:
+            self._opened.flush()
+            self._opened = None
+        run = state_dict.get("run") if isinstance(state_dict, Mapping) else None
+        if self._history is not None and run != self._history.run:
             self._history = None
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
@@ -220,7 +219,7 @@ class HDICallback(pl.Callback):
     # The hooks, in the order in which the trainer calls them.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the company of this callback, and forget another trainer's run."""
+        """Refuse a second callback of the same name; reset state for a new trainer."""
         if stage != "fit":
             return
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -231,168 +230,102 @@ class HDICallback(pl.Callback):
                 'write HDICallback(name="encoder", ...) for one of them.'
             )
         if self._trainer is None or self._trainer() is not trainer:
+            self._forget()
             self._trainer = weakref.ref(trainer)
-            self._schedule.last, self._history, self._restored, self._watch = None, None, None, None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers and install the hooks, before anything has been compiled or run."""
-        refuse_apart(self._settings.process_group, [item.name for item in self._interventions if not item.dry_run])
-        self._monitor = HeadDiversityMonitor(pl_module, **self._settings.measuring)
-        names = [layer.name for layer in self._monitor.layers] + [refusal.name for refusal in self._monitor.refused]
-        for what, patterns in self._settings.layer_patterns.items():
-            check_patterns(what, patterns, names)
-        if self._verbose and trainer.is_global_zero:  # before a progress bar is drawn
-            with self._faults.contained("printing the layers"):
-                console.print_layers(
-                    self._monitor.layers,
-                    self._monitor.refused,
-                    every_n_steps=self._schedule.every,
-                    interventions=self._interventions,
-                    say=rank_zero_info,
-                )
+        settings = self._settings
+        if getattr(trainer, "fast_dev_run", False):  # as Lightning does with checkpoints: nothing is left on the disk
+            settings = replace(settings, history=False)
+        self._host = _LightningHost(trainer, settings, self._prefix, self._warn_once)
+        self._session = Session.start(pl_module, self._host, settings, name=self._name, warn_once=self._warn_once)
+        if trainer.is_global_zero:  # before a progress bar is drawn
+            print_layers(self._session, settings, rank_zero_info)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the history, lay out the charts and begin to watch."""
-        monitor, self._steps_trained = self._installed, None
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective call: every rank makes it
-        before = self._restored if self._watch is None else self._watch.state_dict()
-        step = trainer.global_step
-        state = state_of_this_model(before, monitor.layers, step=step, is_strict=self._strict, faults=self._faults)
+        assert self._session is not None, "the trainer calls on_fit_start first"
+        before = self._restored if self._opened is None else self._opened.state_dict()
+        state = self._session.accept(before, step=trainer.global_step)
         if state is None:
-            self._schedule.last, self._restored, self._history = None, None, None
-        if trainer.is_global_zero and self._keeps_history(trainer) and self._history is None:
-            with self._faults.contained("opening the history"):
-                self._history = place_history(
-                    self._history_choice, folder, state=state, name=self._name, say=self._faults.say
-                )
-        self._watch = Watch(
-            monitor,
-            self._schedule,
-            history=self._history,
-            alerts=None if self._rules is None else Alerts(self._rules, monitor.facts, self._faults),
-            interventions=self._interventions,
-            training=_LightningTraining(trainer, monitor, folder),
-            followers=self._followers(trainer),
-            share=trainer.strategy.broadcast
-            if self._settings.process_group == "auto"
-            else share_within(self._settings.process_group),
-            faults=self._faults,
-        )
-        self._watch.begin(trainer.global_step, state)
-        for follower in self._watch.followers:
-            if isinstance(follower, _Logger):
-                with self._faults.contained(f"laying out the charts of {follower.logger_type}"):
-                    follower.lay_out(layer.name for layer in monitor.layers)
+            self._restored, self._history = None, None
+        self._session.open(state, history=self._history)
+        self._opened, self._history = self._session, self._session.history
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Arm the capture when a reading is due."""
+        session, host = self._watching
         if getattr(trainer.fit_loop, "_skip_backward", False):
             # For the sake of batch norm Lightning's weight averaging ends with an epoch in which nothing is trained.
-            self._steps_trained = self._count_steps(trainer)
+            host.end_training()
             return
-        self._watching.before_forward(trainer.global_step)
+        session.before_forward()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read while the weights are still those of the forward, and the activations are gone."""
-        self._watching.after_backward(
-            trainer.global_step,
-            epoch=trainer.current_epoch,
-            axis=_logging_step(trainer),
-            is_last=pl_module.automatic_optimization,
-        )
+        self._watching[0].after_backward(is_last=pl_module.automatic_optimization)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Let interventions act on the gradients."""
-        self._watching.before_optimizer_step(optimizer)
+        self._watching[0].before_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Make known the readings that have arrived."""
-        outcomes = self._watching.after_step(
-            trainer.global_step, epoch=trainer.current_epoch, axis=_logging_step(trainer)
-        )
-        if self._prog_bar:
-            for outcome in outcomes:
-                with self._faults.contained("writing to the progress bar"):
-                    pl_module.log_dict(self._named(outcome.record.summary()), prog_bar=True, logger=False)
+        """Publish the readings whose numbers have arrived."""
+        for result in self._watching[0].after_step():
+            if self._prog_bar:
+                with self._warn_once.guard("writing to the progress bar"):
+                    shown = {self._prefix + tag: value for tag, value in result.record.summary().items()}
+                    pl_module.log_dict(shown, prog_bar=True, logger=False)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave evaluation alone."""
-        if self._monitor is not None:
-            self._monitor.suspend()
+        if self.monitor is not None:
+            self.monitor.suspend()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Watch again."""
-        if self._monitor is not None:
-            self._monitor.resume()
+        if self.monitor is not None:
+            self.monitor.resume()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the weights that were trained, if another callback may put averaged ones in their place."""
-        if _others_act_at_the_end(trainer):
+        if _other_callbacks_act_on_train_end(trainer):
+            session, host = self._watching
             # The epoch is counted as it will be in `on_train_end`.
-            epoch = trainer.current_epoch + 1
-            self._watching.read_ahead(self._count_steps(trainer), epoch=epoch, axis=_logging_step(trainer))
+            session.measure_final_early(replace(host.end, epoch=trainer.current_epoch + 1))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the final weights, and log all that is still on the way."""
-        self._watching.finish(self._count_steps(trainer), epoch=trainer.current_epoch, axis=_logging_step(trainer))
+        """Read the final weights, and publish all that is pending."""
+        session, host = self._watching
+        session.finish(host.end)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Log what has been measured, and leave no hook behind."""
-        if self._watch is not None:
-            self._watch.flush(is_broken=True)
-        self._leave()
+        """Publish what has been measured, and leave no hook behind."""
+        if self._opened is not None:
+            self._opened.flush(is_broken=True)
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave no hook behind."""
-        self._leave()
+        if self._session is not None:
+            self._session.close()
 
     @property
-    def _installed(self) -> HeadDiversityMonitor:
-        assert self._monitor is not None, "the trainer calls on_fit_start first"
-        return self._monitor
-
-    @property
-    def _watching(self) -> Watch:
-        assert self._watch is not None, "the trainer calls on_train_start first"
-        return self._watch
-
-    def _leave(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self._monitor is not None:
-            self._monitor.close()
-
-    def _count_steps(self, trainer: pl.Trainer) -> int:
-        return trainer.global_step if self._steps_trained is None else self._steps_trained
+    def _watching(self) -> tuple[Session, _LightningHost]:
+        assert self._opened is not None, "the trainer calls on_train_start first"
+        assert self._host is not None
+        return self._opened, self._host
 
     @property
     def _prefix(self) -> str:
         return "" if self._name is None else f"{printable(self._name)}/"
-
-    def _named(self, tags: dict[str, float]) -> dict[str, float]:
-        return {self._prefix + tag: value for tag, value in tags.items()}
-
-    def _keeps_history(self, trainer: pl.Trainer) -> bool:
-        # As Lightning does with checkpoints, a trial run leaves nothing on the disk.
-        return self._history_choice is not False and not getattr(trainer, "fast_dev_run", False)
-
-    def _followers(self, trainer: pl.Trainer) -> list[Follower]:
-        # On every rank, as early stopping decides on every rank.
-        followers: list[Follower] = [_CallbackMetrics(trainer, self._metrics, self._prefix)]
-        if not trainer.is_global_zero:
-            return followers
-        followers += [_Logger(logger, self._metrics, self._prefix) for logger in trainer.loggers]
-        elsewhere = "the loggers" if self._history is None else self._history
-        followers.append(console.AlertLines(trainer.print, elsewhere))
-        if self._on_alert is not None:
-            followers.append(OnAlert(self._on_alert))
-        return followers
 
 
 class _CallbackMetrics:
@@ -403,14 +336,14 @@ class _CallbackMetrics:
     def __init__(self, trainer: pl.Trainer, metrics: Sequence[str], prefix: str) -> None:
         self._trainer, self._metrics, self._prefix = trainer, list(metrics), prefix
 
-    def follow(self, outcome: Outcome) -> None:
+    def write(self, result: Result) -> None:
         # `log_dict` would recompute all of these at each refresh of the progress bar, and is forbidden after the last
         # batch.
-        tags = outcome.record.scalars(self._metrics)
+        tags = result.record.scalars(self._metrics)
         self._trainer.callback_metrics.update({self._prefix + tag: torch.tensor(value) for tag, value in tags.items()})
 
 
-class _Logger:
+class _LoggerSink:
     """Writes curves and alerts to one logger of the trainer."""
 
     def __init__(self, logger: Any, metrics: Sequence[str], prefix: str) -> None:
@@ -427,36 +360,62 @@ class _Logger:
             self._extremes = wandb.Extremes(experiment, self._metrics, self._prefix)
             self._extremes.define(layers)
 
-    def follow(self, outcome: Outcome) -> None:
-        tags = outcome.record.scalars(self._metrics)
+    def write(self, result: Result) -> None:
+        tags = result.record.scalars(self._metrics)
         named = {self._prefix + tag: value for tag, value in tags.items()}
         attempt_each(
             [
-                *([] if self._extremes is None else [partial(self._extremes.define, outcome.record.layers)]),
-                partial(self._logger.log_metrics, named, step=outcome.record.axis),
-                partial(self._tell, outcome),
+                *([] if self._extremes is None else [partial(self._extremes.define, result.record.layers)]),
+                partial(self._logger.log_metrics, named, step=result.record.axis),
+                partial(self._write_alerts, result),
             ]
         )
 
-    def _tell(self, outcome: Outcome) -> None:
-        if not outcome.alerts and not outcome.actions:
+    def _write_alerts(self, result: Result) -> None:
+        if not result.alerts and not result.actions:
             return
         experiment = getattr(self._logger, "experiment", None)
         if hasattr(experiment, "add_text") and hasattr(experiment, "add_scalar"):
-            tensorboard.write_alerts(experiment, outcome, self._prefix)
+            tensorboard.write_alerts(experiment, result, self._prefix)
         elif hasattr(experiment, "alert"):
-            wandb.send_alerts(experiment, outcome)
+            wandb.send_alerts(experiment, result)
 
 
-class _LightningTraining:
-    """What interventions may do to a Lightning trainer."""
+class _LightningHost:
+    """What a Lightning trainer offers."""
 
-    def __init__(self, trainer: pl.Trainer, monitor: HeadDiversityMonitor, folder: Path) -> None:
-        self._trainer, self._monitor, self._folder = trainer, monitor, folder
+    def __init__(self, trainer: pl.Trainer, settings: Settings, prefix: str, warn_once: WarnOnce) -> None:
+        self._trainer, self._settings, self._prefix, self._warn_once = trainer, settings, prefix, warn_once
+        self._last_step: int | None = None
+        is_whole = settings.process_group == "auto"
+        self.broadcast: Callable[[Any], Any] = (
+            trainer.strategy.broadcast if is_whole else share_within(settings.process_group)
+        )
 
     @property
-    def layers(self) -> Mapping[str, AttentionLayer]:
-        return {layer.name: layer for layer in self._monitor.layers}
+    def is_first_rank(self) -> bool:
+        return self._trainer.is_global_zero
+
+    @cached_property
+    def folder(self) -> Path:
+        return Path(self._trainer.log_dir or self._trainer.default_root_dir)
+
+    @property
+    def position(self) -> Position:
+        # With several optimizers the trainer logs its own curves under another step than `global_step`.
+        axis = getattr(self._trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
+        step = self._trainer.global_step
+        return Position(step, self._trainer.current_epoch, step if axis is None else int(axis))
+
+    @property
+    def end(self) -> Position:
+        """Where the training has ended, in which every step trained."""
+        return self.position if self._last_step is None else replace(self.position, step=self._last_step)
+
+    def end_training(self) -> None:
+        """Count no further step."""
+        if self._last_step is None:
+            self._last_step = self._trainer.global_step
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -471,14 +430,28 @@ class _LightningTraining:
     def stop(self) -> None:
         self._trainer.should_stop = True
 
-    def save_checkpoint(self, name: str) -> str:
-        path = self._folder / "hdi" / f"{name}.ckpt"
+    def save(self, name: str) -> str:
+        path = self.folder / "hdi" / f"{name}.ckpt"
         self._trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
         return str(path)
 
+    def say(self, text: str) -> None:
+        self._trainer.print(text)
 
-def _run_of(state: Any) -> Any:
-    return state.get("run") if isinstance(state, Mapping) else None
+    def sinks(
+        self, monitor: HeadDiversityMonitor, history: History | None, state: Mapping[str, Any] | None
+    ) -> list[Sink]:
+        metrics = self._settings.metrics or ()
+        # On every rank, as early stopping decides on every rank.
+        sinks: list[Sink] = [_CallbackMetrics(self._trainer, metrics, self._prefix)]
+        if not self.is_first_rank:
+            return sinks
+        for logger in self._trainer.loggers:
+            sink = _LoggerSink(logger, metrics, self._prefix)
+            with self._warn_once.guard(f"laying out the charts of {sink.logger_type}"):
+                sink.lay_out(layer.name for layer in monitor.layers)
+            sinks.append(sink)
+        return [*sinks, *alert_sinks(self._settings, history, self.say, "the loggers")]
 
 
 def _require_one_namespace() -> None:
@@ -494,7 +467,7 @@ def _require_one_namespace() -> None:
         )
 
 
-def _others_act_at_the_end(trainer: pl.Trainer) -> bool:
+def _other_callbacks_act_on_train_end(trainer: pl.Trainer) -> bool:
     """Tell whether callbacks that do not only look on do something at the end of training."""
     onlookers = (HDICallback, pl.callbacks.Checkpoint, pl.callbacks.ProgressBar)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -504,9 +477,3 @@ def _others_act_at_the_end(trainer: pl.Trainer) -> bool:
         for callback in callbacks
         if not isinstance(callback, onlookers)
     )
-
-
-def _logging_step(trainer: pl.Trainer) -> int:
-    """Give the step under which the trainer logs its own curves: with several optimizers not `global_step`."""
-    step = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
-    return trainer.global_step if step is None else int(step)

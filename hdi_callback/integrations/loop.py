@@ -8,37 +8,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hdi_callback.arguments import function, path, shown, whole_number
-from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.padding import PaddingChoice
-from hdi_callback.dashboards import console, tensorboard, wandb
-from hdi_callback.dashboards.tensorboard import place_board
+from hdi_callback.deprecation import renamed
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations.optimizers import inner_optimizer
-from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
-from hdi_callback.monitoring.faults import Faults
+from hdi_callback.integrations.outlets import Dashboards, alert_sinks, print_layers
+from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.host import PlainHost
 from hdi_callback.monitoring.interventions import Intervention, SaveCheckpoint
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.place import place_history
-from hdi_callback.monitoring.ranks import is_first_rank, refuse_apart, share_within
-from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.position import Position
+from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Method, Settings
+from hdi_callback.monitoring.sink import Result, Sink
 from hdi_callback.monitoring.state import sound_state
-from hdi_callback.monitoring.watch import (
-    Follower,
-    OnAlert,
-    Outcome,
-    Watch,
-    check_patterns,
-    state_of_this_model,
-)
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 _Path = str | os.PathLike[str]
 
@@ -68,7 +60,7 @@ def watch_heads(
     check_heads: bool = True,
     process_group: Any = "auto",
     verbose: bool = True,
-) -> HeadWatch:
+) -> HeadSession:
     """Watch the diversity of the attention heads of a model that a loop of your own trains.
 
     Reads, judges and intervenes as `HDICallback` does, around the steps that ``with heads.step():`` encloses. Call it
@@ -145,92 +137,65 @@ def watch_heads(
     )
     if not isinstance(model, nn.Module):
         raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
-    function("save_checkpoint", save_checkpoint, "the name of a checkpoint")
-    chosen = tuple(settings.interventions or ())
-    if save_checkpoint is None and any(isinstance(item, SaveCheckpoint) and not item.dry_run for item in chosen):
-        raise MisconfigurationError(
-            "SaveCheckpoint has to be told how: write save_checkpoint=lambda name: torch.save(..., name + '.pt')."
-        )
-    optimizers = _inner_optimizers(optimizer)
-    folder = Path(path("log_dir", log_dir, "runs/heads"))
-    logs = _Logs(folder, settings.history, tensorboard, wandb, on_alert, settings.metrics or ())
-    faults = Faults()
-    refuse_apart(settings.process_group, [item.name for item in chosen if not item.dry_run])
-    monitor = HeadDiversityMonitor(model, **settings.measuring)
-    training = _LoopTraining(monitor, optimizers, save_checkpoint)
-    try:
-        found = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]
-        for what, patterns in settings.layer_patterns.items():
-            check_patterns(what, patterns, found)
-        watch = Watch(
-            monitor,
-            Schedule(settings.every_n_steps),
-            alerts=None if settings.rules is None else Alerts(settings.rules, monitor.facts, faults),
-            interventions=chosen,
-            training=training,
-            share=share_within(settings.process_group),
-            faults=faults,
-        )
-    except Exception:
-        monitor.close()
-        for intervention in chosen:
-            intervention.detach()
-        raise
-    if settings.verbose and is_first_rank():
-        with faults.contained("printing the layers"):
-            console.print_layers(
-                monitor.layers, monitor.refused, every_n_steps=settings.every_n_steps, interventions=chosen
-            )
-    return HeadWatch(watch, training, logs, is_strict=settings.strict)
+    _check_outlets(tensorboard, wandb)
+    host = _LoopHost(optimizer, settings, log_dir, (tensorboard, wandb), save_checkpoint)
+    session = Session.start(model, host, settings, warn_once=host.warn_once)
+    session.attach()
+    if host.is_first_rank:
+        print_layers(session, settings)
+    return HeadSession(session, host, is_strict=settings.strict)
 
 
-class HeadWatch:
-    """A watch in a training loop; `watch_heads` makes it.
+class HeadSession:
+    """A session in a training loop; `watch_heads` makes it.
 
     It has `state_dict` and `load_state_dict`, so that ``accelerator.register_for_checkpointing(heads)`` works.
-
-    Attributes:
-        global_step: optimizer steps taken so far.
-        latest: the curves at the last reading whose numbers have arrived, on every rank: ``heads.latest["hdi/min"]``.
     """
 
-    def __init__(self, watch: Watch, training: _LoopTraining, logs: _Logs, *, is_strict: bool = False) -> None:
-        self.global_step = 0
+    def __init__(self, session: Session, host: _LoopHost, *, is_strict: bool = False) -> None:
+        self._session, self._host, self._warn_once = session, host, session.warn_once
         self._is_strict = is_strict
-        self.latest: dict[str, float] = {}
-        self._watch, self._training, self._logs, self._faults = watch, training, logs, watch.faults
         self._restored: dict[str, Any] | None = None
         self._has_begun = self._is_closed = self._is_inside = False
-        self._epoch: int | None = None
-        self._read: set[int] = set()  # optimizers whose gradients interventions have had in this step
+        self._prepared: set[int] = set()  # optimizers whose gradients interventions have had in this step
         self._steps: Counter[int] = Counter()  # of each optimizer in this step
         self._was_compiled = self._has_seen_any = False
         self._handles: list[Any] = []
-        for optimizer in training.optimizers:
+        for optimizer in host.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._on_step_begin))
             self._handles.append(optimizer.register_step_post_hook(self._on_step_end))
 
     @property
+    def global_step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self._host.step
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The curves at the last reading whose numbers have arrived, on every rank: ``heads.latest["hdi/min"]``."""
+        return self._host.latest.curves
+
+    @property
     def should_stop(self) -> bool:
         """Whether an intervention has asked for the end of the training."""
-        return self._training.is_stopped
+        return self._host.is_stopped
 
     @property
     def history_path(self) -> Path | None:
         """Where the history of the run is; `None` before the first step and when there is none."""
-        return None if self._watch.history is None else self._watch.history.path
+        return self._session.history_path
 
     @property
     def active_alerts(self) -> list[Alert]:
-        """The alerts that stand now."""
-        return [] if self._watch.alerts is None else self._watch.alerts.active
+        """The alerts that are active now."""
+        return self._session.active_alerts
 
     @property
     def monitor(self) -> HeadDiversityMonitor:
         """The monitor that measures."""
-        return self._watch.monitor
+        return self._session.monitor
 
-    def __enter__(self) -> HeadWatch:
+    def __enter__(self) -> HeadSession:
         return self
 
     def __exit__(
@@ -262,7 +227,7 @@ class HeadWatch:
             whole_number("epoch", epoch, least=0, example=0)
         if self._is_closed or self._is_inside:
             why = "after the watch was closed" if self._is_closed else "within another"
-            self._faults.say("step", f"`with heads.step():` {why} does nothing. Write it once around each step.")
+            self._warn_once.warn("step", f"`with heads.step():` {why} does nothing. Write it once around each step.")
             yield
             return
         self._enter_step(epoch)
@@ -281,12 +246,12 @@ class HeadWatch:
         unscaled, and under accumulation it is for the last part alone.
         """
         if not self._is_inside:
-            self._faults.say(
+            self._warn_once.warn(
                 "order",
                 "`heads.before_optimizer_step()` does nothing outside of `with heads.step():`. Write it within.",
             )
             return
-        for optimizer in self._training.optimizers:
+        for optimizer in self._host.optimizers:
             self._prepare(optimizer)
 
     def finish(self) -> None:
@@ -294,10 +259,10 @@ class HeadWatch:
         if self._is_closed:
             return
         if self._has_begun:
-            with self._faults.contained("the last reading"):
-                self._watch.finish(self.global_step, epoch=self._epoch)
+            with self._warn_once.guard("the last reading"):
+                self._session.finish()
             if not self._has_seen_any:
-                self._faults.say(
+                self._warn_once.warn(
                     "no step",
                     "No step of the optimizer was seen in `with heads.step():`, so that there is one reading at most. "
                     "Call optimizer.step() within it, on the optimizer that was given to `watch_heads`.",
@@ -312,11 +277,10 @@ class HeadWatch:
         for handle in self._handles:
             handle.remove()
         if self._has_begun:
-            with self._faults.contained("closing the watch"):
-                self._watch.flush(is_broken=True)
-        self._watch.close()
-        with self._faults.contained("closing TensorBoard"):
-            self._logs.close()
+            with self._warn_once.guard("closing the watch"):
+                self._session.flush(is_broken=True)
+        self._session.close()
+        self._host.dashboards.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Give what a resumed run needs; between steps.
@@ -326,7 +290,7 @@ class HeadWatch:
         """
         if not self._has_begun and self._restored is not None:
             return self._restored
-        return {**self._watch.state_dict(), "step": self.global_step, "tensorboard": self._logs.board_path}
+        return {**self._session.state_dict(), "step": self.global_step, "tensorboard": self._host.dashboards.folder}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off, also in the middle of a run that goes back to it; on every rank.
@@ -345,73 +309,66 @@ class HeadWatch:
             message = f"This is no state of `watch_heads`, it has {has}: load what `heads.state_dict()` gave."
             if self._is_strict:
                 raise MisconfigurationError(message)
-            self._faults.say("no state", f"{message} Steps are counted from {self.global_step} on, alerts start anew.")
+            self._warn_once.warn(
+                "no state", f"{message} Steps are counted from {self.global_step} on, alerts start anew."
+            )
             return
-        sound = sound_state(state_dict, faults=self._faults) or {}
+        sound = sound_state(state_dict, warn_once=self._warn_once) or {}
         counted = [sound.get(name) for name in ("step", "last_step")]
         # Without a step count the last reading is the best guess of how far the run has come.
         step = next((count for count in counted if count is not None), self.global_step)
-        layers = self._watch.monitor.layers
-        state = state_of_this_model(state_dict, layers, step=step, is_strict=self._is_strict, faults=self._faults)
+        state = self._session.accept(state_dict, step=step)
         if self._has_begun:
-            self._watch.flush()
+            self._session.flush()
         self._restored = state
-        self.global_step = step
-        self._training.is_stopped = False
+        self._host.go_to(step)
         self._has_begun = False
 
     def _enter_step(self, epoch: int | None) -> None:
-        self._is_inside, self._was_compiled, self._epoch = True, False, epoch
-        self._read.clear()
+        self._is_inside, self._was_compiled, self._host.epoch = True, False, epoch
+        self._prepared.clear()
         self._steps.clear()
-        with self._faults.contained("watching a step"):
-            if not self._has_begun:
-                self._begin()
-            self._watch.monitor.resume()
-            self._watch.before_forward(self.global_step)
+        with self._warn_once.guard("watching a step"):
+            if not self._has_begun:  # it is known now whether a checkpoint is resumed
+                self._has_begun = True
+                self._session.open(self._restored)
+            self._session.monitor.resume()
+            self._session.before_forward()
 
     def _leave_step(self, *, is_whole: bool) -> None:
         self._is_inside = False
         has_stepped = bool(self._steps) or self._was_compiled
-        with self._faults.contained("watching a step"):
-            if self._was_compiled and self._watch.is_reading_owed:
-                self._watch.abandon()
-                self._faults.say(
+        with self._warn_once.guard("watching a step"):
+            if self._was_compiled and self._session.is_capturing:
+                self._session.abandon()
+                self._warn_once.warn(
                     "compiled step",
                     "The optimizer's step is compiled, and within a graph the heads cannot be read: call "
                     "`heads.before_optimizer_step()` before it.",
                 )
             if max(self._steps.values(), default=0) > 1:
-                self._faults.say(
+                self._warn_once.warn(
                     "several steps",
                     "An optimizer made several steps within one `with heads.step():`, which counts as one. Write it "
                     "within the loop, around each step.",
                 )
             if has_stepped:
-                self.global_step += 1
+                self._host.go_on()
                 self._has_seen_any = True
             if is_whole:
-                self._watch.after_step(self.global_step, epoch=self._epoch)
+                self._session.after_step()
             else:
-                self._watch.abandon()
-            self._watch.monitor.suspend()
-
-    def _begin(self) -> None:
-        """Open what is written to, once it is known whether a checkpoint is resumed."""
-        self._has_begun = True
-        self._watch.history, followers = self._logs.open(self._watch, self._restored)
-        self._watch.followers = (_Latest(self, self._logs.metrics), *followers)
-        self._watch.begin(self.global_step, self._restored)
+                self._session.abandon()
+            self._session.monitor.suspend()
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._read:
+        if id(optimizer) in self._prepared:
             return
-        self._read.add(id(optimizer))
-        with self._faults.contained("watching a step"):
+        self._prepared.add(id(optimizer))
+        with self._warn_once.guard("watching a step"):
             # Where several optimizers take turns, others may have forwards of networks of their own to come.
-            is_last = len(self._training.optimizers) == 1
-            self._watch.after_backward(self.global_step, epoch=self._epoch, is_last=is_last)
-            self._watch.before_optimizer_step(optimizer)
+            self._session.after_backward(is_last=len(self._host.optimizers) == 1)
+            self._session.before_optimizer_step(optimizer)
 
     # Called by the optimizers. Where their step is compiled this is traced: it must break no graph, and depend on
     # nothing that changes from step to step.
@@ -422,7 +379,7 @@ class HeadWatch:
         if self._is_inside:
             self._prepare(optimizer)
         else:
-            self._faults.say(
+            self._warn_once.warn(
                 "outside",
                 "The optimizer made a step outside of `with heads.step():`, so that it is not watched. Write it around "
                 "forward, backward and optimizer.step().",
@@ -433,104 +390,92 @@ class HeadWatch:
             self._steps[id(optimizer)] += 1
 
 
-class _Logs:
-    """Where the readings of a loop go."""
-
-    def __init__(
-        self,
-        folder: Path,
-        history: bool | _Path,
-        board: Any,
-        run: Any,
-        on_alert: Callable[[Alert], Any] | None,
-        metrics: Sequence[str],
-    ) -> None:
-        self.metrics = list(metrics)
-        self._folder, self._history, self._board, self._run, self._on_alert = folder, history, board, run, on_alert
-        if board is not None and not isinstance(board, bool) and not hasattr(board, "add_scalar"):
-            raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {shown(board)}.")
-        if run is not None and (not hasattr(run, "log") or isinstance(run, type(os))):
-            raise MisconfigurationError(f"`wandb` must be a run, got {shown(run)}: write wandb=wandb.init(...).")
-        self._own_writer: Any = None
-        self.board_path: str | None = None
-
-    def open(self, watch: Watch, restored: Mapping[str, Any] | None) -> tuple[History | None, list[Follower]]:
-        """Open the history and the dashboards, on the first rank."""
-        if not is_first_rank():
-            return None, []
-        history = place_history(self._history, self._folder, state=restored, say=watch.faults.say)
-        followers: list[Follower] = []
-        if self._board is not None and self._board is not False:
-            with watch.faults.contained("opening TensorBoard"):
-                followers.append(tensorboard.Board(self._writer(restored), self.metrics))
-        if self._run is not None:
-            with watch.faults.contained("joining the W&B run"):
-                layers = [layer.name for layer in watch.monitor.layers]
-                followers.append(wandb.RunLog(self._run, self.metrics, layers, "hdi_step", is_guest=True))
-        elsewhere = "the dashboards" if history is None else history
-        followers.append(console.AlertLines(print, elsewhere))
-        if self._on_alert is not None:
-            followers.append(OnAlert(self._on_alert))
-        return history, followers
-
-    def close(self) -> None:
-        """Close the writer, unless it is the user's."""
-        if self._own_writer is not None:
-            self._own_writer.close()
-
-    def _writer(self, restored: Mapping[str, Any] | None) -> Any:
-        if self._board is not True:
-            return self._board
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.close()
-        folder = place_board(self._folder / "hdi", restored)
-        self.board_path = str(folder)
-        # What an interrupted run has written beyond its checkpoint is to be hidden.
-        last = None if restored is None else restored.get("last_step")
-        self._own_writer = SummaryWriter(folder, purge_step=None if last is None else last + 1)
-        return self._own_writer
-
-
 class _Latest:
     """Keeps the curves of the last reading."""
 
     name = "keeping the latest reading"
 
-    def __init__(self, heads: HeadWatch, metrics: Sequence[str]) -> None:
-        self._heads, self._metrics = heads, list(metrics)
+    def __init__(self, metrics: Sequence[str]) -> None:
+        self.curves: dict[str, float] = {}
+        self._metrics = list(metrics)
 
-    def follow(self, outcome: Outcome) -> None:
-        self._heads.latest = outcome.record.scalars(self._metrics)
+    def write(self, result: Result) -> None:
+        self.curves = result.record.scalars(self._metrics)
 
 
-class _LoopTraining:
-    """What interventions may do to a loop."""
+class _LoopHost(PlainHost):
+    """What a loop offers: it counts the steps itself."""
 
     def __init__(
-        self, monitor: HeadDiversityMonitor, optimizers: Sequence[Optimizer], save: Callable[[str], Any] | None
+        self,
+        optimizer: Any,
+        settings: Settings,
+        log_dir: _Path,
+        outlets: tuple[Any, Any],
+        save: Callable[[str], Any] | None,
     ) -> None:
-        self._monitor = monitor
-        self.optimizers = list(optimizers)
-        self.is_stopped = False
-        self._save = save
+        super().__init__(settings.process_group)
+        function("save_checkpoint", save, "the name of a checkpoint")
+        acting = [item for item in settings.interventions or () if not item.dry_run]
+        if save is None and any(isinstance(item, SaveCheckpoint) for item in acting):
+            raise MisconfigurationError(
+                "SaveCheckpoint has to be told how: write save_checkpoint=lambda name: torch.save(..., name + '.pt')."
+            )
+        self._optimizers = _inner_optimizers(optimizer)
+        self._folder = Path(path("log_dir", log_dir, "runs/heads"))
+        self._settings, self._outlets, self._save = settings, outlets, save
+        self.warn_once = WarnOnce()
+        self.dashboards = Dashboards(settings.metrics, self.warn_once)
+        self.latest = _Latest(settings.metrics or ())
+        self.step, self.epoch, self.is_stopped = 0, cast("int | None", None), False
 
     @property
-    def layers(self) -> Mapping[str, AttentionLayer]:
-        return {layer.name: layer for layer in self._monitor.layers}
+    def folder(self) -> Path:
+        return self._folder
 
-    def loss_scale(self, optimizer: Optimizer) -> float:
-        # Fused optimizers take the scale of a gradient scaler off themselves; for all others the scaler has done it.
-        return float(getattr(optimizer, "grad_scale", None) or 1)
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.epoch)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self._optimizers
+
+    def go_on(self) -> None:
+        self.step += 1
+
+    def go_to(self, step: int) -> None:
+        self.step, self.is_stopped = step, False
 
     def stop(self) -> None:
         self.is_stopped = True
 
-    def save_checkpoint(self, name: str) -> str:
+    def save(self, name: str) -> str:
         if self._save is None:
             raise MisconfigurationError("No checkpoint can be saved without watch_heads(..., save_checkpoint=...).")
         place = self._save(name)
         return name if place is None else str(place)
+
+    def sinks(
+        self, monitor: HeadDiversityMonitor, history: History | None, state: Mapping[str, Any] | None
+    ) -> list[Sink]:
+        sinks: list[Sink] = [self.latest]
+        if not self.is_first_rank:
+            return sinks
+        board, run = self._outlets
+        if board is not None and board is not False:
+            sinks += self.dashboards.tensorboard(board, self.folder / "hdi", state)
+        if run is not None:
+            layers = [layer.name for layer in monitor.layers]
+            sinks += self.dashboards.wandb(run, layers, "hdi_step", is_guest=True)
+        return [*sinks, *alert_sinks(self._settings, history, self.say, "the dashboards")]
+
+
+def _check_outlets(board: Any, run: Any) -> None:
+    if board is not None and not isinstance(board, bool) and not hasattr(board, "add_scalar"):
+        raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {shown(board)}.")
+    if run is not None and (not hasattr(run, "log") or isinstance(run, type(os))):
+        raise MisconfigurationError(f"`wandb` must be a run, got {shown(run)}: write wandb=wandb.init(...).")
 
 
 def _inner_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -538,3 +483,6 @@ def _inner_optimizers(optimizer: Any) -> list[Optimizer]:
     if not len(several):
         raise MisconfigurationError("`optimizer` is an empty list: give the optimizer that steps.")
     return list({id(inner): inner for inner in map(inner_optimizer, several)}.values())
+
+
+__getattr__ = renamed(__name__, {"HeadWatch": "hdi_callback.integrations.loop:HeadSession"})

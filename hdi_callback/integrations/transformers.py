@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import transformers
-from torch import nn
 from torch.optim import Optimizer
 
-from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.padding import PaddingChoice
-from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations.optimizers import inner_optimizer
-from hdi_callback.monitoring.alerts import Alert, Alerts, Rule
+from hdi_callback.integrations.outlets import Dashboards, alert_sinks, print_layers
+from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.atomic import write_atomically
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.host import PlainHost
 from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.place import place_history
-from hdi_callback.monitoring.ranks import refuse_apart, share_within
-from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.position import Position
+from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Method, Settings
+from hdi_callback.monitoring.sink import Sink
 from hdi_callback.monitoring.state import read_state
-from hdi_callback.monitoring.watch import Follower, OnAlert, Watch, check_patterns, state_of_this_model
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 _STATE = "hdi_state.json"
 _KEY = "hdi_callback"  # in the trainer's own state; no name of a class, or the trainer would make one anew
@@ -95,7 +94,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
         process_group: Any = "auto",
         verbose: bool = True,
     ) -> None:
-        self._settings = settings = Settings(
+        self._settings = Settings(
             every_n_steps=every_n_steps,
             metrics=metrics,
             include=include,
@@ -114,29 +113,24 @@ class HDITrainerCallback(transformers.TrainerCallback):
             process_group=process_group,
             verbose=verbose,
         )
-        self._every = settings.every_n_steps
-        self._metrics: Sequence[str] = settings.metrics or ()
-        self._rules = settings.rules
-        self._interventions = tuple(settings.interventions or ())
-        self._history_choice, self._on_alert, self._verbose = settings.history, settings.on_alert, settings.verbose
-        self._faults = Faults()
-        self._watch: Watch | None = None
+        self._warn_once = WarnOnce()
+        self._session: Session | None = None
+        self._host: _TrainerHost | None = None
         self._optimizer: Optimizer | None = None
-        self._board: tensorboard.Board | None = None
 
     @property
     def history_path(self) -> Path | None:
         """Where the history of the run is; `None` before training and when there is none."""
-        return None if self._watch is None or self._watch.history is None else self._watch.history.path
+        return None if self._session is None else self._session.history_path
 
     @property
     def active_alerts(self) -> list[Alert]:
-        """The alerts that stand now."""
-        return [] if self._watch is None or self._watch.alerts is None else self._watch.alerts.active
+        """The alerts that are active now."""
+        return [] if self._session is None else self._session.active_alerts
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run behind: a copy is as new, and can be given to another trainer or process."""
-        return {**self.__dict__, **dict.fromkeys(("_watch", "_optimizer", "_board")), "_faults": Faults()}
+        return {**self.__dict__, **dict.fromkeys(("_session", "_host", "_optimizer")), "_warn_once": WarnOnce()}
 
     # What a Lightning trainer asks of a callback before it runs anything.
 
@@ -161,108 +155,74 @@ class HDITrainerCallback(transformers.TrainerCallback):
         """Let that error through."""
 
     def close(self) -> None:
-        """Make known what was read, and leave no hook behind, after a training that an exception ended.
+        """Publish what was read, and leave no hook behind, after a training that an exception ended.
 
         The trainer tells its callbacks of no exception. Until this is called, or the next training begins, hooks stay
         on the model if the step that failed was one that is watched. Calling it again does nothing.
         """
-        if self._watch is not None:
-            with self._faults.contained("closing the watch"):
-                self._watch.flush(is_broken=True)
-            self._watch.close()
-        if self._board is not None:
-            with self._faults.contained("closing TensorBoard"):
-                self._board.writer.close()
+        if self._session is not None:
+            with self._warn_once.guard("closing the session"):
+                self._session.flush(is_broken=True)
+            self._session.close()
+        if self._host is not None:
+            self._host.dashboards.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, install the hooks, open the history, and take up where a checkpoint left off."""
         self.close()
-        self._board = None
-        model: nn.Module = kwargs["model"]
         self._optimizer = inner_optimizer(kwargs["optimizer"])
-        refuse_apart(self._settings.process_group, [item.name for item in self._interventions if not item.dry_run])
-        monitor = HeadDiversityMonitor(model, **self._settings.measuring)
-        names = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]
-        for what, patterns in self._settings.layer_patterns.items():
-            check_patterns(what, patterns, names)
-        is_first = bool(state.is_world_process_zero)
-        is_strict = self._settings.strict
-        restored = state_of_this_model(
-            self._restored(args, state),
-            monitor.layers,
-            step=state.global_step,
-            is_strict=is_strict,
-            faults=self._faults,
-        )
-        history = None
-        if is_first:
-            with self._faults.contained("opening the history"):
-                history = place_history(self._history_choice, args.output_dir, state=restored, say=self._faults.say)
-        if self._verbose and is_first:
-            with self._faults.contained("printing the layers"):
-                console.print_layers(
-                    monitor.layers, monitor.refused, every_n_steps=self._every, interventions=self._interventions
-                )
-        self._watch = Watch(
-            monitor,
-            Schedule(self._every),
-            history=history,
-            alerts=None if self._rules is None else Alerts(self._rules, monitor.facts, self._faults),
-            interventions=self._interventions,
-            training=_TrainerTraining(args, state, control, monitor, kwargs["optimizer"]),
-            followers=self._followers(args, monitor, history, restored) if is_first else (),
-            share=share_within(self._settings.process_group),
-            faults=self._faults,
-        )
-        self._watch.begin(state.global_step, restored)
-        monitor.suspend()
+        self._host = _TrainerHost(args, state, control, kwargs["optimizer"], self._settings, self._warn_once)
+        self._session = Session.start(kwargs["model"], self._host, self._settings, warn_once=self._warn_once)
+        restored = self._session.accept(self._restored(args, state), step=state.global_step)
+        if self._host.is_first_rank:
+            print_layers(self._session, self._settings)
+        self._session.open(restored)
+        self._session.monitor.suspend()
 
     # Nothing tells a callback that an evaluation begins, only that it has ended. So the hooks are on the model within
     # the forwards and backwards of a step alone; whatever else runs the model finds it as it is without a callback.
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the hooks on, and arm the capture when a reading is due."""
-        if self._watch is not None:
-            self._watch.monitor.resume()
-            self._watch.before_forward(state.global_step)
+        if self._session is not None:
+            self._session.monitor.resume()
+            self._session.before_forward()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read while the weights are still those of the forward; let interventions act on the gradients."""
-        if self._watch is not None and self._optimizer is not None:
-            self._watch.after_backward(state.global_step, epoch=_epoch(state))
-            self._watch.before_optimizer_step(self._optimizer)
-            self._watch.monitor.suspend()
+        if self._session is not None and self._optimizer is not None:
+            self._session.after_backward()
+            self._session.before_optimizer_step(self._optimizer)
+            self._session.monitor.suspend()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make known the readings that have arrived."""
-        if self._watch is not None:
-            self._watch.after_step(state.global_step, epoch=_epoch(state))
-            self._watch.monitor.suspend()
+        """Publish the readings whose numbers have arrived."""
+        if self._session is not None:
+            self._session.after_step()
+            self._session.monitor.suspend()
             # The trainer writes this into the checkpoint itself, wherever that is moved and before `on_save` is called.
-            with self._faults.contained("keeping the identity of the run"):
-                identity = {**self._watch.identity(), **self._placed()}
+            with self._warn_once.guard("keeping the identity of the run"):
+                identity = {**self._session.identity(), **self._placed()}
                 state.stateful_callbacks[_KEY] = {"args": {}, "attributes": identity}
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the state of rules and interventions in the checkpoint."""
-        if self._watch is None:
+        if self._session is None:
             return
-        kept = self._watch.state_dict()  # on every rank, as readings on the way are made known
+        kept = self._session.state_dict()  # on every rank, as pending readings are published
         if state.is_world_process_zero:
-            with self._faults.contained("saving the state of head diversity"):
+            with self._warn_once.guard("saving the state of head diversity"):
                 data = json.dumps({**kept, **self._placed()}).encode()
                 write_atomically(_checkpoint(args, state) / _STATE, data)
 
-    def _placed(self) -> dict[str, Any]:
-        return {"tensorboard": None if self._board is None else str(self._board.writer.log_dir)}
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the final weights, make everything known, and leave no hook behind."""
-        if self._watch is not None:
-            self._watch.finish(state.global_step, epoch=_epoch(state))
-        if self._board is not None:
-            with self._faults.contained("closing TensorBoard"):
-                self._board.writer.close()
+        """Read the final weights, publish everything, and leave no hook behind."""
+        if self._session is not None and self._host is not None:
+            self._session.finish()
+            self._host.dashboards.close()
+
+    def _placed(self) -> dict[str, Any]:
+        return {"tensorboard": None if self._host is None else self._host.dashboards.folder}
 
     def _restored(self, args: Any, state: Any) -> Any:
         """Find the state of the run: of its identity the trainer's own file tells, of all else ours."""
@@ -277,58 +237,45 @@ class HDITrainerCallback(transformers.TrainerCallback):
         # A checkpoint may have been renamed, and another run may have left one of this step.
         renamed = sorted(Path(args.output_dir).glob(f"*/{_STATE}")) if run is not None else []
         for place in dict.fromkeys([*places, *renamed]):
-            found = read_state(place, self._faults) if place.is_file() else None
+            found = read_state(place, self._warn_once) if place.is_file() else None
             if found is None or (run is not None and found.get("run") != run):
                 continue
             if place in places or (identity is not None and found.get("last_step") == identity.get("last_step")):
                 return found
         if identity is None:
-            self._faults.say(
+            self._warn_once.warn(
                 "no state", f"The checkpoint at step {state.global_step} holds no {_STATE}; alerts start anew."
             )
         return identity
 
-    def _followers(
-        self, args: Any, monitor: HeadDiversityMonitor, history: History | None, restored: Mapping[str, Any] | None
-    ) -> list[Follower]:
-        followers: list[Follower] = []
-        wanted = args.report_to or []
-        if "tensorboard" in wanted:
-            with self._faults.contained("opening TensorBoard"):
-                from torch.utils.tensorboard import SummaryWriter
 
-                folder = tensorboard.place_board(Path(args.output_dir) / "runs" / "hdi", restored)
-                last = None if restored is None else restored.get("last_step")
-                # What an interrupted run has written beyond its checkpoint is to be hidden.
-                writer = SummaryWriter(log_dir=str(folder), purge_step=None if last is None else last + 1)
-                self._board = tensorboard.Board(writer, self._metrics)
-                followers.append(self._board)
-        if "wandb" in wanted:
-            with self._faults.contained("joining the W&B run"):
-                import wandb as weights_and_biases
+class _TrainerHost(PlainHost):
+    """What a transformers trainer offers."""
 
-                if weights_and_biases.run is not None:
-                    names = [layer.name for layer in monitor.layers]
-                    run = weights_and_biases.run
-                    followers.append(wandb.RunLog(run, self._metrics, names, "train/global_step"))
-        elsewhere = "TensorBoard and W&B" if history is None else history
-        followers.append(console.AlertLines(print, elsewhere))
-        if self._on_alert is not None:
-            followers.append(OnAlert(self._on_alert))
-        return followers
-
-
-class _TrainerTraining:
-    """What interventions may do to a transformers trainer."""
-
-    def __init__(self, args: Any, state: Any, control: Any, monitor: HeadDiversityMonitor, optimizer: Any) -> None:
-        self._args, self._state, self._control, self._monitor = args, state, control, monitor
-        self.optimizers = [inner_optimizer(optimizer)]
-        self._scaler = getattr(optimizer, "scaler", None)
+    def __init__(
+        self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings, warn_once: WarnOnce
+    ) -> None:
+        super().__init__(settings.process_group)
+        self._args, self._state, self._control, self._settings = args, state, control, settings
+        self._optimizers, self._scaler = [inner_optimizer(optimizer)], getattr(optimizer, "scaler", None)
+        self.dashboards = Dashboards(settings.metrics, warn_once)
 
     @property
-    def layers(self) -> Mapping[str, AttentionLayer]:
-        return {layer.name: layer for layer in self._monitor.layers}
+    def is_first_rank(self) -> bool:
+        return bool(self._state.is_world_process_zero)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self._args.output_dir)
+
+    @property
+    def position(self) -> Position:
+        epoch = self._state.epoch
+        return Position(self._state.global_step, None if epoch is None else int(epoch))
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self._optimizers
 
     def loss_scale(self, optimizer: Optimizer) -> float:
         # The trainer has taken the scale off if it has clipped.
@@ -338,9 +285,24 @@ class _TrainerTraining:
     def stop(self) -> None:
         self._control.should_training_stop = True
 
-    def save_checkpoint(self, name: str) -> str:
+    def save(self, name: str) -> str:
         self._control.should_save = True  # the trainer saves at the end of this step, under its own name
         return str(_checkpoint(self._args, self._state))
+
+    def sinks(
+        self, monitor: HeadDiversityMonitor, history: History | None, state: Mapping[str, Any] | None
+    ) -> list[Sink]:
+        sinks: list[Sink] = []
+        if not self.is_first_rank:
+            return sinks
+        wanted = self._args.report_to or []
+        if "tensorboard" in wanted:
+            sinks += self.dashboards.tensorboard(True, self.folder / "runs" / "hdi", state)
+        # The trainer has begun its run by importing the package.
+        run = getattr(sys.modules.get("wandb"), "run", None) if "wandb" in wanted else None
+        if run is not None:
+            sinks += self.dashboards.wandb(run, [layer.name for layer in monitor.layers], "train/global_step")
+        return [*sinks, *alert_sinks(self._settings, history, self.say, "TensorBoard and W&B")]
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
@@ -352,7 +314,3 @@ def _checkpoint(args: Any, state: Any) -> Path:
     # Each trial has a folder of its own, whose name no callback is told: that which was written last.
     places = [place for place in Path(args.output_dir).glob(f"*/{name}") if place.is_dir()]
     return max(places, key=lambda place: place.stat().st_mtime_ns, default=usual)
-
-
-def _epoch(state: Any) -> int | None:
-    return None if state.epoch is None else int(state.epoch)

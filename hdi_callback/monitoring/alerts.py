@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from hdi_callback.arguments import one_of, shown, words
 from hdi_callback.attention.names import printable
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.readings import Record
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 Level = Literal["notice", "warning", "critical"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -269,20 +269,20 @@ class Alerts:
     Args:
         rules: the rules, or a function that gives the rules for a layer by its name.
         layers: what is known of each layer, as `AttentionLayer.facts` gives it.
-        faults: contains the exceptions of rules; without it they are raised.
+        warn_once: contains the exceptions of rules; without it they are raised.
     """
 
     def __init__(
         self,
         rules: Sequence[Rule] | Callable[[str], Sequence[Rule]],
         layers: Iterable[Mapping[str, Any]] = (),
-        faults: Faults | None = None,
+        warn_once: WarnOnce | None = None,
     ) -> None:
         self._facts: dict[str, Mapping[str, Any]] = {}
         self.learn(layers)
         self._rules_of: dict[str, list[Rule]] = {}
         self._rules = rules
-        self._faults = faults
+        self._warn_once = warn_once
         self._series: dict[str, Series] = {}
         self._active: dict[tuple[str, str], Alert] = {}
 
@@ -374,9 +374,9 @@ class Alerts:
         try:
             return ask()
         except Exception as error:
-            if self._faults is None:
+            if self._warn_once is None:
                 raise
-            self._faults.tell(f"the alert rule {getattr(rule, 'name', rule)!r}", error)
+            self._warn_once.error(f"the alert rule {getattr(rule, 'name', rule)!r}", error)
             return None
 
     def _judge_by(self, rule: Rule, series: Series) -> Alert | None:

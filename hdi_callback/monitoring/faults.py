@@ -1,91 +1,16 @@
-"""What goes wrong while monitoring costs one warning, never the run."""
+"""`Faults`: the name and the methods that `WarnOnce` had in version 0.1."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from hdi_callback.monitoring import warn_once
+from hdi_callback.monitoring.warn_once import attempt_each, describe
 
-from hdi_callback.attention.names import printable
-from hdi_callback.errors import MonitoringWarning, NothingToWatchError
+__all__ = ["Faults", "attempt_each", "describe"]
 
 
-class Faults:
-    """Turn failures into one warning for each kind of work, and count them.
+class Faults(warn_once.WarnOnce):
+    """See `WarnOnce`."""
 
-    Example:
-        >>> import warnings
-        >>> faults = Faults()
-        >>> with warnings.catch_warnings(record=True) as seen:
-        ...     warnings.simplefilter("always")
-        ...     for _ in range(3):
-        ...         with faults.contained("writing the history"):
-        ...             raise OSError("disk full")
-        >>> len(seen), faults.count["writing the history"]
-        (1, 3)
-    """
-
-    def __init__(self) -> None:
-        self.count: dict[str, int] = {}
-
-    @contextmanager
-    def contained(self, work: str) -> Iterator[None]:
-        """Contain any exception of the block; `work` names what was being done, in the user's words."""
-        try:
-            yield
-        except NothingToWatchError:  # an error that was asked for
-            raise
-        except Exception as error:
-            self.tell(work, error)
-
-    def tell(self, work: str, error: Exception) -> None:
-        """Warn that `work` failed with `error`, once for each kind of work."""
-        self.say(work, f"{work} failed ({describe(error)}). Training goes on.")
-
-    def say(self, kind: str, message: str) -> None:
-        """Warn with `message`, once for each `kind`."""
-        self.count[kind] = self.count.get(kind, 0) + 1
-        if self.count[kind] == 1:
-            warnings.warn(printable(message), MonitoringWarning, stacklevel=3)
-
-
-def describe(error: BaseException) -> str:
-    """Give the type of an exception and what it says, even if it cannot say it.
-
-    Args:
-        error: any exception.
-
-    Returns:
-        One line.
-    """
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
-
-
-def attempt_each(actions: Iterable[Callable[[], object]]) -> None:
-    """Do each of several things, also those after one that fails.
-
-    Args:
-        actions: what to do, in order.
-
-    Raises:
-        Exception: the first failure, once everything has been tried.
-
-    Example:
-        >>> done = []
-        >>> attempt_each([lambda: done.append(1), lambda: 1 / 0, lambda: done.append(3)])
-        Traceback (most recent call last):
-        ZeroDivisionError: division by zero
-        >>> done
-        [1, 3]
-    """
-    first: Exception | None = None
-    for action in actions:
-        try:
-            action()
-        except Exception as error:  # noqa: PERF203
-            first = error if first is None else first
-    if first is not None:
-        raise first
+    contained = warn_once.WarnOnce.guard
+    tell = warn_once.WarnOnce.error
+    say = warn_once.WarnOnce.warn

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from hdi_callback.attention.names import printable
-from hdi_callback.monitoring.faults import Faults, describe
 from hdi_callback.monitoring.schema import is_alert, is_number, is_text_map, is_whole
+from hdi_callback.monitoring.warn_once import WarnOnce, describe
 
 FORMAT = 3
 _LONGEST_PATH = 4096
 _MOST_WORDS = 60
 
 
-def read_state(path: Path, faults: Faults) -> dict[str, Any] | None:
+def read_state(path: Path, warn_once: WarnOnce) -> dict[str, Any] | None:
     """Read a state from a JSON file.
 
     Args:
         path: the file.
-        faults: turns what goes wrong into one warning.
+        warn_once: turns what goes wrong into one warning.
 
     Returns:
         What the file holds; `None` if that is no dictionary.
@@ -29,21 +29,21 @@ def read_state(path: Path, faults: Faults) -> dict[str, Any] | None:
     try:
         state = json.loads(path.read_bytes().decode("utf-8"))
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        faults.say("state", f"`{path}` cannot be read ({describe(error)}): the state in it is lost.")
+        warn_once.warn("state", f"`{path}` cannot be read ({describe(error)}): the state in it is lost.")
         return None
     if not isinstance(state, dict):
-        faults.say("state", f"`{path}` holds no dictionary but {_shown(state)}: the state in it is lost.")
+        warn_once.warn("state", f"`{path}` holds no dictionary but {_shown(state)}: the state in it is lost.")
         return None
     return state
 
 
-def sound_state(state: Any, *, step: int | None = None, faults: Faults) -> dict[str, Any] | None:
+def sound_state(state: Any, *, step: int | None = None, warn_once: WarnOnce) -> dict[str, Any] | None:
     """Take from a saved state what is sound, and warn once about the rest.
 
     Args:
         state: what a checkpoint held for us, whatever it is.
         step: optimizer steps taken when it is resumed; a reading beyond it is a mistake.
-        faults: takes the warning.
+        warn_once: takes the warning.
 
     Returns:
         A state in which every field that is there has its type: ``last_step``, ``step``, ``history``, ``run``,
@@ -53,7 +53,9 @@ def sound_state(state: Any, *, step: int | None = None, faults: Faults) -> dict[
     if state is None:
         return None
     if not isinstance(state, Mapping):
-        faults.say("state", f"The saved state of head diversity is no dictionary but {_shown(state)}. It starts anew.")
+        warn_once.warn(
+            "state", f"The saved state of head diversity is no dictionary but {_shown(state)}. It starts anew."
+        )
         return None
     odd: list[str] = []
     sound: dict[str, Any] = {}
@@ -73,7 +75,7 @@ def sound_state(state: Any, *, step: int | None = None, faults: Faults) -> dict[
         odd.append(f"`format` is {_shown(version)}, and this version of hdi-callback writes {FORMAT}")
     if odd:
         more = f"; and {len(odd) - 3} more" if len(odd) > 3 else ""
-        faults.say(
+        warn_once.warn(
             "state",
             f"The saved state of head diversity is not sound: {'; '.join(odd[:3])}{more}. What is sound is taken up, "
             "the rest starts anew.",

@@ -12,9 +12,9 @@ from hdi_callback.dashboards.tensorboard import Board
 from hdi_callback.dashboards.wandb import RunLog
 from hdi_callback.errors import HeadCollapseWarning
 from hdi_callback.monitoring.alerts import Alert, Finding
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.watch import OnAlert, Outcome
+from hdi_callback.monitoring.sink import OnAlert, Result
+from hdi_callback.monitoring.warn_once import WarnOnce
 from tests.wandb_files import read_wandb
 
 
@@ -22,9 +22,9 @@ def alert(layer: str, level: str = "warning", rule: str = "mean alignment") -> A
     return Alert(3, layer, rule, level, f"step 3, {layer}: what happened", Finding("what happened", level=level))
 
 
-def outcome(values: dict[str, float], alerts=(), step: int = 3) -> Outcome:
+def result(values: dict[str, float], alerts=(), step: int = 3) -> Result:
     layers = {name: LayerRecord({"hdi": value, "hdi_worst_pair": 1 - value}) for name, value in values.items()}
-    return Outcome(Record(step, layers, axis=step), tuple(alerts))
+    return Result(Record(step, layers, axis=step), tuple(alerts))
 
 
 class RefusesOne:
@@ -52,7 +52,7 @@ def test_every_alert_is_delivered_to_a_function_that_raises_at_each():
         raise KeyError(one.layer)
 
     with pytest.raises(KeyError, match="a"):
-        OnAlert(on_alert).follow(outcome({}, [alert(name) for name in "abc"]))
+        OnAlert(on_alert).write(result({}, [alert(name) for name in "abc"]))
     assert delivered == ["a", "b", "c"]
 
 
@@ -60,7 +60,7 @@ def test_a_tag_that_cannot_be_written_leaves_the_other_curves_and_marks():
     writer = RefusesOne("/b")
     board = Board(writer, ["hdi", "hdi_worst_pair"])
     with pytest.raises(ValueError, match="hdi/b cannot be written"):
-        board.follow(outcome({"a": 0.1, "b": 0.2, "c": 0.3}, [alert("b"), alert("c")]))
+        board.write(result({"a": 0.1, "b": 0.2, "c": 0.3}, [alert("b"), alert("c")]))
     curves = {f"{metric}/{name}" for metric in ("hdi", "hdi_worst_pair") for name in "ac"}
     assert set(writer.written) == curves | {"hdi/mean", "hdi/min", "alert/hdi/c"}
 
@@ -75,7 +75,7 @@ def test_a_line_that_cannot_be_printed_keeps_neither_the_next_one_nor_the_warnin
 
     told = [alert("layer.a", "critical"), alert("layer.b", rule="worst pair")]
     with pytest.raises(BrokenPipeError), pytest.warns(HeadCollapseWarning, match=r"layer\.a"):
-        AlertLines(say).follow(outcome({}, told))
+        AlertLines(say).write(result({}, told))
     assert len(lines) == 2
     assert "layer.b" in lines[1]
 
@@ -83,7 +83,7 @@ def test_a_line_that_cannot_be_printed_keeps_neither_the_next_one_nor_the_warnin
 def test_names_are_printed_where_the_stream_knows_ascii_alone():
     buffer = io.BytesIO()
     stream = io.TextIOWrapper(buffer, encoding="ascii", write_through=True)
-    AlertLines(lambda text: print(text, file=stream)).follow(outcome({}, [alert("köpfe.0")]))
+    AlertLines(lambda text: print(text, file=stream)).write(result({}, [alert("köpfe.0")]))
     assert r"k\xf6pfe.0" in buffer.getvalue().decode("ascii")
     stream.write("still open")
 
@@ -107,7 +107,7 @@ def test_the_summary_of_wandb_has_the_extremes_of_names_with_dots_also_of_a_laye
     log = RunLog(run, ["hdi", "hdi_worst_pair"], ["blocks.0.attn"], "hdi_step")
     for step, (first, late) in enumerate([(0.5, None), (0.2, 0.9), (0.7, 0.8)]):
         values = {"blocks.0.attn": first} | ({} if late is None else {r"late.1\x.attn": late})
-        log.follow(outcome(values, step=step))
+        log.write(result(values, step=step))
     run.finish()
     wandb.teardown()
     summary = read_wandb(tmp_path).summary
@@ -124,7 +124,7 @@ def test_a_failure_that_cannot_say_what_it_is_costs_one_warning():
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with Faults().contained("a thing with \ud800 in its name"):
+        with WarnOnce().guard("a thing with \ud800 in its name"):
             raise MuteError
     (only,) = seen
     assert str(only.message) == r"a thing with \ud800 in its name failed (MuteError). Training goes on."

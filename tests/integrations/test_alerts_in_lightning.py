@@ -347,7 +347,7 @@ def test_what_stands_goes_on_after_a_resumption(tmp_path):
     second = make()
     trainer = trainer_for(tmp_path, Collapse(stop=0), second, max_epochs=2)
     trainer.fit(lit(), batches(count=24), ckpt_path=tmp_path / "here.ckpt")
-    (intervention,) = second._interventions
+    (intervention,) = second._settings.interventions
     assert intervention.standing == {FIRST: ["mean alignment"]}
     assert [alert.rule for alert in second.active_alerts] == ["mean alignment"]
     assert len(read_alerts(second.history_path)) == 1

@@ -295,8 +295,8 @@ def test_evaluation_between_steps_is_neither_read_nor_touched(tmp_path):
 @pytest.mark.parametrize(
     "broken",
     ["hdi_callback.monitoring.monitor.HeadDiversityMonitor.measure", "hdi_callback.monitoring.history.History.write",
-     "hdi_callback.monitoring.watch.Watch.before_forward", "hdi_callback.monitoring.watch.Watch.after_step",
-     "hdi_callback.integrations.loop.place_history"],
+     "hdi_callback.monitoring.session.Session.before_forward", "hdi_callback.monitoring.session.Session.after_step",
+     "hdi_callback.monitoring.session.place_history"],
 )  # fmt: skip
 def test_an_error_in_the_watch_costs_one_warning_and_training_goes_on_as_without_it(tmp_path, broken):
     plain = train(None, fresh()).state()

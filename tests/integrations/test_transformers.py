@@ -193,7 +193,7 @@ def test_a_renamed_checkpoint_goes_on_in_the_history_and_the_alerts_of_its_run(t
     train(tmp_path, second, resume=str(tmp_path / "best"))
     assert second.history_path == first.history_path
     assert steps(second.history_path) == [0, 2, 4, 6, 8, 10, 12]
-    series = second._watch.state_dict()["alerts"]["series"]
+    series = second._session.state_dict()["alerts"]["series"]
     assert [[row["step"] for row in series[name][1:]] for name in LAYERS] == [[0, 2, 4, 6, 8, 10, 12]] * 2
 
 

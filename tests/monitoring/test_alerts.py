@@ -9,11 +9,11 @@ import pytest
 from hdi_callback import Alert, Finding, Rule, replay
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.alerts import Alerts
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.replay import read_alerts
 from hdi_callback.monitoring.rules import MeanAlignment, choose_rules
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class FewEffectiveHeads(Rule):
@@ -80,7 +80,7 @@ def test_an_exception_in_a_rule_costs_one_warning_and_leaves_the_others_at_work(
         def judge(self, series, active):
             raise ZeroDivisionError("no heads")
 
-    alerts = Alerts([Broken(), FewEffectiveHeads()], faults=Faults())
+    alerts = Alerts([Broken(), FewEffectiveHeads()], warn_once=WarnOnce())
     with pytest.warns(MonitoringWarning, match="alert rule 'broken' failed .ZeroDivisionError: no heads") as seen:
         assert told(alerts, [heads(1, 1), heads(2, 1), heads(3, 3)]) == [(1, False), (3, True)]
     assert len(seen) == 1
@@ -105,7 +105,7 @@ def odd_rule(name: str, answer=None, **attributes) -> Rule:
     ids=["unknown level", "level that is a number", "no finding", "needs", "layers", "pattern"],
 )
 def test_a_rule_that_is_wrong_in_itself_silences_no_rule_after_it(odd):
-    alerts = Alerts([odd, FewEffectiveHeads()], faults=Faults())
+    alerts = Alerts([odd, FewEffectiveHeads()], warn_once=WarnOnce())
     with pytest.warns(MonitoringWarning, match="the alert rule 'odd' failed") as seen:
         assert told(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
     assert len(seen) == 1

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hdi_callback import HDICallback, HDITrainerCallback, watch_heads
 from hdi_callback.errors import HDIWarning
 from hdi_callback.monitoring.atomic import create_atomically, write_atomically
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.history import read_lines
 from hdi_callback.monitoring.interventions import Call, ScaleLearningRate
 from hdi_callback.monitoring.state import sound_state
+from hdi_callback.monitoring.warn_once import WarnOnce
 from tests.integrations.test_loop import adam, batch, classifier, loss_of
 from tests.integrations.test_transformers import train as train_with_transformers
 from tests.models import LIT_LAYERS, batches
@@ -123,7 +123,7 @@ def test_whatever_is_taken_from_a_state_is_sound(loop_state, data):
     state = data.draw(malformed(loop_state))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        sound = sound_state(state, step=5, faults=Faults())
+        sound = sound_state(state, step=5, warn_once=WarnOnce())
     assert len(seen) <= 1
     if sound is None:
         return
@@ -134,7 +134,7 @@ def test_whatever_is_taken_from_a_state_is_sound(loop_state, data):
         whole = {"alerts" if name == "alerts_in_part" else name: value for name, value in sound.items()}
         held = [entry for entry in whole.get("interventions", []) if entry[1] is not None]
         whole["interventions"] = held
-        assert sound_state(whole, step=5, faults=Faults()) == whole, "looked at again it is sound as a whole"
+        assert sound_state(whole, step=5, warn_once=WarnOnce()) == whole, "looked at again it is sound as a whole"
 
 
 @given(data=st.data())
@@ -315,4 +315,4 @@ def test_a_file_is_created_once(tmp_path, monkeypatch, has_links):
 def test_layers_of_the_state_that_is_written_are_those_of_the_model(lightning_checkpoint):
     (state,) = [held for key, held in lightning_checkpoint["callbacks"].items() if key.startswith("HDICallback")]
     assert list(state["layers"]) == LIT_LAYERS
-    assert sound_state(state, step=5, faults=Faults()) == {name: state[name] for name in state if name != "format"}
+    assert sound_state(state, step=5, warn_once=WarnOnce()) == {name: state[name] for name in state if name != "format"}

@@ -175,4 +175,4 @@ def test_interventions_are_copied_and_pickled_without_their_training():
     for twin in (copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
         assert (twin.factor, twin.on, twin._training, twin._handles) == (0.5, "warning", None, [])
     callback = pickle.loads(pickle.dumps(HDICallback(interventions=[scale])))
-    assert callback._interventions[0].factor == 0.5
+    assert callback._settings.interventions[0].factor == 0.5

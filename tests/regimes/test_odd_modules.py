@@ -439,7 +439,7 @@ def steps_taken(model: nn.Module, folder: Path, *, strict: bool) -> tuple[int, l
                 optimizer.step()
                 taken += not all(torch.equal(*pair) for pair in zip(before, model.parameters()))
                 optimizer.zero_grad()
-        return taken, [layer.name for layer in heads._watch.monitor.layers]
+        return taken, [layer.name for layer in heads.monitor.layers]
 
 
 @pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.monitoring.alerts import Alerts, Rule
+from hdi_callback.monitoring.alerts import Rule
 from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.host import PlainHost
 from hdi_callback.monitoring.interventions import Intervention
-from hdi_callback.monitoring.rules import choose_rules
-from hdi_callback.monitoring.schedule import Schedule
-from hdi_callback.monitoring.watch import Watch
+from hdi_callback.monitoring.position import Position
+from hdi_callback.monitoring.session import Session
+from hdi_callback.monitoring.settings import Settings
 from tests.benchmarks.collapse.forces import Force
 from tests.benchmarks.collapse.models import Data, Model
 from tests.benchmarks.collapse.plan import EVERY, HEALTHY, PARTS, Spec, plan
@@ -30,22 +31,23 @@ from tests.benchmarks.collapse.plan import EVERY, HEALTHY, PARTS, Spec, plan
 RESULTS = Path("runs/collapse")
 
 
-class Loop:
-    """What interventions may do to this loop."""
+class Loop(PlainHost):
+    """What this loop offers to a session, and to interventions."""
 
-    def __init__(self, monitor: HeadDiversityMonitor, optimizer: torch.optim.Optimizer) -> None:
-        self.layers = {layer.name: layer for layer in monitor.layers}
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
         self.optimizers = [optimizer]
+        self.position = Position(0)
         self.is_stopped = False
-
-    def loss_scale(self, optimizer: torch.optim.Optimizer) -> float:
-        return 1.0
 
     def stop(self) -> None:
         self.is_stopped = True
 
-    def save_checkpoint(self, name: str) -> str:
+    def save(self, name: str) -> str:
         return name
+
+    def sinks(self, *args: Any) -> list[Any]:
+        return []
 
 
 def train(
@@ -70,38 +72,35 @@ def train(
     with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
         force = Force(spec.kind, monitor.layers[spec.layer], spec.start, spec.seed)
         force.before_training()
-        facts = [layer.facts() for layer in monitor.layers]
-        loop = Loop(monitor, optimizer)
-        watch = Watch(
-            monitor,
-            Schedule(EVERY),
-            history=None if history is None else History(history, matrix_every=0),
-            alerts=Alerts(choose_rules("default" if rules is None else rules), facts),
-            interventions=interventions,
-            training=loop,
-        )
-        if watch.history is not None:
-            watch.history.begin(0, facts, last_reading=-1)
+        loop = Loop(optimizer)
+        settings = Settings(
+            every_n_steps=EVERY, alerts="default" if rules is None else list(rules), interventions=list(interventions),
+            history=False,
+        )  # fmt: skip
+        session = Session(monitor, loop, settings)
+        session.open(history=None if history is None else History(history, matrix_every=0))
         for step in range(spec.steps):
-            watch.before_forward(step)
+            loop.position = Position(step)
+            session.before_forward()
             loss = model.loss(*data.draw())
             curve.append(float(loss.detach()))
             if step < force_until:
                 loss = force.on_loss(loss, step)
             loss.backward()
-            watch.after_backward(step)
-            watch.before_optimizer_step(optimizer)
+            session.after_backward()
+            session.before_optimizer_step(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
             if step < force_until:
                 force.after_step(step)
-            watch.after_step(step + 1)
+            loop.position = Position(step + 1)
+            session.after_step()
             if loop.is_stopped:
                 break
-        watch.finish(len(curve))
-        final = watch.monitor.measure(len(curve)).record().layers
+        session.finish()
+        final = session.monitor.measure(len(curve)).record().layers
     return {
         "train_loss": sum(curve[-20:]) / 20,
         "first_loss": curve[0],

@@ -5,37 +5,37 @@ import warnings
 import pytest
 
 from hdi_callback.errors import MonitoringWarning
-from hdi_callback.monitoring.faults import Faults
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 def test_a_failure_that_repeats_is_said_once_and_counted():
-    faults = Faults()
+    warn_once = WarnOnce()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(5):
-            with faults.contained("writing the history"):
+            with warn_once.guard("writing the history"):
                 raise OSError("disk full")
     assert [str(warning.message) for warning in seen] == [
         "writing the history failed (OSError: disk full). Training goes on."
     ]
     assert seen[0].category is MonitoringWarning
-    assert faults.count == {"writing the history": 5}
+    assert warn_once.count == {"writing the history": 5}
 
 
 def test_two_kinds_of_failure_are_said_each():
-    faults = Faults()
+    warn_once = WarnOnce()
     with pytest.warns(MonitoringWarning) as seen:
         for work in ("a", "b"):
-            with faults.contained(work):
+            with warn_once.guard(work):
                 raise ValueError(work)
     assert len(seen) == 2
 
 
 def test_an_interrupt_is_not_contained():
-    with pytest.raises(KeyboardInterrupt), Faults().contained("anything"):
+    with pytest.raises(KeyboardInterrupt), WarnOnce().guard("anything"):
         raise KeyboardInterrupt
 
 
 def test_warnings_that_are_errors_still_reach_the_user():
-    with pytest.raises(MonitoringWarning), Faults().contained("anything"):
+    with pytest.raises(MonitoringWarning), WarnOnce().guard("anything"):
         raise ValueError("x")

@@ -1,0 +1,35 @@
+"""What may be done about alerts, and what interventions of one's own are made of."""
+
+from hdi_callback.deprecation import renamed
+from hdi_callback.monitoring.interventions import (
+    Action,
+    Call,
+    DiversityPenalty,
+    Intervention,
+    ReviveHeads,
+    SaveCheckpoint,
+    ScaleLearningRate,
+    StopTraining,
+    Training,
+    WhileItStands,
+)
+
+__all__ = [
+    "Action",
+    "Call",
+    "DiversityPenalty",
+    "Intervention",
+    "ReviveHeads",
+    "SaveCheckpoint",
+    "ScaleLearningRate",
+    "StopTraining",
+    "Training",
+    "WhileItStands",
+]
+
+_ROOM = "hdi_callback.monitoring.interventions"
+__getattr__ = renamed(__name__, {name: f"{_ROOM}:{name}" for name in ("check_interventions", "plain_state")})
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,95 @@
+"""`Publisher`: what follows from a reading whose numbers have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hdi_callback.monitoring.alerts import Alert, Alerts
+from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.interventions import Action, Intervention
+from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Readout, Record
+from hdi_callback.monitoring.sink import Result, Sink
+from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Records a reading, judges it, intervenes, and writes the result to every sink.
+
+    Attributes:
+        history: where readings, alerts and actions are kept; `None` for nowhere.
+        alerts: the rules; `None` for no alerts.
+        interventions: what may be done about alerts.
+        sinks: where results go.
+        broadcast: gives every rank what the first has, so that all intervene alike.
+        warn_once: turns what goes wrong into one warning.
+    """
+
+    history: History | None
+    alerts: Alerts | None
+    interventions: Sequence[Intervention]
+    sinks: Sequence[Sink]
+    broadcast: Callable[[Any], Any]
+    warn_once: WarnOnce
+
+    def publish(self, readout: Readout, *, may_intervene: bool = True) -> list[Result]:
+        """Turn one reading into numbers, and let follow what follows from them.
+
+        Args:
+            readout: the reading; waits for its numbers.
+            may_intervene: False after an exception, as the ranks may not come to agree any more.
+
+        Returns:
+            The result; none if the numbers cannot be read.
+        """
+        try:
+            record = readout.record()
+        except Exception as error:
+            self.warn_once.error("reading out head diversity", error)
+            return []
+        if doubtful := [key.partition("/")[2] for key, why in record.absent.items() if why == AMBIGUOUS_MASK]:
+            listed = ", ".join(f"`{name}`" for name in doubtful[:3]) + (" and others" if len(doubtful) > 3 else "")
+            self.warn_once.warn("padding", f"Head outputs of {listed} are absent: {AMBIGUOUS_MASK}.")
+        alerts: list[Alert] = []
+        if self.alerts is not None:
+            with self.warn_once.guard("judging head diversity"):
+                alerts = self.alerts.judge(record)
+        # Written before any intervention acts: it may end the run.
+        self._write(record, alerts, ())
+        actions = self._intervene(alerts) if may_intervene else []
+        self._write(None, (), actions)
+        result = Result(record, tuple(alerts), tuple(actions))
+        for sink in self.sinks:
+            with self.warn_once.guard(sink.name):
+                sink.write(result)
+        return [result]
+
+    def _write(self, record: Record | None, alerts: Sequence[Alert], actions: Sequence[Action]) -> None:
+        """Write to the history, each line even if one before it failed."""
+        history = self.history
+        if history is None:
+            return
+        lines: list[Callable[[], object]] = [] if record is None else [partial(history.write, record)]
+        lines += [partial(_note, history, "alert", alert) for alert in alerts]
+        lines += [partial(_note, history, "intervention", action) for action in actions]
+        with self.warn_once.guard(f"writing {history.path}"):
+            attempt_each(lines)
+
+    def _intervene(self, alerts: Sequence[Alert]) -> list[Action]:
+        actions: list[Action] = []
+        if not self.interventions:
+            return actions
+        for alert in self.broadcast(alerts):
+            for intervention in self.interventions:
+                with self.warn_once.guard(f"the intervention {intervention.name}"):
+                    action = intervention.answer(alert)
+                    if action is not None:
+                        actions.append(action)
+        return actions
+
+
+def _note(history: History, kind: str, item: Alert | Action) -> None:
+    history.note(kind, **item.to_dict())

@@ -1,0 +1,36 @@
+"""What collapse looks like: the rules that raise alerts, one file each.
+
+They judge *alignment*: overlap against chance, 0 for independent random heads and 1 for identical ones, so that one
+limit serves layers of all sizes. Healthy training aligns heads too; therefore limits on the level raise alarms, and
+changes alone only a notice. The limits were fixed on looked-at runs and tried on others: docs/alerts.md.
+"""
+
+from hdi_callback.monitoring.rules.choice import choose_rules, default_rules
+from hdi_callback.monitoring.rules.dead_heads import DeadHeads
+from hdi_callback.monitoring.rules.falling_rank import FallingRank
+from hdi_callback.monitoring.rules.forecast import AlignmentForecast
+from hdi_callback.monitoring.rules.lenses import HYSTERESIS
+from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
+from hdi_callback.monitoring.rules.non_finite import NonFinite
+from hdi_callback.monitoring.rules.shared_direction import SharedDirection
+from hdi_callback.monitoring.rules.thresholds import Thresholds, check_thresholds
+from hdi_callback.monitoring.rules.tied_heads import TiedHeads
+from hdi_callback.monitoring.rules.trend import AlignmentTrend
+from hdi_callback.monitoring.rules.worst_pair import WorstPair
+
+__all__ = [
+    "HYSTERESIS",
+    "AlignmentForecast",
+    "AlignmentTrend",
+    "DeadHeads",
+    "FallingRank",
+    "MeanAlignment",
+    "NonFinite",
+    "SharedDirection",
+    "Thresholds",
+    "TiedHeads",
+    "WorstPair",
+    "check_thresholds",
+    "choose_rules",
+    "default_rules",
+]

@@ -1,0 +1,71 @@
+"""How rules write numbers, heads and what was before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hdi_callback.monitoring.alerts import Row, Series
+from hdi_callback.monitoring.rules.lenses import WORST, Lens, pair_of
+
+SEPARATE = "DiversityPenalty, a lower learning rate or more warm-up"
+
+
+def named_heads(heads: Sequence[int]) -> str:
+    """Name heads by their numbers.
+
+    Args:
+        heads: at least one.
+
+    Returns:
+        ``"head 1"``, ``"heads 1, 2 and 3"``.
+    """
+    if len(heads) == 1:
+        return f"head {heads[0]}"
+    return f"heads {', '.join(str(head) for head in heads[:-1])} and {heads[-1]}"
+
+
+def decimal(value: float) -> str:
+    """Write a number in [-1, 1] as people do: .93."""
+    return f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.2f}"
+
+
+def row_before(series: Series) -> Row | None:
+    """Find the reading to compare with: ten readings ago, or as far back as there are any."""
+    return series.rows[max(0, len(series.rows) - 11)] if len(series.rows) > 1 else None
+
+
+def earlier(series: Series, metric: str) -> str:
+    """Say what a metric was some readings ago.
+
+    Args:
+        series: the readings of a layer.
+        metric: its name.
+
+    Returns:
+        A clause that begins with a comma; empty if it is not known.
+    """
+    row = row_before(series)
+    if row is None or metric not in row.values:
+        return ""
+    return f", {decimal(row.values[metric])} {series.latest.step - row.step} steps ago"
+
+
+def pair_earlier(series: Series, lens: Lens, pair: tuple[int, ...]) -> str:
+    """Say how aligned a pair was some readings ago.
+
+    Args:
+        series: the readings of a layer.
+        lens: by which alignment.
+        pair: two heads.
+
+    Returns:
+        A clause that begins with a comma; empty if it is not known.
+    """
+    row = row_before(series)
+    if row is None or WORST[lens] not in row.values:
+        return ""
+    value, steps = decimal(row.values[WORST[lens]]), series.latest.step - row.step
+    # The pair's own value is known where it was the worst already; elsewhere the worst bounds it.
+    return (
+        f", {value} {steps} steps ago" if pair_of(row, lens) == pair else f", no pair above {value} {steps} steps ago"
+    )

@@ -1,0 +1,423 @@
+"""`Session`: one run that is watched, from the layers that are found to the last reading.
+
+The one composition under every trainer. A trainer's shell says when something happens (a forward, a backward, a step);
+what the session needs of the trainer it asks its `Host`. Whatever goes wrong costs one warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hdi_callback.errors import HDIError, MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert, Alerts
+from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.host import Host, HostTraining
+from hdi_callback.monitoring.interventions import Intervention, Training
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.pending import Pending
+from hdi_callback.monitoring.place import place_history
+from hdi_callback.monitoring.position import Position
+from hdi_callback.monitoring.publisher import Publisher
+from hdi_callback.monitoring.ranks import refuse_apart
+from hdi_callback.monitoring.readings import Readout
+from hdi_callback.monitoring.resume import (
+    end_what_is_resolved,
+    judge_again,
+    last_step_in,
+    restore_interventions,
+    sizes_of,
+    state_of,
+    state_of_this_model,
+)
+from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.sink import Result, Sink
+from hdi_callback.monitoring.state import FORMAT
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+_MEASURING, _RESUMING = "measuring head diversity", "resuming head diversity"
+
+
+class Session:
+    """Take readings on schedule; record, judge, intervene, publish.
+
+    `Session.start` finds the layers; `open`, once it is known whether a checkpoint is resumed, opens the history and
+    the sinks; then come the forwards, backwards and steps; `finish` takes the last reading.
+
+    Args:
+        monitor: what measures.
+        host: the trainer.
+        settings: what the run is watched with.
+        name: what tells its history from others of the same folder, if there are others.
+        warn_once: turns what goes wrong into one warning.
+
+    Attributes:
+        monitor: what measures.
+        alerts: the rules; `None` for no alerts.
+        interventions: what may be done about alerts.
+        history: where readings are kept; `None` before `open`, if there is none, and on all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        monitor: HeadDiversityMonitor,
+        host: Host,
+        settings: Settings,
+        *,
+        name: str | None = None,
+        warn_once: WarnOnce | None = None,
+    ) -> None:
+        self.monitor, self.warn_once = monitor, WarnOnce() if warn_once is None else warn_once
+        self.schedule = Schedule(settings.every_n_steps)
+        self.alerts = None if settings.rules is None else Alerts(settings.rules, monitor.facts, self.warn_once)
+        self.interventions: tuple[Intervention, ...] = tuple(settings.interventions or ())
+        self.history: History | None = None
+        self._host, self._settings, self._name = host, settings, name
+        self._facts = monitor.facts
+        self._pending = Pending()
+        self._publisher = self._publisher_to(())
+        self._is_attached = False
+
+    @classmethod
+    def start(cls, model: nn.Module, host: Host, settings: Settings, **options: Any) -> Session:
+        """Find the layers of a model and install the hooks, before anything has been compiled or run.
+
+        Args:
+            model: any module that contains attention layers.
+            host: the trainer.
+            settings: what the run is watched with.
+            options: see `Session`.
+
+        Returns:
+            The session.
+
+        Raises:
+            MisconfigurationError: if the settings cannot work on this model.
+        """
+        acting = [item.name for item in settings.interventions or () if not item.dry_run]
+        refuse_apart(settings.process_group, acting)
+        monitor = HeadDiversityMonitor(model, **settings.measuring)
+        try:
+            names = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]
+            for what, patterns in settings.layer_patterns.items():
+                check_patterns(what, patterns, names)
+        except MisconfigurationError:
+            monitor.close()
+            raise
+        return cls(monitor, host, settings, **options)
+
+    def attach(self, training: Training | None = None) -> None:
+        """Attach the interventions; one that fails in itself is left out, one that cannot work here is an error.
+
+        Args:
+            training: what they may act on; by default the host.
+
+        Raises:
+            HDIError: if an intervention cannot work on this training; nothing is left behind then.
+        """
+        if self._is_attached:
+            return
+        training = HostTraining(self._host, self.monitor) if training is None else training
+        attached: list[Intervention] = []
+        for intervention in self.interventions:
+            try:
+                intervention.attach(training)
+            except HDIError:  # noqa: PERF203
+                self.close()
+                raise
+            except Exception as error:
+                self.warn_once.error(f"attaching the intervention {intervention.name}, which is left out", error)
+            else:
+                attached.append(intervention)
+        self.interventions, self._is_attached = tuple(attached), True
+
+    def accept(self, state: Any, step: int | None = None) -> dict[str, Any] | None:
+        """Take from a saved state what is sound, and nothing if it is of another model.
+
+        Args:
+            state: what a checkpoint held, whatever it is.
+            step: optimizer steps taken when it is resumed.
+
+        Returns:
+            What `open` takes.
+
+        Raises:
+            MisconfigurationError: if it is of another model and the settings are strict.
+        """
+        strict = self._settings.strict
+        return state_of_this_model(state, self.monitor.layers, step=step, is_strict=strict, warn_once=self.warn_once)
+
+    def open(self, state: Mapping[str, Any] | None = None, *, history: History | None = None) -> None:
+        """Open the history and the sinks, take up where a checkpoint left off, and mark the start in the history.
+
+        Args:
+            state: what `accept` gave.
+            history: one that an earlier session of the same run has opened.
+        """
+        self.attach()
+        folder = self._host.folder  # every rank asks for it
+        if history is None and self._host.is_first_rank:
+            with self.warn_once.guard("opening the history"):
+                choice, say = self._settings.history, self.warn_once.warn
+                history = place_history(choice, folder, state=state, name=self._name, say=say)
+        self.connect(history, state)
+        self._resume(self._host.position.step, state)
+
+    def connect(self, history: History | None, state: Mapping[str, Any] | None = None) -> None:
+        """Publish to a history and to the sinks of the host.
+
+        Args:
+            history: where readings are kept.
+            state: what `accept` gave.
+        """
+        self.history = history
+        sinks: Sequence[Sink] = ()
+        with self.warn_once.guard("opening the dashboards"):
+            sinks = self._host.sinks(self.monitor, history, state)
+        self._publisher = self._publisher_to(sinks)
+
+    def _publisher_to(self, sinks: Sequence[Sink]) -> Publisher:
+        share = self._host.broadcast
+        return Publisher(self.history, self.alerts, self.interventions, sinks, share, self.warn_once)
+
+    def _resume(self, step: int, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            with self.warn_once.guard(_RESUMING):
+                self.load_state_dict(state)
+        # Of a state that does not know its last reading all that the history holds so far counts.
+        is_known = state is None or "last_step" in state
+        last = (-1 if self.schedule.last is None else self.schedule.last) if is_known else step
+        if self.history is not None:
+            with self.warn_once.guard(f"writing {self.history.path}"):
+                self.history.begin(step, self.monitor.facts, last_reading=last)
+            if self.alerts is not None and state is not None and state.get("alerts") is None:
+                with self.warn_once.guard(_RESUMING):
+                    judge_again(self.alerts, self.history, last)
+        if not is_known:
+            with self.warn_once.guard(_RESUMING):  # every rank reads at the same steps
+                self.schedule.last = self._host.broadcast(last_step_in(self.history, step))
+        if state is not None and self.alerts is not None and self.interventions:
+            with self.warn_once.guard(_RESUMING):
+                active = self._host.broadcast([(alert.layer, alert.rule) for alert in self.alerts.active])
+                end_what_is_resolved(self.interventions, set(active))
+
+    @property
+    def history_path(self) -> Path | None:
+        """Where the history of the run is; `None` before `open` and when there is none."""
+        return None if self.history is None else self.history.path
+
+    @property
+    def active_alerts(self) -> list[Alert]:
+        """The alerts that are active now."""
+        return [] if self.alerts is None else self.alerts.active
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a forward is captured, or about to be, that has not been measured yet."""
+        return self._pending.is_capturing
+
+    def before_forward(self) -> None:
+        """Capture the forward that follows if a reading is due."""
+        if self._pending.is_capturing:
+            return
+        if self.schedule.is_due(self._host.position.step):
+            self._pending.is_capturing = True
+            self.monitor.arm(training_only=True)
+        else:
+            self.monitor.rest()
+
+    def after_backward(self, *, is_last: bool = True) -> None:
+        """Read if a reading is due, while the weights are still those of the forward and the activations are gone.
+
+        Args:
+            is_last: False if further networks may be trained before `after_step`, whose head outputs then join the
+                reading.
+        """
+        if self._pending.is_capturing:
+            self._read(self._host.position, is_last)
+        elif self._pending.incomplete is not None:
+            self._complete(is_last)
+
+    def abandon(self) -> None:
+        """Give up a reading whose forward or backward did not come to its end; it is due again at once."""
+        if self._pending.is_capturing:
+            self._pending.is_capturing = False
+            self.monitor.release()
+        self._complete()
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Let interventions act on the gradients.
+
+        Args:
+            optimizer: the one that is about to step.
+        """
+        for intervention in self.interventions:
+            with self.warn_once.guard(f"the intervention {intervention.name}"):
+                intervention.before_optimizer_step(optimizer)
+
+    def after_step(self) -> list[Result]:
+        """Publish the readings whose numbers have arrived.
+
+        Returns:
+            Their results.
+        """
+        if self._pending.is_capturing:  # a batch without a backward
+            self._read(self._host.position)
+        self._complete()
+        # Ranks that intervene do so after the same step, and wait for the numbers.
+        return self._publish(waits=bool(self.interventions))
+
+    def measure_final_early(self, position: Position) -> None:
+        """Measure the weights for `finish`, which drops the reading if there are further steps.
+
+        For trainers in which others put averaged weights into the model before `finish` is called.
+
+        Args:
+            position: where the training is.
+        """
+        final = self._pending.final
+        if position.step in (self.schedule.last, None if final is None else final.step):
+            return
+        with self.warn_once.guard(_MEASURING):
+            self._pending.final = Readout(self.monitor.measure(position.step, epoch=position.epoch, axis=position.axis))
+
+    def finish(self, position: Position | None = None) -> None:
+        """Read the final weights, publish everything, and leave nothing behind.
+
+        Args:
+            position: where the training has ended; by default where the host is.
+        """
+        position = self._host.position if position is None else position
+        if self.schedule.last != position.step:
+            if self._pending.add_final(position.step):
+                self.schedule.done(position.step)
+            else:
+                self._read(position)
+        self._pending.final = None
+        self.flush()
+        self.close()
+
+    def flush(self, *, is_broken: bool = False) -> list[Result]:
+        """Publish every pending reading, waiting for its numbers.
+
+        Args:
+            is_broken: an exception ends the run, perhaps on this rank alone: nothing is done about alerts any more, as
+                the other ranks may not come to agree on it.
+
+        Returns:
+            Their results.
+        """
+        self._complete()
+        return self._publish(waits=True, may_intervene=not is_broken)
+
+    def close(self) -> None:
+        """Leave no hook behind; calling it again does nothing."""
+        self.monitor.close()
+        for intervention in self.interventions:
+            with self.warn_once.guard(f"detaching the intervention {intervention.name}"):
+                intervention.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs; pending readings are published first, so that none is lost.
+
+        Returns:
+            Plain data.
+        """
+        self.flush()
+        return {
+            **self.identity(),
+            "alerts": None if self.alerts is None else self.alerts.state_dict(),
+            "interventions": [(item.name, state_of(item, self.warn_once)) for item in self.interventions],
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """Give what tells this run from others, and how far it has come.
+
+        Returns:
+            Plain data.
+        """
+        late = self.monitor.found_late
+        return {
+            "format": FORMAT,
+            "last_step": self.schedule.last,
+            "history": None if self.history is None else str(self.history.path),
+            "run": None if self.history is None else self.history.run,
+            "layers": {layer.name: sizes_of(layer) for layer in self.monitor.layers if layer.name not in late},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off; a checkpoint of format 1 knows no alerts.
+
+        Args:
+            state: what `accept` gave.
+        """
+        self.schedule.last = state.get("last_step")
+        alerts = state.get("alerts") or state.get("alerts_in_part")
+        if self.alerts is not None and alerts is not None:
+            self.alerts.load_state_dict(alerts)
+        restore_interventions(self.interventions, state.get("interventions", ()), self.warn_once)
+
+    def _read(self, position: Position, is_last: bool = True) -> None:
+        pending = self._pending
+        pending.is_capturing = False
+        self.schedule.done(position.step)
+        with self.warn_once.guard(_MEASURING):
+            pending.incomplete = self.monitor.measure(
+                position.step, epoch=position.epoch, axis=position.axis, is_last_forward=is_last
+            )
+        if self.monitor.facts is not self._facts:
+            self._learn(position.step)
+        if not self.monitor.awaits_forwards:
+            self._complete()
+
+    def _learn(self, step: int) -> None:
+        """Take in the layers that a real forward has shown."""
+        self._facts = self.monitor.facts
+        if self.alerts is not None:
+            self.alerts.learn(self._facts)
+        if self.history is not None:
+            with self.warn_once.guard(f"writing {self.history.path}"):
+                self.history.begin(step, self._facts)
+
+    def _complete(self, is_last_forward: bool = True) -> None:
+        """Add what was captured after the reading, and queue it once no further forward belongs to it."""
+        reading, self._pending.incomplete = self._pending.incomplete, None
+        if reading is None:
+            return
+        with self.warn_once.guard(_MEASURING):
+            if self.monitor.awaits_forwards:
+                reading = self.monitor.complete(reading, is_last_forward=is_last_forward)
+            if self.monitor.awaits_forwards:
+                self._pending.incomplete = reading
+            else:
+                self._pending.add(reading)
+
+    def _publish(self, *, waits: bool, may_intervene: bool = True) -> list[Result]:
+        results: list[Result] = []
+        for readout in self._pending.arrived(waits=waits):
+            results += self._publisher.publish(readout, may_intervene=may_intervene)
+        return results
+
+
+def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse patterns that match no layer.
+
+    Args:
+        what: where they were written.
+        patterns: patterns of layer names.
+        names: names of layers.
+
+    Raises:
+        MisconfigurationError: if one matches none; says which layers there are.
+    """
+    for pattern in patterns:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            raise MisconfigurationError(
+                f"The pattern {pattern!r} in {what} matches no attention layer. There are: {', '.join(names)}."
+            )

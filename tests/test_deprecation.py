@@ -1,0 +1,120 @@
+"""Names of earlier versions: they warn, and they work."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+import torch
+
+from hdi_callback import HeadDiversityMonitor
+from hdi_callback.errors import MonitoringWarning
+from hdi_callback.monitoring.alerts import Alerts
+from hdi_callback.monitoring.history import History, read_records
+from hdi_callback.monitoring.interventions import StopTraining
+from hdi_callback.monitoring.rules import MeanAlignment
+from hdi_callback.monitoring.schedule import Schedule
+from tests.models import Classifier
+
+
+def old(path: str):
+    module, name = path.rsplit(".", 1)
+    with pytest.warns(DeprecationWarning, match=name):
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("hdi_callback.monitoring.watch.Outcome", "hdi_callback.monitoring.sink.Result"),
+        ("hdi_callback.monitoring.watch.Follower", "hdi_callback.monitoring.sink.Sink"),
+        ("hdi_callback.monitoring.watch.OnAlert", "hdi_callback.monitoring.sink.OnAlert"),
+        ("hdi_callback.monitoring.watch.check_patterns", "hdi_callback.monitoring.session.check_patterns"),
+        ("hdi_callback.monitoring.watch.state_of_this_model", "hdi_callback.monitoring.resume.state_of_this_model"),
+        ("hdi_callback.integrations.loop.HeadWatch", "hdi_callback.integrations.loop.HeadSession"),
+    ],
+)
+def test_a_name_that_moved_warns_and_is_what_it_was(before, now):
+    module, name = now.rsplit(".", 1)
+    assert old(before) is getattr(importlib.import_module(module), name)
+
+
+def test_faults_are_contained_told_and_said_as_before():
+    faults = importlib.import_module("hdi_callback.monitoring.faults").Faults()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with faults.contained("writing the history"):
+                raise OSError("disk full")
+            faults.tell("reading", ValueError("odd"))
+            faults.say("kind", "a message")
+    assert [item.category for item in seen] == [MonitoringWarning] * 3
+    assert faults.count == {"writing the history": 2, "reading": 2, "kind": 2}
+
+
+class Follower:
+    """One as it was written for version 0.1."""
+
+    name = "following"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.told: list[str] = []
+
+    def follow(self, outcome):
+        self.steps.append(outcome.record.step)
+        self.told += [alert.rule for alert in outcome.alerts]
+
+
+class Loop:
+    def __init__(self, monitor, optimizer):
+        self.layers = {layer.name: layer for layer in monitor.layers}
+        self.optimizers = [optimizer]
+        self.stopped = 0
+
+    def loss_scale(self, optimizer):
+        return 1.0
+
+    def stop(self):
+        self.stopped += 1
+
+    def save_checkpoint(self, name):
+        return name
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_watch_reads_records_judges_intervenes_and_tells_its_followers_as_before(tmp_path, begins):
+    torch.manual_seed(0)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    follower = Follower()
+    with HeadDiversityMonitor(model) as monitor:
+        loop = Loop(monitor, optimizer)
+        watch = old("hdi_callback.monitoring.watch.Watch")(
+            monitor, Schedule(2), history=History(tmp_path / "history.jsonl"),
+            alerts=Alerts([MeanAlignment(subspace=0.01)], monitor.facts), interventions=[StopTraining(on="warning")],
+            training=loop, followers=[follower],
+        )  # fmt: skip
+        if begins:
+            watch.begin(0)
+        for step in range(5):
+            watch.before_forward(step)
+            model(torch.randint(16, (4, 12))).square().mean().backward()
+            watch.after_backward(step, epoch=3)
+            watch.before_optimizer_step(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.after_step(step + 1)
+        watch.finish(5)
+        kept = watch.state_dict()
+    assert follower.steps == [record.step for record in read_records(tmp_path / "history.jsonl")] == [0, 2, 4, 5]
+    assert follower.told[0] == "mean alignment"
+    assert loop.stopped == 1
+    assert (kept["last_step"], kept["interventions"][0][0]) == (5, "StopTraining")
+    assert [alert.rule for alert in watch.alerts.active] == ["mean alignment"] * 2
+
+
+def test_a_name_that_never_was_is_no_attribute():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        importlib.import_module("hdi_callback.monitoring.watch").nothing  # noqa: B018
