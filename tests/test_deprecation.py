@@ -10,10 +10,9 @@ import torch
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.errors import MonitoringWarning
-from hdi_callback.monitoring.alerts import Alerts
+from hdi_callback.monitoring.alerts import Alerts, Finding, Rule
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import StopTraining
-from hdi_callback.monitoring.rules import MeanAlignment
 from hdi_callback.monitoring.schedule import Schedule
 from tests.models import Classifier
 
@@ -67,6 +66,13 @@ class Follower:
         self.told += [alert.rule for alert in outcome.alerts]
 
 
+class Always(Rule):
+    name = "always"
+
+    def judge(self, series, active):
+        return active.finding if active else Finding("something")
+
+
 class Loop:
     def __init__(self, monitor, optimizer):
         self.layers = {layer.name: layer for layer in monitor.layers}
@@ -93,7 +99,7 @@ def test_a_watch_reads_records_judges_intervenes_and_tells_its_followers_as_befo
         loop = Loop(monitor, optimizer)
         watch = old("hdi_callback.monitoring.watch.Watch")(
             monitor, Schedule(2), history=History(tmp_path / "history.jsonl"),
-            alerts=Alerts([MeanAlignment(subspace=0.01)], monitor.facts), interventions=[StopTraining(on="warning")],
+            alerts=Alerts([Always()], monitor.facts), interventions=[StopTraining(on="warning")],
             training=loop, followers=[follower],
         )  # fmt: skip
         if begins:
@@ -109,10 +115,10 @@ def test_a_watch_reads_records_judges_intervenes_and_tells_its_followers_as_befo
         watch.finish(5)
         kept = watch.state_dict()
     assert follower.steps == [record.step for record in read_records(tmp_path / "history.jsonl")] == [0, 2, 4, 5]
-    assert follower.told[0] == "mean alignment"
+    assert follower.told[0] == "always"
     assert loop.stopped == 1
     assert (kept["last_step"], kept["interventions"][0][0]) == (5, "StopTraining")
-    assert [alert.rule for alert in watch.alerts.active] == ["mean alignment"] * 2
+    assert [alert.rule for alert in watch.alerts.active] == ["always"] * 2
 
 
 def test_a_name_that_never_was_is_no_attribute():
