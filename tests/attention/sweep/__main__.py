@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.attention.sweep import vision
+from tests.attention.sweep import packages, vision
 
 ROOT = Path(__file__).parents[3]
 MEMORY = 12 * 2**30
@@ -149,13 +149,18 @@ def main() -> None:
         vision.declare_operators()
     from tests.attention.sweep.architectures import architectures
 
-    names = arguments.names or [*architectures(), *(vision.names() if vision.is_here() else [])]
+    names = arguments.names or [
+        *architectures(),
+        *(vision.names() if vision.is_here() else []),
+        *(packages.names() if packages.is_here() else []),
+    ]
     if not arguments.as_is:
         sweep(names, arguments.folder, arguments.workers, arguments.timeout, arguments.force)
     paths = [arguments.folder / f"{name}.json" for name in names]
     reports = [json.loads(path.read_text()) for path in paths if path.exists()]
     for report in reports:
-        report["library"] = "timm" if report["name"].startswith(vision.PREFIX) else "transformers"
+        kinds = {vision.PREFIX: "timm", packages.PREFIX: "packages"}
+        report["library"] = next((kinds[k] for k in kinds if report["name"].startswith(k)), "transformers")
     from tests.attention.sweep.table import summary, table
 
     print(summary(reports))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import survey
-from tests.attention.sweep import architectures, inputs, vision
+from tests.attention.sweep import architectures, inputs, packages, vision
 from tests.attention.sweep.judge import claim_of, heads_of, is_over_features, judge, merged
 from tests.attention.witness import Witness, witness
 
@@ -31,6 +31,8 @@ def examine(model_type: str) -> dict[str, Any]:
     torch.manual_seed(0)  # the same weights whenever and wherever it is examined
     if model_type.startswith(vision.PREFIX):
         return _examine_vision(model_type)
+    if model_type.startswith(packages.PREFIX):
+        return _examine_package(model_type)
     report: dict[str, Any] = {}
     start = time.monotonic()
     variants = architectures.variants(model_type)
@@ -65,6 +67,18 @@ def _examine_vision(name: str) -> dict[str, Any]:
     if not vision.has_attention(model):
         return {"verdict": "not attention", "reason": ""} | kind
     return examine_model(model, BATCH, run) | kind
+
+
+def _examine_package(name: str) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, run = packages.build(name)
+            with torch.no_grad():
+                run(model, _FEW)
+    except Exception as error:
+        return {"verdict": "does not build", "reason": _first_line(error)}
+    return examine_model(model, BATCH, run) | {"class": type(model.part).__name__}
 
 
 # another model is tried after a verdict of no worth

@@ -64,7 +64,7 @@ def page(verdicts: list[Verdict], count: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--ways", type=lambda ways: ways.split(","), default=WAYS)
     parser.add_argument("--prove", action="store_true", help="prove the truth of each first")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -49,7 +49,7 @@ class _Heads:
         finally:
             self._is_inside = False
         self.kept.append(weights)
-        if self.frozen is not None:
+        if self.frozen is not None and len(self.scores) in self.at:
             weights = self.frozen[len(self.scores)]
         self.scores.append((scores.detach().clone(), dim % scores.dim()))
         if self.silence is not None and len(self.scores) - 1 in self.at:
@@ -274,7 +274,7 @@ class Proof:
         total = sum(part.index(self.model.get_parameter(part.parameter).shape).shape[0] for part in every)
         base: dict[int, tuple[Tensor, Tensor]] = {}
         count = 0
-        self._run()
+        self._run()  # all heads speak
         self.heads.frozen = list(self.heads.kept)  # values change what is weighed, and not the weights
         try:
             for part in every:
