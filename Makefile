@@ -54,8 +54,8 @@ evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that 
 	$(BIN)/python -m tests.benchmarks.collapse.interventions --output docs/benchmarks/interventions.md
 	$(BIN)/python -m tests.benchmarks.low_diversity --output docs/benchmarks/low-diversity.md
 
-zoo: $(INSTALLED)  ## Examine every architecture of transformers and models of timm; writes docs/supported-models.md (resumable).
-	$(BIN)/python -m pip install --quiet --no-deps $(VISION)
+zoo: $(INSTALLED)  ## Examine transformers, timm and packages of others; writes docs/supported-models.md (resumable).
+	$(BIN)/python -m pip install --quiet --no-deps $(VISION) --requirement tests/attention/sweep/packages.txt
 	$(BIN)/python -m tests.attention.sweep --output docs/supported-models.md $(ARGS)
 
 lower-bounds:  ## Run the tests against the oldest dependencies that pyproject.toml admits (Python 3.10 or 3.11).

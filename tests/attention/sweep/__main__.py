@@ -3,7 +3,8 @@
 
     python -m tests.attention.sweep --output docs/supported-models.md
 
-Models of timm are examined where timm and torchvision are installed; some of transformers need them as well.
+Models of timm are examined where timm and torchvision are installed; some of transformers need them as well. So are the
+packages of others that `packages.txt` lists.
 
 Results are kept one file per architecture under `runs/zoo`, by the versions of the libraries and the sources of the
 package's attention room and of this sweep, so that a run that was stopped goes on where it was.

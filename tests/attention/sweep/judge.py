@@ -130,6 +130,7 @@ def _by_head(one: Computation, batch: int, wanted: int = 0) -> Iterator[_Heads]:
             )
         except RuntimeError:  # noqa: PERF203
             continue
+    yield from _heads_in_queries(pairs, one, batch, wanted)
     tiles = lead[at] // batch // wanted if wanted > 1 else 1
     if tiles > 1 and lead[at] == batch * tiles * wanted:
         with suppress(RuntimeError):
@@ -138,6 +139,27 @@ def _by_head(one: Computation, batch: int, wanted: int = 0) -> Iterator[_Heads]:
                 _untiled(alike(one.value), at, tiles, batch),
                 _untiled(one.output, at, tiles, batch),
             )
+
+
+def _heads_in_queries(
+    pairs: list[tuple[Tensor, Tensor]], one: Computation, batch: int, wanted: int
+) -> Iterator[_Heads]:
+    """Read the queries of several heads on one key head, which lie in one dimension with their positions."""
+    tensors = [one.output, one.value, *(tensor for pair in pairs for tensor in pair)]
+    is_flat = all(tensor.shape[:-2].numel() == batch for tensor in tensors)
+    if wanted < 2 or not is_flat or one.output.shape[-2] % wanted:
+        return
+    for dims in ((wanted, -1), (-1, wanted)):
+
+        def queries(tensor: Tensor, dims: tuple[int, int] = dims) -> Tensor:
+            apart = tensor.reshape(batch, *dims, tensor.shape[-1])
+            return apart.transpose(1, 2) if dims[0] == wanted else apart
+
+        def keys(tensor: Tensor) -> Tensor:
+            return tensor.reshape(batch, -1, 1, tensor.shape[-1]).expand(-1, -1, wanted, -1)
+
+        with suppress(RuntimeError):
+            yield _Heads([(queries(q), keys(k)) for q, k in pairs], keys(one.value), queries(one.output))
 
 
 def _untiled(tensor: Tensor, at: int, tiles: int, batch: int) -> Tensor:

@@ -23,11 +23,12 @@ Build = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Example:
-    """A model of a package, and the shapes of what it takes: numbers of features, or whole numbers below a limit."""
+    """A model of a package, what it is given, and how it is called."""
 
     build: Build
     inputs: Callable[[int], tuple[Any, ...]]
     call: Callable[..., Any] | None = None
+    attends: bool = True  # it has a softmax over tokens, by its sources; no other way may call it no attention
 
 
 def _noise(*shape: int) -> Callable[[int], tuple[Tensor, ...]]:
@@ -214,14 +215,6 @@ def _lit(**options: Any) -> Build:
     return build
 
 
-def _hooked() -> nn.Module:
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-    return HookedTransformer(
-        HookedTransformerConfig(n_layers=2, d_model=32, n_ctx=12, d_head=8, n_heads=4, d_vocab=64, act_fn="gelu")
-    )
-
-
 def _scale(name: str) -> Build:
     def build() -> nn.Module:
         from torchscale.architecture import config, encoder
@@ -287,7 +280,7 @@ EXAMPLES: dict[str, Example] = {
               causal=True, local_attn_window_size=4, dim_head=8, heads=4), _tokens(16)),
     "performer-pytorch": Example(
         _make("performer_pytorch", "PerformerLM", num_tokens=64, max_seq_len=16, dim=32, depth=1, heads=4, dim_head=8,
-              causal=False), _tokens(16)),
+              causal=False), _tokens(16), attends=False),
     "reformer-pytorch": Example(
         _make("reformer_pytorch", "ReformerLM", num_tokens=64, dim=32, depth=1, max_seq_len=16, heads=4, bucket_size=4,
               n_hashes=2), _tokens(16)),
@@ -335,7 +328,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "linear-attention-transformer": Example(
         _make("linear_attention_transformer", "LinearAttentionTransformerLM", num_tokens=64, dim=32, depth=1,
-              max_seq_len=16, heads=4), _tokens(16)),
+              max_seq_len=16, heads=4), _tokens(16), attends=False),
     "sinkhorn-transformer": Example(
         _make("sinkhorn_transformer", "SinkhornTransformerLM", num_tokens=64, dim=32, max_seq_len=16, depth=1, heads=4,
               bucket_size=4), _tokens(16)),
@@ -380,7 +373,7 @@ EXAMPLES: dict[str, Example] = {
               block_size=4, causal=False), _tokens(16)),
     "flash-pytorch": Example(
         _make("flash_pytorch", "FLASHTransformer", num_tokens=64, dim=32, depth=1, group_size=8, query_key_dim=8),
-        _tokens(16)),
+        _tokens(16), attends=False),
     "simple-hierarchical-transformer": Example(
         _make("simple_hierarchical_transformer", "HierarchicalTransformer", num_tokens=64, dim=32, depth=1, seq_len=16,
               dim_head=8, heads=4), _tokens(16)),
@@ -417,15 +410,13 @@ EXAMPLES: dict[str, Example] = {
     "litgpt": Example(_lit(), _tokens(10)),
     "litgpt.groups": Example(_lit(n_query_groups=2), _tokens(10)),
     "litgpt.norm": Example(_lit(norm_qk=True, norm_class_name="RMSNorm"), _tokens(10)),
-    "transformer-lens": Example(_beside(_hooked, "datasets", "datasets.arrow_dataset", "datasets.iterable_dataset"),
-        _tokens(10)),
     "torchscale": Example(_scale("Encoder"), _tokens(10), lambda m, x: m(src_tokens=x)),
     "denoising-diffusion-pytorch": Example(
         _make("denoising_diffusion_pytorch.denoising_diffusion_pytorch", "Attention", 32, heads=4, dim_head=8),
         _noise(32, 4, 4)),
     "denoising-diffusion-pytorch.linear": Example(
         _make("denoising_diffusion_pytorch.denoising_diffusion_pytorch", "LinearAttention", 32, heads=4, dim_head=8),
-        _noise(32, 4, 4)),
+        _noise(32, 4, 4), attends=False),
 }  # fmt: skip
 
 

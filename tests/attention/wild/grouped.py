@@ -115,7 +115,7 @@ class OneKeyHeadInOneProduct(OneKeyHead):
 
 @case(
     Core(rows("q.weight"), rows("k.weight", h=1), rows("v.weight"), rows("o.weight", "c (h d)")),
-    may_refuse="group|shared|keys|values",
+    may_refuse="group|shared|keys|values|key heads",
 )
 class OneKeyHeadManyValues(Four):
     def __init__(self) -> None:

@@ -182,7 +182,7 @@ class KeysOfSeveralTokens(Four):
         return self.o(join(attend(split(self.q(x)), k, v)))
 
 
-@case(separate(), refused="activation|relu|nonlinear|not linear|no linear|linear")
+@case(separate(), refused="activation|relu|nonlinear|not linear|no linear|linear|share features|mix")
 class KeysThroughAnActivation(Four):
     """Rows of a map with a ReLU behind it do not span what keys can be; refused, or said so."""
 
@@ -419,7 +419,7 @@ def _quantised(module: nn.Module) -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
 
 
-@case(separate(), convert=_quantised, may_refuse="quanti|int8|packed")
+@case(separate(), convert=_quantised, may_refuse="quanti|int8|packed|without a matrix")
 class DynamicInt8(Four):
     def forward(self, x: Tensor) -> Tensor:
         return self.o(join(attend(split(self.q(x)), split(self.k(x)), split(self.v(x)))))

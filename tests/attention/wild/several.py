@@ -215,7 +215,7 @@ class KeysOfTwoMaps(Four):
 
 @case(
     Core(rows("q.weight"), rows("k.2.weight", source="k.1"), rows("v.weight"), rows("o.weight", "c (h d)")),
-    may_refuse="activation|gelu|non-?linear|two maps|in a row",
+    may_refuse="activation|gelu|non-?linear|two maps|in a row|between two projections",
 )
 class KeysOfATower(Four):
     """Keys of a small network; the last map takes what its activation gives."""
