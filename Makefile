@@ -38,6 +38,7 @@ types: $(INSTALLED)  ## Check types strictly.
 	$(BIN)/mypy
 
 docs: $(INSTALLED)  ## Build the documentation, warnings as errors.
+	$(BIN)/python docs/reference.py
 	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html
 
 check: lint types test slow docs  ## Everything that continuous integration runs.
