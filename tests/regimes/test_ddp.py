@@ -18,7 +18,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from hdi_callback.monitoring.ranks import _meetings as meetings
-from tests.models import LAYERS, LENGTH, Classifier
+from tests.models import LAYERS, LENGTH, Attention, Classifier
 
 METRICS = [
     "hdi", "hdi_worst_pair", "hdi_query", "head_covariance", "head_correlation", "head_output_overlap",
@@ -146,6 +146,44 @@ def read_rows(rank: int, lone_forward: bool) -> dict:
     return {"tags": record.scalars(ROWS), "heads": record.layers[LAYERS[0]].arrays, "absent": record.absent}
 
 
+class Masked(nn.Module):
+    """One attention that is told which tokens are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.attn = nn.Embedding(16, 32), Attention()
+
+    def forward(self, ids, attention_mask):
+        x = self.embed(ids)
+        q, k, v = (
+            project(x).unflatten(-1, (4, 8)).transpose(1, 2)
+            for project in (self.attn.q_proj, self.attn.k_proj, self.attn.v_proj)
+        )
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask.bool()[:, None, None])
+        return self.attn.out_proj(out.transpose(1, 2).flatten(2))
+
+
+def padded_batch(rank: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of one rank, padded to its own longest; of both for `None`."""
+    lengths = {0: [9, 4, 12, 7, 2], 1: [5, 3], None: [9, 4, 12, 7, 2, 5, 3]}[rank]
+    ids = torch.randint(1, 16, (7, 12), generator=torch.Generator().manual_seed(5))
+    ids = ids[SHARES[rank]] if rank is not None else ids
+    there = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return ids[:, : max(lengths)] * there, there.long()
+
+
+def read_padded(rank: int | None) -> dict[str, float]:
+    model = Masked()
+    # The attention's own forward is not what runs, and what it computes is another matter.
+    with monitor_of(model, check_heads=False) as monitor:
+        monitor.arm()
+        model(*padded_batch(rank)).sum().backward()
+        record = monitor.measure(0).record()
+    (values,) = (layer.values for layer in record.layers.values())
+    return {name: values[name] for name in ("hdi", "head_covariance", "head_correlation", "head_output_overlap")}
+
+
 # --- what must come of it
 
 
@@ -162,6 +200,20 @@ def test_attention_and_inputs_over_ranks_are_those_of_the_joined_batch(two_ranks
         assert rank.answer["absent"] == {}
         for name, values in alone.layers[LAYERS[0]].arrays.items():
             assert rank.answer["heads"][name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
+
+
+def test_padded_batches_of_different_lengths_add_up_to_the_joined_batch(two_ranks):
+    alone = read_padded(None)
+    model, (ids, mask) = Masked(), padded_batch(None)
+    got = []
+    model.attn.out_proj.register_forward_pre_hook(lambda _, args: got.append(args[0].detach().double()))
+    model(ids, mask)
+    weight = model.attn.out_proj.weight.detach().double().T.unflatten(0, (4, 8))
+    truth = head_covariance(got[0][mask.bool()].unflatten(-1, (4, 8)), weight)
+    assert alone["head_correlation"] == pytest.approx(float(truth.correlation), rel=1e-4)
+    for rank in two_ranks(read_padded):
+        assert rank.warnings == []
+        assert rank.answer == pytest.approx(alone, rel=1e-5, abs=1e-7)
 
 
 def test_a_reading_over_ranks_is_that_of_the_joined_batch(two_ranks):

@@ -55,3 +55,35 @@ def test_interventions_are_refused_where_ranks_cannot_agree_on_them(two_ranks):
 def test_every_callback_hands_its_process_group_to_the_monitor(kind):
     assert kind(process_group=None)._settings.measuring["process_group"] is None
     assert kind()._settings.measuring["process_group"] == "auto"
+
+
+ODD_STATES = [
+    {"step": 3, "last_step": 10**9},
+    {"step": 3, "last_step": "x", "alerts": 5},
+    {"step": "three"},
+    {"step": 3, "last_step": 2, "alerts": {"rows": [1]}, "interventions": [None]},
+    "nothing of the kind",
+]
+
+
+def resumes(rank: int, folder: str, place: int) -> list:
+    """Resume from an odd state."""
+    torch.manual_seed(0)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"every_n_steps": 2, "verbose": False, "log_dir": f"{folder}/{place}"}
+    with watch_heads(model, optimizer, interventions=[StopTraining()], **options) as heads:
+        heads.load_state_dict(ODD_STATES[place])
+        for _ in range(4):
+            with heads.step():
+                model(torch.randint(16, (4, 12))).square().mean().backward()
+                optimizer.step()
+        steps = heads.global_step
+    return [steps, len(heads.latest), heads.should_stop]
+
+
+@pytest.mark.parametrize("place", range(len(ODD_STATES)))
+def test_ranks_that_resume_from_an_odd_state_end_with_the_same_step_and_do_not_hang(two_ranks, tmp_path, place):
+    first, second = (one.answer for one in two_ranks(resumes, str(tmp_path), place))
+    assert first == second
+    assert first[1] > 0
