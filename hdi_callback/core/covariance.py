@@ -247,7 +247,8 @@ def head_covariance(
         1.0
     """
     require_tensors(outputs=outputs, output_weight=output_weight)
-    if outputs.dim() != 3 or output_weight.dim() != 3 or outputs.shape[1:] != output_weight.shape[:2]:
+    agree = outputs.dim() == output_weight.dim() == 3 and outputs.shape[1:] == output_weight.shape[:2]
+    if not agree or 0 in output_weight.shape:
         raise ShapeError(
             "Head outputs (tokens, heads, width) and an output weight (heads, width, out_features) must agree, got "
             f"{tuple(outputs.shape)} and {tuple(output_weight.shape)}."
@@ -433,7 +434,7 @@ def bias_variance_covariance(predictions: Tensor, target: Tensor) -> BiasVarianc
         (0.0, 1.0, -1.0)
     """
     require_tensors(predictions=predictions, target=target)
-    if predictions.dim() < 2 or predictions.shape[2:] != target.shape:
+    if predictions.dim() < 2 or predictions.shape[2:] != target.shape or not predictions.numel():
         raise ShapeError(
             f"Predictions have the shape (replicates, heads, *target.shape), got {tuple(predictions.shape)} for a "
             f"target of {tuple(target.shape)}."

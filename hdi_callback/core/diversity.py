@@ -248,7 +248,7 @@ def head_diversity_from_covariance(
         True
     """
     require_tensors(covariance=covariance)
-    if covariance.dim() < 4 or covariance.shape[-4:-2] != covariance.shape[-2:]:
+    if covariance.dim() < 4 or covariance.shape[-4:-2] != covariance.shape[-2:] or 0 in covariance.shape[-2:]:
         raise ShapeError(
             f"A key covariance has the shape (..., heads, width, heads, width), got {tuple(covariance.shape)}. "
             "Write torch.cov(keys.flatten(1).T).reshape(heads, width, heads, width)."

@@ -48,7 +48,7 @@ def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None =
     remaining = torch.cat([wide[:head], wide[head + 1 :]])
     others = orthonormal_bases(remaining, method="exact").rows.flatten(0, 1)
     used, directions = torch.linalg.eigh(others.mT @ others)  # ascending
-    free = max(k, int((used < 1e-9).sum()))
+    free = min(d, max(k, int((used < 1e-9).sum())))
     draw = torch.randn(free, min(k, free), generator=generator, dtype=torch.float64).to(weight.device)
     rows = torch.linalg.qr(draw).Q.mT @ directions[:, :free].mT  # (min(k, d), d)
     fresh = torch.zeros(k, d, dtype=torch.float64, device=weight.device)

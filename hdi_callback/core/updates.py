@@ -132,7 +132,7 @@ def spectral_entropy(weight: Tensor) -> Tensor:
         >>> spectral_entropy(torch.eye(3)[None]).round(decimals=4).tolist()
         [1.0]
     """
-    require_tensors(2, weight=weight)
+    require_tensors(3, weight=weight)
     k = weight.shape[-2]
     out = torch.promote_types(weight.dtype, torch.float32)
     if k < 2:

@@ -83,6 +83,30 @@ def test_no_function_takes_what_is_no_tensor_of_floats(wrong, why):
             function(*[wrong] * count)
 
 
+@pytest.mark.parametrize(
+    ("function", "given_shapes"),
+    [
+        (head_diversity_from_covariance, [(2, 0, 2, 0)]),
+        (bias_variance_covariance, [(0, 2, 3), (3,)]),
+        (bias_variance_covariance, [(2, 0), ()]),
+        (head_covariance, [(0, 0, 0), (0, 0, 0)]),
+        (head_covariance, [(5, 2, 3), (2, 3, 0)]),
+        (spectral_entropy, [(3, 3)]),
+    ],
+)
+def test_empty_tensors_and_those_without_heads_are_refused(function, given_shapes):
+    with pytest.raises(ShapeError, match="got"):
+        function(*map(torch.ones, given_shapes))
+
+
+def test_a_fresh_head_that_is_wider_than_its_input_fills_what_there_is():
+    weight = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0))
+    fresh = fresh_head(weight, 1)
+    assert fresh.shape == (5, 2)
+    assert torch.linalg.matrix_rank(fresh) == 2
+    assert float(fresh.norm()) == pytest.approx(float(weight[[0, 2]].norm(dim=(-2, -1)).mean()), rel=1e-5)
+
+
 numbers = st.integers(-3, 2000) | st.floats() | st.sampled_from([None, "x", [], True, math.inf, 64, 768])
 
 
