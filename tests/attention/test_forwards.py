@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -234,18 +235,48 @@ def read_quietly(monitor) -> dict[str, float]:
     return record.scalars(["head_correlation"])
 
 
-def test_arming_never_exceeds_the_limit_of_recompilations():
+def trained_at_the_limit(is_watched: bool) -> tuple[list[float], list[torch.Tensor], list]:
+    """Train blocks that are compiled one by one, each with as many graphs as it may have."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Classifier(blocks=3)
-    # As many graphs as one may have: each block at sizes of its own.
-    with HeadDiversityMonitor(model, metrics=["head_correlation"], check_heads=False) as monitor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, records = [], []
+    options = {"metrics": ["head_correlation"], "check_heads": False}
+    with HeadDiversityMonitor(model, **options) if is_watched else nullcontext() as monitor:
         for place, block in enumerate(model.blocks):
             model.blocks[place] = torch.compile(block, backend="eager", fullgraph=True, dynamic=False)
-        for length in range(3, 11):
-            model(tokens()[:, :length]).sum().backward()
-            if length > 7:
+        for step, length in enumerate(range(3, 11)):
+            is_read = is_watched and (step == 0 or step >= 5)  # at first there is room, later there is none
+            if is_read:
                 monitor.arm()
-                model(tokens()[:, :length]).sum().backward()
-                monitor._taps.release()
+            elif is_watched:
+                monitor.rest()
+            loss = model(tokens()[:, :length]).square().mean()
+            loss.backward()
+            if is_read:
+                records.append(monitor.measure(step).record())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
     torch._dynamo.reset()
+    return losses, [parameter.detach().clone() for parameter in model.parameters()], records
+
+
+@pytest.mark.filterwarnings("ignore:Head outputs of:hdi_callback.errors.MonitoringWarning")
+def test_arming_never_exceeds_the_limit_of_recompilations():
+    losses, weights, _ = trained_at_the_limit(is_watched=False)
+    watched, others, records = trained_at_the_limit(is_watched=True)
+    assert watched == losses
+    assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+    names = [f"blocks.{place}.attn" for place in range(3)]
+    kinds = []
+    for record in records:
+        assert set(record.layers) == set(names)
+        are_read = ["head_correlation" in record.layers[name].values for name in names]
+        reasons = [record.absent.get(f"head outputs/{name}", "") for name in names]
+        # Read, or absent for the reason that it is.
+        assert [("graph of their own" in reason) != is_read for reason, is_read in zip(reasons, are_read)] == [True] * 3
+        kinds.append(all(are_read))
+    assert kinds[0]
+    assert not kinds[-1]
