@@ -142,6 +142,10 @@ class LayerInputs:
                         absent.leave_out(absence_of(source, layer.name), f"they are not known: {why}", f"inputs {why}")
         self.taps.release()
 
+    def forget(self) -> None:
+        """Let go of what was collected, once it is measured."""
+        self._captures = None
+
     def measure(self, ranks: Ranks, device: torch.device, absent: Absent) -> list[Measurement]:
         """Measure what was captured, by all ranks together.
 

@@ -263,6 +263,9 @@ class HeadDiversityMonitor:
         self._last_weights.begin(step)
         with torch.no_grad():
             measurements = self._measure_together(absent, has_verified) or self._measure_alone(absent)
+        for collected in (self._outputs, self._rows, self._inputs):
+            if collected is not None:
+                collected.forget()
         self._say_what_is_not_kept()
         names = self._layers.names
         late = self._layers.take_late()
@@ -296,6 +299,7 @@ class HeadDiversityMonitor:
             self._outputs.collect(pending, self._pending_outputs, absent)
             with torch.no_grad():
                 found = self._outputs.measure(absent)
+            self._outputs.forget()
         if self._pending_outputs:
             self.arm(training_only=self._training_only)
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent.reasons)

@@ -179,6 +179,10 @@ class HeadOutputs:
             self._say_what_is_padded(names)
         self.taps.release()
 
+    def forget(self) -> None:
+        """Let go of what was collected, once it is measured."""
+        self._captures = None
+
     def measure(self, absent: Absent) -> list[Measurement]:
         """Measure what was collected, as one process alone.
 

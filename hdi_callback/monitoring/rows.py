@@ -212,6 +212,10 @@ class AttentionReadings:
                     self._seen[layer.name] = found
         self.release()
 
+    def forget(self) -> None:
+        """Let go of what was collected, once it is measured."""
+        self._seen = None
+
     def measure(self, absent: Absent) -> list[Measurement]:
         """Measure what was seen, as one process alone.
 
