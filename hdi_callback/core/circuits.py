@@ -17,6 +17,8 @@ from hdi_callback.core.tensors import require_tensors
 from hdi_callback.core.whitening import DEFAULT_BUDGET, head_chunks, require_rank_tol, whiten_heads
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
+_TINY = 1e-30
+
 
 @dataclass(frozen=True)
 class CircuitSimilarity:
@@ -146,6 +148,47 @@ def ov_circuits(
     return _similarity(
         output, value, None, value_covariance, key_head, limit, rank_tol, memory_budget, ("output", "value")
     )
+
+
+def circuit_penalty(query: Tensor, key: Tensor) -> Tensor:
+    r"""Compute the mean squared cosine of the heads' QK circuits as a penalty to train with; differentiable.
+
+    .. math:: \operatorname{mean}_{h \ne g} \frac{\langle B_h, B_g \rangle^2}{\lVert B_h \rVert^2 \lVert B_g \rVert^2}
+
+    Equal circuits are a stationary point: separating clones needs noise. Ours.
+
+    Args:
+        query: ``(H, d_k, d)``, at least two heads.
+        key: ``(G, d_k, d')``, the distinct key heads; G divides H, the groups lie side by side.
+
+    Returns:
+        The mean, in [0, 1], in float32 or wider; a head of zeros is like none.
+
+    Raises:
+        ShapeError: if the shapes do not belong together, or there are fewer than two heads.
+
+    Example:
+        >>> weight = torch.eye(4).reshape(2, 2, 4).requires_grad_()
+        >>> circuit_penalty(weight, weight).item()
+        0.0
+    """
+    _require_shapes(query, key, "query", "key")
+    H, G = query.shape[0], key.shape[0]
+    if query.dim() != 3 or H < 2:
+        raise ShapeError(f"A penalty on pairs needs (heads >= 2, width, features), got {tuple(query.shape)}.")
+    wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
+    group = torch.arange(H, device=query.device) // (H // G)
+    query, key = query.to(wide), key.to(wide)
+    # Each head's scale is its own business: without it, fourth powers of small weights would underflow.
+    query = query / torch.linalg.vector_norm(query.detach(), dim=(-2, -1), keepdim=True).clamp_min(_TINY)
+    key = key / torch.linalg.vector_norm(key.detach(), dim=(-2, -1), keepdim=True).clamp_min(_TINY)
+    of_queries = torch.einsum("hid,gjd->hgij", query, query)
+    of_keys = torch.einsum("hid,gjd->hgij", key, key)[group][:, group]
+    inner = (of_queries * of_keys).sum((-2, -1))
+    size = inner.diagonal()
+    squared = inner.square() / (size[:, None] * size[None, :]).clamp_min(_TINY)
+    pairs = ~torch.eye(H, dtype=torch.bool, device=query.device)
+    return torch.where(pairs, squared, 0).sum() / (H * (H - 1))
 
 
 def _similarity(

@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from hdi_callback.core import (
     fresh_head,
     handover_loss,
     head_diversity,
+    qk_circuits,
 )
+from hdi_callback.core.circuits import circuit_penalty
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions.intervention import Action, Intervention, WhileItStands
@@ -45,6 +47,9 @@ class DiversityPenalty(WhileItStands):
         weight: what the mean overlap, in [0, 1], is multiplied by.
         roles: the weights that are pushed apart: ``"key"``, ``"query"``, ``"value"``.
         noise: size of the displacement, relative to the norm of a head.
+        measure: what is made small: ``"subspace"`` the mean overlap of the subspaces of each role, ``"circuit"`` the
+            mean squared cosine of the QK circuits (`circuit_penalty`), that is of what attends to what. `roles` are for
+            subspaces alone.
         options: see `Intervention`.
 
     Raises:
@@ -55,14 +60,26 @@ class DiversityPenalty(WhileItStands):
     waits_for_change = True
 
     def __init__(
-        self, weight: float = 0.1, *, roles: Sequence[Role] = ("key",), noise: float = 1e-2, **options: Any
+        self,
+        weight: float = 0.1,
+        *,
+        roles: Sequence[Role] = ("key",),
+        noise: float = 1e-2,
+        measure: Literal["subspace", "circuit"] = "subspace",
+        **options: Any,
     ) -> None:
         super().__init__(**options)
+        self.measure = one_of("measure of DiversityPenalty", measure, ("subspace", "circuit"))
         self.weight = number("weight of DiversityPenalty", weight, above=0, below=math.inf, example=0.1)
         self.noise = number("noise of DiversityPenalty", noise, above=0, below=math.inf, example=0.01)
         for role in words("roles of DiversityPenalty", roles, what="roles", may_be_empty=False) or ("",):
             one_of("roles of DiversityPenalty", role, ("key", "query", "value"))
         self.roles = tuple(roles)
+        if measure == "circuit" and self.roles != ("key",):
+            raise MisconfigurationError(
+                f'`roles` of DiversityPenalty are for subspaces, and measure="circuit" takes queries and keys '
+                f"together, got roles={list(self.roles)}: leave `roles` out."
+            )
 
     def check(self) -> None:
         """Refuse weights that are spread over ranks."""
@@ -72,7 +89,8 @@ class DiversityPenalty(WhileItStands):
 
     def begin(self) -> str:
         """Say what begins."""
-        return f"started to push the {' and '.join(self.roles)} heads apart (weight {self.weight:g})"
+        what = "QK circuits of the" if self.measure == "circuit" else " and ".join(self.roles)
+        return f"started to push the {what} heads apart (weight {self.weight:g})"
 
     def end(self) -> str:
         """Say what ends."""
@@ -93,7 +111,10 @@ class DiversityPenalty(WhileItStands):
         if not parameters:
             return
         with torch.enable_grad(), _without_autocast(parameters[0].device):
-            penalty = torch.stack([self._penalty(layer.weight(role)) for role in self.roles]).sum()
+            if self.measure == "circuit":
+                penalty = self._circuit_penalty(layer.weight("query"), layer.weight("key"))
+            else:
+                penalty = torch.stack([self._penalty(layer.weight(role)) for role in self.roles]).sum()
             if not penalty.requires_grad:
                 return
             gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
@@ -114,14 +135,28 @@ class DiversityPenalty(WhileItStands):
         if weight.shape[0] < 2:
             return weight.new_zeros(())
         detached = weight.detach().float()
-        size = torch.linalg.vector_norm(detached, dim=(-2, -1), keepdim=True)
-        generator = torch.Generator().manual_seed(weight.shape[0])
-        draw = torch.randn(weight.shape, generator=generator).to(detached)
-        aside = self.noise * size * draw / weight[0].numel() ** 0.5
+        aside = self._aside(detached)
         # A pair that shares its subspace gets no gradient where it stands.
         nearest = head_diversity(detached).nearest_overlap
         is_clone = (nearest > 1 - 1e-4)[:, None, None]
         return diversity_penalty(weight.float() + aside * is_clone)
+
+    def _circuit_penalty(self, query: Tensor, key: Tensor) -> Tensor:
+        if query.shape[0] < 2:
+            return query.new_zeros(())
+        # Equal circuits get no gradient where they stand; keys that they share need none to be moved apart.
+        nearest = qk_circuits(query, key).nearest_cosine
+        is_clone = (nearest > 1 - 1e-4)[:, None, None]
+        wide = query.float()
+        return circuit_penalty(wide + self._aside(wide.detach()) * is_clone, key.float())
+
+    def _aside(self, weight: Tensor) -> Tensor:
+        """Draw a displacement of each head, the same on every rank."""
+        size = torch.linalg.vector_norm(weight, dim=(-2, -1), keepdim=True)
+        generator = torch.Generator().manual_seed(weight.shape[0])
+        draw = torch.randn(weight.shape, generator=generator).to(weight)
+        aside: Tensor = self.noise * size * draw / weight[0].numel() ** 0.5
+        return aside
 
 
 class ReviveHeads(Intervention):

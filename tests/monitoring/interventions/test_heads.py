@@ -116,6 +116,63 @@ def test_exact_clones_are_pushed_apart_and_the_weights_and_the_random_state_are_
     assert heads.isfinite().all()
 
 
+def circuit_cosines(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Cosines of the d x d products of each query head with its key head, written out."""
+    products = torch.einsum("hki,hkj->hij", query.double(), key.double()).flatten(1)
+    return F.cosine_similarity(products[:, None], products[None], dim=-1)
+
+
+def test_the_gradient_of_the_circuits_is_that_of_the_products_written_out():
+    model, by_hand = classifier(), classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    penalty = DiversityPenalty(0.7, measure="circuit")
+    penalty.attach(Open(model, optimizer))
+    penalty.answer(alert("blocks.1.attn"))
+    penalty.before_optimizer_step(optimizer)
+    attn = by_hand.blocks[1].attn
+    cosines = circuit_cosines(*(linear.weight.unflatten(0, (4, 8)) for linear in (attn.q_proj, attn.k_proj)))
+    (0.7 * (cosines.square().sum() - 4) / 12).backward()
+    for name in ("q_proj", "k_proj"):
+        left, right = (getattr(each.blocks[1].attn, name).weight.grad for each in (model, by_hand))
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-8)
+    assert model.blocks[1].attn.v_proj.weight.grad is None
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1], ids=["own keys", "grouped", "multi-query"])
+def test_heads_of_one_circuit_are_pushed_apart_until_they_attend_to_other_things(groups):
+    torch.manual_seed(0)
+    model = nn.Sequential(LlamaLike(key_heads=groups))
+    (layer,) = find_attention(model)
+    with torch.no_grad():  # key heads 0 and 1 share a group, or are made alike
+        layer.weight("query")[1] = layer.weight("query")[0]
+        if groups == 4:
+            layer.weight("key")[1] = layer.weight("key")[0]
+
+    def cosine() -> float:
+        key = layer.weight("key").detach()
+        return float(circuit_cosines(layer.weight("query").detach(), key.repeat_interleave(4 // groups, 0))[0, 1])
+
+    assert cosine() > 1 - 1e-6
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    penalty = DiversityPenalty(1.0, measure="circuit")
+    penalty.attach(Open(model, optimizer))
+    penalty.answer(alert(layer.name))
+    state = torch.get_rng_state()
+    for _ in range(300):
+        optimizer.zero_grad()
+        penalty.before_optimizer_step(optimizer)
+        optimizer.step()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert cosine() < 0.5
+
+
+def test_roles_are_refused_where_circuits_are_measured():
+    with pytest.raises(MisconfigurationError, match="leave `roles` out"):
+        DiversityPenalty(roles=["value"], measure="circuit")
+    with pytest.raises(MisconfigurationError, match="`measure` of DiversityPenalty"):
+        DiversityPenalty(measure="kernel")
+
+
 def test_without_the_noise_clones_would_stay_clones():
     weight = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
     weight[2] = weight[0]
