@@ -173,7 +173,9 @@ class HDITrainerCallback(transformers.TrainerCallback):
         self._optimizer = inner_optimizer(kwargs["optimizer"])
         self._host = _TrainerHost(args, state, control, kwargs["optimizer"], self._settings, self._warn_once)
         self._session = Session.start(kwargs["model"], self._host, self._settings, warn_once=self._warn_once)
-        restored = self._session.accept(self._restored(args, state), step=state.global_step)
+        # Every rank takes up the same state, though its own disk may not hold one.
+        found = self._host.broadcast(self._restored(args, state))
+        restored = self._session.accept(found, step=state.global_step)
         if self._host.is_first_rank:
             print_layers(self._session, self._settings)
         self._session.open(restored)

@@ -24,7 +24,7 @@ from hdi_callback.monitoring.pending import Pending
 from hdi_callback.monitoring.place import place_history
 from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.publisher import Publisher
-from hdi_callback.monitoring.ranks import refuse_apart
+from hdi_callback.monitoring.ranks import number_of_processes, refuse_apart
 from hdi_callback.monitoring.readings import Readout
 from hdi_callback.monitoring.resume import (
     end_what_is_resolved,
@@ -200,12 +200,19 @@ class Session:
                 with self.warn_once.guard(_RESUMING):
                     judge_again(self.alerts, self.history, last)
         if not is_known:
-            with self.warn_once.guard(_RESUMING):  # every rank reads at the same steps
-                self.schedule.last = self._host.broadcast(last_step_in(self.history, step))
+            with self.warn_once.guard(_RESUMING):
+                self.schedule.last = self._last_step_without_state(step)
         if state is not None and self.alerts is not None and self.interventions:
             with self.warn_once.guard(_RESUMING):
                 active = self._host.broadcast([(alert.layer, alert.rule) for alert in self.alerts.active])
                 end_what_is_resolved(self.interventions, set(active))
+
+    def _last_step_without_state(self, step: int) -> int | None:
+        if number_of_processes() == 1 or self._settings.process_group is None:
+            return last_step_in(self.history, step)
+        # The state of another rank may be sound, so no call that all ranks must make is made here. What every rank can
+        # tell alone: all readings before this step were made, and one that is due at it was not.
+        return step - 1 if step > 0 else None
 
     @property
     def history_path(self) -> Path | None:

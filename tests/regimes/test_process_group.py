@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hdi_callback import HDICallback, HDITrainerCallback, watch_heads
 from hdi_callback.errors import MisconfigurationError
@@ -87,3 +88,29 @@ def test_ranks_that_resume_from_an_odd_state_end_with_the_same_step_and_do_not_h
     first, second = (one.answer for one in two_ranks(resumes, str(tmp_path), place))
     assert first == second
     assert first[1] > 0
+
+
+SOUND = {"step": 4, "last_step": 2}
+
+
+def resumes_beside_a_sound_rank(rank: int, folder: str, odd_rank: int) -> list:
+    """Resume on one rank from a state whose last reading is lost, on the other from a sound one."""
+    torch.manual_seed(0)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_heads(model, optimizer, every_n_steps=2, verbose=False, log_dir=f"{folder}/{odd_rank}") as heads:
+        heads.load_state_dict({**SOUND, "last_step": "x"} if rank == odd_rank else SOUND)
+        for _ in range(4):
+            with heads.step():
+                model(torch.randint(16, (4, 12))).square().mean().backward()
+                dist.all_reduce(next(model.parameters()).grad)  # the training's own call must meet its like
+                optimizer.step()
+    return [heads.global_step, heads.latest]
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_one_rank_with_an_odd_state_reads_with_the_others(two_ranks, tmp_path, odd_rank):
+    first, second = (one.answer for one in two_ranks(resumes_beside_a_sound_rank, str(tmp_path), odd_rank))
+    assert first == second
+    assert first[0] == 8
+    assert "hdi/mean" in first[1]
