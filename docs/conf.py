@@ -39,6 +39,11 @@ napoleon_use_ivar = True
 python_maximum_signature_line_length = 88
 
 nitpick_ignore_regex = [
+    # Types of arguments that are no part of the public door.
+    (
+        r"py:class",
+        r"hdi_callback\.(monitoring\.(history\.History|warn_once\.WarnOnce|readings\.Measurement)|integrations\.loop\._LoopHost)",
+    ),
     # The inventories of other projects would have to be downloaded.
     (r"py:.*", r"(torch|lightning|pl|pandas|pd|matplotlib|nn|types|os|pathlib|collections|typing_extensions)\..*"),
     (r"py:.*", r"(Tensor|Module|Figure|Path|Self|Method|Role|Any|Callable|Iterable|Sequence|Mapping|TracebackType)"),

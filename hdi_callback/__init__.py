@@ -11,7 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback import core, errors, interventions, rules
-from hdi_callback.attention import AttentionLayer, HeadSlice, Refusal, find_attention, register_layout
+from hdi_callback.attention import (
+    AttentionLayer,
+    HeadPieces,
+    HeadProduct,
+    HeadSlice,
+    Refusal,
+    find_attention,
+    register_layout,
+)
 from hdi_callback.core import allocate_heads, head_covariance, head_diversity, principal_cosines
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule
 from hdi_callback.monitoring.history import load_history
@@ -38,6 +46,8 @@ __all__ = [
     "HDICallback",
     "HDITrainerCallback",
     "HeadDiversityMonitor",
+    "HeadPieces",
+    "HeadProduct",
     "HeadSession",
     "HeadSlice",
     "Host",

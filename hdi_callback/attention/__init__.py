@@ -3,7 +3,7 @@
 from hdi_callback.attention.behaviour.check import HeadCheck, HeadSearch
 from hdi_callback.attention.capture import Capture, Taps
 from hdi_callback.attention.discovery import Refusal, Survey, find_attention, survey
-from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadProduct, HeadSlice, Role
+from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadPieces, HeadProduct, HeadSlice, Role
 from hdi_callback.attention.layouts import Place, register_layout
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "AttentionLayer",
     "Capture",
     "HeadCheck",
+    "HeadPieces",
     "HeadProduct",
     "HeadSearch",
     "HeadSlice",
