@@ -102,7 +102,7 @@ def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make):
         torch._dynamo.reset()
         dynamo.clear()
         model = make()
-        with HeadDiversityMonitor(model, max_tokens=16) as monitor:
+        with HeadDiversityMonitor(model, max_tokens=16, padding=None) as monitor:
             compiled = torch.compile(model, backend="eager")
             for shape in shapes:
                 if is_armed:

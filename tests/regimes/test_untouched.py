@@ -38,7 +38,8 @@ def train(kind, *, is_watched: bool, backend: str | None, precision: str, accumu
     model = kind(dropout=0.2)
     if precision == "bf16-true":
         model.bfloat16()
-    monitor = HeadDiversityMonitor(model, metrics=METRICS) if is_watched else None
+    # There is no padding, which cannot be known where masks may be made inside a compiled graph.
+    monitor = HeadDiversityMonitor(model, metrics=METRICS, padding=None) if is_watched else None
     forward = model if backend is None else torch.compile(model, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(1)
