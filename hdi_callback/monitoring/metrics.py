@@ -347,6 +347,13 @@ DEFAULT_METRICS = ("hdi", "hdi_worst_pair", "hdi_effective_heads", "head_covaria
 """The curves that a new user sees."""
 
 
+def _known() -> str:
+    """List the metrics in a sentence: those of keys stand for the same of queries, values and outputs."""
+    roles = ("hdi_query", "hdi_value", "hdi_output")
+    own = [name for name in METRICS if not name.startswith(roles)]
+    return f"Known metrics: {', '.join(own)}; those of `hdi` also as {', '.join(f'{role}...' for role in roles)}."
+
+
 def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
     """Check the names of metrics and return them without repeats.
 
@@ -369,7 +376,7 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
     if unknown or not chosen:
         raise MisconfigurationError(
             f"`metrics` must name at least one of the known metrics, got {list(chosen)}; unknown: {unknown}. "
-            f"Known metrics: {', '.join(METRICS)}.{did_you_mean(unknown[0], METRICS) if unknown else ''}"
+            f"{_known()}{did_you_mean(unknown[0], METRICS) if unknown else ''}"
         )
     return chosen
 
@@ -388,8 +395,7 @@ def check_needs(rule: str, needs: Sequence[str], metrics: Sequence[str]) -> None
     for name in needs:
         if name not in METRICS:
             raise MisconfigurationError(
-                f"The rule {rule!r} needs {name!r}, which is no metric.{did_you_mean(name, METRICS)} Known metrics: "
-                f"{', '.join(METRICS)}."
+                f"The rule {rule!r} needs {name!r}, which is no metric.{did_you_mean(name, METRICS)} {_known()}"
             )
         sources = {"key", *(METRICS[metric].source for metric in metrics)}
         is_error = name.endswith("_error") and not any(metric.endswith("_error") for metric in metrics)

@@ -65,7 +65,8 @@ def test_each_force_makes_the_heads_collapse_in_its_own_way(kind, key_heads):
         for step in range(10):
             force.after_step(step)
         assert torch.equal(head_diversity(first.weight("key")).overlap, before.overlap), "it waits for its start"
-    for step in range(10, 500):
+    # Later the shared direction outgrows the others by more than the rank's tolerance.
+    for step in range(10, 300 if kind == "shared direction" else 500):
         force.after_step(step)
     after = head_diversity(first.weight("key"))
     if kind == "falling rank":
