@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -66,7 +69,13 @@ def under_lightning(padding, path, folder, **options):
 
 
 def under_ddp(padding, path, folder):
-    under_lightning(padding, path, folder, strategy="ddp", devices=1)
+    before = dict(os.environ)
+    try:
+        under_lightning(padding, path, folder, strategy="ddp", devices=1)
+    finally:  # what Lightning leaves would make every later trainer of this process a distributed one
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def under_transformers(padding, path, folder):
