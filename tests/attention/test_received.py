@@ -17,6 +17,8 @@ from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scor
 from hdi_callback.attention.behaviour.trial import contradiction
 from hdi_callback.attention.heads import AttentionLayer
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 H, D = 4, 8
 WIDTH = H * D
 

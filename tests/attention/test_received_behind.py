@@ -11,6 +11,8 @@ from hdi_callback.attention.behaviour.given import given
 from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scores
 from tests.attention.test_received import WIDTH, D, H, Plain, blocks, find, joined, rows_of, split
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 
 class Activated(Plain):
     """An activation between attention and the output projection, as in LeViT."""

@@ -11,6 +11,7 @@ from tests.benchmarks import bench_reading, bench_step, ratios
 from tests.benchmarks.ratios import measure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bench", "rows"), [(bench_reading, 12), (bench_step, 3)], ids=["bench_reading", "bench_step"])
 def test_a_benchmark_writes_its_command_and_a_ratio_with_its_spread(bench, rows, tmp_path, capsys):
     path = tmp_path / "deep" / "report.md"

@@ -51,6 +51,7 @@ def test_the_models_learn(task, norm):
     assert data.validate(model) < before - 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("rewarded alignment", "high learning rate")])
 @pytest.mark.parametrize("key_heads", [8, 4])
 def test_each_force_makes_the_heads_collapse_in_its_own_way(kind, key_heads):

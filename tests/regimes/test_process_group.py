@@ -39,6 +39,7 @@ def refused(rank: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_at_different_steps_do_not_wait_for_each_other(two_ranks, tmp_path):
     told = two_ranks(leaves_early, str(tmp_path))
     assert [one.answer[0] for one in told] == [2, 5]

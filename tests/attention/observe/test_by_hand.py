@@ -12,6 +12,8 @@ from tests.attention.wild.catalogue import cases
 from tests.attention.wild.proof import make_inputs, randomize, run
 from tests.attention.wild.truth import Case, Core, weight_of
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 ALL = cases()
 # Products that are written as `(q * k).sum(-1)` are not seen; what TorchScript runs is named as closed.
 NOT_SEEN = {"ProductByHand", "Scripted"}

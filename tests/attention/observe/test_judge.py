@@ -15,6 +15,8 @@ from hdi_callback.attention.observe import AttentionObserver
 from tests.attention import models
 from tests.attention.sweep.architectures import variants
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 B, T, D, H = 3, 7, 32, 4
 
 

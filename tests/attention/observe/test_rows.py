@@ -15,6 +15,8 @@ from hdi_callback.core.kernels import AttentionSums, NormSums, logit_bound
 from tests.attention.observe.oracle import Rows, against_eager, observed
 from tests.attention.sweep.architectures import config_of, variants
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 B, T, S = 3, 11, 7
 ENCODERS = ["bert", "albert", "roberta", "modernbert", "deberta-v2", "mpnet"]
 DECODERS = [

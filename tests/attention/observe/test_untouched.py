@@ -23,6 +23,8 @@ from tests.attention.observe.oracle import Rows
 from tests.attention.sweep.architectures import variants
 from tests.models import Attention, Block
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 WIDTH, LENGTH, CLASSES, STEPS = 32, 12, 5, 3
 
 
