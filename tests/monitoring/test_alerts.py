@@ -111,6 +111,31 @@ def test_a_rule_that_is_wrong_in_itself_silences_no_rule_after_it(odd):
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize(
+    ("finding", "said"),
+    [
+        (Finding("something", heads=(1, 4)), "from 0 to 3 in this layer"),
+        (Finding("something", heads=(-1,)), "from 0 to 3 in this layer"),
+        (Finding("something", heads=(True,)), "from 0 to 3 in this layer"),
+        (Finding("something", value="high"), "must be a number or None"),
+        (Finding("something", since=10**6), "at most that of the reading"),
+    ],
+)
+def test_a_finding_that_cannot_be_costs_one_warning_and_silences_no_rule(finding, said):
+    alerts = Alerts([odd_rule("odd", finding), FewEffectiveHeads()], [{"name": "attn", "num_heads": 4}], WarnOnce())
+    with pytest.warns(MonitoringWarning, match=f"the alert rule 'odd' failed.*{said}") as seen:
+        assert told(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_left_out_of_the_alert(number):
+    alerts = Alerts([odd_rule("odd", Finding("something", value=number, threshold=number))], warn_once=WarnOnce())
+    (alert,) = alerts.judge(heads(0, 1.0))
+    assert (alert.finding.value, alert.finding.threshold) == (None, None)
+    assert json.loads(json.dumps(alert.to_dict(), allow_nan=False))["rule"] == "odd"
+
+
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_a_resumed_run_tells_what_an_uninterrupted_one_tells(cut):
     values = [0.1, 0.2, 0.45, 0.55, 0.52, 0.45, 0.3, 0.6, 0.91, 0.95, 0.2, 0.1]
