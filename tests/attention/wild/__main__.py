@@ -24,7 +24,7 @@ _HEAD = """\
 {count} modules as researchers write them, none of which uses a library of attention: every way to split heads, bare
 parameters, fused and shared maps, names that say something else than what is computed, inputs in dictionaries, two
 attentions in one module, scores that are no products, and what is called attention and is none
-([their sources](https://github.com/hdi-callback/hdi-callback/tree/main/tests/attention/wild)).
+(their sources: `tests/attention/wild`).
 
 What is true of each is written down as data: the rows of each head in each weight. It is proved without the package:
 one element of a weight is changed, and the softmax of the real module shows which head's scores change, of which query
