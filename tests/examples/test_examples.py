@@ -15,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hdi_callback import load_history
 from tests.wandb_files import read_wandb
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 EXAMPLES = [
     "train_gpt.py",
     "train_vit_digits.py",

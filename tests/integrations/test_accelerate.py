@@ -19,6 +19,8 @@ from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.replay import read_alerts
 from tests.models import LAYERS, Classifier, batches
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 QUIET = {"verbose": False}
 
 

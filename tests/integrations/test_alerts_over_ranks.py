@@ -12,6 +12,8 @@ import torch
 from hdi_callback.monitoring.history import read_lines
 from hdi_callback.monitoring.replay import read_alerts
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, request):
