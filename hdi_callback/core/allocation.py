@@ -92,7 +92,8 @@ def allocate_heads(
             f"No divisor of total_width={D} is a multiple of {multiple_of}: write multiple_of=1."
         )
     best = min(widths, key=error)
-    log_argument = math.log((g + L) / L) + (g + L) / L + math.log(g * B * n * D / noise)
+    # As a sum, since the product of very small numbers would be zero.
+    log_argument = math.log((g + L) / L) + (g + L) / L + sum(map(math.log, (g, B, n, D))) - math.log(noise)
     return HeadAllocation(D // best, best, _lambert_w_of_exp(log_argument) / (g + L) - 1 / L, error(best))
 
 

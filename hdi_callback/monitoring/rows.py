@@ -22,6 +22,11 @@ from hdi_callback.monitoring.outputs import join
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 
+_FAST_PATH = (
+    "the model has torch's own encoder layers, which would not take their fast path in evaluation while attention is "
+    "observed"
+)
+
 
 @dataclass(frozen=True)
 class Attending:
@@ -168,7 +173,7 @@ class AttentionReadings:
             padding_mask: ``(batch, length)``, true where a token is padding.
         """
         self._is_armed, self._training_only, self._padding_mask = True, training_only, padding_mask
-        if not self._is_suspended:
+        if not self._is_suspended and not self._has_fast_path():
             self._observer.arm()
 
     def disarm(self) -> None:
@@ -188,8 +193,13 @@ class AttentionReadings:
     def resume(self) -> None:
         """Allow `arm` again; what was armed before `suspend` is not observed any more."""
         self._is_suspended = False
-        if self._is_armed:
+        if self._is_armed and not self._has_fast_path():
             self._observer.arm()
+
+    def _has_fast_path(self) -> bool:
+        # Its hooks would make torch's own encoder layers compute otherwise in a forward in evaluation mode, such as a
+        # rollout within the step.
+        return any(isinstance(module, nn.TransformerEncoderLayer) for module in self._model.modules())
 
     def collect(self, absent: Absent) -> None:
         """Take over what was seen, for the measurement that follows.
@@ -205,7 +215,9 @@ class AttentionReadings:
             for layer in self._layers.all:
                 if layer.name in self._layers.removed or self._layers.is_contradicted(layer.name):
                     continue
-                found = self._sums_of(layer, paths.get(id(layer.module), layer.name))
+                found: RowSums | str = _FAST_PATH
+                if not self._has_fast_path():
+                    found = self._sums_of(layer, paths.get(id(layer.module), layer.name))
                 if isinstance(found, str):
                     absent.leave_out(absence_of(ROWS, layer.name), f"they are not known: {found}", f"{ROWS} {found}")
                 else:

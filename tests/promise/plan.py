@@ -64,9 +64,11 @@ TRAITS: dict[str, Trait] = {
     "backward hooks": Trait(),
     "global hooks": Trait(),
     # parts of the model
-    "lazy head": Trait(shells=(*PLAIN, *LIGHTNING), conflicts=(*_COPIES, "frozen attention")),
+    "lazy head": Trait(shells=(*PLAIN, *LIGHTNING), conflicts=(*_COPIES, "frozen attention", "bf16 weights")),
     "lazy attention": Trait(
-        ("separate", "fused"), (*PLAIN, *LIGHTNING), (*_WEIGHTS, *_COPIES, "frozen attention", "frozen block")
+        ("separate", "fused"),
+        (*PLAIN, *LIGHTNING),
+        (*_WEIGHTS, *_COPIES, "frozen attention", "frozen block", "bf16 weights"),
     ),
     "frozen block": Trait(HAND_WRITTEN),
     "frozen attention": Trait(tuple(family for family in FAMILIES if family != "lora")),
