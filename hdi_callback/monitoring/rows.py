@@ -212,12 +212,12 @@ class AttentionReadings:
         if self._is_armed:
             self._seen = {}
             paths = {id(module): name for name, module in self._model.named_modules()}
+            has_fast_path = self._has_fast_path()
             for layer in self._layers.all:
                 if layer.name in self._layers.removed or self._layers.is_contradicted(layer.name):
                     continue
-                found: RowSums | str = _FAST_PATH
-                if not self._has_fast_path():
-                    found = self._sums_of(layer, paths.get(id(layer.module), layer.name))
+                path = paths.get(id(layer.module), layer.name)
+                found = _FAST_PATH if has_fast_path else self._sums_of(layer, path)
                 if isinstance(found, str):
                     absent.leave_out(absence_of(ROWS, layer.name), f"they are not known: {found}", f"{ROWS} {found}")
                 else:
