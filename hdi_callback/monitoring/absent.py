@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from hdi_callback.attention import ROLES
 from hdi_callback.errors import HDIError
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.metrics import COVARIANCE
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class ContradictedError(HDIError):
@@ -19,13 +19,13 @@ class Absent:
     """Collect what could not be measured at one reading.
 
     Args:
-        faults: warns once for each kind of reason.
+        warn_once: warns once for each kind of reason.
         reasons: what is known so far: layer, or source and layer -> reason.
     """
 
-    def __init__(self, faults: Faults, reasons: dict[str, str] | None = None) -> None:
+    def __init__(self, warn_once: WarnOnce, reasons: dict[str, str] | None = None) -> None:
         self.reasons: dict[str, str] = {} if reasons is None else reasons
-        self._faults = faults
+        self._warn_once = warn_once
 
     def leave_out(self, what: str, reason: str, kind: str) -> None:
         """Note a reason, and warn if it is the first of its kind.
@@ -36,7 +36,7 @@ class Absent:
             kind: reasons of one kind are told once.
         """
         self.reasons[what] = reason
-        self._faults.say(
+        self._warn_once.warn(
             kind,
             f"{what}: {reason}. It is left out of such readings, and so is every layer of which this holds; training "
             "goes on.",

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from hdi_callback.monitoring import warn_once
-from hdi_callback.monitoring.warn_once import attempt_each, describe
+import warnings
+from typing import Any
 
-__all__ = ["Faults", "attempt_each", "describe"]
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 
-class Faults(warn_once.WarnOnce):
+class _Faults(WarnOnce):
     """See `WarnOnce`."""
 
-    contained = warn_once.WarnOnce.guard
-    tell = warn_once.WarnOnce.error
-    say = warn_once.WarnOnce.warn
+    contained = WarnOnce.guard
+    tell = WarnOnce.error
+    say = WarnOnce.warn
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Faults":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "`Faults` is deprecated: write `from hdi_callback.monitoring.warn_once import WarnOnce`, with `guard`, `error` "
+        "and `warn` for `contained`, `tell` and `say`.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return _Faults

@@ -14,8 +14,8 @@ from hdi_callback.attention.sharding import Sharding, as_if_whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError, MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning
 from hdi_callback.monitoring.absent import ContradictedError, listed
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.ranks import Ranks
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class WatchedLayers:
@@ -27,7 +27,7 @@ class WatchedLayers:
         exclude: patterns of layer names to leave out.
         check_heads: check the heads against the first forward that is read, and look there again at what was refused.
         strict: make it an error if there is nothing to watch.
-        faults: turns what goes wrong into one warning.
+        warn_once: turns what goes wrong into one warning.
 
     Attributes:
         all: the layers, in model order.
@@ -47,7 +47,7 @@ class WatchedLayers:
         exclude: Sequence[str] | None,
         check_heads: bool,
         strict: bool,
-        faults: Faults,
+        warn_once: WarnOnce,
     ) -> None:
         with as_if_whole(model) as uncounted:
             found = survey(inner_model(model), include=include, exclude=exclude)
@@ -58,7 +58,7 @@ class WatchedLayers:
         self.refused: tuple[Refusal, ...] = (*found.refused, *uncountable)
         self.found_late: frozenset[str] = frozenset()
         self.sharding = Sharding(model)
-        self._model, self._is_strict, self._faults = model, strict, faults
+        self._model, self._is_strict, self._warn_once = model, strict, warn_once
         self._undecided = found.undecided if check_heads else ()
         self._say_what_is_left_out()
         self._check = HeadCheck(self.all) if check_heads else None
@@ -156,7 +156,7 @@ class WatchedLayers:
         if self._check is None or not self._check.is_armed:
             return False
         self._is_checked = True
-        with self._faults.contained("checking heads"):
+        with self._warn_once.guard("checking heads"):
             # A module whose projections are spread over ranks may count the heads of its own rank alone.
             spread = [one.name for one in self.all if any(self.sharding.is_sharded(one, role) for role in one.slices)]
             shown_otherwise = self._check.contradictions(leave_out=spread)
@@ -165,7 +165,7 @@ class WatchedLayers:
                 for name, shown in shown_otherwise.items()
             }
         if self._search is not None:
-            with self._faults.contained("looking for heads"):
+            with self._warn_once.guard("looking for heads"):
                 self._admit(self._search.found())
         if self._contradicted:
             shown = "; ".join(f"`{name}`: {reason}" for name, reason in list(self._contradicted.items())[:3])

@@ -17,7 +17,6 @@ from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.absent import Absent, absence_of
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.inputs import LayerInputs
 from hdi_callback.monitoring.layers import WatchedLayers
@@ -30,6 +29,7 @@ from hdi_callback.monitoring.readings import Measurement, Reading
 from hdi_callback.monitoring.rows import AttentionReadings
 from hdi_callback.monitoring.settings import Method, check_arguments
 from hdi_callback.monitoring.sources import weight_sources
+from hdi_callback.monitoring.warn_once import WarnOnce
 from hdi_callback.monitoring.weights import WeightReader
 
 
@@ -102,10 +102,10 @@ class HeadDiversityMonitor:
             checked[name] for name in ("include", "exclude", "max_tokens", "rank_tol")
         )
         self.metrics: tuple[str, ...] = checked["metrics"]
-        self.faults = Faults()
+        self.warn_once = WarnOnce()
         self._model = model
         self._layers = WatchedLayers(
-            model, include=include, exclude=exclude, check_heads=check_heads, strict=strict, faults=self.faults
+            model, include=include, exclude=exclude, check_heads=check_heads, strict=strict, warn_once=self.warn_once
         )
         self._reader = WeightReader(self._layers)
         sources = {METRICS[name].source for name in self.metrics}
@@ -115,7 +115,7 @@ class HeadDiversityMonitor:
         if sources & set(SOURCES):
             self._outputs = HeadOutputs(
                 self._layers, self._reader, self.metrics, max_tokens=max_tokens, model=inner_model(model),
-                padding=padding, faults=self.faults,
+                padding=padding, warn_once=self.warn_once,
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
         self._rows = AttentionReadings(self._layers, model, padding=padding) if ROWS in sources else None
@@ -247,7 +247,7 @@ class HeadDiversityMonitor:
         for name, value in (("epoch", epoch), ("axis", axis)):
             if value is not None:
                 whole_number(name, value, least=0, example=0)
-        absent = Absent(self.faults)
+        absent = Absent(self.warn_once)
         has_verified = self._verify()
         self._layers.look_for_removed()
         # Over several ranks all sums are made at once.
@@ -293,7 +293,7 @@ class HeadDiversityMonitor:
         pending = self._pending_outputs
         found: list[Measurement] = []
         known = {absence_of(COVARIANCE, name) for name in pending}
-        absent = Absent(self.faults, {key: reason for key, reason in reading.absent.items() if key not in known})
+        absent = Absent(self.warn_once, {key: reason for key, reason in reading.absent.items() if key not in known})
         if self._outputs is not None:
             self._pending_outputs = set() if is_last_forward else pending & self._outputs.pending()
             self._outputs.collect(pending, self._pending_outputs, absent)
@@ -306,7 +306,7 @@ class HeadDiversityMonitor:
 
     def _say_what_is_not_kept(self) -> None:
         if self._last_weights.is_full:
-            self.faults.say(
+            self.warn_once.warn(
                 "keeping weights",
                 "The movement of some heads is absent, as their weights at the last reading would take more than "
                 f"{LARGEST / 2**30:.0f} GiB of host memory. Write include=[...] to watch fewer layers.",
@@ -340,18 +340,25 @@ class HeadDiversityMonitor:
     def _measure_together(self, absent: Absent, has_verified: bool) -> list[Measurement] | None:
         """Measure as one of several ranks; `None` if this rank is alone."""
         try:
-            ranks = self._meeting.attend(self._subject, self.faults.say)
+            ranks = self._meeting.attend(self._subject, self.warn_once.warn)
             if ranks.size == 1:
                 return None
             if has_verified:
                 self._layers.agree(ranks, self._layers.device())
             measurements = measure_over_ranks(
-                ranks, self._layers, self._reader, self._weight_sources, self._outputs, self._rows, absent, self.faults
+                ranks,
+                self._layers,
+                self._reader,
+                self._weight_sources,
+                self._outputs,
+                self._rows,
+                absent,
+                self.warn_once,
             )
             if self._inputs is not None:
                 measurements += self._inputs.measure(ranks, self._layers.device(), absent)
             return measurements
         except Exception as error:  # such as a backend that does not know the device; it fails on every rank alike
             self._meeting.part()
-            self.faults.tell("measuring head diversity over several ranks", error)
+            self.warn_once.error("measuring head diversity over several ranks", error)
             return None

@@ -18,11 +18,11 @@ from hdi_callback.core.contribution import ContributionSums
 from hdi_callback.core.covariance import HeadMoments, HeadSums
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent, absence_of, listed
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, METRICS
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
+from hdi_callback.monitoring.warn_once import WarnOnce
 from hdi_callback.monitoring.weights import WeightReader, without_autocast
 
 SOURCES = (COVARIANCE, CONTRIBUTION)
@@ -102,7 +102,7 @@ class HeadOutputs:
         max_tokens: largest number of tokens kept per layer.
         model: the model around them.
         padding: how padding is known.
-        faults: turns what goes wrong into one warning.
+        warn_once: turns what goes wrong into one warning.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class HeadOutputs:
         max_tokens: int,
         model: nn.Module,
         padding: PaddingChoice,
-        faults: Faults,
+        warn_once: WarnOnce,
     ) -> None:
         self.taps = Taps(layers.all, max_tokens=max_tokens, model=model, padding=padding)
-        self._layers, self._reader, self._model, self._faults = layers, reader, model, faults
+        self._layers, self._reader, self._model, self._warn_once = layers, reader, model, warn_once
         self._sources = {METRICS[name].source for name in metrics}
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
         self._wants_errors = any(name.endswith("_error") for name in metrics)
@@ -169,7 +169,7 @@ class HeadOutputs:
             missed = [name for name in self.taps.missed if name in names and name not in self._layers.removed]
             if self.taps.is_limited:
                 absent.reasons.update({_outputs_of(name): _NO_RECOMPILATION for name in missed})
-                self._faults.say(
+                self._warn_once.warn(
                     "no recompilation", f"Head outputs of {listed(missed)} are absent: {_NO_RECOMPILATION}."
                 )
                 missed = []
@@ -301,7 +301,7 @@ class HeadOutputs:
                 measured.setdefault((CONTRIBUTION, layer.num_heads), []).append((layer.name, values))
             absent.reasons.pop(_outputs_of(layer.name), None)  # other ranks may have captured it
         if self._wants_errors:
-            self._faults.say(
+            self._warn_once.warn(
                 "errors over ranks", "Standard errors are not computed over several ranks; they are absent."
             )
         return [join(source, group) for (source, _), group in measured.items()]
@@ -332,7 +332,7 @@ class HeadOutputs:
     def _say_what_is_padded(self, names: Collection[str]) -> None:
         doubts = {name: why for name, why in self.taps.doubts.items() if name in names}
         if doubts:
-            self._faults.say(
+            self._warn_once.warn(
                 "padding",
                 f"Which tokens of {listed(list(doubts))} are padding is not known, so that all of them are counted: "
                 f"{next(iter(doubts.values()))}. Write padding=... to say it, or padding=None if there is none.",
@@ -341,7 +341,7 @@ class HeadOutputs:
     def _say_what_was_missed(self, names: Sequence[str]) -> None:
         for reason in (_REPLACED, _UNCALLED, _FAST_PATH):
             if alike := [name for name in names if self._why_missed(name) == reason]:
-                self._faults.say(
+                self._warn_once.warn(
                     reason,
                     f"No head outputs of {listed(alike)} were captured, so their covariance is absent; weights are "
                     f"read all the same: {reason}.",
@@ -353,7 +353,7 @@ class HeadOutputs:
             what = "No head outputs were captured"
         else:
             what = f"No head outputs of {listed(names)} were captured"
-        self._faults.say(
+        self._warn_once.warn(
             "nothing captured",
             f"{what} in a forward that was to be captured, so their covariance is absent there; weights are read all "
             "the same. Either it was not called in that forward, or it was compiled and called before the monitor was "

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.monitoring.absent import Absent, absence_of
-from hdi_callback.monitoring.faults import Faults
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.outputs import HeadOutputs
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 from hdi_callback.monitoring.rows import AttentionReadings
+from hdi_callback.monitoring.warn_once import WarnOnce
 from hdi_callback.monitoring.weights import Heads, WeightReader, WeightSource
 
 
@@ -30,7 +30,7 @@ def measure_over_ranks(
     outputs: HeadOutputs | None,
     rows: AttentionReadings | None,
     absent: Absent,
-    faults: Faults,
+    warn_once: WarnOnce,
 ) -> list[Measurement]:
     """Measure with other ranks; every one of them calls this at the same reading.
 
@@ -42,7 +42,7 @@ def measure_over_ranks(
         outputs: what was captured; `None` if head outputs are not asked for.
         rows: what was seen of attention; `None` if its rows are not asked for.
         absent: takes what cannot be measured.
-        faults: turns what goes wrong into one warning.
+        warn_once: turns what goes wrong into one warning.
 
     Returns:
         The whole measurement, on every rank.
@@ -52,7 +52,7 @@ def measure_over_ranks(
     mine = {layer.name for layer in layers.all[ranks.rank :: ranks.size]}
     sheets = [_Sheet(source, layers.all, device) for source in sources]
     for sheet in sheets:
-        missing = Absent(faults)
+        missing = Absent(warn_once)
         sheet.fill(reader.measure(sheet.source, missing, ranks), mine)
         sheet.absent = {name for name in layers.names if absence_of(sheet.source.name, name) in missing.reasons}
         absent.reasons.update(missing.reasons)

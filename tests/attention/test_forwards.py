@@ -229,7 +229,7 @@ def test_where_nothing_may_be_compiled_anew_the_run_goes_on(is_armed_first):
 
 def read_quietly(monitor) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitor.faults, "say", lambda *_: None)
+        patch.setattr(monitor.warn_once, "warn", lambda *_: None)
         record = monitor.measure(0).record()
     assert all("graph of their own" in record.absent[f"head outputs/{name}"] for name in LAYERS)
     return record.scalars(["head_correlation"])

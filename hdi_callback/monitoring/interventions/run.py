@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import number, one_of, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Level
-from hdi_callback.monitoring.faults import Faults, attempt_each
 from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileItStands
 from hdi_callback.monitoring.interventions.parameters import parameters_of
+from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
 
 
 class StopTraining(Intervention):
@@ -102,7 +102,7 @@ class ScaleLearningRate(WhileItStands):
         self._handles: list[Any] = []
         self._rates: dict[int, list[Any]] = {}  # optimizer -> the learning rates that its groups are given back
         self._before: list[tuple[nn.Parameter, Tensor]] = []
-        self._faults = Faults()
+        self._warn_once = WarnOnce()
 
     def attach(self, training: Training) -> None:
         """Watch the steps of every optimizer."""
@@ -120,7 +120,7 @@ class ScaleLearningRate(WhileItStands):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the hooks behind as well."""
-        return {**super().__getstate__(), "_handles": [], "_rates": {}, "_before": [], "_faults": Faults()}
+        return {**super().__getstate__(), "_handles": [], "_rates": {}, "_before": [], "_warn_once": WarnOnce()}
 
     def begin(self) -> str:
         """Say what begins."""
@@ -137,7 +137,7 @@ class ScaleLearningRate(WhileItStands):
     # Called by the optimizers, inside the user's `optimizer.step()`.
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._faults.contained("scaling the learning rate, which is left as it was,"):
+        with self._warn_once.guard("scaling the learning rate, which is left as it was,"):
             try:
                 self._shrink(optimizer)
             except Exception:
@@ -146,7 +146,7 @@ class ScaleLearningRate(WhileItStands):
                 raise
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._faults.contained("restoring the learning rate"):
+        with self._warn_once.guard("restoring the learning rate"):
             self._restore(optimizer)
 
     def _shrink(self, optimizer: Optimizer) -> None:
