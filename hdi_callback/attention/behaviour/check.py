@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from hdi_callback.attention.behaviour.given import Recorder
+from hdi_callback.attention.behaviour.given import ArgumentRecorder
 from hdi_callback.attention.behaviour.probe import MadeUp
 from hdi_callback.attention.behaviour.received import NoHeadsError
 from hdi_callback.attention.behaviour.trial import contradiction
@@ -24,7 +24,7 @@ from hdi_callback.attention.layouts import Place, found_by_behaviour
 _MOST_SECONDS = 60.0  # for the trials of one module
 
 
-class HeadCheck(Recorder):
+class HeadCheck(ArgumentRecorder):
     """Check claimed heads on the arguments of one real forward.
 
     Args:
@@ -66,7 +66,7 @@ def _is_found_again(layer: AttentionLayer, ways: Sequence[MadeUp]) -> bool:
     return all(role in layer.slices and torch.equal(found.weight(role), layer.weight(role)) for role in found.slices)
 
 
-class HeadSearch(Recorder):
+class HeadSearch(ArgumentRecorder):
     """Look for heads with the arguments of one real forward.
 
     Args:

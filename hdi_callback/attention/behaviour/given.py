@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.behaviour.probe import MadeUp, Shape, has_other_norms
-from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 from hdi_callback.attention.projections import is_pointwise
+from hdi_callback.attention.recorder import Recorder
 
 _TOKENS = 8
 _LONGEST, _LARGEST = 400, 2**18  # tokens that are kept where they cannot be cut, and features of all of them
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Recorder(Hooks):
+class ArgumentRecorder(Recorder["Given"]):
     """Keeps the arguments of the next forward of some modules, cut to what a trial needs.
 
     Args:
@@ -27,53 +27,11 @@ class Recorder(Hooks):
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], *, keeps_whole: bool = False) -> None:
-        self._modules, self._keeps_whole = modules, keeps_whole
-        self._seen: dict[str, list[Given]] = {}
-        self.is_armed = self._is_done = False
-        self.ran: frozenset[str] = frozenset()  # modules that were called in the last forward that was recorded
-        super().__init__()
-        self.resume()
+        self._keeps_whole = keeps_whole
+        super().__init__(modules)
 
-    def arm(self) -> None:
-        """Keep the arguments of the next forward."""
-        self.is_armed = True
-
-    def take(self) -> dict[str, list[Given]]:
-        """Stop recording, and hand over what was kept.
-
-        The hooks leave if anything was, and else stay and do nothing more: a compiled model would be compiled anew
-        without them.
-
-        Returns:
-            For each module that ran the ways to run it again; one of them fits.
-        """
-        self.is_armed = False
-        if self._seen:
-            self._is_done = True
-            self.suspend()
-        seen, self._seen = self._seen, {}
-        self.ran = frozenset(seen)
-        return seen
-
-    def resume(self) -> None:
-        """Put the hooks back after `suspend`, unless everything was recorded."""
-        if not self._is_done:
-            super().resume()
-
-    def _install(self) -> Iterator[Handle]:
-        for name, module in self._modules.items():
-            yield from observe_calls(module, self._hook(name), eager_only=True)
-
-    def _hook(self, name: str) -> Any:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or not self.is_armed or name in self._seen:
-                return
-            try:
-                self._seen[name] = given(module, args, kwargs, is_whole=self._keeps_whole)
-            except Exception:  # what cannot be cut is not tried
-                self._seen[name] = []
-
-        return record
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Given]:
+        return given(module, args, kwargs, is_whole=self._keeps_whole)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention.isolation import isolated, isolated_copy
+from hdi_callback.attention.kept_lengths import kept_lengths
 from hdi_callback.attention.weight_reading import read_tensor
 
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(norm|layer_?norm)$|norm_?[qkv]$", re.IGNORECASE)
@@ -163,7 +163,7 @@ def ways_to_run(module: nn.Module, rotary: int | None = None, *, with_groups: bo
         widths += [width // 2 for width in widths]
     widths = [width for width in dict.fromkeys([*widths, 1]) if width > 0]
     shapes: tuple[Shape, ...] = ("flat",) if "cu_seqlens" in names else ("batch first", "length first")
-    lengths = dict.fromkeys([8, *_lengths(module)])
+    lengths = dict.fromkeys([8, *kept_lengths(module, module.buffers(recurse=False))])
     masks = (False, True) if names & set(_MASKS) else (False,)
     biases = (False, True) if names & set(_BIASES) else (False,)
     norms = (True, False) if has_other_norms(module) else (True,)
@@ -200,29 +200,6 @@ def has_other_norms(module: nn.Module) -> bool:
         "rmsnorm" in type(part).__name__.lower() and not _NORM.match(name.rpartition(".")[2])
         for name, part in module.named_modules()
     )
-
-
-def _lengths(module: nn.Module) -> Iterator[int]:
-    """Guess lengths that a module may insist on: the sizes of windows and images that it keeps."""
-    for name, value in vars(module).items():
-        if isinstance(value, (tuple, list)) and len(value) == 2 and all(type(size) is int for size in value):
-            area = value[0] * value[1]
-        elif type(value) is int and "window" in name:
-            area = value * value
-        elif type(value) is int and "resolution" in name:
-            area = value if "num" in name else value * value
-        else:
-            continue
-        if 2 < area <= 256:
-            yield area
-    for table in module.buffers(recurse=False):  # of pairs of positions
-        if (
-            not is_lazy(table)
-            and table.dim() >= 2
-            and table.shape[-1] == table.shape[-2]
-            and 2 < table.shape[-1] <= 256
-        ):
-            yield int(table.shape[-1])
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hdi_callback.attention.dot_product import dot_product_scores, repeated_for_queries
+
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 
 
@@ -70,15 +72,8 @@ class Scores(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if enable_gqa:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
+            key, value = repeated_for_queries(query, key, value)
+        scores = dot_product_scores(query, key, attn_mask, is_causal=is_causal, scale=scale)
         return self._weigh(scores, -1) @ value if scores.requires_grad else scores.softmax(-1) @ value
 
     def _attend_with_weights(self, given: dict[str, Any]) -> Tensor:

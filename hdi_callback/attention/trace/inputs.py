@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import projections
-from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.kept_lengths import kept_lengths
+from hdi_callback.attention.recorder import Recorder
 
 _TOKENS = 8
 _LARGEST = 2**20  # elements of recorded inputs that are kept whole
@@ -109,7 +110,8 @@ def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:
             for length in (16, 64) if names & _SIDES else (_TOKENS,):
                 yield tokens(2, length, width)
     for width in widths[:1]:
-        for length in dict.fromkeys(_lengths(module)):
+        tables = (*module.buffers(recurse=False), *module.parameters(recurse=False))
+        for length in dict.fromkeys(kept_lengths(module, tables)):
             yield tokens(2, length, width)
         yield tokens(2, 1, _TOKENS, width)
         yield tokens(2, 4, 4, width)
@@ -166,83 +168,15 @@ def _rotary_widths(module: nn.Module) -> Iterator[int]:
     yield from (-width for width in widths)
 
 
-def _lengths(module: nn.Module) -> Iterator[int]:
-    """Guess lengths that a module may insist on: the sizes of windows and images that it keeps."""
-    for name, value in vars(module).items():
-        if isinstance(value, (tuple, list)) and len(value) == 2 and all(type(size) is int for size in value):
-            area = value[0] * value[1]
-        elif type(value) is int and "window" in name:
-            area = value * value
-        elif type(value) is int and "resolution" in name:
-            area = value if "num" in name else value * value
-        else:
-            continue
-        if 2 < area <= 256:
-            yield area
-    for table in (*module.buffers(recurse=False), *module.parameters(recurse=False)):  # of pairs of positions
-        if table.dim() >= 2 and table.shape[-1] == table.shape[-2] and 2 < table.shape[-1] <= 256:
-            yield int(table.shape[-1])
-
-
 # --- recorded
 
 
-class InputRecorder(Hooks):
-    """Keeps the arguments of the next forward of some modules, cut to a few sequences and tokens.
+class InputRecorder(Recorder["Inputs"]):
+    """Keeps the arguments of the next forward of some modules, cut to a few sequences and tokens."""
 
-    Args:
-        modules: the modules, by their names.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self._seen: dict[str, list[Inputs]] = {}
-        self.is_armed = self._is_done = False
-        self.ran: frozenset[str] = frozenset()  # modules that were called in the last forward that was recorded
-        super().__init__()
-        self.resume()
-
-    def arm(self) -> None:
-        """Keep the arguments of the next forward."""
-        self.is_armed = True
-
-    def take(self) -> dict[str, list[Inputs]]:
-        """Stop recording, and hand over what was kept.
-
-        The hooks leave if anything was, and else stay and do nothing more: a compiled model would be compiled anew
-        without them.
-
-        Returns:
-            For each module that ran the inputs to run it again, as they were and cut.
-        """
-        self.is_armed = False
-        if self._seen:
-            self._is_done = True
-            self.suspend()
-        seen, self._seen = self._seen, {}
-        self.ran = frozenset(seen)
-        return seen
-
-    def resume(self) -> None:
-        """Put the hooks back after `suspend`, unless everything was recorded."""
-        if not self._is_done:
-            super().resume()
-
-    def _install(self) -> Iterator[Handle]:
-        for name, module in self._modules.items():
-            yield from observe_calls(module, self._hook(name), eager_only=True)
-
-    def _hook(self, name: str) -> Any:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or not self.is_armed or name in self._seen:
-                return
-            try:
-                with isolated(module):
-                    self._seen[name] = list(recorded_inputs(args, kwargs))
-            except Exception:  # what cannot be copied is not tried
-                self._seen[name] = []
-
-        return record
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Inputs]:
+        with isolated(module):
+            return list(recorded_inputs(args, kwargs))
 
 
 def recorded_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Inputs]:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention import projections
+from hdi_callback.attention.dot_product import dot_product_scores, repeated_for_queries
 from hdi_callback.attention.isolation import isolated, isolated_copy
 
 _MOST_ELEMENTS = 2**26  # of one tensor in a traced run
@@ -596,15 +597,9 @@ class _Cut(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if enable_gqa:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -1e9)  # a row without any key has an average of all
-        elif attn_mask is not None:
-            scores = scores + attn_mask
+            key, value = repeated_for_queries(query, key, value)
+        # With a finite score for what is hidden, a row without any key has an average of all.
+        scores = dot_product_scores(query, key, attn_mask, is_causal=is_causal, scale=scale, hidden=-1e9)
         weights = scores.softmax(-1)
         self.note(scores, weights)
         return weights @ value
