@@ -113,25 +113,7 @@ class HDICallback(pl.Callback):
     ) -> None:
         super().__init__()
         _require_one_namespace()
-        self._settings = Settings(
-            every_n_steps=every_n_steps,
-            metrics=metrics,
-            include=include,
-            exclude=exclude,
-            max_tokens=max_tokens,
-            padding=padding,
-            rank_tol=rank_tol,
-            method=method,
-            history=history,
-            alerts=alerts,
-            thresholds=thresholds,
-            on_alert=on_alert,
-            interventions=interventions,
-            strict=strict,
-            check_heads=check_heads,
-            process_group=process_group,
-            verbose=verbose,
-        )
+        self._settings = Settings.of(locals())
         own = check_arguments(prog_bar=prog_bar, name=name)
         self._prog_bar: bool = own["prog_bar"]
         self._name: str | None = own["name"]

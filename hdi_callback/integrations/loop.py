@@ -116,25 +116,7 @@ def watch_heads(
         >>> heads.global_step, sorted(heads.latest)[:2]
         (3, ['hdi/mean', 'hdi/min'])
     """
-    settings = Settings(
-        every_n_steps=every_n_steps,
-        metrics=metrics,
-        include=include,
-        exclude=exclude,
-        max_tokens=max_tokens,
-        padding=padding,
-        rank_tol=rank_tol,
-        method=method,
-        history=history,
-        alerts=alerts,
-        thresholds=thresholds,
-        on_alert=on_alert,
-        interventions=interventions,
-        strict=strict,
-        check_heads=check_heads,
-        process_group=process_group,
-        verbose=verbose,
-    )
+    settings = Settings.of(locals())
     if not isinstance(model, nn.Module):
         raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
     _check_outlets(tensorboard, wandb)

@@ -94,25 +94,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
         process_group: Any = "auto",
         verbose: bool = True,
     ) -> None:
-        self._settings = Settings(
-            every_n_steps=every_n_steps,
-            metrics=metrics,
-            include=include,
-            exclude=exclude,
-            max_tokens=max_tokens,
-            padding=padding,
-            rank_tol=rank_tol,
-            method=method,
-            history=history,
-            alerts=alerts,
-            thresholds=thresholds,
-            on_alert=on_alert,
-            interventions=interventions,
-            strict=strict,
-            check_heads=check_heads,
-            process_group=process_group,
-            verbose=verbose,
-        )
+        self._settings = Settings.of(locals())
         self._warn_once = WarnOnce()
         self._session: Session | None = None
         self._host: _TrainerHost | None = None

@@ -53,7 +53,7 @@ class Finding:
     """What a rule says of a layer at one reading.
 
     Attributes:
-        what: what happened, as the middle of a sentence: ``heads 2 and 5 are nearly one head (alignment .93)``.
+        what: what happened, as the middle of a sentence: ``heads 2 and 5 are nearly one head (alignment 0.93)``.
         level: ``"notice"``, ``"warning"`` or ``"critical"``.
         value: the number that was judged.
         threshold: the number that it was held against.
@@ -499,7 +499,7 @@ def _sentence(step: int, layer: str, finding: Finding) -> str:
 
 
 def _resolved(alert: Alert, step: int) -> Alert:
-    message = f"step {step}, {alert.layer}: {alert.rule}: over ({alert.level} of step {alert.step})"
+    message = f"step {step}, {alert.layer}: {alert.rule}: resolved ({alert.level} of step {alert.step})"
     return replace(alert, step=step, message=message, is_resolved=True)
 
 

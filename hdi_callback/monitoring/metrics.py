@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hdi_callback.arguments import did_you_mean, words
@@ -43,12 +42,29 @@ class Metric:
     summary: str
 
 
-def _field(name: str) -> Callable[[Any], Tensor]:
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _field(name: str, over_heads: Callable[[Tensor], Tensor] = _as_it_is) -> Callable[[Any], Tensor]:
+    """Read a field, one number a layer; `over_heads` makes one of those of its heads."""
+
     def read(values: Any) -> Tensor:
-        tensor: Tensor = getattr(values, name)
-        return tensor
+        return over_heads(getattr(values, name))
 
     return read
+
+
+def _smallest(heads: Tensor) -> Tensor:
+    return heads.amin(-1)  # NaN in one head is NaN
+
+
+def _largest(heads: Tensor) -> Tensor:
+    return heads.amax(-1)
+
+
+def _mean(heads: Tensor) -> Tensor:
+    return heads.mean(-1)
 
 
 def _mean_over_pairs(matrix: Tensor) -> Tensor:
@@ -127,21 +143,11 @@ _CIRCUIT_METRICS = [
 ]
 
 
-def _smallest(name: str) -> Callable[[Any], Tensor]:
-    """Read the smallest value of a head; NaN in one head is NaN."""
-
-    def read(values: Any) -> Tensor:
-        tensor: Tensor = getattr(values, name)
-        return tensor.amin(-1)
-
-    return read
-
-
 _HEAD_METRICS = [
     Metric(
         "head_contribution_min",
         CONTRIBUTION,
-        _smallest("relative"),
+        _field("relative", _smallest),
         "Smallest share of a head: RMS of what it adds over that of what all heads add together.",
     ),
     Metric(
@@ -159,48 +165,35 @@ _HEAD_METRICS = [
     Metric(
         "head_movement_min",
         MOVEMENT,
-        _smallest("movement"),
+        _field("movement", _smallest),
         "Smallest relative change of a head's weights since the last reading: 0 is frozen, or rounds away.",
     ),
 ]
-
-
-def _mean_over_heads(name: str) -> Callable[[Any], Tensor]:
-    def read(values: Any) -> Tensor:
-        tensor: Tensor = getattr(values, name)
-        return tensor.mean(-1)
-
-    return read
-
-
-def _largest(name: str) -> Callable[[Any], Tensor]:
-    def read(values: Any) -> Tensor:
-        tensor: Tensor = getattr(values, name)
-        return tensor.amax(-1)
-
-    return read
 
 
 _ROW_METRICS = [
     Metric(
         "attention_entropy",
         ROWS,
-        _mean_over_heads("entropy"),
+        _field("entropy", _mean),
         "Entropy of attention over log n, mean over heads: 1 uniform, 0 one token.",
     ),
     Metric(
-        "attention_entropy_min", ROWS, _smallest("entropy"), "The same of the head that looks at the fewest tokens."
+        "attention_entropy_min",
+        ROWS,
+        _field("entropy", _smallest),
+        "The same of the head that looks at the fewest tokens.",
     ),
     Metric(
         "attention_samples",
         ROWS,
-        _mean_over_heads("samples"),
+        _field("samples", _mean),
         "Effective sample size 1 / ||a||^2, mean over heads: over how many tokens a head averages.",
     ),
     Metric(
         "attention_sink",
         ROWS,
-        _largest("sink"),
+        _field("sink", _largest),
         "Largest mean attention of a head to one position: 1 if all queries look there.",
     ),
     Metric(
@@ -216,28 +209,22 @@ _ROW_METRICS = [
         "The same with the uniform part taken out: 1 if heads attend alike beyond being flat.",
     ),
     Metric("attention_alike_worst", ROWS, _field("alike_worst"), "Largest `attention_alike` of two heads."),
-    Metric("attention_logit", ROWS, _largest("logit"), "Largest score of a sampled query."),
+    Metric("attention_logit", ROWS, _field("logit", _largest), "Largest score of a sampled query."),
     Metric(
         "attention_logit_bound",
         ROWS,
-        _largest("logit_bound"),
+        _field("logit_bound", _largest),
         "No score of any query is larger: largest norms times the scale, plus the largest bias.",
     ),
-    Metric("query_norm", ROWS, _mean_over_heads("query_norm"), "Mean norm of the queries, as they enter the product."),
-    Metric("key_norm", ROWS, _mean_over_heads("key_norm"), "Mean norm of the keys, as they enter the product."),
+    Metric("query_norm", ROWS, _field("query_norm", _mean), "Mean norm of the queries, as they enter the product."),
+    Metric("key_norm", ROWS, _field("key_norm", _mean), "Mean norm of the keys, as they enter the product."),
     Metric(
         "key_norm_spread",
         ROWS,
-        _mean_over_heads("key_norm_spread"),
+        _field("key_norm_spread", _mean),
         "Coefficient of variation of the keys' norms: at 0 attention is the Gaussian kernel.",
     ),
 ]
-
-
-def _largest_of_pairs(matrix: Tensor) -> Tensor:
-    H = matrix.shape[-1]
-    own = torch.eye(H, dtype=torch.bool, device=matrix.device)
-    return matrix.masked_fill(own, -torch.inf).flatten(-2).amax(-1)
 
 
 _INPUT_METRICS = [
@@ -259,7 +246,7 @@ _INPUT_METRICS = [
     Metric(
         "hdi_keys_energy_worst_pair",
         KEYS,
-        lambda d: _largest_of_pairs(d.energy_overlap),
+        _field("energy_worst"),
         "Largest RV coefficient of two heads' keys.",
     ),
     Metric(

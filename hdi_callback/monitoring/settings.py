@@ -140,6 +140,18 @@ class Settings:
     verbose: bool = True
     rules: ChosenRules | None = field(init=False, repr=False, default=None)
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Take the shared arguments out of those of a callback.
+
+        Args:
+            arguments: all that it was called with, by name.
+
+        Returns:
+            The settings.
+        """
+        return cls(**{item.name: arguments[item.name] for item in fields(cls) if item.init})
+
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.name in CHECKS:

@@ -101,7 +101,7 @@ def test_the_worst_pair_and_the_nearest_neighbours_are_found():
 def test_the_worst_alignment_names_its_own_pair_where_wide_heads_overlap_more_by_chance():
     weight = torch.zeros(4, 14, 24, dtype=torch.float64)
     weight[:2] = gaussian(2, 14, 24)
-    weight[2, 0, 0], weight[3, 0, 0], weight[3, 0, 1] = 1, 0.6, 0.8  # two lines with cosine .6
+    weight[2, 0, 0], weight[3, 0, 0], weight[3, 0, 1] = 1, 0.6, 0.8  # two lines with cosine 0.6
     diversity = head_diversity(weight)
     assert diversity.worst_pair.tolist() == [0, 1]
     assert diversity.worst_alignment_pair.tolist() == [2, 3]

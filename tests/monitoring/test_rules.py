@@ -81,7 +81,8 @@ def test_the_message_says_when_where_what_since_when_how_sure_and_what_to_try():
             for step, a, h in ((100, 0.2, 5.0), (200, 0.43, 2.5), (300, 0.55, 2.0))]  # fmt: skip
     (alert,) = judge(MeanAlignment(), rows)
     assert alert.message.startswith(
-        "step 300, attn: all heads are closing up (mean alignment .55, .20 200 steps ago, 2.0 effective heads are left)"
+        "step 300, attn: all heads are closing up (mean alignment 0.55, 0.20 200 steps ago, 2.0 effective heads are "
+        "left)"
     )
     assert "since step 200" in alert.message
     assert "docs/alerts.md" in alert.message
@@ -102,13 +103,13 @@ def test_a_pair_that_becomes_one_is_named_with_its_past():
     (alert,) = judge(WorstPair(), [pair(1100, 0.61), pair(1150, 0.75), pair(1200, 0.93)])
     assert alert.finding.heads == (2, 5)
     assert alert.message.startswith(
-        "step 1200, attn: heads 2 and 5 are nearly one head (alignment .93, .61 100 steps ago); since step 1150"
+        "step 1200, attn: heads 2 and 5 are nearly one head (alignment 0.93, 0.61 100 steps ago); since step 1150"
     )
 
 
 def test_the_past_of_another_pair_is_not_passed_off_as_that_of_this_one():
     (alert,) = judge(WorstPair(), [pair(1100, 0.61, (0, 1)), pair(1200, 0.93)])
-    assert "no pair above .61 100 steps ago" in alert.message
+    assert "no pair above 0.61 100 steps ago" in alert.message
     assert alert.finding.since == 1200
 
 
@@ -135,9 +136,9 @@ def test_a_steady_rise_is_forecast_before_it_arrives():
     (alert,) = judge(AlignmentForecast(), curve(values))
     fired = alert.step // 10 - 1
     assert values[fired] < 0.5, "well before the limits of the mean"
-    # y = .05 + .02 t reaches -log(.1) at t = 112.6, which is step 1136
+    # y = 0.05 + 0.02 t reaches -log(0.1) at t = 112.6, which is step 1136
     assert "all heads are moving together" in alert.message
-    assert "reach .90 near step 1136" in alert.message
+    assert "reach 0.90 near step 1136" in alert.message
     assert alert.finding.since == alert.step - 190
 
 
@@ -193,7 +194,7 @@ def test_a_late_sudden_rise_of_the_energy_alignment_is_told_and_over_when_it_fal
     values = [0.1] * 40 + [0.1 + 0.0501 * place for place in range(16)] + [0.65, 0.65]
     alerts = judge(SharedDirection(), energy(values))
     assert [(alert.step, alert.is_resolved) for alert in alerts] == [(540, False), (560, True)]
-    told = "one direction is taking over all heads (mean alignment .80 weighed by energy, at most .10 until step 390)"
+    told = "one direction is taking over all heads (mean alignment 0.80 weighed by energy, at most 0.10 until step 390)"
     assert told in alerts[0].message
 
 

@@ -15,8 +15,8 @@ class SharedDirection(Rule):
     """One direction takes over all heads, late and suddenly: the energy alignment leaves a level that it had kept.
 
     Healthy heads come to share a direction early in training, as fast and as far. So the level alone says little, and
-    this asks for a quiet stretch before: over 20 readings that ended 15 readings ago the alignment moved by at most .2,
-    and since then it has risen by .4 or more.
+    this asks for a quiet stretch before: over 20 readings that ended 15 readings ago the alignment moved by at most
+    0.2, and since then it has risen by 0.4 or more.
 
     Args:
         limit: mean alignment in the energy lens.

@@ -22,7 +22,7 @@ class Thresholds:
             often one direction for all heads.
         critical: mean alignment in the subspace lens that is critical.
         pair: alignment of a pair in the subspace lens that is a warning.
-        energy_pair: the same in the energy lens; off, as pairs of healthy heads reach .99.
+        energy_pair: the same in the energy lens; off, as pairs of healthy heads reach 0.99.
         forecast: alignment in the subspace lens that a trend must be about to reach to be a warning.
         jump: mean alignment in the energy lens that is a warning if it is reached by a late, sudden rise.
         rank: spectral flatness of a head that is a warning, if it has fallen to a tenth of what it was at first.
@@ -68,7 +68,7 @@ def certainty_of(limit: float, tried: float | None) -> str:
     """Say how sure an alarm is; a limit that is easier to reach than the tried one has no evidence behind it."""
     if tried is None or limit < tried:
         return "this limit has not been tried on healthy runs"
-    return f"none of {HEALTHY_RUNS} healthy runs of small models came here (docs/alerts.md)"
+    return f"none of {HEALTHY_RUNS} healthy runs of small models reached this limit (docs/alerts.md)"
 
 
 def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]] | None:

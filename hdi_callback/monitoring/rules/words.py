@@ -25,8 +25,8 @@ def named_heads(heads: Sequence[int]) -> str:
 
 
 def decimal(value: float) -> str:
-    """Write a number in [-1, 1] as people do: .93."""
-    return f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.2f}"
+    """Write a number in [-1, 1] with two digits: 0.93."""
+    return f"{value:.2f}"
 
 
 def row_before(series: Series) -> Row | None:

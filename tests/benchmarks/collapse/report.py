@@ -24,7 +24,7 @@ from tests.benchmarks.collapse.forces import KINDS
 from tests.benchmarks.collapse.plan import EVERY, HEALTHY, PARTS
 from tests.benchmarks.collapse.run import RESULTS
 
-# The alignment whose .9 is the collapse, for each kind; the first that is reached counts.
+# The alignment whose 0.9 is the collapse, for each kind; the first that is reached counts.
 _SUBSPACE = ("hdi_alignment", "hdi_worst_alignment")
 _COLLAPSE: dict[str, tuple[str, ...]] = {"shared direction": ("hdi_energy_alignment",), "falling rank": ()}
 _ARRIVED = 0.9
@@ -207,7 +207,7 @@ def report(folder: Path, part: str) -> list[str]:
         f"A reading every {EVERY} steps; seeds are in `tests/benchmarks/collapse/plan.py`. Brackets: 95 % intervals.",
         "",
         f"{len(healthy)} healthy runs ({tasks[0]} on digits, {tasks[1]} on text; {learnt} of them lowered their "
-        f"training loss by more than .5) and {len(runs) - len(healthy)} that were made to collapse; "
+        f"training loss by more than 0.5) and {len(runs) - len(healthy)} that were made to collapse; "
         f"{minutes:.0f} minutes of one core.",
         "",
         "#### False alarms",
