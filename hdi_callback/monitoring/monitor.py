@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from hdi_callback.arguments import shown, whole_number
-from hdi_callback.attention import AttentionLayer, Refusal
+from hdi_callback.attention import AttentionLayer, Refusal, Taps
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.errors import MisconfigurationError
@@ -125,8 +125,8 @@ class HeadDiversityMonitor:
                 self._layers, self._reader, sources, max_tokens=max_tokens, model=inner_model(model),
                 padding=padding, rank_tol=rank_tol,
             )  # fmt: skip
-        taps = (self._taps, None if self._inputs is None else self._inputs.taps)
-        self._captures = [one for one in taps if one is not None]
+        captures = (self._taps, None if self._inputs is None else self._inputs.taps, self._rows)
+        self._captures: list[Taps | AttentionReadings] = [one for one in captures if one is not None]
         self._pending_outputs: set[str] = set()
         self._training_only = False
         self._meeting = Meeting(process_group)
@@ -163,11 +163,8 @@ class HeadDiversityMonitor:
 
     def close(self) -> None:
         """Remove the hooks and release what was captured; calling it again does nothing."""
-        for taps in self._captures:
-            taps.remove()
-        if self._rows is not None:
-            self._rows.release()
-            self._rows.suspend()
+        for capture in self._captures:
+            capture.remove()
         self._layers.suspend()
 
     def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
@@ -182,44 +179,34 @@ class HeadDiversityMonitor:
         """
         self._layers.arm()
         self._training_only = training_only
-        for taps in self._captures:
-            taps.arm(training_only=training_only, padding_mask=padding_mask)
-        if self._rows is not None:
-            self._rows.arm(training_only=training_only, padding_mask=padding_mask)
+        for capture in self._captures:
+            capture.arm(training_only=training_only, padding_mask=padding_mask)
 
     def disarm(self) -> None:
         """Stop capturing, and keep what was captured for the next `measure`."""
-        for taps in self._captures:
-            taps.disarm()
-        if self._rows is not None:
-            self._rows.disarm()
+        for capture in self._captures:
+            capture.disarm()
 
     def rest(self) -> None:
         """Make compiled graphs free of samples again, before a forward that is not to be captured."""
-        for taps in self._captures:
-            taps.rest()
+        for capture in self._captures:
+            capture.rest()
 
     def release(self) -> None:
         """Capture nothing more, and let go of what was captured."""
-        for taps in self._captures:
-            taps.release()
-        if self._rows is not None:
-            self._rows.release()
+        for capture in self._captures:
+            capture.release()
 
     def suspend(self) -> None:
         """Take the hooks off for an evaluation, so that it runs exactly as without a monitor."""
-        for taps in self._captures:
-            taps.suspend()
-        if self._rows is not None:
-            self._rows.suspend()
+        for capture in self._captures:
+            capture.suspend()
         self._layers.suspend()
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
-        for taps in self._captures:
-            taps.resume()
-        if self._rows is not None:
-            self._rows.resume()
+        for capture in self._captures:
+            capture.resume()
         self._layers.resume()
 
     def measure(

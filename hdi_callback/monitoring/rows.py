@@ -185,6 +185,14 @@ class AttentionReadings:
         self._observer.release()
         self._is_armed, self._padding_mask = False, None
 
+    def rest(self) -> None:
+        """Do nothing: an observer leaves nothing in a graph."""
+
+    def remove(self) -> None:
+        """Take everything off the model, and let go of what was seen."""
+        self.release()
+        self.suspend()
+
     def suspend(self) -> None:
         """Take everything off the model."""
         self._is_suspended = True
