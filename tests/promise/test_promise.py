@@ -8,13 +8,16 @@ from tests.promise.faults import FAULTS, PLAINEST, Fault, broken, leaving_hooks
 from tests.promise.plan import FAMILIES, SHELLS, TRAITS, Training, draw
 from tests.promise.run import compare, report, run, shrink
 
-RUNS = 24
+RUNS, MORE = 24, 24  # in every run of the tests, and with the slow ones
 _MAY_BE_REFUSED = ("linear per head", "bare parameters")
 
 
-@pytest.mark.parametrize("place", range(RUNS))
+_PLACES = [*range(RUNS), *(pytest.param(place, marks=pytest.mark.slow) for place in range(RUNS, RUNS + MORE))]
+
+
+@pytest.mark.parametrize("place", _PLACES)
 def test_a_training_with_the_monitor_is_bit_identical_to_the_same_without_it(place, pytestconfig):
-    training = draw(pytestconfig.getoption("promise_seed"), RUNS)[place]
+    training = draw(pytestconfig.getoption("promise_seed"), RUNS + MORE)[place]
     result = compare(training)
     if result.differences:
         pytest.fail(f"as drawn: {report(result)}\nthe least that differs: {report(shrink(result))}", pytrace=False)
