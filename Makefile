@@ -49,11 +49,11 @@ bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 
 evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that collapse (under two hours; resumable).
 	for part in looked-at confirming again; do \
-	  $(BIN)/python -m tests.benchmarks.collapse.run --part $$part && \
-	  $(BIN)/python -m tests.benchmarks.collapse.report --part $$part --output docs/benchmarks/alerts-$$part.md || exit 1; \
+	  $(BIN)/python -m tests.experiments.collapse.run --part $$part && \
+	  $(BIN)/python -m tests.experiments.collapse.report --part $$part --output docs/benchmarks/alerts-$$part.md || exit 1; \
 	done
-	$(BIN)/python -m tests.benchmarks.collapse.interventions --output docs/benchmarks/interventions.md
-	$(BIN)/python -m tests.benchmarks.low_diversity --output docs/benchmarks/low-diversity.md
+	$(BIN)/python -m tests.experiments.collapse.interventions --output docs/benchmarks/interventions.md
+	$(BIN)/python -m tests.experiments.low_diversity --output docs/benchmarks/low-diversity.md
 
 zoo: $(INSTALLED)  ## Examine transformers, timm and packages of others; writes docs/supported-models.md (resumable).
 	$(BIN)/python -m pip install --quiet --no-deps $(VISION) --requirement tests/attention/sweep/packages.txt

@@ -15,8 +15,8 @@ from hdi_callback.core import diversity_penalty, head_diversity
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.interventions import DiversityPenalty, ReviveHeads
 from tests.attention.models import Grouped as LlamaLike
-from tests.benchmarks.collapse.models import Attention as GroupedAttention
-from tests.benchmarks.collapse.models import Shape
+from tests.experiments.collapse.models import Attention as GroupedAttention
+from tests.experiments.collapse.models import Shape
 from tests.models import Classifier
 from tests.monitoring.interventions.training import Open, alert
 

@@ -6,7 +6,7 @@ dimension m of the layer's input, ``W_h <- W_h P^T P`` after every optimizer ste
 of its own of the same dimension: the same number of free parameters and the same rank, and heads as diverse as by
 chance. What separates the two is diversity and nothing else that we know of.
 
-python -m tests.benchmarks.low_diversity --output docs/benchmarks/low-diversity.md
+python -m tests.experiments.low_diversity --output docs/benchmarks/low-diversity.md
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from hdi_callback import find_attention
 from hdi_callback.attention import AttentionLayer, Role
 from hdi_callback.core import head_diversity
-from tests.benchmarks.collapse.models import Data, Model, Shape
+from tests.experiments.collapse.models import Data, Model, Shape
 
 RESULTS = Path("runs/low-diversity")
 SEEDS = {"looked-at": (1,), "confirming": (11, 12, 13, 14, 15, 16, 17, 18)}
@@ -231,7 +231,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float, float]:
 def report(results: Sequence[dict], seeds: Sequence[int]) -> list[str]:
     by = {(r["task"], r["arm"], r["roles"], r["dimension"], r["seed"]): r for r in results if r["seed"] in seeds}
     lines = [
-        "Made by `python -m tests.benchmarks.low_diversity --output docs/benchmarks/low-diversity.md`.",
+        "Made by `python -m tests.experiments.low_diversity --output docs/benchmarks/low-diversity.md`.",
         f"Seeds {', '.join(map(str, seeds))}; looked at before the design was fixed: "
         f"{', '.join(map(str, SEEDS['looked-at']))}. {LAYERS} layers, {HEADS} heads of {WIDTH // HEADS} in {WIDTH}.",
         "Losses in nats; differences are paired by seed, with their 95 % intervals (Student).",

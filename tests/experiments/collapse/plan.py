@@ -6,8 +6,8 @@ import random
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from tests.benchmarks.collapse.forces import KINDS
-from tests.benchmarks.collapse.models import Shape
+from tests.experiments.collapse.forces import KINDS
+from tests.experiments.collapse.models import Shape
 
 HEALTHY = "healthy"
 EVERY = 5  # steps between two readings

@@ -1,6 +1,6 @@
 """Run the plan, one process per run, and never a run that is finished.
 
-python -m tests.benchmarks.collapse.run --part looked-at --workers 2
+python -m tests.experiments.collapse.run --part looked-at --workers 2
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Settings
-from tests.benchmarks.collapse.forces import Force
-from tests.benchmarks.collapse.models import Data, Model
-from tests.benchmarks.collapse.plan import EVERY, HEALTHY, PARTS, Spec, plan
+from tests.experiments.collapse.forces import Force
+from tests.experiments.collapse.models import Data, Model
+from tests.experiments.collapse.plan import EVERY, HEALTHY, PARTS, Spec, plan
 
 RESULTS = Path("runs/collapse")
 

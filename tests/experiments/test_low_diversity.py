@@ -7,9 +7,9 @@ import torch
 
 from hdi_callback import find_attention
 from hdi_callback.core import head_diversity
-from tests.benchmarks import low_diversity
-from tests.benchmarks.collapse.models import Model, Shape
-from tests.benchmarks.low_diversity import Confinement, Copies, Job, plan, train
+from tests.experiments import low_diversity
+from tests.experiments.collapse.models import Model, Shape
+from tests.experiments.low_diversity import Confinement, Copies, Job, plan, train
 
 
 @pytest.mark.parametrize("dimension", [16, pytest.param(32, marks=pytest.mark.slow)])

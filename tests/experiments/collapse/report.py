@@ -1,6 +1,6 @@
 """Judge the runs with the rules as they were fixed before them, and write what comes out.
 
-python -m tests.benchmarks.collapse.report --part again --output docs/benchmarks/alerts-again.md
+python -m tests.experiments.collapse.report --part again --output docs/benchmarks/alerts-again.md
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hdi_callback.monitoring.history import read_records
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.replay import replay
 from hdi_callback.monitoring.rules import default_rules
-from tests.benchmarks.collapse.forces import KINDS
-from tests.benchmarks.collapse.plan import EVERY, HEALTHY, PARTS
-from tests.benchmarks.collapse.run import RESULTS
+from tests.experiments.collapse.forces import KINDS
+from tests.experiments.collapse.plan import EVERY, HEALTHY, PARTS
+from tests.experiments.collapse.run import RESULTS
 
 # The alignment whose 0.9 is the collapse, for each kind; the first that is reached counts.
 _SUBSPACE = ("hdi_alignment", "hdi_worst_alignment")
@@ -202,9 +202,9 @@ def report(folder: Path, part: str) -> list[str]:
     learnt = sum(run.result["train_loss"] < run.result["first_loss"] - 0.5 for run in healthy)
     minutes = sum(run.result["cpu_seconds"] for run in runs) / 60
     return [
-        f"Made by `python -m tests.benchmarks.collapse.run --part {part}` and",
-        f"`python -m tests.benchmarks.collapse.report --part {part} --output docs/benchmarks/alerts-{part}.md`.",
-        f"A reading every {EVERY} steps; seeds are in `tests/benchmarks/collapse/plan.py`. Brackets: 95 % intervals.",
+        f"Made by `python -m tests.experiments.collapse.run --part {part}` and",
+        f"`python -m tests.experiments.collapse.report --part {part} --output docs/benchmarks/alerts-{part}.md`.",
+        f"A reading every {EVERY} steps; seeds are in `tests/experiments/collapse/plan.py`. Brackets: 95 % intervals.",
         "",
         f"{len(healthy)} healthy runs ({tasks[0]} on digits, {tasks[1]} on text; {learnt} of them lowered their "
         f"training loss by more than 0.5) and {len(runs) - len(healthy)} that were made to collapse; "

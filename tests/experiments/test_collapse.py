@@ -12,10 +12,10 @@ from hdi_callback import find_attention
 from hdi_callback.core import head_diversity
 from hdi_callback.monitoring.alerts import Alert, Finding
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from tests.benchmarks.collapse import interventions, report, run
-from tests.benchmarks.collapse.forces import KINDS, Force
-from tests.benchmarks.collapse.models import Data, Model, Shape
-from tests.benchmarks.collapse.plan import HEALTHY, draw, plan
+from tests.experiments.collapse import interventions, report, run
+from tests.experiments.collapse.forces import KINDS, Force
+from tests.experiments.collapse.models import Data, Model, Shape
+from tests.experiments.collapse.plan import HEALTHY, draw, plan
 
 
 def test_the_plan_holds_what_is_asked_of_it_and_looked_at_seeds_confirm_nothing():

@@ -1,6 +1,6 @@
 """What each intervention does to a collapse, to the validation loss, and to a healthy run that it disturbs by mistake.
 
-python -m tests.benchmarks.collapse.interventions --output docs/benchmarks/interventions.md
+python -m tests.experiments.collapse.interventions --output docs/benchmarks/interventions.md
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from scipy.stats import t as student
 from hdi_callback.monitoring.alerts import Finding, Rule
 from hdi_callback.monitoring.interventions import DiversityPenalty, Intervention, ReviveHeads, ScaleLearningRate
 from hdi_callback.monitoring.rules import default_rules
-from tests.benchmarks.collapse.plan import HEALTHY, Spec, draw
-from tests.benchmarks.collapse.run import RESULTS, train
+from tests.experiments.collapse.plan import HEALTHY, Spec, draw
+from tests.experiments.collapse.run import RESULTS, train
 
 SEEDS = tuple(range(20_000, 20_004))
 ARMS: dict[str, Callable[[], list[Intervention]]] = {
@@ -93,7 +93,7 @@ def report(folder: Path) -> list[str]:
     seeds = sorted({item["seed"] for item in results})
     by: dict[tuple[str, str, int], dict[str, Any]] = {(r["kind"], r["arm"], r["seed"]): r for r in results}
     lines = [
-        "Made by `python -m tests.benchmarks.collapse.interventions --output docs/benchmarks/interventions.md`: seeds "
+        "Made by `python -m tests.experiments.collapse.interventions --output docs/benchmarks/interventions.md`: seeds "
         f"{seeds[0]} to {seeds[-1]}, one model and schedule each.",
         "Alignment: medians over the seeds at the end of training, in the layer made to collapse. Losses: mean "
         "difference of the validation loss from the twin of the same seed, with its 95 % interval.",

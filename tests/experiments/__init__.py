@@ -1,0 +1,1 @@
+"""What the documentation claims of alarms and of interventions, tried on small trainings that learn in seconds."""
