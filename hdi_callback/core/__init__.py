@@ -1,6 +1,12 @@
 """The mathematics of head diversity: tensors in, tensors out."""
 
-from hdi_callback.core.allocation import HeadAllocation, allocate_heads
+from hdi_callback.core.allocation import (
+    AllocationChoice,
+    AllocationRanking,
+    HeadAllocation,
+    allocate_heads,
+    rank_allocations,
+)
 from hdi_callback.core.chance import chance_of_overlap
 from hdi_callback.core.circuits import CircuitSimilarity, ov_circuits, qk_circuits
 from hdi_callback.core.contribution import ContributionSums, ImportanceSums
@@ -25,6 +31,8 @@ from hdi_callback.core.tokens import TokenSpread, token_spread
 from hdi_callback.core.updates import HeadUpdate, head_movement, head_update, spectral_entropy, weight_update
 
 __all__ = [
+    "AllocationChoice",
+    "AllocationRanking",
     "AttentionRows",
     "AttentionSums",
     "BiasVarianceCovariance",
@@ -61,6 +69,7 @@ __all__ = [
     "ov_circuits",
     "principal_cosines",
     "qk_circuits",
+    "rank_allocations",
     "spectral_entropy",
     "token_spread",
     "weight_update",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.special import lambertw
 
-from hdi_callback.core import allocate_heads
+from hdi_callback.core import allocate_heads, rank_allocations
 from hdi_callback.errors import MisconfigurationError
 
 
@@ -84,3 +84,105 @@ def test_the_head_count_is_nearly_linear_in_the_width(D):
     grown = allocate_heads(2 * D, 10**6).continuous_head_dim - allocate_heads(D, 10**6).continuous_head_dim
     assert 0.9 * math.log(2) / 0.2 < grown < math.log(2) / 0.2
     assert 1.85 < heads(2 * D) / heads(D) < 2
+
+
+# --- from measured constants
+
+FALLING = [0.5**i for i in range(64)]
+
+
+def modelled(width: int, *, D=64, n=64, left_out, inflation, noise=1.0) -> float:
+    return left_out + noise / n * (width / D * inflation + 1 - width / D)
+
+
+def test_the_ranking_is_that_of_the_model_written_out():
+    effective = [9.0, 11.0]
+    answer = rank_allocations(64, 64, effective_samples=effective, head_dim=8, spectrum=FALLING)
+    growth = np.mean(np.log(64 / np.array(effective))) / 8
+    wanted = {
+        width: modelled(width, left_out=sum(FALLING[width:]) / sum(FALLING), inflation=math.exp(growth * width))
+        for width in (1, 2, 4, 8, 16, 32, 64)
+    }
+    assert answer.variance_growth == pytest.approx(growth)
+    assert {choice.head_dim: choice.error for choice in answer.choices} == pytest.approx(wanted)
+    assert [choice.head_dim for choice in answer.choices] == sorted(wanted, key=wanted.get)
+    assert [choice.head_dim for choice in answer.curve] == sorted(wanted)
+    assert all(choice.num_heads * choice.head_dim == 64 for choice in answer.choices)
+    best = min(wanted.values())
+    assert answer.flat == tuple(width for width in sorted(wanted) if wanted[width] <= 1.1 * best)
+    assert answer.choices[0].excess == 0
+    assert answer.choices[-1].excess == pytest.approx(max(wanted.values()) / best - 1)
+
+
+def test_with_an_exponential_spectrum_the_ranking_agrees_with_the_closed_form():
+    D, n, g, L = 768, 10**6, 0.1, 0.1
+    spectrum = [math.exp(-g * i) for i in range(D)]
+    effective = [n * math.exp(-L * 64)]
+    answer = rank_allocations(D, n, effective_samples=effective, head_dim=64, spectrum=spectrum)
+    assert answer.choices[0].head_dim == allocate_heads(D, n, bias_decay=g, variance_growth=L).head_dim
+
+
+def test_the_participation_ratio_stands_for_an_exponential_spectrum():
+    spectrum = np.array([0.9**i for i in range(2000)])
+    rank = spectrum.sum() ** 2 / (spectrum**2).sum()
+    measured = {"effective_samples": [100.0], "head_dim": 16}
+    by_rank = rank_allocations(256, 1000, **measured, input_rank=rank)
+    by_spectrum = rank_allocations(256, 1000, **measured, spectrum=spectrum.tolist())
+    for left, right in zip(by_rank.curve, by_spectrum.curve):
+        assert left.error == pytest.approx(right.error, rel=1e-9)
+
+
+def test_it_tells_where_the_assumptions_agree_within_a_factor_of_two():
+    answer = rank_allocations(64, 64, effective_samples=[9.0, 11.0], head_dim=8, spectrum=FALLING)
+    assert answer.tells
+    assert answer.span[1] <= 2 * answer.span[0]
+    assert answer.best is answer.choices[0]
+    assert len(answer.best_by_assumption) == 6
+
+
+@pytest.mark.parametrize(
+    ("measured", "why"),
+    [
+        ({"effective_samples": [63.5], "spectrum": FALLING}, "nearly uniform"),
+        ({"effective_samples": [4.0], "spectrum": [0.9**i for i in range(64)]}, "ranges from"),
+        ({"effective_samples": [60.0], "spectrum": [1.0] * 64}, "no narrower head suffices alone"),
+        ({"effective_samples": [50.0], "spectrum": [1.0] * 1000, "multiple_of": 16, "noise": 1e-9}, "does not matter"),
+    ],
+)
+def test_it_says_that_it_cannot_tell_and_why(measured, why):
+    answer = rank_allocations(64, 64, head_dim=8, **measured)
+    assert not answer.tells
+    assert answer.best is None
+    assert why in answer.reason
+    assert answer.choices, "the curve is there all the same"
+
+
+def test_scales_of_the_spectrum_and_its_order_do_not_matter():
+    measured = {"effective_samples": [9.0, math.nan, 11.0], "head_dim": 8}
+    once = rank_allocations(64, 64, **measured, spectrum=FALLING)
+    again = rank_allocations(64, 64, **measured, spectrum=[1e-7 * value for value in reversed(FALLING)])
+    assert once == again
+    assert once.flat == rank_allocations(64, 64, effective_samples=[11.0, 9.0], head_dim=8, spectrum=FALLING).flat
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"effective_samples": []}, "effective_samples"),
+        ({"effective_samples": [65.0]}, "up to samples=64"),
+        ({"effective_samples": [0.0]}, "effective_samples"),
+        ({"spectrum": None}, "either `spectrum` or `input_rank`"),
+        ({"input_rank": 3.0}, "either `spectrum` or `input_rank`"),
+        ({"spectrum": None, "input_rank": 0.5}, "at least 1"),
+        ({"spectrum": [0.0, 0.0]}, "spectrum"),
+        ({"spectrum": [1.0, -1.0]}, "none below 0"),
+        ({"spectrum": [1.0, math.nan]}, "finite"),
+        ({"head_dim": 2.5}, "whole number"),
+        ({"noise_factor": 0}, "noise_factor"),
+        ({"multiple_of": 3}, "write multiple_of=1"),
+    ],
+)
+def test_what_cannot_have_been_measured_is_refused(wrong, what):
+    right = {"effective_samples": [10.0], "head_dim": 8, "spectrum": FALLING}
+    with pytest.raises(MisconfigurationError, match=what):
+        rank_allocations(64, 64, **{**right, **wrong})
