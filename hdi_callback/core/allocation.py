@@ -180,10 +180,10 @@ def rank_allocations(
 
     :math:`\tau(k)` is the share of the input's variance beyond its k leading directions. A measurement at one width
     does not say how V changes with it, so that two assumptions are tried: it grows exponentially, as with a fixed
-    bandwidth, and it stays as it is, as scores that are divided by the root of the width have it. The noise is not measured
-    either, so that `noise` is tried divided and multiplied by `noise_factor` as well. An allocation is named only if
-    the best widths under all of them lie within a factor of 2. The model is ours, after the abstract of Fokoué 2026;
-    it orders choices, and predicts no loss.
+    bandwidth, and it stays as it is, as scores that are divided by the root of the width have it. The noise is not
+    measured either, so that `noise` is tried divided and multiplied by `noise_factor` as well. An allocation is named
+    only if the best widths under all of them lie within a factor of 2. The model is ours, after the abstract of
+    Fokoué 2026; it orders choices, and predicts no loss.
 
     Args:
         total_width: D, the sum of the heads' widths.
