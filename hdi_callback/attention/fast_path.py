@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -35,3 +38,37 @@ def takes_fast_path(attention: nn.Module, model: nn.Module) -> bool:
         and around.activation_relu_or_gelu
         and around.norm1.eps == around.norm2.eps
     )
+
+
+FAST_PATH = "in evaluation mode torch's fast path computes attention in one kernel, which keeps its weights to itself"
+
+
+def may_take_fast_path(module: nn.Module, given: Iterable[Any] = ()) -> bool:
+    """Tell whether a call of one of torch's own modules may be computed in one kernel, as things stand now.
+
+    Args:
+        module: any module.
+        given: the arguments of the call; of what autograd is to record no kernel of that kind is called.
+
+    Returns:
+        True for an `nn.TransformerEncoder`, a layer of one, or an `nn.MultiheadAttention` in evaluation mode whose
+        settings allow for it.
+    """
+    if isinstance(module, nn.TransformerEncoder):  # may hand nested tensors to its layers
+        first = next(iter(module.layers), None)
+        return isinstance(first, nn.TransformerEncoderLayer) and may_take_fast_path(first, given)
+    attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+    if module.training or not isinstance(attention, nn.MultiheadAttention):
+        return False
+    if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled():
+        return False
+    is_whole = attention.bias_k is None and not attention.add_zero_attn and attention._qkv_same_embed_dim
+    if not (attention.batch_first and is_whole and attention.num_heads % 2 == 0):
+        return False
+    if isinstance(module, nn.TransformerEncoderLayer):
+        has_own = type(module).forward is not nn.TransformerEncoderLayer.forward
+        has_other_parts = not module.activation_relu_or_gelu or module.norm1.eps != module.norm2.eps
+        if has_own or has_other_parts or attention.in_proj_bias is None:
+            return False
+    tensors = (*module.parameters(), *(one for one in given if isinstance(one, torch.Tensor)))
+    return not (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))

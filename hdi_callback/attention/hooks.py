@@ -66,7 +66,12 @@ class Hook:
 
 
 def observe_calls(
-    module: nn.Module, before: Before, after: After | None = None, *, eager_only: bool = False
+    module: nn.Module,
+    before: Before,
+    after: After | None = None,
+    *,
+    eager_only: bool = False,
+    without_hooks: bool = False,
 ) -> list[Handle]:
     """Call a function before each forward of a module, and another after it.
 
@@ -75,11 +80,12 @@ def observe_calls(
         before: takes the module and its arguments; may return others.
         after: takes the result as well, `None` if the forward raised; what it returns is not used.
         eager_only: leave compiled graphs as they are; the functions do nothing there.
+        without_hooks: follow the calls through a `forward` of the instance, as those of torch's attention always are.
 
     Returns:
         Handles that take both off.
     """
-    if isinstance(module, nn.MultiheadAttention):
+    if without_hooks or isinstance(module, nn.MultiheadAttention):
         top = module.__dict__.get("forward")
         observed = top if isinstance(top, _ObservedForward) else _ObservedForward(module, top)
         return [_Observer(observed, before, after, eager_only=eager_only)]
@@ -103,7 +109,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 class _Observer:
-    """One who observes the calls of torch's attention."""
+    """One who observes calls without a hook."""
 
     def __init__(self, observed: _ObservedForward, before: Before, after: After | None, *, eager_only: bool) -> None:
         self._observed, self._functions = observed, (before, after)

@@ -22,11 +22,6 @@ from hdi_callback.monitoring.outputs import join
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 
-_FAST_PATH = (
-    "the model has torch's own encoder layers, which would not take their fast path in evaluation while attention is "
-    "observed"
-)
-
 
 @dataclass(frozen=True)
 class Attending:
@@ -173,7 +168,7 @@ class AttentionReadings:
             padding_mask: ``(batch, length)``, true where a token is padding.
         """
         self._is_armed, self._training_only, self._padding_mask = True, training_only, padding_mask
-        if not self._is_suspended and not self._has_fast_path():
+        if not self._is_suspended:
             self._observer.arm()
 
     def disarm(self) -> None:
@@ -201,13 +196,8 @@ class AttentionReadings:
     def resume(self) -> None:
         """Allow `arm` again; what was armed before `suspend` is not observed any more."""
         self._is_suspended = False
-        if self._is_armed and not self._has_fast_path():
+        if self._is_armed:
             self._observer.arm()
-
-    def _has_fast_path(self) -> bool:
-        # Its hooks would make torch's own encoder layers compute otherwise in a forward in evaluation mode, such as a
-        # rollout within the step.
-        return any(isinstance(module, nn.TransformerEncoderLayer) for module in self._model.modules())
 
     def collect(self, absent: Absent) -> None:
         """Take over what was seen, for the measurement that follows.
@@ -220,12 +210,11 @@ class AttentionReadings:
         if self._is_armed:
             self._seen = {}
             paths = {id(module): name for name, module in self._model.named_modules()}
-            has_fast_path = self._has_fast_path()
             for layer in self._layers.all:
                 if layer.name in self._layers.removed or self._layers.is_contradicted(layer.name):
                     continue
                 path = paths.get(id(layer.module), layer.name)
-                found = _FAST_PATH if has_fast_path else self._sums_of(layer, path)
+                found = self._sums_of(layer, path)
                 if isinstance(found, str):
                     absent.leave_out(absence_of(ROWS, layer.name), f"they are not known: {found}", f"{ROWS} {found}")
                 else:
@@ -295,7 +284,8 @@ class AttentionReadings:
         inner = {name for name, module in self._model.named_modules() if id(module) in others and _is_in(name, path)}
         cores = [core for core in self._observer.cores if path in core.parts and not inner & set(core.parts)]
         if not cores:
-            return "no attention was seen in its module"
+            skipped = [why for name, why in self._observer.skipped.items() if name in ("", path) or _is_in(path, name)]
+            return skipped[0] if skipped else "no attention was seen in its module"
         trains = [core for core in cores if core.is_recorded]
         reads_all = not self._training_only and not any(core.is_recorded for core in self._observer.cores)
         if not trains and not reads_all:

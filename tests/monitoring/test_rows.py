@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from copy import deepcopy
 
 import pytest
 import torch
@@ -181,6 +182,96 @@ def test_training_is_bit_identical_with_rows_at_every_step():
     (plain, weights), (watched, watched_weights) = train(False), train(True)
     assert plain == watched
     assert all(torch.equal(one, other) for one, other in zip(weights, watched_weights))
+
+
+class Encoder(nn.Module):
+    """Torch's own encoder, and the inputs of its attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+    def weights(self, x: torch.Tensor, padding: torch.Tensor) -> list[torch.Tensor]:
+        """Of each layer, computed from its input by torch's attention itself, outside of any encoder."""
+        found = []
+        for layer in self.encoder.layers:
+            attention = layer.self_attn
+            found.append(attention(x, x, x, key_padding_mask=padding, average_attn_weights=False)[1].detach())
+            x = layer(x, src_key_padding_mask=padding)
+        return found
+
+
+def count_kernels(monkeypatch) -> list[str]:
+    calls: list[str] = []
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
+        kernel = getattr(torch, name)
+        counted = lambda *given, kernel=kernel, name=name, **more: calls.append(name) or kernel(*given, **more)  # noqa: E731
+        monkeypatch.setattr(torch, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation, recorded by autograd"])
+def test_curves_of_torchs_encoder_are_those_of_the_weights_of_its_attention(mode):
+    torch.manual_seed(0)
+    model, x = Encoder().train(mode == "training"), torch.randn(B, T, 16)
+    padding = torch.zeros(B, T, dtype=torch.bool)
+    padding[1, -4:] = True
+    truths = [truth_of(one, ~(padding[:, None, None] | padding[:, None, :, None])) for one in model.weights(x, padding)]
+    record = read(model, lambda: model(x, padding))
+    assert len(record.layers) == len(truths) == 2
+    for layer, truth in zip(record.layers.values(), truths):
+        assert {name: layer.values[name] for name in truth} == pytest.approx(truth, abs=1e-5, rel=1e-5)
+
+
+def test_a_rollout_of_an_armed_encoder_takes_its_fast_path(monkeypatch):
+    model, x, calls = Encoder().train(), torch.randn(B, T, 16), count_kernels(monkeypatch)
+
+    def rollout() -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            answer = model(x)
+        model.train()
+        return answer
+
+    expected, alone = rollout(), list(calls)
+    calls.clear()
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        monitor.arm(training_only=True)
+        assert torch.equal(rollout(), expected)
+        assert calls == alone == ["_transformer_encoder_layer_fwd"] * 2
+        model(x).sum().backward()
+        record = monitor.measure(0).record()
+    assert all("attention_entropy" in layer.values for layer in record.layers.values())
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor, pytest.warns(match="torch's fast path"):
+        monitor.arm()
+        rollout()
+        record = monitor.measure(1).record()
+    assert calls == alone * 2
+    assert record.scalars(METRICS) == {}
+    assert all("torch's fast path" in record.absent[f"attention rows/{name}"] for name in record.layers)
+
+
+@pytest.mark.parametrize("copy", ["deepcopy", "saved"])
+def test_a_copy_that_is_made_of_an_armed_model_is_without_what_observes_it(copy, tmp_path):
+    model = nn.ModuleDict({"encoder": Encoder(), "classifier": Classifier()})
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        monitor.arm()
+        if copy == "saved":
+            torch.save(model, tmp_path / "model.pt")
+            twin = torch.load(tmp_path / "model.pt", weights_only=False)
+        else:
+            twin = deepcopy(model)
+        x = torch.randn(B, T, 16)
+        assert torch.equal(twin["encoder"](x), model["encoder"](x))
+        twin["classifier"](tokens())
+        with pytest.warns(match="no attention was seen in its module"):
+            record = monitor.measure(0).record()
+    assert "attention_entropy" in record.layers["encoder.encoder.layers.0.self_attn"].values
+    assert "attention_entropy" not in record.layers[f"classifier.{LAYERS[0]}"].values
 
 
 def test_heads_of_a_layer_are_counted_in_every_list(model):

@@ -122,6 +122,11 @@ class AttentionObserver:
         """Why no forward was observed since `arm`; empty if one was, or if none ran."""
         return "" if self._window.has_run else self._window.reason
 
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Modules that were passed over when they were called since `arm`, by path, with the reason."""
+        return self._window.skipped
+
     def arm(self, *, keeps_samples: bool = True) -> None:
         """Observe what runs from now on, and forget what was observed before.
 
@@ -213,7 +218,7 @@ class AttentionObserver:
     def _why_absent(self, layer: AttentionLayer, cores: Sequence[ObservedCore]) -> str:
         names = {id(module): name for name, module in self._model.named_modules()}
         path = names.get(id(layer.module), layer.name)
-        for name, reason in self.closed.items():
+        for name, reason in {**self.closed, **({} if cores else self.skipped)}.items():
             if name in ("", path) or path.startswith(f"{name}."):
                 return reason
         if not self.has_run:

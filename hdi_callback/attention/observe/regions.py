@@ -1,7 +1,9 @@
 """Which modules cannot be observed without changing how they run, and why.
 
 - A compiled graph is guarded by the modes that are on: with one more it would be compiled anew.
-- In evaluation torch's own encoder takes a kernel of its own, unless a mode or a hook is there.
+
+That torch's own encoder takes a kernel of its own in evaluation, unless a mode or a hook is there, is asked when it is
+called (`window.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import torch
 from torch import nn
 
 _COMPILED = "it is compiled, and a graph cannot be seen into"
-_FAST = "it is in evaluation mode, where torch's fast path computes attention in one kernel"
 _DEPTH = 3  # calls from a forward to a compiled function that are followed
 
 
@@ -36,8 +37,6 @@ def closed_reason(module: nn.Module) -> str | None:
         return "it is scripted, and what TorchScript runs cannot be seen"
     if isinstance(module, nn.DataParallel):
         return "nn.DataParallel runs copies of it in other threads"
-    if _takes_fast_path(module):
-        return _FAST
     forward: Any = vars(module).get("forward", kind.forward)
     if _is_compiled(forward):
         return _COMPILED
@@ -46,18 +45,6 @@ def closed_reason(module: nn.Module) -> str | None:
         return "its attention is flex_attention, which is compiled"
     name = _compiled_function_of(kind)
     return None if name is None else f"it calls `{name}`, which is compiled"
-
-
-def _takes_fast_path(module: nn.Module) -> bool:
-    if not torch.backends.mha.get_fastpath_enabled():
-        return False
-    if isinstance(module, nn.TransformerEncoder):
-        return not module.training or any(not layer.training for layer in module.layers)
-    if module.training:
-        return False
-    if isinstance(module, nn.TransformerEncoderLayer):
-        return bool(getattr(module.self_attn, "batch_first", True))
-    return isinstance(module, nn.MultiheadAttention) and module.batch_first
 
 
 def _is_compiled(function: Any) -> bool:

@@ -1,22 +1,24 @@
 """The time in which a forward is observed: from the first module that begins until it ends, in armed forwards only.
 
 Hooks stand on the modules between `open` and `close` alone, so that all other steps cost nothing. Modules that
-cannot be observed without changing how they run get no hook; they are run with the mode taken off.
+cannot be observed without changing how they run get no hook; they are run with the mode taken off. Whether torch's own
+encoder takes its fast path is known when it is called; it looks for hooks in all that it holds, and for modes, so the
+calls in it are followed without hooks, and the mode is taken off for a call that takes the fast path.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils.hooks import RemovableHandle
 
+from hdi_callback.attention.fast_path import FAST_PATH, may_take_fast_path
+from hdi_callback.attention.hooks import Handle, observe_calls
 from hdi_callback.attention.observe.quiet import in_the_way
 
 
@@ -45,13 +47,15 @@ class Window:
 
     def __init__(self) -> None:
         self._watcher: Watcher | None = None
-        self._handles: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
-        self._detours: list[tuple[nn.Module, str, Any, bool]] = []
+        self._handles: dict[nn.Module, list[Handle]] = {}
+        self._detours: list[_Detour] = []
         self._outermost: tuple[str, nn.Module] | None = None
+        self._passed_over: list[tuple[nn.Module, list[TorchFunctionMode]]] = []
         self._thread = self._compiled = 0
         self._stays = False
         self.reason = ""
         self.has_run = False
+        self.skipped: dict[str, str] = {}
 
     def open(self, watcher: Watcher, modules: Mapping[str, nn.Module], closed: Mapping[str, nn.Module]) -> None:
         """Wait for a forward.
@@ -64,39 +68,28 @@ class Window:
         self.close()
         self._watcher, self._compiled = watcher, _compiled_frames()
         self._thread, self.reason, self.has_run = threading.get_ident(), "", False
+        self.skipped = {}
+        counted = {part for one in modules.values() if _looks_for_hooks(one) for part in one.modules()}
         for name, module in modules.items():
             if module not in self._handles:
-                before, after = _Entrance(self, name), _Exit(self, name)
-                # The second is called whatever happens in the forward.
-                self._handles[module] = (
-                    module.register_forward_pre_hook(before),
-                    module.register_forward_hook(after, with_kwargs=True, always_call=True),
+                self._handles[module] = observe_calls(
+                    module, _Entrance(self, name), _Exit(self, name), eager_only=True, without_hooks=module in counted
                 )
         for module in closed.values():
-            self._detour(module)
+            self._detours.append(_Detour(self, module))
 
     def close(self) -> None:
         """Take everything off again that no graph was compiled with; calling it again does nothing."""
         if self._watcher is None:
             return
-        for module, name, was, is_own in self._detours:
-            if is_own:
-                module.__dict__[name] = was
-            else:
-                module.__dict__.pop(name, None)
+        for detour in self._detours:
+            detour.remove()
         self._detours.clear()
         self._end()
         self._watcher = None
         self._stays = self._stays or _compiled_frames() != self._compiled
         if not self._stays:
             self.remove()
-            return
-        # In evaluation torch's own encoder looks for hooks in all that it holds.
-        torchs_own = [
-            one for one in self._handles if isinstance(one, (nn.TransformerEncoderLayer, nn.MultiheadAttention))
-        ]
-        for module in {part for one in torchs_own for part in one.modules()}:
-            self._take_off(module)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -107,9 +100,14 @@ class Window:
         for handle in self._handles.pop(module, ()):
             handle.remove()
 
-    def enter(self, name: str, module: nn.Module) -> None:
+    def enter(self, name: str, module: nn.Module, given: tuple[Any, ...] = ()) -> None:
         """Note that a module begins, and turn the mode on if it is the first."""
-        if self._watcher is None or threading.get_ident() != self._thread:
+        if self._watcher is None or self._passed_over or threading.get_ident() != self._thread:
+            return
+        if may_take_fast_path(module, given) and in_the_way() is None:
+            self.skipped[name] = FAST_PATH
+            above = [] if self._outermost is None else _take_off(self._watcher.mode)
+            self._passed_over.append((module, above))
             return
         if self._outermost is None:
             reason = in_the_way()
@@ -124,13 +122,25 @@ class Window:
 
     def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note that a module ends, and turn the mode off if it was the first."""
-        if self._watcher is None or self._outermost is None:
+        if self._watcher is None or threading.get_ident() != self._thread:
             return
-        if threading.get_ident() != self._thread or in_the_way() is not None:
+        if self._passed_over:
+            if self._passed_over[-1][0] is module:
+                _, above = self._passed_over.pop()
+                if self._outermost is not None:
+                    _put_back(self._watcher.mode, above)
+            return
+        if self._outermost is None or in_the_way() is not None:
             return
         self._watcher.left(name, module, args, kwargs, result)
         if self._outermost == (name, module):
             self._end()
+
+    def runs_beside(self) -> TorchFunctionMode | None:
+        """Give the mode that is on, to take it off for a module that is not observed."""
+        if self._watcher is None or self._outermost is None or self._passed_over:
+            return None
+        return self._watcher.mode if threading.get_ident() == self._thread else None
 
     def _end(self) -> None:
         if self._watcher is not None and self._outermost is not None:
@@ -138,19 +148,37 @@ class Window:
             _take_off(self._watcher.mode)
             self._watcher.ended()
 
-    def _detour(self, module: nn.Module) -> None:
-        name = "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else "forward"
-        is_own, run = name in module.__dict__, getattr(module, name)
 
-        def without_mode(*args: Any, **kwargs: Any) -> Any:
-            watcher = self._watcher
-            if watcher is None or self._outermost is None or threading.get_ident() != self._thread:
-                return run(*args, **kwargs)
-            with _off(watcher.mode):
-                return run(*args, **kwargs)
+class _Detour:
+    """A `forward` of one instance that runs with the mode taken off; a copy of the module is without it."""
 
-        self._detours.append((module, name, module.__dict__.get(name), is_own))
-        module.__dict__[name] = without_mode
+    def __init__(self, window: Window, module: nn.Module) -> None:
+        has_compiled = getattr(module, "_compiled_call_impl", None) is not None
+        self._window, self._module = window, module
+        self._name = "_compiled_call_impl" if has_compiled else "forward"
+        self._is_own, self._was = self._name in module.__dict__, module.__dict__.get(self._name)
+        self._run = getattr(module, self._name)
+        module.__dict__[self._name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self._window.runs_beside()
+        if mode is None:
+            return self._run(*args, **kwargs)
+        above = _take_off(mode)
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            _put_back(mode, above)
+
+    def remove(self) -> None:
+        """Give the module back what it had."""
+        if self._is_own:
+            self._module.__dict__[self._name] = self._was
+        else:
+            self._module.__dict__.pop(self._name, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, self._name)  # of a copy that has no attributes yet, so that of its class
 
 
 class _Entrance:
@@ -159,9 +187,9 @@ class _Entrance:
     def __init__(self, window: Window, name: str) -> None:
         self._window, self._name = window, name
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():  # all that a graph sees of it is that it is nothing
-            self._window.enter(self._name, module)
+            self._window.enter(self._name, module, (*args, *kwargs.values()))
 
 
 class _Exit:
@@ -192,15 +220,14 @@ def _take_off(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
     return above
 
 
-@contextmanager
-def _off(mode: TorchFunctionMode) -> Iterator[None]:
-    """Run without a mode, and put it back to its place."""
-    above = _take_off(mode)
-    try:
-        yield
-    finally:
-        for _ in above:
-            _pop_mode()  # type: ignore[no-untyped-call]
-        _push_mode(mode)  # type: ignore[no-untyped-call]
-        for one in reversed(above):
-            _push_mode(one)  # type: ignore[no-untyped-call]
+def _put_back(mode: TorchFunctionMode, above: list[TorchFunctionMode]) -> None:
+    """Put a mode back to its place under those that stood above it."""
+    for _ in above:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    _push_mode(mode)  # type: ignore[no-untyped-call]
+    for one in reversed(above):
+        _push_mode(one)  # type: ignore[no-untyped-call]
+
+
+def _looks_for_hooks(module: nn.Module) -> bool:
+    return isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention))
