@@ -1,13 +1,15 @@
-"""Every attention that ran, and the watched layer that explains it."""
+"""Every attention that ran: the watched layer that explains it, or what is to be said of it where none does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.judge import Verdict
+from hdi_callback.attention.observe.judge import Verdict, find_rows
+from hdi_callback.attention.observe.samples import MapCall
 
 Part = Literal["wholly", "in part", "not at all"]
 
@@ -27,6 +29,23 @@ class CoreAccount:
     layer: str
     part: Part
     sentence: str
+
+
+@dataclass(frozen=True)
+class Unexplained:
+    """Attention that no watched layer explains, or explains in part.
+
+    Attributes:
+        name: dotted path of the module in which it ran.
+        module_type: name of its class.
+        reason: why it is not watched, as a clause.
+        message: the whole sentence for a warning: where, what, why, and what to do.
+    """
+
+    name: str
+    module_type: str
+    reason: str
+    message: str
 
 
 def account(cores: Sequence[ObservedCore], verdicts: Mapping[str, Verdict]) -> list[CoreAccount]:
@@ -70,3 +89,96 @@ def _account(core: ObservedCore, verdicts: Mapping[str, Verdict]) -> CoreAccount
 def _kind(core: ObservedCore) -> str:
     heads = f"{core.heads} heads" if core.heads else "heads that cannot be told apart"
     return heads if core.kind == "softmax" else f"{core.kind} weights, {heads}"
+
+
+def unexplained(
+    cores: Sequence[ObservedCore],
+    maps: Sequence[MapCall],
+    verdicts: Mapping[str, Verdict],
+    paths: Mapping[str, str],
+    reasons: Mapping[str, str],
+    *,
+    told: Collection[str] = (),
+) -> list[Unexplained]:
+    """Find the softmax-weighted sums over tokens that no watched layer explains, or explains in part.
+
+    Args:
+        cores: all that ran.
+        maps: all maps of the forward.
+        verdicts: name of a watched layer -> what was seen of it.
+        paths: name of a watched layer -> dotted path of its module.
+        reasons: dotted path of a module -> why no layer can be made of its attention.
+        told: paths of modules of which nothing is to be said, with all that they hold.
+
+    Returns:
+        One for each module.
+    """
+    found: dict[str, Unexplained] = {}
+    watched = {path: name for name, path in paths.items()}
+    claimed = {call for verdict in verdicts.values() for call in verdict.maps}
+    for core in cores:
+        parts = (*core.parts, core.module)
+        if core.module in found or not set(parts).isdisjoint(told) or not _sums_over_tokens(core, maps):
+            continue
+        around = [watched[part] for part in parts if part in watched]
+        if not around:
+            if core.heads != 1 or _is_one_of_several(core, cores):
+                found[core.module] = _unwatched(core, reasons.get(core.module, ""))
+            continue
+        verdict = verdicts[around[-1]]
+        partial = next(((role, one.tokens) for role, one in verdict.roles.items() if one.tokens), None)
+        if core is verdict.core or core in verdict.cores:
+            if partial is not None:
+                length = core.queries if partial[0] == "query" else core.keys
+                why = f"its projections give {partial[1]} of the {length} tokens that are attended"
+                found[core.module] = _in_part(core, around[-1], why)
+        elif claimed:
+            keys = find_rows(core, maps, "key")
+            if keys is not None and keys.map not in claimed:
+                why = f"it holds another attention as well, whose keys come from `{keys.map}`"
+                found[core.module] = _in_part(core, around[-1], why)
+    return list(found.values())
+
+
+def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
+    if core.kind not in ("softmax", "exp", "additive", "sparsemax", "entmax"):
+        return False
+    if core.kind == "additive":  # its weights may be those of experts: values that maps gave are those of tokens
+        return find_rows(core, maps, "value") is not None
+    tokens = {one.tokens for one in core.maps if one.kind == "linear"}
+    if core.axes is None:
+        return any(count % length == 0 for count in tokens for length in (core.queries, core.keys) if length)
+    return bool(tokens & {core.axes.sequences * core.queries, core.axes.sequences * core.keys})
+
+
+def _is_one_of_several(core: ObservedCore, cores: Sequence[ObservedCore]) -> bool:
+    """Tell whether an attention of one head is a head among others: in its module, or in modules beside it."""
+    place = _without_numbers(core.module)
+    alike = [one for one in cores if _without_numbers(one.module) == place and one.width == core.width]
+    return len(alike) > 1 and (
+        core.module == alike[0].module == alike[-1].module or re.search(r"\.\d+$", core.module) is not None
+    )
+
+
+def _without_numbers(path: str) -> str:
+    return re.sub(r"\.\d+$", "", path)
+
+
+def _unwatched(core: ObservedCore, why: str) -> Unexplained:
+    reason = why or "no watched layer explains it"
+    sentence = (
+        f"{_place(core)} is not watched: {reason}. Describe it with `register_layout`, or leave it out with "
+        f"exclude=[{core.module!r}]."
+    )
+    return Unexplained(core.module, core.module_type, reason, sentence)
+
+
+def _in_part(core: ObservedCore, layer: str, why: str) -> Unexplained:
+    reason = f"`{layer}` explains it in part: {why}"
+    sentence = f"{_place(core)} is watched in part: {why}, so that the curves of `{layer}` do not speak of all of it."
+    return Unexplained(core.module, core.module_type, reason, sentence)
+
+
+def _place(core: ObservedCore) -> str:
+    size = f", {core.queries} queries and {core.keys} keys" if core.queries else ""
+    return f"The attention in `{core.module}` ({core.module_type}, {_kind(core)}{size})"

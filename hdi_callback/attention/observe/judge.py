@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Literal
 
@@ -46,6 +46,7 @@ class Verdict:
         roles: the same of each role.
         core: the attention in which it was seen.
         cores: all of them, where each head has one of its own.
+        maps: names of the maps that its layer claims.
     """
 
     state: State
@@ -53,6 +54,7 @@ class Verdict:
     roles: Mapping[Role, RoleVerdict] = field(default_factory=dict)
     core: ObservedCore | None = None
     cores: tuple[ObservedCore, ...] = ()
+    maps: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,13 @@ def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[M
     Returns:
         The verdict of the attention that agrees best.
     """
+    verdict = _judge(layer, cores, maps)
+    parts = [one for role, part in layer.slices.items() if role != "output" for one in getattr(part, "pieces", [part])]
+    calls = [one for one in maps if one.kind == "linear" and any(_is_of(_by_token(part), one) for part in parts)]
+    return replace(verdict, maps=frozenset(one.name for one in calls))
+
+
+def _judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
     if not cores:
         return Verdict("not seen", "no attention was seen in its module")
     if hasattr(layer.slices["key"], "pieces"):

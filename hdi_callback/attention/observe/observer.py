@@ -27,13 +27,13 @@ gradient is recorded, and the host does not wait for the device until `verdicts`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.observe.accounts import CoreAccount, account
+from hdi_callback.attention.observe.accounts import CoreAccount, Unexplained, account, unexplained
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.judge import Verdict, judge
 from hdi_callback.attention.observe.mode import ObservingMode
@@ -42,6 +42,7 @@ from hdi_callback.attention.observe.quiet import quiet
 from hdi_callback.attention.observe.recorder import Reading, Recorder
 from hdi_callback.attention.observe.regions import split_open_and_closed
 from hdi_callback.attention.observe.rows import RowChunk
+from hdi_callback.attention.observe.samples import MapCall
 from hdi_callback.attention.observe.window import Window
 from hdi_callback.attention.projections import feature_dim, is_map
 
@@ -109,8 +110,12 @@ class AttentionObserver:
 
     @property
     def layers(self) -> Sequence[AttentionLayer]:
-        """The layers whose heads are claimed."""
+        """The layers whose heads are claimed; may be set, for what is armed from then on."""
         return self._layers
+
+    @layers.setter
+    def layers(self, layers: Sequence[AttentionLayer]) -> None:
+        self._layers = tuple(layers)
 
     @property
     def has_run(self) -> bool:
@@ -164,60 +169,91 @@ class AttentionObserver:
     @property
     def absent(self) -> dict[str, str]:
         """Layers whose attention rows were not read: name -> reason."""
-        mine = self._cores_by_layer()
+        mine = self._cores_by_layer(self._layers)
         return {
             layer.name: why
             for layer in self._layers
             if (why := self._why_absent(layer, mine[layer.name])) and not any(core.rows for core in mine[layer.name])
         }
 
-    def verdicts(self) -> dict[str, Verdict]:
+    def verdicts(self, layers: Sequence[AttentionLayer] | None = None) -> dict[str, Verdict]:
         """Compare every claimed layer with what attention received; the host waits for the device.
+
+        Args:
+            layers: the claims; by default those that the observer was made with.
 
         Returns:
             Name of the layer -> what was seen of its heads.
         """
-        maps = [] if self._forward is None else self._forward.recorder.maps
-        found = {}
-        for layer in self._layers:
-            cores = self._cores_by_layer()[layer.name]
-            verdict = judge(layer, cores, maps)
+        layers = self._layers if layers is None else layers
+        found, mine = {}, self._cores_by_layer(layers)
+        for layer in layers:
+            verdict = judge(layer, mine[layer.name], self._maps)
             if verdict.core is None:
-                verdict = Verdict("not seen", self._why_absent(layer, cores) or verdict.sentence)
+                verdict = Verdict("not seen", self._why_absent(layer, mine[layer.name]) or verdict.sentence)
             found[layer.name] = verdict
         return found
 
-    def accounts(self) -> list[CoreAccount]:
+    def accounts(self, layers: Sequence[AttentionLayer] | None = None) -> list[CoreAccount]:
         """Attribute every attention that ran to the layer that explains it.
+
+        Args:
+            layers: see `verdicts`.
 
         Returns:
             One account for each attention.
         """
-        return account(self.cores, self.verdicts())
+        return account(self.cores, self.verdicts(layers))
 
-    def proposals(self) -> dict[str, AttentionLayer | str]:
+    def proposals(self, layers: Sequence[AttentionLayer] | None = None) -> dict[str, AttentionLayer | str]:
         """Describe attention that no layer explains, by the features that it received.
+
+        Args:
+            layers: see `verdicts`.
 
         Returns:
             Path of its module -> the layer, or why there is none; of several in a module the first.
         """
-        maps = [] if self._forward is None else self._forward.recorder.maps
+        return self._proposals(self.accounts(layers))
+
+    def _proposals(self, accounts: Sequence[CoreAccount]) -> dict[str, AttentionLayer | str]:
         found: dict[str, AttentionLayer | str] = {}
-        for one in self.accounts():
+        for one in accounts:
             if not one.layer and one.core.module not in found:
-                found[one.core.module] = propose(one.core, maps, self._model)
+                found[one.core.module] = propose(one.core, self._maps, self._model)
         return found
 
-    def _cores_by_layer(self) -> dict[str, list[ObservedCore]]:
+    def unexplained(
+        self, layers: Sequence[AttentionLayer] | None = None, *, told: Collection[str] = ()
+    ) -> list[Unexplained]:
+        """Find the softmax-weighted sums over tokens that no layer explains, or explains in part.
+
+        Args:
+            layers: see `verdicts`.
+            told: dotted paths of modules of which nothing is to be said, with all that they hold.
+
+        Returns:
+            One for each module.
+        """
+        layers = self._layers if layers is None else layers
+        verdicts = self.verdicts(layers)
+        proposals = self._proposals(account(self.cores, verdicts))
+        reasons = {name: why for name, why in proposals.items() if isinstance(why, str)}
+        return unexplained(self.cores, self._maps, verdicts, self._paths(layers), reasons, told=told)
+
+    @property
+    def _maps(self) -> Sequence[MapCall]:
+        return [] if self._forward is None else self._forward.recorder.maps
+
+    def _paths(self, layers: Sequence[AttentionLayer]) -> dict[str, str]:
         names = {id(module): name for name, module in self._model.named_modules()}
-        return {
-            layer.name: [core for core in self.cores if names.get(id(layer.module), layer.name) in core.parts]
-            for layer in self._layers
-        }
+        return {layer.name: names.get(id(layer.module), layer.name) for layer in layers}
+
+    def _cores_by_layer(self, layers: Sequence[AttentionLayer]) -> dict[str, list[ObservedCore]]:
+        return {name: [core for core in self.cores if path in core.parts] for name, path in self._paths(layers).items()}
 
     def _why_absent(self, layer: AttentionLayer, cores: Sequence[ObservedCore]) -> str:
-        names = {id(module): name for name, module in self._model.named_modules()}
-        path = names.get(id(layer.module), layer.name)
+        path = self._paths([layer])[layer.name]
         for name, reason in {**self.closed, **({} if cores else self.skipped)}.items():
             if name in ("", path) or path.startswith(f"{name}."):
                 return reason
