@@ -46,6 +46,7 @@ from hdi_callback.attention.padding import Frame, Padding, PaddingChoice, find_p
 from hdi_callback.attention.projections import feature_dim
 from hdi_callback.attention.sampling import TokenSample, joined, sample_tokens, shared_out
 from hdi_callback.attention.sharding import as_part
+from hdi_callback.attention.slopes import NO_BACKWARD, HeadSlopes, SlopeReducer
 from hdi_callback.attention.weight_reading import read_tensor
 
 Pick = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -61,6 +62,9 @@ class Capture:
         num_sequences: how many there are.
         weights: ``(tokens,)``, how many tokens each stands for, 0 for padding; `None` if all stand for as many.
         seen: number of tokens, padding included, that the sample was taken from.
+        slopes: ``(sequences, H)``, how fast the loss grows with a factor on each head, from all tokens; `None` if it is
+            not asked for, or not known.
+        no_slopes: why it is not known.
     """
 
     outputs: Tensor
@@ -68,6 +72,8 @@ class Capture:
     num_sequences: int
     weights: Tensor | None
     seen: int
+    slopes: Tensor | None = None
+    no_slopes: str | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -87,6 +93,7 @@ class Taps(Hooks):
             takes the arguments of the model and returns ``(batch, length)``, true where a token is padding; `None` to
             count every token.
         pick: takes what is captured from the module and its arguments; the first argument by default.
+        reduce_slopes: computes slopes from head outputs and their gradients; these are not read if it is `None`.
     """
 
     def __init__(
@@ -97,8 +104,9 @@ class Taps(Hooks):
         model: nn.Module | None = None,
         padding: PaddingChoice = "auto",
         pick: Pick | None = None,
+        reduce_slopes: SlopeReducer | None = None,
     ) -> None:
-        self._pick = pick
+        self._pick, self._reduce_slopes = pick, reduce_slopes
         self._taps: dict[str, _Tap] = {}
         self._max_tokens, self._padding = max_tokens, padding
         self._never: dict[str, str] = {}
@@ -116,7 +124,7 @@ class Taps(Hooks):
             layers: layers with names of their own.
         """
         for layer in layers:
-            self._taps[layer.name] = _Tap(layer, self._max_tokens, self._padding, self._pick)
+            self._taps[layer.name] = _Tap(layer, self._max_tokens, self._padding, self._pick, self._reduce_slopes)
         for tap in self._taps.values():
             tap.takes_masks = any(map(takes_masks, _modules_around(tap.layer.module, self._model)))
         all_layers = [tap.layer for tap in self._taps.values()]
@@ -272,15 +280,22 @@ class _Forward:
     def __init__(self, sample: TokenSample, *, is_recorded: bool) -> None:
         self.sample, self.is_recorded = sample, is_recorded
         self.is_reached = False
+        self.outputs: Tensor | None = None  # of the whole forward, until its gradient is followed
+        self.first_sequence = 0
 
 
 class _Tap:
     """The hook of one layer, and what it took."""
 
     def __init__(
-        self, layer: AttentionLayer, max_tokens: int, padding: PaddingChoice, pick: Pick | None = None
+        self,
+        layer: AttentionLayer,
+        max_tokens: int,
+        padding: PaddingChoice,
+        pick: Pick | None = None,
+        reduce_slopes: SlopeReducer | None = None,
     ) -> None:
-        self.layer, self._pick = layer, pick
+        self.layer, self._pick, self._reduce_slopes = layer, pick, reduce_slopes
         self.is_armed = self.is_in_graph = self.was_compiled = self.was_eager = False
         self.training_only = self.takes_masks = False
         self.padding_mask: Tensor | None = None
@@ -301,6 +316,7 @@ class _Tap:
         self._sequences: list[tuple[int | weakref.ref[Tensor], int, int]] = []
         self._num_sequences = 0
         self._first_times: dict[tuple[int, torch.Size], Padding] = {}
+        self._slopes = None if self._reduce_slopes is None else HeadSlopes(self.layer.num_heads, self._reduce_slopes)
 
     @property
     def capture(self) -> Capture | None:
@@ -316,7 +332,9 @@ class _Tap:
             return None
         sample = joined([one.sample for one in chosen])
         outputs = sample.rows.view(-1, self.layer.num_heads, self.layer.value_dim)
-        return Capture(outputs, sample.sequences, self._num_sequences, sample.weights, sample.seen)
+        slopes = None if self._slopes is None else self._slopes.total()
+        why = NO_BACKWARD if self._slopes is None else self._slopes.failure or NO_BACKWARD
+        return Capture(outputs, sample.sequences, self._num_sequences, sample.weights, sample.seen, slopes, why)
 
     def is_empty(self, reads_all: bool) -> bool:
         """Whether it took nothing, and knows no reason."""
@@ -341,6 +359,7 @@ class _Tap:
                 outputs = self._pick(module, args, kwargs)
             taken = self._take(lambda: outputs, is_recorded=torch.is_grad_enabled())
             _mark_when_reached(taken, outputs)
+            self._follow_slopes(taken, outputs, lambda gradient: _features_last(gradient, module))
         return None
 
     def take_recomputed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -360,9 +379,19 @@ class _Tap:
         """See whether a backward reaches what the attention gave."""
         if not torch.compiler.is_compiling() and self.is_armed:
             taken, self._last = self._last, None
-            _mark_when_reached(taken, result[0] if isinstance(result, tuple) else result)
+            output = result[0] if isinstance(result, tuple) else result
+            _mark_when_reached(taken, output)
+            self._follow_slopes(taken, output, lambda gradient: _before_projection(module, gradient))
 
     _last: _Forward | None = None
+
+    def _follow_slopes(self, taken: _Forward | None, tensor: Any, gradient_of: Callable[[Tensor], Tensor]) -> None:
+        """Read the gradient of a tensor of a forward that was taken."""
+        if self._slopes is None or taken is None:
+            return
+        outputs, taken.outputs = taken.outputs, None
+        if taken.is_recorded and outputs is not None and isinstance(tensor, Tensor):
+            self._slopes.follow(tensor, outputs, taken.first_sequence, gradient_of)
 
     def _receive(self, outputs: Tensor, *, is_recorded: bool) -> None:
         """Take what a compiled graph hands over."""
@@ -424,6 +453,10 @@ class _Tap:
             one.sample = one.sample.thinned(share)
         sample = sample_tokens(outputs, max(2, shares[-1]), padded=padded, first_sequence=first)
         taken = _Forward(sample.thinned(shares[-1]), is_recorded=is_recorded)
+        if self._slopes is not None and is_compiled:
+            self._slopes.compiled()
+        elif self._slopes is not None:
+            taken.outputs, taken.first_sequence = outputs, first
         self._forwards.append(taken)
         return taken
 
@@ -529,6 +562,16 @@ def _mark_when_reached(taken: _Forward | None, outputs: Any) -> None:
             found.is_reached = True
 
     outputs.register_hook(mark)  # type: ignore[no-untyped-call]
+
+
+def _before_projection(module: nn.Module, gradient: Tensor) -> Tensor:
+    """Take the gradient of what `nn.MultiheadAttention` gives back to what goes into its output projection."""
+    attention: Any = module
+    weight = read_tensor(attention.out_proj, "weight")
+    if weight is None:
+        raise ValueError("its output projection has no weight")
+    gradient = gradient if attention.batch_first or gradient.dim() < 3 else gradient.transpose(0, 1)
+    return gradient @ weight.detach().to(gradient.dtype)
 
 
 def _features_last(outputs: Tensor, projection: nn.Module | None) -> Tensor:

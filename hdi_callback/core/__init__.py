@@ -9,7 +9,7 @@ from hdi_callback.core.allocation import (
 )
 from hdi_callback.core.chance import chance_of_overlap
 from hdi_callback.core.circuits import CircuitSimilarity, ov_circuits, qk_circuits
-from hdi_callback.core.contribution import ContributionSums, ImportanceSums
+from hdi_callback.core.contribution import ContributionSums, ImportanceSums, head_slopes
 from hdi_callback.core.covariance import (
     BiasVarianceCovariance,
     HeadCovariance,
@@ -62,6 +62,7 @@ __all__ = [
     "head_diversity_from_covariance",
     "head_movement",
     "head_overlap",
+    "head_slopes",
     "head_update",
     "logit_bound",
     "noise_covariance",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdi_callback.core.tensors import require_tensors
 from hdi_callback.errors import ShapeError
 
 
@@ -77,22 +78,27 @@ class ContributionSums:
 
 @dataclass(frozen=True)
 class ImportanceSums:
-    r"""First-order effect of each head on the loss; adds up over chunks and ranks.
+    r"""First-order effect of each head, and of each pair of heads, on the loss; adds up over sequences and ranks.
+
+    With :math:`s_{bh} = \sum_t \langle o_h(t), \partial L / \partial o_h(t) \rangle` over the tokens of sequence b, the
+    slope of the loss in a factor on head h there.
 
     Attributes:
-        slope: ``(H,)``, :math:`\sum_t \langle o_h(t), \partial L / \partial o_h(t) \rangle`: how fast the loss grows
-            with a factor on the head.
+        slope: ``(H,)``, :math:`\sum_b s_{bh}`: how fast the loss grows with a factor on the head.
+        pairs: ``(H, H)``, :math:`\sum_b |s_{bh} + s_{bg}|`, and on the diagonal :math:`\sum_b |s_{bh}|`: size of the
+            change, sequence by sequence, if both heads are removed, or one.
     """
 
     slope: Tensor
+    pairs: Tensor
 
     @classmethod
     @torch.no_grad()
     def of(cls, outputs: Tensor, gradients: Tensor) -> ImportanceSums:
-        """Add up some tokens of one layer.
+        """Add up some sequences of one layer.
 
         Args:
-            outputs: ``(..., H, d_v)``, head outputs.
+            outputs: ``(sequences, tokens, H, d_v)``, head outputs; ``(tokens, H, d_v)`` is one sequence.
             gradients: of the same shape, gradients of the loss with respect to them; divide out a loss scale.
 
         Returns:
@@ -106,23 +112,38 @@ class ImportanceSums:
             >>> ImportanceSums.of(outputs, torch.ones(1, 2, 2)).importance.tolist()
             [3.0, 3.0]
         """
-        if outputs.dim() < 2 or outputs.shape != gradients.shape:
-            raise ShapeError(
-                "Head outputs and their gradients have one shape (..., heads, width), got "
-                f"{tuple(outputs.shape)} and {tuple(gradients.shape)}."
-            )
-        wide = torch.promote_types(outputs.dtype, torch.float32)
-        product = (outputs.to(wide) * gradients.to(wide)).sum(-1)
-        return cls(product.reshape(outputs.shape[:-2].numel(), outputs.shape[-2]).sum(0))
+        is_one = isinstance(outputs, Tensor) and outputs.dim() == 3
+        return cls.of_slopes(head_slopes(*((outputs[None], gradients[None]) if is_one else (outputs, gradients))))
+
+    @classmethod
+    @torch.no_grad()
+    def of_slopes(cls, slopes: Tensor) -> ImportanceSums:
+        """Add up sequences whose slopes are known.
+
+        Args:
+            slopes: ``(sequences, H)``, as `head_slopes` gives them.
+
+        Returns:
+            Their sums.
+        """
+        H = slopes.shape[-1]
+        pairs = slopes.new_zeros(H, H)
+        for part in torch.split(slopes, max(1, _CHUNK // max(1, H * H))):
+            pairs = pairs + (part[:, :, None] + part[:, None, :]).abs().sum(0)
+        single = torch.eye(H, dtype=torch.bool, device=slopes.device)
+        return cls(slopes.sum(0), torch.where(single, pairs / 2, pairs))
 
     def __add__(self, other: ImportanceSums) -> ImportanceSums:
-        """Join disjoint tokens of the same heads."""
-        return ImportanceSums(self.slope + other.slope)
+        """Join different sequences of the same heads."""
+        return ImportanceSums(self.slope + other.slope, self.pairs + other.pairs)
 
     @property
     def importance(self) -> Tensor:
-        """Size of the first-order change of the loss if the head is removed, ``(H,)`` (Michel et al. 2019)."""
-        return self.slope.abs()
+        """Size of the first-order change of the loss if the head is removed, ``(H,)`` (Michel et al. 2019).
+
+        Summed over sequences: over all tokens at once the changes cancel where training has come to rest.
+        """
+        return self.pairs.diagonal()
 
     @property
     def cost(self) -> Tensor:
@@ -138,6 +159,46 @@ class ImportanceSums:
         """
         both = self.cost[:, None] + self.cost[None, :]
         return torch.where(torch.eye(len(self.cost), dtype=torch.bool, device=both.device), both / 2, both)
+
+
+@torch.no_grad()
+def head_slopes(outputs: Tensor, gradients: Tensor) -> Tensor:
+    r"""Compute how fast the loss grows with a factor on each head, sequence by sequence.
+
+    .. math:: s_{bh} = \sum_t \langle o_{bh}(t), \partial L / \partial o_{bh}(t) \rangle
+
+    Args:
+        outputs: ``(sequences, tokens, H, d_v)``, head outputs.
+        gradients: of the same shape, gradients of the loss with respect to them; where they are zero, as in padding,
+            the outputs may be anything.
+
+    Returns:
+        ``(sequences, H)``, in float32 or wider.
+
+    Raises:
+        ShapeError: if the two shapes differ.
+
+    Example:
+        >>> head_slopes(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4)).tolist()
+        [[12.0], [12.0]]
+    """
+    require_tensors(3, outputs=outputs, gradients=gradients)
+    if outputs.dim() != 4 or outputs.shape != gradients.shape:
+        raise ShapeError(
+            "Head outputs and their gradients have one shape (sequences, tokens, heads, width), got "
+            f"{tuple(outputs.shape)} and {tuple(gradients.shape)}."
+        )
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    slopes = outputs.new_zeros(outputs.shape[0], outputs.shape[2], dtype=wide)
+    # In chunks of tokens, as the copies in the wider type need not be of the whole.
+    step = max(1, _CHUNK // max(1, outputs.shape[0] * outputs.shape[2] * outputs.shape[3]))
+    for own, gradient in zip(torch.split(outputs, step, 1), torch.split(gradients, step, 1)):
+        product = own.to(wide) * gradient.to(wide)
+        slopes += torch.where(gradient == 0, 0, product).sum((1, 3))
+    return slopes
+
+
+_CHUNK = 2**22  # numbers
 
 
 def _kept(outputs: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:

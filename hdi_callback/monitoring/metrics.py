@@ -17,6 +17,7 @@ from hdi_callback.errors import MisconfigurationError
 
 COVARIANCE = "head outputs"
 CONTRIBUTION = "head contributions"
+IMPORTANCE = "head importance"
 QK, OV = "QK circuits", "OV circuits"
 FINITENESS = "finiteness of weights"
 MOVEMENT = "movement of weights"
@@ -155,6 +156,24 @@ _HEAD_METRICS = [
         CONTRIBUTION,
         lambda c: c.not_finite.sum(-1),
         "How many heads gave an output that is NaN or infinite.",
+    ),
+    Metric(
+        "head_importance_min",
+        IMPORTANCE,
+        _field("importance", _smallest),
+        "Smallest first-order effect on the loss of losing a head, over the mean of the layer's heads.",
+    ),
+    Metric(
+        "hdi_worst_pair_importance",
+        IMPORTANCE,
+        _field("worst_pair_one"),
+        "The same of the less important head of the pair in `hdi_worst_pair`: what losing one costs.",
+    ),
+    Metric(
+        "hdi_worst_pair_importance_both",
+        IMPORTANCE,
+        _field("worst_pair_both"),
+        "The same of both heads of that pair: what losing both costs.",
     ),
     Metric(
         "weights_not_finite",
@@ -320,6 +339,11 @@ DETAILS: dict[str, Details] = {
         {"head_contribution": "relative", "outputs_not_finite": "not_finite"},
         {},
         "there were no tokens without padding, or the outputs are zero or not finite",
+    ),
+    IMPORTANCE: Details(
+        {"head_importance": "importance", "head_slope": "slope"},
+        {"head_pair_importance": "pairs"},
+        "the gradients at the head outputs are zero or not finite, or there are fewer than two live key heads",
     ),
     FINITENESS: Details({"weights_not_finite": "not_finite"}, {}, ""),
     MOVEMENT: Details(

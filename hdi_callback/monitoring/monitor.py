@@ -285,7 +285,7 @@ class HeadDiversityMonitor:
             self._pending_outputs = set() if is_last_forward else pending & self._outputs.pending()
             self._outputs.collect(pending, self._pending_outputs, absent)
             with torch.no_grad():
-                found = self._outputs.measure(absent)
+                found = self._outputs.measure(absent, reading.measurements)
             self._outputs.forget()
         if self._pending_outputs:
             self.arm(training_only=self._training_only)
@@ -318,7 +318,7 @@ class HeadDiversityMonitor:
         measurements: list[Measurement] = []
         for source in self._weight_sources:
             measurements += self._reader.measure(source, absent, Ranks())
-        measurements += [] if self._outputs is None else self._outputs.measure(absent)
+        measurements += [] if self._outputs is None else self._outputs.measure(absent, measurements)
         measurements += [] if self._rows is None else self._rows.measure(absent)
         if self._inputs is not None:
             measurements += self._inputs.measure(Ranks(), self._layers.device(), absent)

@@ -14,18 +14,19 @@ from hdi_callback.attention.fast_path import takes_fast_path
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import head_covariance
-from hdi_callback.core.contribution import ContributionSums
+from hdi_callback.core.contribution import ContributionSums, ImportanceSums, head_slopes
 from hdi_callback.core.covariance import HeadMoments, HeadSums
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent, absence_of, listed
+from hdi_callback.monitoring.importance import Importances, closest_pairs
 from hdi_callback.monitoring.layers import WatchedLayers
-from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, METRICS
+from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, IMPORTANCE, METRICS
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 from hdi_callback.monitoring.warn_once import WarnOnce
 from hdi_callback.monitoring.weights import WeightReader, without_autocast
 
-SOURCES = (COVARIANCE, CONTRIBUTION)
+SOURCES = (COVARIANCE, CONTRIBUTION, IMPORTANCE)
 """What is measured on head outputs."""
 
 _NO_RECOMPILATION = "they need a graph of their own, and torch.compile must not or should not compile another one"
@@ -67,17 +68,22 @@ class OutputSums:
         covariance: of the covariance term; `None` if it is not asked for.
         contribution: of the contributions; `None` if they are not asked for.
         not_finite: ``(H,)``, how many ranks saw an output that is not finite.
+        importance: of their importance; `None` if it is not asked for.
+        followed: how many ranks know it.
     """
 
     covariance: HeadSums | None
     contribution: ContributionSums | None
     not_finite: Tensor | None
+    importance: Importances | None = None
+    followed: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Give what adds up, in a fixed order."""
         parts = [self.covariance, self.contribution]
         found = [getattr(part, item.name) for part in parts if part is not None for item in fields(part)]
-        return [tensor for tensor in (*found, self.not_finite) if tensor is not None]
+        found += [] if self.importance is None else self.importance.tensors()
+        return [tensor for tensor in (*found, self.not_finite, self.followed) if tensor is not None]
 
     def added_up(self, added: Iterator[Tensor]) -> OutputSums:
         """Take the same tensors over all ranks."""
@@ -89,7 +95,12 @@ class OutputSums:
             return type(part)(**{name: None if value is None else next(added) for name, value in values.items()})
 
         covariance, contribution = take(self.covariance), take(self.contribution)
-        return OutputSums(covariance, contribution, None if self.not_finite is None else next(added))
+        importance = None
+        if self.importance is not None:
+            heads, groups = take(self.importance.heads), take(self.importance.groups)
+            importance = Importances(heads, groups)
+        counts = [None if count is None else next(added) for count in (self.not_finite, self.followed)]
+        return OutputSums(covariance, contribution, counts[0], importance, counts[1])
 
 
 class HeadOutputs:
@@ -116,9 +127,10 @@ class HeadOutputs:
         padding: PaddingChoice,
         warn_once: WarnOnce,
     ) -> None:
-        self.taps = Taps(layers.all, max_tokens=max_tokens, model=model, padding=padding)
         self._layers, self._reader, self._model, self._warn_once = layers, reader, model, warn_once
         self._sources = {METRICS[name].source for name in metrics}
+        reduce = head_slopes if IMPORTANCE in self._sources else None
+        self.taps = Taps(layers.all, max_tokens=max_tokens, model=model, padding=padding, reduce_slopes=reduce)
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
         self._wants_errors = any(name.endswith("_error") for name in metrics)
         self._wants_overlap = "head_output_overlap" in metrics
@@ -183,16 +195,18 @@ class HeadOutputs:
         """Let go of what was collected, once it is measured."""
         self._captures = None
 
-    def measure(self, absent: Absent) -> list[Measurement]:
+    def measure(self, absent: Absent, weights: Sequence[Measurement] = ()) -> list[Measurement]:
         """Measure what was collected, as one process alone.
 
         Args:
             absent: takes what cannot be measured.
+            weights: what was measured of weights at this reading.
 
         Returns:
             One measurement for each source and number of heads.
         """
-        measured: dict[tuple[str, int, torch.device], list[tuple[str, Any]]] = {}
+        measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+        closest = closest_pairs(weights)
         for layer in self._layers.all:
             capture = None if self._captures is None else self._captures.get(layer.name)
             if capture is None:
@@ -209,8 +223,13 @@ class HeadOutputs:
                 if CONTRIBUTION in self._sources:
                     sums = contribution_sums(outputs, weight, capture.weights)
                     found[CONTRIBUTION] = _contribution(sums, not_finite(outputs, capture.weights))
+                slopes = self._slopes_of(layer, capture, absent)
+                if slopes is not None:
+                    importances = Importances.of(slopes, layer.num_key_heads)
+                    found[IMPORTANCE] = importances.importance(closest.get(layer.name))
                 for source, values in found.items():
-                    measured.setdefault((source, layer.num_heads, device), []).append((layer.name, values))
+                    kind = (source, layer.num_heads, layer.num_key_heads, device)
+                    measured.setdefault(kind, []).append((layer.name, values))
         return [join(source, group) for (source, *_), group in measured.items()]
 
     def shares(self, ranks: Ranks, device: torch.device) -> list[Tensor]:
@@ -270,17 +289,24 @@ class HeadOutputs:
                     if found.contribution is not None:
                         found.contribution = contribution_sums(outputs, weight, weights)
                         found.not_finite = not_finite(outputs, weights).double()
+                    slopes = self._slopes_of(layer, held[layer.name], absent)
+                    if slopes is not None:
+                        found.importance = Importances.of(slopes, layer.num_key_heads)
+                        found.followed = torch.ones((), device=device)
                 del weight, outputs
             sums.append(found)
         return sums
 
-    def read_sums(self, sums: Sequence[OutputSums], added: Iterator[Tensor], absent: Absent) -> list[Measurement]:
+    def read_sums(
+        self, sums: Sequence[OutputSums], added: Iterator[Tensor], absent: Absent, weights: Sequence[Measurement] = ()
+    ) -> list[Measurement]:
         """Measure what was added up over the ranks.
 
         Args:
             sums: what `sums` gave.
             added: the same tensors, over all ranks.
             absent: takes what cannot be measured.
+            weights: what was measured of weights at this reading.
 
         Returns:
             One measurement for each source and number of heads; none if no forward was to be captured, as it was on
@@ -288,7 +314,8 @@ class HeadOutputs:
         """
         if self._captures is None:
             return []
-        measured: dict[tuple[str, int], list[tuple[str, Any]]] = {}
+        measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+        closest = closest_pairs(weights)
         for layer, item in zip(self._tapped, sums):
             total = item.added_up(added)
             if self._layers.is_contradicted(layer.name):
@@ -299,12 +326,26 @@ class HeadOutputs:
             if total.contribution is not None and total.not_finite is not None:
                 values = _contribution(total.contribution, total.not_finite > 0)
                 measured.setdefault((CONTRIBUTION, layer.num_heads), []).append((layer.name, values))
+            if total.importance is not None and total.followed is not None:
+                mean = total.importance.averaged(total.followed)
+                values = mean.importance(closest.get(layer.name))
+                measured.setdefault((IMPORTANCE, layer.num_heads, layer.num_key_heads), []).append((layer.name, values))
             absent.reasons.pop(_outputs_of(layer.name), None)  # other ranks may have captured it
         if self._wants_errors:
             self._warn_once.warn(
                 "errors over ranks", "Standard errors are not computed over several ranks; they are absent."
             )
-        return [join(source, group) for (source, _), group in measured.items()]
+        return [join(source, group) for (source, *_), group in measured.items()]
+
+    def _slopes_of(self, layer: AttentionLayer, capture: Capture, absent: Absent) -> Tensor | None:
+        if IMPORTANCE not in self._sources:
+            return None
+        why = None if capture.slopes is not None else capture.no_slopes
+        if layer.num_heads % layer.num_key_heads:
+            why = f"its {layer.num_key_heads} key heads do not divide its {layer.num_heads} heads"
+        if why is not None:
+            absent.leave_out(absence_of(IMPORTANCE, layer.name), f"it is not known: {why}", f"{IMPORTANCE} {why}")
+        return capture.slopes if why is None else None
 
     def _no_sums(self, layer: AttentionLayer, mean: Tensor, device: torch.device) -> OutputSums:
         H = layer.num_heads
@@ -318,7 +359,12 @@ class HeadOutputs:
             covariance = HeadSums(zeros(), zeros(H, H), scatter)
         if CONTRIBUTION in self._sources:
             contribution, count = ContributionSums(zeros(), zeros(H), zeros()), zeros(H)
-        return OutputSums(covariance, contribution, count)
+        importance = followed = None
+        if IMPORTANCE in self._sources:
+            G = layer.num_key_heads
+            importance = Importances(ImportanceSums(zeros(H), zeros(H, H)), ImportanceSums(zeros(G), zeros(G, G)))
+            followed = zeros()
+        return OutputSums(covariance, contribution, count, importance, followed)
 
     def _why_missed(self, name: str) -> str:
         layer = self._layers.named(name)

@@ -60,7 +60,7 @@ def measure_over_ranks(
     flat = [tensor for sheet in sheets for tensor in sheet.tensors()]
     added = iter(ranks.sum(flat + [tensor for item in sums for tensor in item.tensors()], device))
     measurements = [found for sheet in sheets for found in sheet.read(added)]
-    measurements += [] if outputs is None else outputs.read_sums(sums, added, absent)
+    measurements += [] if outputs is None else outputs.read_sums(sums, added, absent, measurements)
     return measurements + ([] if rows is None else rows.measure_over(ranks, device, absent))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdi_callback.core import ContributionSums, ImportanceSums
+from hdi_callback.core import ContributionSums, ImportanceSums, head_slopes
 from hdi_callback.errors import ShapeError
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian
@@ -61,7 +61,7 @@ def test_importance_is_the_slope_of_the_loss_in_a_factor_on_the_head():
     loss(gate).backward()
     leaf = outputs.clone().requires_grad_()
     (torch.tanh(torch.einsum("thi,hid->td", leaf, weight)) - target).square().mean().backward()
-    sums = ImportanceSums.of(outputs[:7], leaf.grad[:7]) + ImportanceSums.of(outputs[7:], leaf.grad[7:])
+    sums = ImportanceSums.of(outputs, leaf.grad)
     assert torch.allclose(sums.slope, gate.grad)
     assert torch.allclose(sums.importance, gate.grad.abs())
     step = 1e-6
@@ -72,6 +72,36 @@ def test_importance_is_the_slope_of_the_loss_in_a_factor_on_the_head():
         cost = sums.cost[lost[0]] if len(lost) == 1 else sums.pair_cost[lost[0], lost[1]]
         assert change == pytest.approx(float(cost), rel=1e-4)
     assert torch.allclose(sums.pair_cost.diagonal(), sums.cost)
+
+
+def test_importance_is_taken_sequence_by_sequence_for_one_head_and_for_two():
+    outputs, gradients = gaussian(6, 7, 3, 4), gaussian(6, 7, 3, 4, seed=1)
+    slopes = (outputs * gradients).sum((1, 3))
+    assert torch.allclose(head_slopes(outputs, gradients), slopes)
+    sums = ImportanceSums.of(outputs[:2], gradients[:2]) + ImportanceSums.of(outputs[2:], gradients[2:])
+    assert torch.allclose(sums.slope, slopes.sum(0))
+    assert torch.allclose(sums.importance, slopes.abs().sum(0))
+    assert torch.allclose(sums.pairs[0, 2], (slopes[:, 0] + slopes[:, 2]).abs().sum())
+    assert torch.equal(sums.pairs, sums.pairs.mT)
+
+
+def test_importance_in_chunks_is_that_of_one_pass(monkeypatch):
+    outputs, gradients = gaussian(6, 7, 3, 4), gaussian(6, 7, 3, 4, seed=1)
+    whole = ImportanceSums.of(outputs, gradients)
+    monkeypatch.setattr("hdi_callback.core.contribution._CHUNK", 20)
+    with TensorSizes() as sizes:
+        pieces = ImportanceSums.of(outputs, gradients)
+    assert torch.allclose(whole.slope, pieces.slope)
+    assert torch.allclose(whole.pairs, pieces.pairs)
+    assert sizes.largest <= 6 * 3 * 4
+
+
+def test_what_has_no_gradient_may_be_anything():
+    outputs, gradients = gaussian(2, 5, 3, 4), gaussian(2, 5, 3, 4, seed=1)
+    gradients[0, 3:] = 0
+    spoiled = outputs.clone()
+    spoiled[0, 3:] = torch.nan
+    assert torch.equal(ImportanceSums.of(outputs, gradients).pairs, ImportanceSums.of(spoiled, gradients).pairs)
 
 
 def test_a_head_that_the_loss_is_linear_in_costs_exactly_what_is_said():

@@ -66,7 +66,10 @@ SILENT = {
         lambda outputs, weight, valid: ContributionSums.of(outputs, weight, valid=valid).relative,
         [gaussian(20, 4, 8), gaussian(4, 8, 32), gaussian(20) > 0],
     ),
-    "importance": (lambda o, g: ImportanceSums.of(o, g).pair_cost, [gaussian(20, 4, 8), gaussian(20, 4, 8)]),
+    "importance": (
+        lambda o, g: (ImportanceSums.of(o, g).pair_cost, ImportanceSums.of(o, g).importance),
+        [gaussian(5, 20, 4, 8), gaussian(5, 20, 4, 8)],
+    ),
     "tokens": (token_spread, [gaussian(3, 20, 32), gaussian(3, 20) > 0]),
     "update": (head_update, [gaussian(3, 4, 8, 32), gaussian(3, 4, 8, 32, seed=1)]),
     "streaming": (lambda first, second: HeadMoments.of(first).update(second), [gaussian(9, 4, 8), gaussian(9, 4, 8)]),

@@ -7,11 +7,13 @@ from hdi_callback.attention import ROLES
 from hdi_callback.core import head_covariance, head_diversity, ov_circuits, qk_circuits
 from hdi_callback.core.tokens import token_spread
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.importance import HeadImportance
 from hdi_callback.monitoring.metrics import (
     CONTRIBUTION,
     COVARIANCE,
     DEFAULT_METRICS,
     FINITENESS,
+    IMPORTANCE,
     KEYS,
     METRICS,
     MOVEMENT,
@@ -35,6 +37,9 @@ EXAMPLES = {
     KEYS: head_diversity,
     TOKENS: token_spread,
     CONTRIBUTION: lambda weight: HeadContribution(torch.ones(3, 4), torch.zeros(3, 4), torch.ones(3)),
+    IMPORTANCE: lambda weight: HeadImportance(
+        torch.ones(3, 4), torch.ones(3, 4, 4), torch.ones(3), torch.ones(3), torch.ones(3, 4)
+    ),
 }
 
 

@@ -22,7 +22,8 @@ from tests.models import LAYERS, LENGTH, Attention, Classifier
 
 METRICS = [
     "hdi", "hdi_worst_pair", "hdi_query", "head_covariance", "head_correlation", "head_output_overlap",
-    "circuit_qk", "circuit_ov_worst", "head_contribution_min", "weights_not_finite",
+    "circuit_qk", "circuit_ov_worst", "head_contribution_min", "head_importance_min", "hdi_worst_pair_importance_both",
+    "weights_not_finite",
 ]  # fmt: skip
 SHARES = (slice(0, 5), slice(5, 7))
 """The sequences of each rank: uneven on purpose."""
@@ -46,7 +47,7 @@ def reading_alone() -> dict[str, float]:
     model = classifier()
     with monitor_of(model) as monitor:
         monitor.arm()
-        model(batch())
+        model(batch()).sum().backward()
         return monitor.measure(0).record().scalars(METRICS)
 
 
@@ -95,7 +96,7 @@ def read_with_a_layer_that_one_rank_lacks(rank: int) -> dict:
         if rank == 1:
             model.blocks[1].attn.k_proj = nn.Identity()  # and no forward
         else:
-            model(batch())
+            model(batch()).sum().backward()
         return monitor.measure(0).record().scalars(METRICS)
 
 
@@ -238,7 +239,7 @@ def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):
     model = classifier()
     with monitor_of(model) as monitor:
         monitor.arm()
-        model(batch()[SHARES[0]])
+        model(batch()[SHARES[0]]).sum().backward()
         alone = monitor.measure(0).record().scalars(METRICS)
     told = two_ranks(read_under_ddp, True)
     for rank in told:
@@ -249,7 +250,7 @@ def test_what_fails_on_one_rank_does_not_hold_up_the_other(two_ranks):
     told = two_ranks(read_with_a_layer_that_one_rank_lacks)
     first, second = (rank.answer for rank in told)
     # The second rank had to measure layer 1 and could not, so that nobody has it; all the rest is there.
-    of_keys = ("hdi", "hdi_worst_pair", "circuit_qk", "weights_not_finite")
+    of_keys = ("hdi", "hdi_worst_pair", "hdi_worst_pair_importance_both", "circuit_qk", "weights_not_finite")
     lost = {f"{metric}/blocks.1.attn" for metric in of_keys}
     whole = reading_alone()
     assert set(whole) - set(first) == lost

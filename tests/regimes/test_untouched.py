@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor
+from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from tests.models import CLASSES, LENGTH, Classifier
 
-METRICS = ["hdi", "hdi_query", "head_covariance", "head_correlation", "head_correlation_error"]
+METRICS = list(CATALOGUE)
 
 
 class TorchClassifier(nn.Module):
@@ -76,6 +77,11 @@ def require_equal(kind, **options) -> None:
     assert [place for place, (a, b) in enumerate(zip(alone, watched)) if not torch.equal(a, b)] == []
 
 
+# Some curves cannot be read under torch's own encoder or in compiled graphs, which is said.
+SOME_ABSENT = pytest.mark.filterwarnings("ignore::hdi_callback.errors.MonitoringWarning")
+
+
+@SOME_ABSENT
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind", [Classifier, TorchClassifier])
@@ -83,6 +89,7 @@ def test_eager_training_is_bit_identical(kind, precision, accumulate):
     require_equal(kind, backend=None, precision=precision, accumulate=accumulate)
 
 
+@SOME_ABSENT
 @pytest.mark.parametrize(("kind", "precision"), [(Classifier, "32"), (TorchClassifier, "bf16-mixed")])
 def test_compiled_training_is_bit_identical(kind, precision):
     require_equal(kind, backend="aot_eager", precision=precision, accumulate=1, steps=3)

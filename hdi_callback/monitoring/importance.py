@@ -1,0 +1,114 @@
+"""What losing heads would cost, from the slopes that the backward of the armed step has shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hdi_callback.core.contribution import ImportanceSums
+from hdi_callback.monitoring.readings import Measurement
+
+
+@dataclass(frozen=True)
+class HeadImportance:
+    """What losing heads would cost, to first order; in units of the mean over the heads of the layer, but for `slope`.
+
+    Attributes:
+        importance: ``(H,)``, of each head: 1 is an average one.
+        pairs: ``(G, G)``, of all heads of two key heads, and on the diagonal of those of one.
+        worst_pair_one: of the less important of the two key heads whose keys overlap most.
+        worst_pair_both: of both of them.
+        slope: ``(H,)``, how fast what backward was called on grows with a factor on the head.
+    """
+
+    importance: Tensor
+    pairs: Tensor
+    worst_pair_one: Tensor
+    worst_pair_both: Tensor
+    slope: Tensor
+
+
+@dataclass(frozen=True)
+class Importances:
+    """Sums over the sequences of one layer that a rank holds.
+
+    Attributes:
+        heads: of its heads.
+        groups: of its key heads, each with all of its query heads.
+    """
+
+    heads: ImportanceSums
+    groups: ImportanceSums
+
+    @classmethod
+    def of(cls, slopes: Tensor, groups: int) -> Importances:
+        """Add up sequences.
+
+        Args:
+            slopes: ``(sequences, H)``.
+            groups: G, number of key heads; the heads of a group lie side by side.
+
+        Returns:
+            Their sums.
+        """
+        by_group = slopes.reshape(len(slopes), groups, -1).sum(-1)
+        return cls(ImportanceSums.of_slopes(slopes), ImportanceSums.of_slopes(by_group))
+
+    def tensors(self) -> list[Tensor]:
+        """Give what adds up, in a fixed order."""
+        return [self.heads.slope, self.heads.pairs, self.groups.slope, self.groups.pairs]
+
+    def averaged(self, ranks: Tensor) -> Importances:
+        """Take the slopes of the mean of the ranks' losses, which is what data-parallel training minimises.
+
+        Args:
+            ranks: how many of them were added up.
+
+        Returns:
+            The same with these slopes.
+        """
+        heads, groups = (replace(one, slope=one.slope / ranks) for one in (self.heads, self.groups))
+        return Importances(heads, groups)
+
+    def importance(self, worst_pair: Tensor | None) -> HeadImportance:
+        """Divide by the mean over heads.
+
+        Args:
+            worst_pair: ``(2,)``, two key heads, or -1; `None` if they are not known.
+
+        Returns:
+            What is measured.
+        """
+        unit = self.heads.importance.mean()
+        unit = torch.where(unit > 0, unit, torch.nan)
+        pairs = self.groups.pairs / unit
+        one = both = torch.full_like(unit, torch.nan)
+        if worst_pair is not None:
+            h, g = (index.clamp_min(0).long() for index in worst_pair.to(pairs.device))
+            row = pairs.index_select(0, h[None])[0]
+            single = pairs.diagonal()
+            at = [values.index_select(0, index[None])[0] for values, index in ((row, g), (single, h), (single, g))]
+            known = worst_pair.to(pairs.device)[0] >= 0
+            both = torch.where(known, at[0], torch.nan)
+            one = torch.where(known, torch.minimum(at[1], at[2]), torch.nan)
+        return HeadImportance(self.heads.importance / unit, pairs, one, both, self.heads.slope)
+
+
+def closest_pairs(measurements: Sequence[Measurement]) -> dict[str, Tensor]:
+    """Find the two key heads of each layer whose keys overlap most.
+
+    Args:
+        measurements: what was measured.
+
+    Returns:
+        Layer name -> ``(2,)``, -1 where there is no pair.
+    """
+    return {
+        name: measurement.values.worst_pair[row]
+        for measurement in measurements
+        if measurement.source == "key"
+        for row, name in enumerate(measurement.layers)
+    }
