@@ -22,7 +22,7 @@ from hdi_callback.attention import (
 )
 from hdi_callback.core import allocate_heads, head_covariance, head_diversity, principal_cosines
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule
-from hdi_callback.monitoring.history import load_history
+from hdi_callback.monitoring.history import load_history, read_history
 from hdi_callback.monitoring.host import Host
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.position import Position
@@ -71,6 +71,7 @@ __all__ = [
     "load_history",
     "principal_cosines",
     "read_alerts",
+    "read_history",
     "register_layout",
     "replay",
     "rules",

@@ -63,6 +63,10 @@ class HDICallback(pl.Callback):
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         history: write the history file, to ``hdi/history.jsonl`` under the run's log directory, or to the path given.
+        matrices_every: the history keeps the heads-by-heads matrices of every so many readings, and those of step 0, of
+            the end and of alerts besides; 0 for none at all.
+        history_mb: megabytes that the history may have on the disk; when it has more, the matrices of older readings
+            are thinned. `None` for no limit.
         alerts: ``"default"``, rules of your own (see `Rule`), or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names: ``{"decoder.*": {"mean": 0.7, "pair":
             None}}``; see `Thresholds`.
@@ -100,6 +104,8 @@ class HDICallback(pl.Callback):
         rank_tol: float = 1e-6,
         method: Literal["whiten", "svd", "exact"] = "whiten",
         history: bool | str = True,
+        matrices_every: int = 10,
+        history_mb: float | None = 200,
         alerts: Literal["default"] | list[Rule] | None = "default",
         thresholds: dict[str, dict[str, float | None]] | None = None,
         on_alert: Callable[[Alert], Any] | None = None,

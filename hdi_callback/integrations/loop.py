@@ -51,6 +51,8 @@ def watch_heads(
     rank_tol: float = 1e-6,
     method: Method = "whiten",
     history: bool | _Path = True,
+    matrices_every: int = 10,
+    history_mb: float | None = 200,
     alerts: Literal["default"] | Sequence[Rule] | None = "default",
     thresholds: dict[str, dict[str, float | None]] | None = None,
     on_alert: Callable[[Alert], Any] | None = None,
@@ -84,6 +86,10 @@ def watch_heads(
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         history: write the history file, to its usual place or to the path given.
+        matrices_every: the history keeps the heads-by-heads matrices of every so many readings, and those of step 0, of
+            the end and of alerts besides; 0 for none at all.
+        history_mb: megabytes that the history may have on the disk; when it has more, the matrices of older readings
+            are thinned. `None` for no limit.
         alerts: ``"default"``, rules of your own, or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names.
         on_alert: a function that is called with each `Alert`, on the first rank.

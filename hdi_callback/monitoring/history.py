@@ -1,5 +1,7 @@
 """The run's history on disk: one JSON object a line, only ever appended to, readable while training goes on.
 
+The matrices are in a file beside it, see `matrices`, as they are large; ``docs/history.md`` describes both.
+
 Four kinds of line: ``run`` (a training run starts or resumes at a step, with its layers and its id), ``reading`` (the
 numbers of one step), ``alert`` and ``intervention``. A resumed run goes back to the last reading that its checkpoint
 knows: what an interrupted run had written beyond that stays in the file, and the readers here pass it over.
@@ -11,27 +13,37 @@ session of another one at the end of its file leaves the file to it, and goes on
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import stat
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from hdi_callback.arguments import path as check_path
+from hdi_callback.attention.names import printable
 from hdi_callback.errors import HDIError, MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.atomic import create_atomically
 from hdi_callback.monitoring.lines import LineError, line_from_text, line_to_text, record_from_line, record_to_line
+from hdi_callback.monitoring.matrices import Matrices, MatrixFile, matrix_path
 from hdi_callback.monitoring.readings import Record
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from hdi_callback.monitoring.alerts import Alert
+
 FORMAT = 1
+DEFAULT_BUDGET = 200e6
+_SHARE_WITH_HEADS = 0.25  # of the budget: as long as the numbers take less, those of single heads go with each reading
+_LEAST_SHARE = 0.1  # of the budget, for matrices, however many numbers there are
 _MOST_KEPT = 1000  # lines; a disk that stays full must not fill the memory instead
 _LONGEST = 2**28  # bytes of a line; a hundred layers of a hundred heads with their matrices take a tenth of it
 
@@ -41,8 +53,10 @@ class History:
 
     Args:
         path: the file; its folders are made at the first line.
-        matrix_every: overlap matrices go into the first and then every so many readings, as they are large; 0 for
-            never.
+        matrix_every: matrices are kept of the first and then of every so many readings, and of alerts, of step 0 and
+            of the end besides; 0 for never.
+        budget: bytes that the history may have on the disk with its matrices, which are thinned then. Numbers are never
+            left out, except those of single heads once a quarter is used up; `None` for no limit.
         run: id of the run; a new one by default.
         is_new: begin a file of its own, under the next free name if there is something under this one by then.
         parent: the run that a new one goes on from: ``run`` and ``history``, whose lines are taken over.
@@ -51,6 +65,7 @@ class History:
     Attributes:
         path: the file that is written now.
         run: id of the run.
+        final_step: step of the last reading of the run, once it is known.
     """
 
     def __init__(
@@ -58,6 +73,7 @@ class History:
         path: str | os.PathLike[str],
         *,
         matrix_every: int = 10,
+        budget: float | None = DEFAULT_BUDGET,
         run: str | None = None,
         is_new: bool = False,
         parent: Mapping[str, Any] | None = None,
@@ -66,7 +82,9 @@ class History:
         self.path = Path(path)
         self.run = uuid.uuid4().hex if run is None else run
         self._session = uuid.uuid4().hex
-        self._matrix_every = matrix_every
+        self._matrix_every, self._budget = matrix_every, math.inf if budget is None else budget
+        self.final_step: int | None = None
+        self._is_over_budget = False
         self._is_new, self._parent, self._say = is_new, parent, say
         self._readings = 0
         self._unwritten: list[str] = []
@@ -107,16 +125,38 @@ class History:
         else:
             self._append(self._header)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, alerts: Sequence[Alert] = ()) -> None:
         """Append one reading.
 
         Args:
             record: the numbers.
+            alerts: what is new at it; the matrices of these layers are kept for good.
         """
-        with_matrices = self._matrix_every > 0 and self._readings % self._matrix_every == 0
+        is_turn = self._matrix_every > 0 and (self._readings % self._matrix_every == 0 or bool(alerts))
+        is_end = self._matrix_every > 0 and record.step in (0, self.final_step)
         self._readings += 1
         self._last = record.step
-        self._append(record_to_line(record, with_matrices))
+        size = 0 if self._left is None else self._left[1]
+        with_heads = is_turn or is_end or size < _SHARE_WITH_HEADS * self._budget
+        self._append(record_to_line(record, with_heads=with_heads))
+        if (is_turn or is_end) and not _is_stream(self.path):
+            told = {alert.layer for alert in alerts if alert.level != "notice"}
+            kept = set(record.layers) if is_end else told & set(record.layers)
+            self._write_matrices(record, kept)
+
+    def _write_matrices(self, record: Record, kept: Set[str]) -> None:
+        size = self.path.stat().st_size
+        limit = max(self._budget - size, _LEAST_SHARE * self._budget)
+        file = MatrixFile(matrix_path(self.path))
+        file.write(record, set(record.layers) - kept, is_kept=False, limit=limit)
+        file.write(record, kept, is_kept=True, limit=limit)
+        if size + file.size > self._budget and not self._is_over_budget:
+            self._is_over_budget = True
+            self._tell(
+                "history budget",
+                f"The history `{self.path}` has more than the {self._budget / 1e6:.0f} MB that it may have, with "
+                "nothing left to thin. It goes on; read less often (every_n_steps), or allow it more (history_mb).",
+            )
 
     def note(self, kind: str, **facts: Any) -> None:
         """Append a line of another kind.
@@ -170,6 +210,10 @@ class History:
         while not _is_created(self.path, data):
             self.path = free_path(self.path)
         self._is_new = False
+        if self._parent is not None and self._header is not None:
+            with suppress(OSError):  # the numbers are there without them
+                parent, bound = matrix_path(self._parent["history"]), self._header["last_reading"]
+                MatrixFile(matrix_path(self.path)).take_over(parent, bound)
         with self.path.open("rb", buffering=0) as file:
             self._left = _identity(file)
 
@@ -265,6 +309,10 @@ def _locked(file: FileIO) -> Iterator[None]:
             break
         time.sleep(0.002)
     yield  # closing the file gives the lock back
+
+
+def _is_stream(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 def free_path(path: Path) -> Path:
@@ -386,8 +434,99 @@ def _refuse_length() -> dict[str, Any]:
     raise LineError("it is far too long")
 
 
+class RunHistory:
+    """A history that was read: its lines, its readings, and the matrices that are kept beside it.
+
+    Args:
+        path: a history file.
+
+    Attributes:
+        path: that file.
+        lines: the lines that count, see `read_lines`.
+
+    Raises:
+        MisconfigurationError: if there is no such file, or it is of a newer format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.lines = list(read_lines(path))
+        self.path = Path(path)
+        self._readings = {line["step"]: line for line in self.lines if line["kind"] == "reading"}
+        times = {step: float(line.get("time", 0.0)) for step, line in self._readings.items()}
+        self._matrices = Matrices(matrix_path(self.path), times)
+
+    def records(self) -> list[Record]:
+        """Give the readings.
+
+        Returns:
+            One record per step, in the order of steps, without the matrices that are in the file beside the history.
+        """
+        return [record_from_line(self._readings[step]) for step in sorted(self._readings)]
+
+    def matrix_steps(self, layer: str | None = None) -> list[int]:
+        """Give the steps of which matrices are kept.
+
+        Args:
+            layer: name of a layer; by default any.
+
+        Returns:
+            Steps in order.
+        """
+        lines = self._readings.items()
+        in_lines = {
+            step
+            for step, line in lines
+            for name, one in line["layers"].items()
+            if one.get("matrices") and (layer is None or printable(name) == layer)
+        }
+        return sorted(in_lines.union(self._matrices.steps(layer)))
+
+    def matrices(self, step: int, layer: str) -> dict[str, Tensor]:
+        """Read the matrices of a layer at a step.
+
+        Args:
+            step: the step.
+            layer: name of the layer.
+
+        Returns:
+            Name -> ``(H, H)``, as `LayerRecord.matrices` has them, to 1/508 of their range; empty if none are kept.
+        """
+        found = self._matrices.at(step, layer)
+        if not found and step in self._readings:  # earlier versions wrote them into the line
+            record = record_from_line(self._readings[step])
+            return record.layers[layer].matrices if layer in record.layers else {}
+        return found
+
+
+def read_history(path: str | os.PathLike[str]) -> RunHistory:
+    """Read a history file and the matrices beside it, also while training goes on.
+
+    Args:
+        path: a history file, ``<log directory>/hdi/history.jsonl``.
+
+    Returns:
+        Its lines and readings; matrices are read when they are asked for.
+
+    Raises:
+        MisconfigurationError: if there is no such file, or it is of a newer format.
+
+    Example:
+        >>> import tempfile, pathlib, torch
+        >>> from hdi_callback.monitoring.readings import LayerRecord
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "history.jsonl"
+        >>> layer = LayerRecord(values={"hdi": 0.75}, matrices={"overlap": torch.tensor([[1, 0.25], [0.25, 1]])})
+        >>> History(path).write(Record(step=0, layers={"attn": layer}))
+        >>> run = read_history(path)
+        >>> run.matrix_steps("attn"), run.matrices(0, "attn")["overlap"].tolist()
+        ([0], [[1.0, 0.25], [0.25, 1.0]])
+    """
+    return RunHistory(path)
+
+
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """Read the readings of a history file.
+
+    Matrices are in a file beside it since version 0.2; `read_history` finds them.
 
     Args:
         path: a history file.

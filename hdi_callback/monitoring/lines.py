@@ -39,7 +39,11 @@ def line_to_text(line: Mapping[str, Any]) -> str:
     Returns:
         JSON without a line break, in ASCII.
     """
-    return json.dumps(_plain(line), allow_nan=False, separators=(",", ":"))
+    plain = _plain(line)
+    time = plain.get("time")
+    if isinstance(time, float):  # its digits before the point alone are more than what was measured has
+        plain["time"] = round(float(line["time"]), 3)
+    return json.dumps(plain, allow_nan=False, separators=(",", ":"))
 
 
 def line_from_text(data: bytes) -> dict[str, Any]:
@@ -70,24 +74,23 @@ def line_from_text(data: bytes) -> dict[str, Any]:
     return dict(line)
 
 
-def record_to_line(record: Record, with_matrices: bool) -> dict[str, Any]:
-    """Give a reading as plain data.
+def record_to_line(record: Record, *, with_heads: bool = True) -> dict[str, Any]:
+    """Give a reading as plain data, without its matrices.
 
     Args:
         record: the numbers.
-        with_matrices: whether the overlap matrices go with it.
+        with_heads: whether the numbers of single heads go with it; pairs always do.
 
     Returns:
         What `record_from_line` takes.
     """
-    layers: dict[str, dict[str, Any]] = {}
-    for name, layer in record.layers.items():
-        layers[name] = {"values": layer.values, "arrays": layer.arrays}
-        if with_matrices:
-            layers[name]["matrices"] = {
-                key: [[round(value, 4) for value in row] for row in matrix.double().tolist()]
-                for key, matrix in layer.matrices.items()
-            }
+    layers = {
+        name: {
+            "values": layer.values,
+            "arrays": {key: array for key, array in layer.arrays.items() if with_heads or key.endswith("_pair")},
+        }
+        for name, layer in record.layers.items()
+    }
     return {
         "kind": "reading",
         "step": record.step,

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def place_history(
     state: Mapping[str, Any] | None = None,
     name: str | None = None,
     say: _Say | None = None,
+    **options: Any,
 ) -> History | None:
     """Choose the file that a run writes.
 
@@ -37,12 +39,14 @@ def place_history(
         state: what a checkpoint of the run keeps, with the path under ``"history"`` and the id under ``"run"``.
         name: what tells this history from others of the same folder, if there are others.
         say: takes a kind of warning and its message.
+        options: of `History`: how often matrices are kept, and how large they may get.
 
     Returns:
         The history, of which nothing is written yet.
     """
     if choice is False:
         return None
+    history_at: Callable[..., History] = partial(History, say=say, **options)
     path = Path(folder) / "hdi" / f"{_stem(name)}.jsonl" if choice is True else Path(choice)
     state = {} if state is None else state
     recorded = None if state.get("history") is None else Path(state["history"])
@@ -51,12 +55,12 @@ def place_history(
         candidates = list(_candidates(path, recorded))
         own = next((one for one in candidates if is_history_of(one, state)), None)
         if own is not None:
-            return History(own, run=run, say=say)
+            return history_at(own, run=run)
         # A branch that was ended before its first checkpoint resumes from its parent's again.
         for one in candidates:
             branch = _branch_from(one, run)
             if branch is not None:
-                return History(one, run=branch, say=say)
+                return history_at(one, run=branch)
     parent = None
     if recorded is not None and is_history_of(recorded, state):
         parent = {"run": run, "history": str(recorded)}
@@ -66,7 +70,7 @@ def place_history(
             f"The history that the checkpoint names, `{recorded}`, is not there or of another run; a new one begins.",
         )
     if _is_stream(path):
-        return History(path, say=say)
+        return history_at(path)
     chosen = path if _is_empty(path) else free_path(path)
     if chosen != path and choice is not True and say is not None:
         say(
@@ -74,7 +78,7 @@ def place_history(
             f"There is already something at `{path}` that is no history of this run; it is left alone, and this run "
             f"writes `{chosen}`. Give each run a path of its own.",
         )
-    return History(chosen, is_new=not _is_empty(chosen), parent=parent, say=say)
+    return history_at(chosen, is_new=not _is_empty(chosen), parent=parent)
 
 
 def is_history_of(path: Path, state: Mapping[str, Any]) -> bool:

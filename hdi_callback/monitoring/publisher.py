@@ -72,7 +72,7 @@ class Publisher:
         history = self.history
         if history is None:
             return
-        lines: list[Callable[[], object]] = [] if record is None else [partial(history.write, record)]
+        lines: list[Callable[[], object]] = [] if record is None else [partial(history.write, record, alerts)]
         lines += [partial(_note, history, "alert", alert) for alert in alerts]
         lines += [partial(_note, history, "intervention", action) for action in actions]
         with self.warn_once.guard(f"writing {history.path}"):

@@ -75,7 +75,8 @@ class LayerRecord:
             ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap``, ``rank``,
             ``effective_rank`` and ``flatness``. For roles other than key with the role in front. Of other sources what
             `DETAILS` names.
-        matrices: ``overlap``, ``energy_overlap``, ``output_overlap`` and what `DETAILS` names, ``(H, H)``, on the host.
+        matrices: ``overlap``, ``energy_overlap``, ``pair_alignment``, ``energy_pair_alignment``, ``output_overlap`` and
+            what `DETAILS` names, ``(H, H)``, on the host.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -230,7 +231,7 @@ def _tensors(reading: Reading) -> list[Tensor]:
 
 _PAIRS = ("worst_pair", "worst_alignment_pair", "energy_worst_pair", "energy_worst_alignment_pair")
 _ARRAYS = (*_PAIRS, "nearest", "nearest_overlap", "rank", "effective_rank", "flatness")
-_MATRICES = ("overlap", "energy_overlap", "output_overlap")
+_MATRICES = ("overlap", "energy_overlap", "pair_alignment", "energy_pair_alignment", "output_overlap")
 
 
 def _tabulate(reading: Reading) -> Record:

@@ -165,7 +165,7 @@ class Session:
         if history is None and self._host.is_first_rank:
             with self.warn_once.guard("opening the history"):
                 choice, say = self._settings.history, self.warn_once.warn
-                history = place_history(choice, folder, state=state, name=self._name, say=say)
+                history = place_history(choice, folder, state=state, name=self._name, say=say, **self._settings.keeping)
         self.connect(history, state)
         self._resume(self._host.position.step, state)
 
@@ -307,6 +307,8 @@ class Session:
             else:
                 self._read(position)
         self._pending.final = None
+        if self.history is not None:
+            self.history.final_step = position.step
         self.flush()
         self.close()
 

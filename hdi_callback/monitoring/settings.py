@@ -76,6 +76,10 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "rank_tol": lambda value: number("rank_tol", value, above=0, below=1, example="1e-6"),
     "method": lambda value: one_of("method", value, METHODS),
     "history": _history,
+    "matrices_every": lambda value: whole_number("matrices_every", value, least=0, example=10, of=" of readings"),
+    "history_mb": lambda value: (
+        None if value is None else number("history_mb", value, above=0, below=float("inf"), example=200)
+    ),
     "thresholds": check_thresholds,
     "on_alert": lambda value: function("on_alert", value, "an Alert"),
     "prog_bar": lambda value: flag("prog_bar", value),
@@ -103,6 +107,8 @@ class Settings:
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count; in (0, 1).
         method: how overlaps are computed: ``"whiten"``, ``"svd"`` or ``"exact"``.
         history: write the history file, to its usual place or to the path given.
+        matrices_every: readings between two whose matrices the history keeps; 0 for none at all.
+        history_mb: megabytes that the history may have on the disk; `None` for no limit.
         alerts: ``"default"``, rules, or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names.
         on_alert: a function that is called with each `Alert`, on the first rank.
@@ -130,6 +136,8 @@ class Settings:
     rank_tol: float = 1e-6
     method: Method = "whiten"
     history: bool | str | os.PathLike[str] = True
+    matrices_every: int = 10
+    history_mb: float | None = 200
     alerts: Literal["default"] | Sequence[Rule] | None = "default"
     thresholds: Mapping[str, Mapping[str, float | None]] | None = None
     on_alert: Callable[[Alert], Any] | None = None
@@ -184,6 +192,12 @@ class Settings:
             "check_heads",
         )
         return {name: getattr(self, name) for name in (*names, "process_group")}
+
+    @property
+    def keeping(self) -> dict[str, Any]:
+        """What `History` is told of matrices."""
+        budget = None if self.history_mb is None else self.history_mb * 1e6
+        return {"matrix_every": self.matrices_every, "budget": budget}
 
     @property
     def layer_patterns(self) -> dict[str, Sequence[str]]:

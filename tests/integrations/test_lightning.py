@@ -16,7 +16,7 @@ from torch import nn
 from hdi_callback import HDICallback, load_history
 from hdi_callback.core import head_diversity
 from hdi_callback.errors import HeadCollapseWarning, MisconfigurationError, MonitoringWarning
-from hdi_callback.monitoring.history import read_lines, read_records
+from hdi_callback.monitoring.history import read_history, read_lines, read_records
 from tests.models import LIT_LAYERS, Classifier, LitClassifier, batches
 
 DEFAULTS = ["hdi", "hdi_worst_pair", "hdi_effective_heads", "head_covariance", "head_correlation"]
@@ -489,3 +489,16 @@ def test_nothing_is_printed_when_not_verbose(tmp_path, caplog):
     with caplog.at_level("INFO"):
         trainer_for(tmp_path, HDICallback(verbose=False)).fit(LitClassifier(), batches(count=2))
     assert [record for record in caplog.records if "hdi_callback" in record.getMessage()] == []
+
+
+def test_the_matrices_of_step_0_and_of_the_end_are_kept_beside_the_history(tmp_path):
+    callback = HDICallback(every_n_steps=2, matrices_every=100, alerts=None)
+    trainer_for(tmp_path, callback).fit(LitClassifier(), batches(count=7))
+    run = read_history(callback.history_path)
+    steps = [record.step for record in run.records()]
+    assert len(steps) > 3
+    assert run.matrix_steps(LIT_LAYERS[0]) == [steps[0], steps[-1]] == [0, steps[-1]]
+    matrix, values = run.matrices(0, LIT_LAYERS[0])["pair_alignment"], run.records()[0].layers[LIT_LAYERS[0]].values
+    above = torch.triu_indices(*matrix.shape, 1)
+    assert matrix[above[0], above[1]].max() == pytest.approx(values["hdi_worst_alignment"], abs=1 / 508)
+    assert matrix[above[0], above[1]].mean() == pytest.approx(values["hdi_alignment"], abs=1 / 508)

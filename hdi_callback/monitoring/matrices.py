@@ -1,0 +1,379 @@
+"""The matrices of a run, heads by heads, in a file beside its history: in eight bits, compressed, thinned with age.
+
+One JSON object a line, appended only, until the file is larger than it may be: then it is replaced by one with fewer
+of the older readings. ``docs/history.md`` describes the format for readers without this package.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.monitoring.readings import Record
+from hdi_callback.monitoring.schema import is_number, is_text_map, is_whole
+
+LEVELS = 255
+"""Codes 0 to 254 are numbers, the last one is no number; so an entry is off by at most 1/508 of its matrix' range."""
+
+_NOT_FINITE = LEVELS
+_MOST_HEADS = 2**14
+_LONGEST = 2**30  # bytes of a line
+_BEGINNING = re.compile(rb'\{"kind":"matrices","step":(\d+),"time":([-+.\deE]+),"is_kept":(true|false),')
+_LEFT = 0.7  # of the limit, after thinning; so that it is seldom done
+
+
+class MatrixError(ValueError):
+    """A line of a matrix file cannot be read; says why."""
+
+
+def matrix_path(history: str | os.PathLike[str]) -> Path:
+    """Give the file with the matrices of a history.
+
+    Args:
+        history: path of the history file.
+
+    Returns:
+        The path beside it.
+
+    Example:
+        >>> matrix_path("hdi/history.jsonl").name
+        'history.matrices'
+    """
+    path = Path(history)
+    return path.with_name(f"{path.stem}.matrices")
+
+
+def encode_layer(matrices: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write the matrices of a layer as plain data: the pairs of heads above the diagonal, then the diagonal.
+
+    Args:
+        matrices: name -> ``(H, H)``, symmetric, on the host; the number of heads may differ.
+
+    Returns:
+        What `decode_layer` takes: ``matrices``, a list of names, sizes and ranges, and ``data``, their codes.
+
+    Example:
+        >>> layer = encode_layer({"overlap": torch.tensor([[1, 0.25], [0.25, 1]])})
+        >>> layer["matrices"]
+        [{'name': 'overlap', 'heads': 2, 'pairs': [0.25, 0.25], 'diagonal': [1.0, 1.0]}]
+        >>> decode_layer(layer)["overlap"].tolist()
+        [[1.0, 0.25], [0.25, 1.0]]
+    """
+    described, codes = [], []
+    for name, matrix in matrices.items():
+        heads = len(matrix)
+        exact = matrix.double()
+        above = torch.triu_indices(heads, heads, 1)
+        pairs, pair_range = _quantise(exact[above[0], above[1]])
+        diagonal, diagonal_range = _quantise(exact.diagonal())
+        codes += [pairs, diagonal]
+        described.append({"name": name, "heads": heads, "pairs": pair_range, "diagonal": diagonal_range})
+    data = bytes(torch.cat(codes).tolist()) if codes else b""
+    return {"matrices": described, "data": base64.b64encode(zlib.compress(data, 6)).decode("ascii")}
+
+
+def decode_layer(layer: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read the matrices of a layer.
+
+    Args:
+        layer: what `encode_layer` gave.
+
+    Returns:
+        Name -> ``(H, H)``; NaN where there was no finite number.
+
+    Raises:
+        MatrixError: if it is something else.
+    """
+    described = layer.get("matrices")
+    if not isinstance(described, list) or not all(map(_is_described, described)):
+        raise MatrixError("its matrices are not described")
+    sizes = [one["heads"] * (one["heads"] + 1) // 2 for one in described]
+    data = _inflate(layer.get("data"), sum(sizes))
+    codes = torch.frombuffer(bytearray(data), dtype=torch.uint8).double() if data else torch.zeros(0)
+    matrices: dict[str, Tensor] = {}
+    start = 0
+    for one, size in zip(described, sizes):
+        heads, part = one["heads"], codes[start : start + size]
+        start += size
+        matrix = torch.zeros(heads, heads, dtype=torch.float64)
+        above = torch.triu_indices(heads, heads, 1)
+        matrix[above[0], above[1]] = _dequantise(part[: size - heads], one["pairs"])
+        matrix = matrix + matrix.T
+        matrix.diagonal().copy_(_dequantise(part[size - heads :], one["diagonal"]))
+        matrices[one["name"]] = matrix
+    return matrices
+
+
+def _quantise(values: Tensor) -> tuple[Tensor, list[float]]:
+    is_finite = values.isfinite()
+    finite = values[is_finite]
+    if not len(finite):
+        return torch.full(values.shape, _NOT_FINITE), [0.0, 0.0]
+    low, high = (float(f"{bound:.9g}") for bound in torch.aminmax(finite))
+    codes = ((values - low) * ((LEVELS - 1) / (high - low) if high > low else 0)).round().clamp(0, LEVELS - 1)
+    return codes.where(is_finite, torch.full_like(codes, _NOT_FINITE)).long(), [low, high]
+
+
+def _dequantise(codes: Tensor, bounds: list[float]) -> Tensor:
+    low, high = bounds
+    values = low + codes * ((high - low) / (LEVELS - 1))
+    return values.masked_fill(codes == _NOT_FINITE, math.nan)
+
+
+def _inflate(data: Any, size: int) -> bytes:
+    if not isinstance(data, str):
+        raise MatrixError("its data are no text")
+    try:
+        inflater = zlib.decompressobj()
+        codes = inflater.decompress(base64.b64decode(data, validate=True), size + 1)
+    except (binascii.Error, ValueError, zlib.error) as error:
+        raise MatrixError("its data cannot be decoded") from error
+    if len(codes) != size:
+        raise MatrixError(f"it has {len(codes)} entries or more, which is not the {size} of its matrices")
+    return codes
+
+
+def _is_described(value: Any) -> bool:
+    return (
+        is_text_map(value)
+        and isinstance(value.get("name"), str)
+        and is_whole(value.get("heads"))
+        and value["heads"] <= _MOST_HEADS
+        and all(_is_range(value.get(part)) for part in ("pairs", "diagonal"))
+    )
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+
+class MatrixFile:
+    """Appends the matrices of readings to a file, and thins it when it is too large.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def write(self, record: Record, layers: Collection[str], *, is_kept: bool, limit: float = math.inf) -> None:
+        """Append the matrices of some layers at one reading.
+
+        Args:
+            record: the reading.
+            layers: names of layers; those without matrices are passed over.
+            is_kept: never leave them out when the file is thinned.
+            limit: bytes that the file may have.
+        """
+        chosen = {name: record.layers[name] for name in record.layers if name in layers}
+        held = {name: encode_layer(layer.matrices) for name, layer in chosen.items() if layer.matrices}
+        if not held:
+            return
+        line = {
+            "kind": "matrices",
+            "step": record.step,
+            "time": round(record.time, 3),
+            "is_kept": is_kept,
+            "layers": held,
+        }
+        data = json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b", buffering=0) as file:
+            _append(file, data)
+        if self.size > limit:
+            self.thin(limit)
+
+    def thin(self, limit: float) -> None:
+        """Leave out readings, the older the more, until the file is well below what it may have.
+
+        Readings that are to be kept stay, whatever their size.
+
+        Args:
+            limit: bytes that the file may have.
+        """
+        with self.path.open("rb") as file:
+            places = list(_places(file))
+            sizes: dict[int, int] = {}
+            for place in places:
+                if not place.is_kept:
+                    sizes[place.step] = sizes.get(place.step, 0) + place.length
+            surplus = sum(place.length for place in places) - _LEFT * limit
+            without = steps_to_leave_out(sizes, surplus)
+            draft = self.path.with_name(f".hdi-{os.getpid()}-{os.urandom(4).hex()}.tmp")
+            try:
+                with draft.open("xb") as thinned:
+                    for place in places:
+                        if place.is_kept or place.step not in without:
+                            file.seek(place.start)
+                            thinned.write(file.read(place.length))
+                os.replace(draft, self.path)
+            finally:
+                draft.unlink(missing_ok=True)
+
+    def take_over(self, other: Path, last: int) -> None:
+        """Copy the matrices that another run has written up to a step.
+
+        Args:
+            other: a matrix file; nothing is copied if there is none.
+            last: the last step that counts.
+        """
+        with suppress(FileNotFoundError), other.open("rb") as source, self.path.open("ab") as copy:
+            for place in list(_places(source)):
+                if place.step <= last:
+                    source.seek(place.start)
+                    copy.write(source.read(place.length))
+
+
+class _Place:
+    """Where a line is in a matrix file, and what it begins with."""
+
+    __slots__ = ("is_kept", "length", "start", "step", "time")
+
+    def __init__(self, start: int, length: int, step: int, time: float, is_kept: bool) -> None:
+        self.start, self.length, self.step, self.time, self.is_kept = start, length, step, time, is_kept
+
+
+def _places(file: Any) -> Iterator[_Place]:
+    """Find the whole lines of a file that is open."""
+    start = 0
+    while data := file.readline(_LONGEST):
+        match = _BEGINNING.match(data)
+        if match is not None and data.endswith(b"}\n"):
+            with suppress(ValueError):
+                yield _Place(start, len(data), int(match[1]), float(match[2]), match[3] == b"true")
+        start += len(data)
+
+
+def _append(file: FileIO, data: bytes) -> None:
+    end = file.seek(0, os.SEEK_END)
+    if end > 0:
+        # A process that was killed may have left half a line: close it, so that only that one is lost.
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            data = b"\n" + data
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise
+
+
+def steps_to_leave_out(sizes: Mapping[int, int], surplus: float) -> set[int]:
+    """Choose readings to leave out, so that what is left is the sparser the older it is.
+
+    Each reading is judged by the gap that it would leave over its age; of two neighbours one at most goes in a round.
+
+    Args:
+        sizes: step -> bytes.
+        surplus: bytes to get rid of.
+
+    Returns:
+        Steps.
+
+    Example:
+        >>> left = set(range(0, 80, 10)) - steps_to_leave_out(dict.fromkeys(range(0, 80, 10), 1), 4)
+        >>> sorted(left)
+        [0, 40, 60, 70]
+    """
+    left = sorted(sizes)
+    without: set[int] = set()
+    while surplus > 0 and left:
+        now = left[-1] + 1
+        inner = range(1, len(left) - 1)
+        order = sorted(inner, key=lambda i: ((left[i + 1] - left[i - 1]) / (now - left[i]), left[i]))
+        gone: set[int] = set()
+        for i in order or range(len(left)):
+            if surplus <= 0 or len(gone) > len(left) // 3:
+                break
+            if not {i - 1, i + 1} & gone:
+                gone.add(i)
+                surplus -= sizes[left[i]]
+        without |= {left[i] for i in gone}
+        left = [step for i, step in enumerate(left) if i not in gone]
+    return without
+
+
+class Matrices:
+    """The matrices that are on a disk, found by step and layer, and read when they are asked for.
+
+    Args:
+        path: a matrix file; there may be none.
+        times: step -> time of the readings that count; lines of others are passed over.
+    """
+
+    def __init__(self, path: Path, times: Mapping[int, float]) -> None:
+        self._path = path
+        self._places: dict[tuple[int, str], int] = {}
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            for place in list(_places(file)):
+                if times.get(place.step) != place.time:
+                    continue
+                with suppress(MatrixError):
+                    for name in _layers_at(file, place.start, place.step):
+                        self._places[place.step, name] = place.start
+
+    def steps(self, layer: str | None = None) -> list[int]:
+        """Give the steps at which there are matrices.
+
+        Args:
+            layer: name of a layer; by default any.
+
+        Returns:
+            Steps in order.
+        """
+        return sorted({step for step, name in self._places if layer is None or name == layer})
+
+    def at(self, step: int, layer: str) -> dict[str, Tensor]:
+        """Read the matrices of a layer at a step.
+
+        Args:
+            step: the step.
+            layer: name of the layer.
+
+        Returns:
+            Name -> ``(H, H)``; empty if none are kept, or they cannot be read.
+        """
+        start = self._places.get((step, layer))
+        if start is None:
+            return {}
+        try:
+            with self._path.open("rb") as file:
+                return decode_layer(_layers_at(file, start, step)[layer])
+        except (OSError, MatrixError, KeyError):  # the file was thinned since
+            return {}
+
+
+def _layers_at(file: Any, start: int, step: int) -> dict[str, Any]:
+    file.seek(start)
+    try:
+        line: Any = json.loads(file.readline(_LONGEST))
+        layers: Any = line["layers"] if line["step"] == step else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise MatrixError("it is not JSON with layers") from error
+    if not is_text_map(layers) or not all(map(is_text_map, layers.values())):
+        raise MatrixError("its layers are no objects")
+    return dict(layers)
