@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -65,7 +66,8 @@ def test_the_history_of_an_earlier_version_can_be_read_and_replayed(version, tra
     told, again = ([(one.step, one.layer, one.rule, one.message) for one in alerts] for alerts in (
         read_alerts(path), replay(path, thresholds={"*": {"mean": 0.01}})
     ))  # fmt: skip
-    assert again == told
+    # Version 0.1 wrote decimals without their zero.
+    assert again == [(*where, re.sub(r"(?<!\w)\.(?=\d)", "0.", message)) for *where, message in told]
     assert told != []
 
 
