@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Of the same release as the torch in constraints.txt; only the zoo needs them.
 VISION := timm==1.0.31 torchvision==0.28.0
 
-.PHONY: demo test slow lint types docs check bench evidence zoo promise lower-bounds clean
+.PHONY: demo test slow lint types docs check theory bench evidence zoo promise lower-bounds clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -42,6 +42,9 @@ docs: $(INSTALLED)  ## Build the documentation, warnings as errors.
 	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html
 
 check: lint types test slow docs  ## Everything that continuous integration runs.
+
+theory: $(INSTALLED)  ## Try the claims of the paper, with verdicts; writes docs/claims/ (under 20 minutes; resumable).
+	$(BIN)/python -m examples.theory $(ARGS)
 
 bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 	$(BIN)/python -m tests.benchmarks.bench_reading --output docs/benchmarks/reading.md

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.theory.estimators import overlap_factor
 from hdi_callback.core import head_diversity
-
-
-def overlap_factor(cosine: float, bandwidth: float, spread: float) -> float:
-    """The closed form O(c) by which one principal angle multiplies the noise covariance of two heads."""
-    B = 1 + bandwidth**2
-    q, p = spread**2 * cosine**2 / B, cosine * (1 - spread**2 / B)
-    return B / math.sqrt((B - q) ** 2 - p**2)
 
 
 def overlap_factor_by_quadrature(cosine: float, bandwidth: float, spread: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 from hdi_callback.monitoring.metrics import DEFAULT_METRICS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 

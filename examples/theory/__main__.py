@@ -1,0 +1,97 @@
+"""Run the claims and write their pages: `python -m examples.theory [NAME ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from examples.theory import CLAIMS
+from examples.theory.claim import Claim
+
+ROOT = Path(__file__).parents[2]
+INTRODUCTION = """# The claims of the paper, tried
+
+The idea of this package comes from one paper ([Fokoué 2026](https://arxiv.org/abs/2605.20271)), of which we had the
+abstract. Each of its claims is a program here, which anyone can run in minutes on two cores; each ends with a verdict:
+
+- **holds**: it came out as claimed, to machine precision or within the interval that is given;
+- **holds if**: it holds under a condition, which is named;
+- **fails**: it came out otherwise;
+- **open**: these experiments do not decide it.
+
+The rule by which a verdict follows from the numbers stands in each program, and was written before the numbers; where a
+rule was changed or added afterwards, it says so. All numbers come from `make theory`, which writes these pages;
+`make theory ARGS=sparse_kernels` runs one claim.
+"""
+
+
+def source_of(name: str) -> str:
+    """What a result depends on: its module, and what all modules share."""
+    shared = ("estimators", "models", "intervals", name)
+    files = [Path(__file__).with_name(f"{part}.py") for part in shared]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def tried(name: str, size: str, results: Path, images: Path, again: bool) -> Claim:
+    """Try a claim, unless its result stands already."""
+    stored, source = results / f"{name}-{size}.json", source_of(name)
+    picture = images / f"{name}.png"
+    if stored.is_file() and picture.is_file() and not again:
+        plain = json.loads(stored.read_text())
+        if plain.pop("source") == source:
+            return Claim.from_json(plain)
+    began = time.perf_counter()
+    claim = importlib.import_module(f"examples.theory.{name}").run(size)
+    claim.seconds, claim.size = time.perf_counter() - began, size
+    images.mkdir(parents=True, exist_ok=True)
+    claim.figure.savefig(picture, dpi=80, pil_kwargs={"optimize": True})
+    results.mkdir(parents=True, exist_ok=True)
+    partial = stored.with_suffix(".partial")
+    partial.write_text(json.dumps({**claim.to_json(), "source": source}))
+    partial.rename(stored)
+    return claim
+
+
+def index(claims: list[Claim]) -> str:
+    """The table of verdicts."""
+    lines = [INTRODUCTION, "| claim | statement | verdict |", "|---|---|---|"]
+    for number, claim in enumerate(claims, 1):
+        for place, part in enumerate(claim.parts):
+            head = f"{number}. [{claim.title}]({claim.name}.md)" if place == 0 else ""
+            lines.append(f"| {head} | {part.statement} | **{part.verdict}** |")
+    names = "\n".join(claim.name for claim in claims)
+    return "\n".join([*lines, "", "```{toctree}", ":maxdepth: 1", ":hidden:", "", names, "```", ""])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Try the claims of the paper, and write their pages.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"claims: {', '.join(CLAIMS)}; all, if none is named")
+    parser.add_argument("--size", choices=["small", "full"], default="full")
+    parser.add_argument("--again", action="store_true", help="try again what has been tried")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "theory")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    options = parser.parse_args(argv)
+    if unknown := set(options.names) - set(CLAIMS):
+        parser.error(f"no claim is called {', '.join(sorted(unknown))}: write one of {', '.join(CLAIMS)}")
+    torch.set_num_threads(1)
+    pages, images = options.docs / "claims", options.docs / "images" / "claims"
+    pages.mkdir(parents=True, exist_ok=True)
+    for name in options.names or CLAIMS:
+        claim = tried(name, options.size, options.results, images, options.again)
+        (pages / f"{name}.md").write_text(claim.page())
+        print(f"{name}: {', '.join(part.verdict for part in claim.parts)} ({claim.seconds:.0f} s)", flush=True)
+    stored = [options.results / f"{name}-{options.size}.json" for name in CLAIMS]
+    done = [json.loads(path.read_text()) for path in stored if path.is_file()]
+    for plain in done:
+        plain.pop("source")
+    (pages / "index.md").write_text(index([Claim.from_json(plain) for plain in done]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The claims of the paper, small: identities to machine precision, closed forms against simulation, counterexamples."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from functools import cache
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from scipy.stats import binomtest
+
+from examples.theory import CLAIMS
+from examples.theory.__main__ import main
+from examples.theory.claim import Claim, Number, shown
+
+matplotlib.use("Agg")
+
+
+@cache
+def claim(name: str) -> Claim:
+    return importlib.import_module(f"examples.theory.{name}").run("small")
+
+
+def verdicts(name: str) -> list[str]:
+    return [part.verdict for part in claim(name).parts]
+
+
+# --- 1. Softmax attention is the Nadaraya-Watson estimator
+
+
+def test_softmax_attention_is_the_nadaraya_watson_average_to_machine_precision():
+    from examples.theory.softmax_is_nadaraya_watson import largest_errors
+
+    exponential, even, prior = largest_errors(5)
+    assert max(exponential, even, prior) < 1e-13
+
+
+@pytest.mark.slow
+def test_the_page_of_softmax_measures_how_uneven_trained_keys_are():
+    found = claim("softmax_is_nadaraya_watson")
+    assert [part.verdict for part in found.parts[:2]] == ["holds", "holds if"]
+    assert 0 < found["variation of key norms, small GPT"].value < 1
+
+
+# --- 2. Sparse kernels
+
+
+def test_every_attention_of_the_table_is_its_kernel():
+    from examples.theory.sparse_kernels import ENTRIES, compare
+
+    for entry in ENTRIES:
+        worst, empty = compare(entry, draws=2)
+        assert worst < 1e-7, entry.attention
+        assert (empty > 0) == entry.compact, entry.attention
+
+
+def test_sparsemax_is_the_projection_onto_the_simplex():
+    from examples.theory.sparse_kernels import compact
+
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, generator=draw, dtype=torch.float64)
+    k = torch.nn.functional.normalize(torch.randn(6, 4, generator=draw, dtype=torch.float64), dim=-1)
+    scores = (q @ k.mT / 2)[0].numpy()
+    simplex = {"type": "eq", "fun": lambda p: p.sum() - 1}
+    found = minimize(
+        lambda p: ((p - scores) ** 2).sum(), np.full(6, 1 / 6), bounds=[(0, 1)] * 6, constraints=simplex, tol=1e-14
+    )
+    assert compact(2)(q, k)[0].numpy() == pytest.approx(found.x, abs=1e-6)
+
+
+def test_keys_of_many_norms_are_not_weighted_by_distance():
+    from examples.theory.sparse_kernels import compact, entmax
+
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(n, 6, generator=draw, dtype=torch.float64) for n in (9, 60))
+    assert float((entmax(2)(q, k) - compact(2)(q, k)).abs().max()) > 0.01
+
+
+# --- 3. Decompositions
+
+
+def test_both_decompositions_close_to_machine_precision():
+    from examples.theory.error_decompositions import gaps
+
+    assert max(gaps(20, 50)) < 1e-12
+
+
+def test_the_variance_against_heads_follows_the_closed_form():
+    from examples.theory.error_decompositions import BANDWIDTH, SPREAD, noise_variance
+    from examples.theory.estimators import aligned_heads, noise_covariance, orthogonal_heads
+    from examples.theory.intervals import mean_of
+
+    for make in (aligned_heads, orthogonal_heads):
+        for H in (1, 4):
+            bases = make(H, 2, 8)
+            number = mean_of("", noise_variance(bases, 8, 2500, 5), "")
+            closed = float(noise_covariance(bases, BANDWIDTH, SPREAD).mean())
+            assert number.low * 0.97 < closed < number.high * 1.03
+    # aligned heads reduce nothing
+    single, many = (noise_covariance(aligned_heads(H, 2, 8), 1.0, 0.5).mean() for H in (1, 4))
+    assert float(single) == pytest.approx(float(many), rel=1e-12)
+
+
+# --- 4. Weights
+
+
+def test_best_weights_are_those_that_a_solver_finds():
+    from examples.theory.estimators import noise_covariance, random_heads
+    from examples.theory.weighted_ensembles import best_weights, error
+
+    C = noise_covariance(random_heads(4, 2, 6, torch.Generator().manual_seed(2)), 1.0, 0.5)
+    C = C + torch.diag(torch.tensor([0.0, 0.5, 1.0, 0.2], dtype=torch.float64))
+    adds_up = {"type": "eq", "fun": lambda w: w.sum() - 1}
+    found = minimize(lambda w: w @ C.numpy() @ w, np.full(4, 0.25), constraints=adds_up, tol=1e-14)
+    assert best_weights(C).numpy() == pytest.approx(found.x, abs=1e-6)
+    assert error(C, best_weights(C)) == pytest.approx(1 / float(torch.linalg.inv(C).sum()))
+
+
+def test_a_copy_costs_nothing_once_weighted_and_hdi_does_not_order_layers():
+    from examples.theory.weighted_ensembles import counterexample
+
+    found = claim("weighted_ensembles")
+    assert found["error under best weights, largest relative change"].value < 1e-9
+    assert found["error of the mean, from none to six copies, relative change"].value > 0.05
+    index, best = counterexample()
+    assert index[0] > index[1]
+    assert best[0] > 1.01 * best[1]
+    assert verdicts("weighted_ensembles")[:2] == ["fails", "holds"]
+
+
+# --- 5. The error and HDI
+
+
+def test_the_noise_falls_with_hdi_and_the_counterexample_rises():
+    found = claim("error_falls_with_diversity")
+    closed = [number.value for number in found.numbers if number.name.startswith("closed form")]
+    assert (np.diff(closed) < 0).all()
+    rising = [number for number in found.numbers if "shared directions" in number.name]
+    assert rising[0].high < rising[-1].low
+    assert found.verdict == "holds if"
+    assert verdicts("error_falls_with_diversity")[3:] == ["fails", "fails"]
+
+
+def test_heads_at_an_angle_have_the_index_that_is_said():
+    from scipy.linalg import subspace_angles
+
+    from examples.theory.estimators import heads_at_angle
+    from hdi_callback.core import head_diversity
+
+    for angle in (0.0, 0.4, 1.1, np.pi / 2):
+        bases = heads_at_angle(3, 2, angle)
+        assert float(head_diversity(bases).index) == pytest.approx(1 - np.cos(angle) ** 4, abs=1e-6)
+        assert np.cos(subspace_angles(bases[0].T.numpy(), bases[2].T.numpy())) == pytest.approx(
+            np.cos(angle) ** 2, abs=1e-9
+        )
+
+
+# --- 6. The floor
+
+
+def test_orthogonal_heads_are_correlated_by_the_share_of_tokens_that_they_average():
+    from examples.theory.floor_of_shared_tokens import correlation_and_samples
+
+    rho, samples = np.mean([correlation_and_samples(1.0, 4, 1500, seed) for seed in range(6)], axis=0)
+    assert 0 < rho < 1
+    assert rho == pytest.approx(samples, rel=0.1)
+
+
+# --- pages
+
+
+def test_a_page_says_its_numbers_its_rules_and_its_command(tmp_path):
+    main(["sparse_kernels", "--size", "small", "--results", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs")])
+    page = (tmp_path / "docs" / "claims" / "sparse_kernels.md").read_text()
+    assert "make theory ARGS=sparse_kernels" in page
+    assert claim("sparse_kernels").parts[0].rule in page
+    assert "sparse_kernels.md" in (tmp_path / "docs" / "claims" / "index.md").read_text()
+    assert (tmp_path / "docs" / "images" / "claims" / "sparse_kernels.png").stat().st_size < 100_000
+
+
+def test_what_has_been_tried_is_not_tried_again_unless_asked_for_or_changed(tmp_path, capsys):
+    arguments = ["sparse_kernels", "--size", "small", "--results", str(tmp_path), "--docs", str(tmp_path)]
+    main(arguments)
+    stored = tmp_path / "sparse_kernels-small.json"
+    marked = json.loads(stored.read_text()) | {"left": "marked"}
+    stored.write_text(json.dumps(marked))
+    main(arguments)
+    assert json.loads(stored.read_text())["left"] == "marked"
+    assert "marked" in (tmp_path / "claims" / "sparse_kernels.md").read_text()
+    stored.write_text(json.dumps(marked | {"source": "another"}))
+    main(arguments)
+    assert json.loads(stored.read_text())["left"] != "marked"
+
+
+def test_an_unknown_claim_is_an_error_that_lists_the_claims(capsys):
+    with pytest.raises(SystemExit):
+        main(["nothing"])
+    assert "sparse_kernels" in capsys.readouterr().err
+
+
+def test_a_claim_comes_back_from_its_file_as_it_was():
+    found = claim("sparse_kernels")
+    again = Claim.from_json(json.loads(json.dumps(found.to_json())))
+    assert again.page() == found.page()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.12345, "0.123"), (12.345, "12.3"), (1234.6, "1,235"), (2e-16, "2.0e-16"), (3.0, "3")]
+)
+def test_numbers_are_written_with_three_digits(value, text):
+    assert shown(value) == text
+    assert text in Number("n", value).row()
+
+
+def test_intervals_are_those_of_scipy_and_cover():
+    from examples.theory.intervals import bootstrap, mean_of, share_of, sign_test
+
+    draw = np.random.default_rng(0)
+    covered = [mean_of("", draw.normal(1.0, 2.0, 10), "") for _ in range(400)]
+    inside = sum(number.low < 1.0 < number.high for number in covered)
+    assert binomtest(inside, 400, 0.95).pvalue > 0.001
+    assert share_of("", 3, 10, "").low == pytest.approx(binomtest(3, 10).proportion_ci(method="wilson").low)
+    assert sign_test([1.0, 2.0, 0.0, 3.0, 1.0, 1.0]) == pytest.approx(2 * 0.5**5)
+    number = bootstrap("", draw.normal(size=200), np.mean, "")
+    assert number.high - number.low == pytest.approx(2 * 1.96 / 200**0.5, rel=0.2)
+
+
+def test_every_claim_of_the_paper_has_its_module():
+    for name in CLAIMS:
+        assert callable(importlib.import_module(f"examples.theory.{name}").run)
