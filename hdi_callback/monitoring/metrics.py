@@ -21,6 +21,7 @@ IMPORTANCE = "head importance"
 QK, OV = "QK circuits", "OV circuits"
 FINITENESS = "finiteness of weights"
 MOVEMENT = "movement of weights"
+UPDATES, UPDATES_QK, UPDATES_OV = "key updates", "QK circuits of updates", "OV circuits of updates"
 ROWS = "attention rows"
 KEYS, TOKENS = "keys as they come", "input tokens"
 
@@ -71,6 +72,10 @@ def _mean(heads: Tensor) -> Tensor:
 def _mean_over_pairs(matrix: Tensor) -> Tensor:
     H = matrix.shape[-1]
     return (matrix.sum((-2, -1)) - matrix.diagonal(dim1=-2, dim2=-1).sum(-1)) / (H * (H - 1) or float("nan"))
+
+
+def _smallest_of_those_known(heads: Tensor) -> Tensor:
+    return _smallest(heads.nan_to_num(nan=float("inf"), posinf=float("inf")))
 
 
 def _smallest_flatness(diversity: Any) -> Tensor:
@@ -190,6 +195,25 @@ _HEAD_METRICS = [
 ]
 
 
+_UPDATE_METRICS = [
+    Metric("update_hdi", UPDATES, _field("index"), "HDI of the changes of the key weights since the last reading."),
+    Metric("update_worst_pair", UPDATES, _field("worst"), "Largest overlap of two heads' changes of key weights."),
+    Metric(
+        "update_energy", UPDATES, _field("energy_index"), "The HDI of changes, directions weighted by their energy."
+    ),
+    Metric(
+        "update_entropy_min",
+        UPDATES,
+        _field("entropy", _smallest_of_those_known),
+        "Smallest spectral entropy of a head's change of key weights: 0 one direction, 1 spread evenly over all.",
+    ),
+    Metric("update_circuit_qk", UPDATES_QK, _field("mean"), "Mean cosine of two heads' QK circuits, of the changes."),
+    Metric("update_circuit_qk_worst", UPDATES_QK, _field("worst"), "Largest cosine of these."),
+    Metric("update_circuit_ov", UPDATES_OV, _field("mean"), "Mean cosine of two heads' OV circuits, of the changes."),
+    Metric("update_circuit_ov_worst", UPDATES_OV, _field("worst"), "Largest cosine of these."),
+]
+
+
 _ROW_METRICS = [
     Metric(
         "attention_entropy",
@@ -286,6 +310,7 @@ METRICS: dict[str, Metric] = {
         *_COVARIANCE_METRICS,
         *_CIRCUIT_METRICS,
         *_HEAD_METRICS,
+        *_UPDATE_METRICS,
         *_ROW_METRICS,
         *_INPUT_METRICS,
     )
@@ -308,6 +333,7 @@ class Details:
     why_not: str
 
 
+_OF_UPDATES = "there is no earlier reading to compare with in this process, or fewer than two heads have moved"
 _OF_CIRCUITS = "there are fewer than two live heads, or the weights are not finite"
 
 DETAILS: dict[str, Details] = {
@@ -335,6 +361,13 @@ DETAILS: dict[str, Details] = {
     ),
     QK: Details({"circuit_qk_worst_pair": "worst_pair"}, {"circuit_qk": "cosine"}, _OF_CIRCUITS),
     OV: Details({"circuit_ov_worst_pair": "worst_pair"}, {"circuit_ov": "cosine"}, _OF_CIRCUITS),
+    UPDATES: Details(
+        {"update_worst_pair": "worst_pair", "update_entropy": "entropy"},
+        {"update_hdi": "overlap", "update_energy": "energy_overlap"},
+        _OF_UPDATES,
+    ),
+    UPDATES_QK: Details({"update_circuit_qk_worst_pair": "worst_pair"}, {"update_circuit_qk": "cosine"}, _OF_UPDATES),
+    UPDATES_OV: Details({"update_circuit_ov_worst_pair": "worst_pair"}, {"update_circuit_ov": "cosine"}, _OF_UPDATES),
     CONTRIBUTION: Details(
         {"head_contribution": "relative", "outputs_not_finite": "not_finite"},
         {},

@@ -295,8 +295,8 @@ class HeadDiversityMonitor:
         if self._last_weights.is_full:
             self.warn_once.warn(
                 "keeping weights",
-                "The movement of some heads is absent, as their weights at the last reading would take more than "
-                f"{LARGEST / 2**30:.0f} GiB of host memory. Write include=[...] to watch fewer layers.",
+                "The movement and updates of some heads are absent, as their weights at the last reading would take "
+                f"more than {LARGEST / 2**30:.0f} GiB of host memory. Write include=[...] to watch fewer layers.",
             )
         self._last_weights.end()
 

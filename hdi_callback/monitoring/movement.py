@@ -12,7 +12,7 @@ from hdi_callback.attention import Role
 from hdi_callback.core.updates import weight_update
 
 LARGEST = 2**31
-"""Bytes of weights that are kept on the host in all; nothing is known of the movement of layers beyond."""
+"""Bytes of weights that are kept on the host in all; nothing is known of the movement and updates of layers beyond."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,10 @@ class LastWeights:
         for role, weight in weights.items():
             for row, name in enumerate(names):
                 own = weight[row]
-                before = self._kept.get((name, role))
-                self._keep(name, role, own)
+                before = self._exchange(name, role, own)
                 if own.shape[0] != H:
                     continue
-                if before is None or before.shape != own.shape:
+                if before is None:
                     moved[row] = torch.nan
                     continue
                 change = weight_update(own, before)
@@ -88,12 +87,40 @@ class LastWeights:
                 size[row] += before.to(own.device, wide, non_blocking=True).square().sum((-2, -1))
         return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()))
 
+    def before(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
+        """Give the weights of the last reading, and keep those of this one.
+
+        Args:
+            names: of some layers.
+            weights: role -> ``(layers, heads, width, features)``.
+
+        Returns:
+            The same at the last reading; NaN in layers of which nothing is known.
+        """
+        found: dict[Role, Tensor] = {}
+        for role, weight in weights.items():
+            found[role] = torch.full_like(weight, torch.nan)
+            for row, name in enumerate(names):
+                before = self._exchange(name, role, weight[row])
+                if before is not None:
+                    found[role][row].copy_(before, non_blocking=True)
+        return found
+
     def end(self) -> None:
         """End a reading: its weights are the last ones now."""
         self._kept, self._next = self._next, {}
         self._bytes = 0
 
+    def _exchange(self, name: str, role: Role, weight: Tensor) -> Tensor | None:
+        """Keep a weight, and give what it was."""
+        if not weight.is_meta:
+            self._keep(name, role, weight)
+        before = self._kept.get((name, role))
+        return None if before is None or before.shape != weight.shape else before
+
     def _keep(self, name: str, role: Role, weight: Tensor) -> None:
+        if (name, role) in self._next:  # for another curve of this reading
+            return
         self._bytes += weight.numel() * weight.element_size()
         if self.is_full:
             return

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hdi_callback.attention import ROLES, AttentionLayer, Role
 from hdi_callback.core import CircuitSimilarity, HeadDiversity, head_diversity, ov_circuits, qk_circuits
-from hdi_callback.monitoring.metrics import FINITENESS, MOVEMENT, OV, QK
+from hdi_callback.monitoring.metrics import FINITENESS, MOVEMENT, OV, QK, UPDATES, UPDATES_OV, UPDATES_QK
 from hdi_callback.monitoring.movement import LastWeights
 from hdi_callback.monitoring.settings import Method
+from hdi_callback.monitoring.update_lens import UpdateLens
 from hdi_callback.monitoring.weights import WeightSource
 
 
@@ -42,12 +43,16 @@ def weight_sources(names: Collection[str], last: LastWeights, *, rank_tol: float
         Sources, in a fixed order.
     """
     diversity = partial(_diversity, rank_tol=rank_tol, method=method)
+    lens = UpdateLens(last, rank_tol=rank_tol)
     chosen = [WeightSource(role, _just(role), diversity) for role in ROLES if role == "key" or role in names]
     others = (
         WeightSource(QK, _just("query", "key"), partial(_qk, rank_tol=rank_tol)),
         WeightSource(OV, _just("value", "output"), partial(_ov, rank_tol=rank_tol)),
         WeightSource(FINITENESS, _all_roles, _finiteness),
         WeightSource(MOVEMENT, _all_roles, last.movement),
+        WeightSource(UPDATES, _just("key"), lens.keys),
+        WeightSource(UPDATES_QK, _just("query", "key"), lens.qk),
+        WeightSource(UPDATES_OV, _just("value", "output"), lens.ov),
     )
     return chosen + [source for source in others if source.name in names]
 

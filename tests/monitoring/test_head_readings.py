@@ -160,9 +160,12 @@ def test_the_history_holds_heads_and_pairs(model, tmp_path):
 def test_reading_the_heads_never_makes_the_host_wait(model):
     model.to("meta")
     metrics = [*CIRCUITS, "head_contribution_min", "weights_not_finite", "head_movement_min"]
+    metrics += ["update_hdi", "update_circuit_qk", "update_circuit_ov", "head_importance_min"]
     with HeadDiversityMonitor(model, metrics=metrics) as monitor, NoSync():
         monitor.arm()
-        model(torch.zeros(2, LENGTH, dtype=torch.long, device="meta"))
+        model(torch.zeros(2, LENGTH, dtype=torch.long, device="meta")).sum().backward()
         reading = monitor.measure(step=0)
-    assert {"QK circuits", "OV circuits", "head contributions"} <= {item.source for item in reading.measurements}
+    assert {"QK circuits", "OV circuits", "head contributions", "key updates", "head importance"} <= {
+        item.source for item in reading.measurements
+    }
     assert not reading.record().layers[LAYERS[0]].values

@@ -21,12 +21,16 @@ from hdi_callback.monitoring.metrics import (
     QK,
     ROWS,
     TOKENS,
+    UPDATES,
+    UPDATES_OV,
+    UPDATES_QK,
     choose_metrics,
 )
-from hdi_callback.monitoring.movement import HeadMovement
+from hdi_callback.monitoring.movement import HeadMovement, LastWeights
 from hdi_callback.monitoring.outputs import HeadContribution, join
 from hdi_callback.monitoring.rows import RowSums
 from hdi_callback.monitoring.sources import WeightFiniteness
+from hdi_callback.monitoring.update_lens import UpdateLens
 
 EXAMPLES = {
     QK: lambda weight: qk_circuits(weight, weight),
@@ -36,6 +40,9 @@ EXAMPLES = {
     ROWS: lambda weight: join(ROWS, [(name, RowSums.none(4, weight.device).attending()) for name in "abc"]).values,
     KEYS: head_diversity,
     TOKENS: token_spread,
+    UPDATES: lambda weight: UpdateLens(LastWeights(), rank_tol=1e-6).keys("abc", {"key": weight}),
+    UPDATES_QK: lambda weight: qk_circuits(weight, weight),
+    UPDATES_OV: lambda weight: ov_circuits(weight, weight),
     CONTRIBUTION: lambda weight: HeadContribution(torch.ones(3, 4), torch.zeros(3, 4), torch.ones(3)),
     IMPORTANCE: lambda weight: HeadImportance(
         torch.ones(3, 4), torch.ones(3, 4, 4), torch.ones(3), torch.ones(3), torch.ones(3, 4)
@@ -57,7 +64,7 @@ def test_every_metric_gives_one_number_per_layer(metric):
         weight = torch.randn(3, 4, 8, 32, generator=generator)
         values = EXAMPLES[metric.source](weight[:, 0] if metric.source == TOKENS else weight)
         assert metric.read(values).shape == (3,)
-    if metric.source == ROWS:  # of no queries
+    if metric.source in (ROWS, UPDATES):  # of no queries, and with nothing to compare with
         assert not torch.isfinite(metric.read(values).double()).any()
     else:
         assert torch.isfinite(metric.read(values).double()).all()

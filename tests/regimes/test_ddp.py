@@ -108,6 +108,20 @@ def read_where_one_rank_has_no_monitor(rank: int) -> dict | None:
         return [one.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
 
 
+UPDATES = [name for name in CATALOGUE if name.startswith("update_")]
+
+
+def read_updates(rank: int) -> dict[str, float]:
+    model = classifier()
+    with monitor_of(model, metrics=UPDATES) as monitor:
+        monitor.measure(0)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+        return monitor.measure(1).record().scalars(UPDATES)
+
+
 def read_different_models(rank: int) -> dict:
     torch.manual_seed(rank)
     with monitor_of(Classifier(blocks=1 + rank)) as monitor:
@@ -225,6 +239,14 @@ def test_a_reading_over_ranks_is_that_of_the_joined_batch(two_ranks):
             assert tags == pytest.approx(alone, abs=1e-6)
             assert set(tags) == set(alone)
     assert told[0].answer == told[1].answer | {"layers measured": told[0].answer["layers measured"]}
+
+
+def test_updates_over_ranks_are_those_of_one_process(two_ranks):
+    alone = read_updates(0)
+    assert len(alone) == 3 * len(UPDATES)
+    for rank in two_ranks(read_updates):
+        assert rank.warnings == []
+        assert rank.answer == pytest.approx(alone, abs=1e-6)
 
 
 def test_each_layer_is_measured_once_and_two_sums_make_a_reading(two_ranks):

@@ -1,0 +1,99 @@
+"""What training did to the heads since the last reading: the lenses on weights, put on W(t) - W(t - k)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hdi_callback.attention import Role
+from hdi_callback.core import CircuitSimilarity, head_update, ov_circuits, qk_circuits, weight_update
+from hdi_callback.monitoring.movement import LastWeights
+
+
+@dataclass(frozen=True)
+class KeyUpdates:
+    """How the key weights of the heads changed; a head that stood still is left out.
+
+    Attributes:
+        index: HDI of the updates.
+        energy_index: the same with directions weighted by their energy.
+        worst: largest overlap of two updates.
+        worst_pair: ``(2,)``, of these two key heads; -1 if fewer than two moved.
+        overlap: ``(G, G)``.
+        energy_overlap: ``(G, G)``.
+        entropy: ``(G,)``, spectral entropy: 1 spread evenly over directions, 0 one direction; NaN if it stood still.
+    """
+
+    index: Tensor
+    energy_index: Tensor
+    worst: Tensor
+    worst_pair: Tensor
+    overlap: Tensor
+    energy_overlap: Tensor
+    entropy: Tensor
+
+
+class UpdateLens:
+    """Measure updates of weights.
+
+    Args:
+        last: the weights of the last reading.
+        rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
+    """
+
+    def __init__(self, last: LastWeights, *, rank_tol: float) -> None:
+        self._last, self._rank_tol = last, rank_tol
+
+    def keys(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> KeyUpdates:
+        """Compare the updates of the keys of every two heads.
+
+        Args:
+            names: of some layers.
+            weights: their key weights, ``(layers, heads, width, features)``.
+
+        Returns:
+            What is measured; NaN in layers of which no earlier weight is known.
+        """
+        update = head_update(weights["key"], self._last.before(names, weights)["key"], rank_tol=self._rank_tol)
+        found = update.diversity
+        return KeyUpdates(
+            found.index,
+            found.energy_index,
+            found.worst,
+            found.worst_pair,
+            found.overlap,
+            found.energy_overlap,
+            update.spectral_entropy,
+        )
+
+    def qk(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> CircuitSimilarity:
+        """Compare the QK circuits of the updates.
+
+        Args:
+            names: of some layers.
+            weights: their query and key weights.
+
+        Returns:
+            What is measured; NaN in layers of which no earlier weight is known.
+        """
+        update = self._updates(names, weights)
+        return qk_circuits(update["query"], update["key"], rank_tol=self._rank_tol)
+
+    def ov(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> CircuitSimilarity:
+        """Compare the OV circuits of the updates.
+
+        Args:
+            names: of some layers.
+            weights: their value and output weights.
+
+        Returns:
+            What is measured; NaN in layers of which no earlier weight is known.
+        """
+        update = self._updates(names, weights)
+        return ov_circuits(update["value"], update["output"], rank_tol=self._rank_tol)
+
+    def _updates(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
+        before = self._last.before(names, weights)
+        return {role: weight_update(weight, before[role]) for role, weight in weights.items()}
