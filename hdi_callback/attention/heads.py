@@ -550,7 +550,7 @@ class AttentionLayer:
         """Tell what is known of the layer as plain data.
 
         Returns:
-            Its name, counts, widths and layout.
+            Its name, counts, widths and layout, and whether one of its parameters requires a gradient.
         """
         return {
             "name": self.name,
@@ -561,6 +561,7 @@ class AttentionLayer:
             "value_dim": self.value_dim,
             "width": self.slices["key"].in_features,
             "kind": self.kind,
+            "trains": any(parameter.requires_grad for parameter in self.module.parameters()),
         }
 
 

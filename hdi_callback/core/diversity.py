@@ -88,6 +88,7 @@ class HeadDiversity:
         flatness: ``(H,)``, spectral flatness ``det(G)^(1/d_k) / (tr(G)/d_k)``: 1 if a head uses all its directions
             alike; falls to 0 if it loses some, and only mildly if others grow. 0 for a dead head.
         dead: ``(H,)``, True where a head is all but zero.
+        head_norm: ``(H,)``, Frobenius norm of each head; NaN in a layer that is not finite.
         energy_index: 1 - mean energy overlap.
         energy_overlap: ``(H, H)``, RV coefficient (linear CKA) of every pair.
         energy_alignment: mean energy overlap against chance (random rotations of the heads' own spectra).
@@ -120,6 +121,7 @@ class HeadDiversity:
     effective_rank: Tensor
     flatness: Tensor
     dead: Tensor
+    head_norm: Tensor
     energy_index: Tensor
     energy_overlap: Tensor
     energy_alignment: Tensor
@@ -210,13 +212,13 @@ def head_diversity(
         S = None if S is None else S.to(heads.rows.dtype)
         shared, energy = block_norms(heads.rows, heads.back.to(heads.rows.dtype), S, memory_budget=memory_budget)
         rank = shared.diagonal(dim1=-2, dim2=-1).round()  # of a head's rows with themselves: a projector's
-        results.append((normalised(shared, rank), energy, rank, flatness_of(heads.gram), heads.dead))
+        results.append((normalised(shared, rank), energy, rank, flatness_of(heads.gram), heads.dead, heads.norm))
         del heads
-    overlap, energy, rank, flatness, dead = (
+    overlap, energy, rank, flatness, dead, norm = (
         torch.cat(each).reshape(*batch, *each[0].shape[1:]) for each in zip(*results)
     )
     width = float(d) if metric is None else float("nan") if tokens is None else float(tokens - 1)
-    return _summarise(overlap, energy, rank, flatness, dead, width)
+    return _summarise(overlap, energy, rank, flatness, dead, norm, width)
 
 
 @torch.no_grad()
@@ -270,7 +272,7 @@ def head_diversity_from_covariance(
     overlap = (shared / (rank[..., :, None] * rank[..., None, :]).sqrt().clamp_min(1)).clamp(0, 1)
     # Two independent samples of n tokens correlate like random subspaces of R^(n-1).
     width = float("nan") if tokens is None else float(tokens - 1)
-    return _summarise(overlap, blocks.square().sum((-2, -1)), rank, flatness_of(own), dead, width)
+    return _summarise(overlap, blocks.square().sum((-2, -1)), rank, flatness_of(own), dead, variance.sqrt(), width)
 
 
 def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -313,7 +315,7 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def _summarise(
-    overlap: Tensor, energy: Tensor, rank: Tensor, flatness: Tensor, dead: Tensor, width: float
+    overlap: Tensor, energy: Tensor, rank: Tensor, flatness: Tensor, dead: Tensor, norm: Tensor, width: float
 ) -> HeadDiversity:
     """Reduce the matrices of a layer. `energy` holds the squared norms of the cross products of heads of norm 1."""
     H = overlap.shape[-1]
@@ -367,6 +369,7 @@ def _summarise(
         effective_rank=participation,
         flatness=torch.where(dead, 0, flatness.to(overlap.dtype)),
         dead=dead,
+        head_norm=norm.to(overlap.dtype),
         energy_index=1 - energy_mean,
         energy_overlap=energy_overlap,
         energy_alignment=_above_chance(energy_mean, energy_mean_chance),

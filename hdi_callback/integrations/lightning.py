@@ -70,6 +70,8 @@ class HDICallback(pl.Callback):
         alerts: ``"default"``, rules of your own (see `Rule`), or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names: ``{"decoder.*": {"mean": 0.7, "pair":
             None}}``; see `Thresholds`.
+        loaded: whether the weights had been trained before this run, so that what they are at its start is no alarm;
+            ``"auto"`` tells it from the weights of each layer.
         on_alert: a function that is called with each `Alert`, on the first rank.
         interventions: what to do about alerts; nothing by default.
         prog_bar: show ``hdi/mean`` and ``hdi/min`` in the progress bar.
@@ -108,6 +110,7 @@ class HDICallback(pl.Callback):
         history_mb: float | None = 200,
         alerts: Literal["default"] | list[Rule] | None = "default",
         thresholds: dict[str, dict[str, float | None]] | None = None,
+        loaded: bool | Literal["auto"] = "auto",
         on_alert: Callable[[Alert], Any] | None = None,
         interventions: list[Intervention] | None = None,
         prog_bar: bool = False,

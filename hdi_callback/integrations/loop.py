@@ -55,6 +55,7 @@ def watch_heads(
     history_mb: float | None = 200,
     alerts: Literal["default"] | Sequence[Rule] | None = "default",
     thresholds: dict[str, dict[str, float | None]] | None = None,
+    loaded: bool | Literal["auto"] = "auto",
     on_alert: Callable[[Alert], Any] | None = None,
     interventions: Sequence[Intervention] | None = None,
     save_checkpoint: Callable[[str], Any] | None = None,
@@ -92,6 +93,8 @@ def watch_heads(
             are thinned. `None` for no limit.
         alerts: ``"default"``, rules of your own, or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names.
+        loaded: whether the weights had been trained before this run, so that what they are at its start is no alarm;
+            ``"auto"`` tells it from the weights of each layer.
         on_alert: a function that is called with each `Alert`, on the first rank.
         interventions: what to do about alerts; nothing by default.
         save_checkpoint: how to save a checkpoint, for the intervention `SaveCheckpoint`: a function of a name, called

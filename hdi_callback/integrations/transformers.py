@@ -60,6 +60,8 @@ class HDITrainerCallback(transformers.TrainerCallback):
             are thinned. `None` for no limit.
         alerts: ``"default"``, rules of your own, or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names.
+        loaded: whether the weights had been trained before this run, so that what they are at its start is no alarm;
+            ``"auto"`` tells it from the weights of each layer.
         on_alert: a function that is called with each `Alert`, on the first rank.
         interventions: what to do about alerts; nothing by default.
         strict: make errors of two warnings: that the model has no readable attention layer, and that the checkpoint to
@@ -93,6 +95,7 @@ class HDITrainerCallback(transformers.TrainerCallback):
         history_mb: float | None = 200,
         alerts: Literal["default"] | Sequence[Rule] | None = "default",
         thresholds: dict[str, dict[str, float | None]] | None = None,
+        loaded: bool | Literal["auto"] = "auto",
         on_alert: Callable[[Alert], Any] | None = None,
         interventions: Sequence[Intervention] | None = None,
         strict: bool = False,

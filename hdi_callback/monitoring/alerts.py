@@ -18,9 +18,12 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
+from torch import Tensor
+
 from hdi_callback.arguments import one_of, shown, words
 from hdi_callback.attention.names import printable
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.origin import has_been_trained
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.warn_once import WarnOnce
 
@@ -28,6 +31,7 @@ Level = Literal["notice", "warning", "critical"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 _READINGS_KEPT = 64
+_MOVEMENT = "head_movement"
 _Answer = TypeVar("_Answer")
 
 
@@ -59,9 +63,10 @@ class Finding:
         threshold: the number that it was held against.
         metric: the metric that the number is of, if it is one.
         heads: the heads concerned; empty if it is the whole layer.
+        groups: those of them that belong together, as heads that are nearly one; empty where they do not.
         since: first step at which it was so, if that was before this reading.
         certainty: how sure this is, as a part of a sentence.
-        remedy: what to try, as a part of a sentence.
+        remedy: what to try, as a part of a sentence; one that begins with "no " says that there is none.
         is_from_start: True if the limit was reached at step 0 and at every reading since, as by weights that were
             loaded so.
     """
@@ -76,6 +81,7 @@ class Finding:
     certainty: str = ""
     remedy: str = ""
     is_from_start: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,9 @@ class Alert:
         names = Alert.__dataclass_fields__
         known = {name: value for name, value in data.items() if name in names}
         finding = {name: value for name, value in data["finding"].items() if name in Finding.__dataclass_fields__}
-        return Alert(**{**known, "finding": Finding(**{**finding, "heads": tuple(finding.get("heads", ()))})})
+        finding["heads"] = tuple(finding.get("heads", ()))
+        finding["groups"] = tuple(tuple(group) for group in finding.get("groups", ()))
+        return Alert(**{**known, "finding": Finding(**finding)})
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,7 @@ class Row:
         step: optimizer steps taken before the reading.
         values: metric name -> number; what could not be measured is not there.
         arrays: see `LayerRecord`; readings before the latest keep the pairs alone, the first of a run all of them.
+        matrices: see `LayerRecord`; of the latest reading alone, and empty where a history does not hold them.
         absent: why the index could not be measured, or an empty string.
     """
 
@@ -139,6 +148,18 @@ class Row:
     values: Mapping[str, float]
     arrays: Mapping[str, list[Any]] = field(default_factory=dict)
     absent: str = ""
+    matrices: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+
+    def per_head(self, name: str) -> list[float]:
+        """Give an array with one number for each head.
+
+        Args:
+            name: of the array.
+
+        Returns:
+            The numbers, NaN where one is not finite; empty if it was not measured.
+        """
+        return [math.nan if value is None else float(value) for value in self.arrays.get(name, ())]
 
 
 class Series:
@@ -150,10 +171,16 @@ class Series:
         siblings: number of layers that are watched.
         first: the first reading of the run.
         rows: the latest readings, in order.
+        is_loaded: whether the weights had been trained before this run: as it was said, or told from them.
+        do_others_move: whether at the latest reading the weights of some layer had moved since the one before.
     """
 
-    def __init__(self, layer: str, facts: Mapping[str, Any], siblings: int, first: Row) -> None:
-        self.layer, self.facts, self.siblings, self.first = layer, facts, siblings, first
+    def __init__(
+        self, layer: str, facts: Mapping[str, Any], siblings: int, first: Row, *, is_loaded: bool = False
+    ) -> None:
+        self.layer, self.facts, self.siblings, self.is_loaded = layer, facts, siblings, is_loaded
+        self.first = replace(first, matrices={})
+        self.do_others_move = False
         self.rows: deque[Row] = deque(maxlen=_READINGS_KEPT)
 
     def append(self, row: Row) -> None:
@@ -165,7 +192,7 @@ class Series:
         if self.rows:
             last = self.rows[-1]
             pairs = {name: array for name, array in last.arrays.items() if name.endswith("_pair")}
-            self.rows[-1] = replace(last, arrays=pairs)
+            self.rows[-1] = replace(last, arrays=pairs, matrices={})
         self.rows.append(row)
 
     @property
@@ -206,9 +233,9 @@ class Series:
             is_so: asked of one reading.
 
         Returns:
-            True if the run has never been otherwise.
+            True if the run has never been otherwise, as far back as readings are kept.
         """
-        return self.rows[0].step == 0 and all(is_so(row) for row in self.rows)
+        return self.first.step == 0 and is_so(self.first) and all(is_so(row) for row in self.rows)
 
     def since(self, is_so: Callable[[Row], bool]) -> int:
         """Find since when something has been so without a break, as far back as readings are kept.
@@ -270,6 +297,7 @@ class Alerts:
         rules: the rules, or a function that gives the rules for a layer by its name.
         layers: what is known of each layer, as `AttentionLayer.facts` gives it.
         warn_once: contains the exceptions of rules; without it they are raised.
+        loaded: whether the weights had been trained before this run: said, or ``"auto"`` to tell it from them.
     """
 
     def __init__(
@@ -277,7 +305,10 @@ class Alerts:
         rules: Sequence[Rule] | Callable[[str], Sequence[Rule]],
         layers: Iterable[Mapping[str, Any]] = (),
         warn_once: WarnOnce | None = None,
+        *,
+        loaded: bool | Literal["auto"] = "auto",
     ) -> None:
+        self._loaded = loaded
         self._facts: dict[str, Mapping[str, Any]] = {}
         self.learn(layers)
         self._rules_of: dict[str, list[Rule]] = {}
@@ -309,13 +340,17 @@ class Alerts:
             What is new: alerts that begin, get worse or are over.
         """
         news: list[Alert] = []
+        does_move = any(
+            move for row in record.layers.values() for move in row.arrays.get(_MOVEMENT, ()) if move and move > 0
+        )
         for name, layer in record.layers.items():
-            row = Row(record.step, layer.values, layer.arrays, record.absent.get(f"hdi/{name}", ""))
+            absent = record.absent.get(f"hdi/{name}", "")
+            row = Row(record.step, layer.values, layer.arrays, absent, layer.matrices)
             series = self._series.get(name)
             if series is None:
-                siblings = len(record.layers)
-                series = self._series[name] = Series(name, self._facts.get(name, {}), siblings, row)
+                series = self._series[name] = self._begin(name, len(record.layers), row)
             series.append(row)
+            series.do_others_move = does_move
             for rule in self._rules_for(name):
                 alert = self._ask(rule, series)
                 if alert is None:
@@ -355,9 +390,14 @@ class Alerts:
             if not is_known(name):
                 continue
             first, *others = (Row(**row) for row in rows)
-            series = Series(name, self._facts.get(name, {}), len(state["series"]), first)
+            series = self._begin(name, len(state["series"]), first)
             series.rows.extend(others)
             self._series[name] = series
+
+    def _begin(self, name: str, siblings: int, first: Row) -> Series:
+        facts = self._facts.get(name, {})
+        is_loaded = has_been_trained(first.arrays, facts) if self._loaded == "auto" else self._loaded
+        return Series(name, facts, siblings, first, is_loaded=is_loaded)
 
     def _rules_for(self, name: str) -> list[Rule]:
         if name not in self._rules_of:
@@ -388,12 +428,18 @@ class Alerts:
         if finding is None:
             return None if active is None else _resolved(active, series.latest.step)
         finding = check_finding(finding, series)
-        if active is not None and is_at_least(active.level, finding.level):
+        if active is not None and is_at_least(active.level, finding.level) and not _names_others(finding, active):
             return None
         if finding.since is None:
             finding = replace(finding, since=series.latest.step)
         step = series.latest.step
         return Alert(step, series.layer, rule.name, finding.level, _sentence(step, series.layer, finding), finding)
+
+
+def _names_others(finding: Finding, active: Alert) -> bool:
+    """Tell whether a finding names heads, and others than those of the alert that stands."""
+    before = active.finding
+    return bool(finding.heads) and (set(finding.heads), set(finding.groups)) != (set(before.heads), set(before.groups))
 
 
 def _is_for(rule: Rule, name: str) -> bool:
@@ -458,18 +504,26 @@ def check_finding(finding: Any, series: Series) -> Finding:
             f"{shown(finding.since)}."
         )
     most = series.facts.get("num_heads", math.inf)
-    heads = finding.heads
-    if not isinstance(heads, tuple | list) or not all(_is_whole(head) and 0 <= head < most for head in heads):
-        raise MisconfigurationError(
-            f"`heads` of a Finding must hold numbers of heads, from 0 to {most - 1} in this layer, got {shown(heads)}."
-        )
+    _check_heads("heads", finding.heads, most)
+    if not isinstance(finding.groups, tuple | list):
+        raise MisconfigurationError(f"`groups` of a Finding must hold groups of heads, got {shown(finding.groups)}.")
+    for group in finding.groups:
+        _check_heads("groups", group, most)
     return replace(
         finding,
         value=_plain_number("value", finding.value),
         threshold=_plain_number("threshold", finding.threshold),
-        heads=tuple(int(head) for head in heads),
+        heads=tuple(int(head) for head in finding.heads),
+        groups=tuple(tuple(int(head) for head in group) for group in finding.groups),
         since=None if finding.since is None else int(finding.since),
     )
+
+
+def _check_heads(name: str, heads: Any, most: float) -> None:
+    if not isinstance(heads, tuple | list) or not all(_is_whole(head) and 0 <= head < most for head in heads):
+        raise MisconfigurationError(
+            f"`{name}` of a Finding must hold numbers of heads, from 0 to {most - 1} in this layer, got {shown(heads)}."
+        )
 
 
 def _is_whole(value: Any) -> bool:
@@ -494,7 +548,7 @@ def _sentence(step: int, layer: str, finding: Finding) -> str:
     if finding.certainty:
         parts.append(finding.certainty)
     if finding.remedy:
-        parts.append(f"try {finding.remedy}")
+        parts.append(finding.remedy if finding.remedy.startswith("no ") else f"try {finding.remedy}")
     return printable(f"step {step}, {layer}: {'; '.join(parts)}")
 
 

@@ -106,6 +106,7 @@ def _diversity_metrics(role: str) -> list[Metric]:
         ),
         metric("_dead_heads", lambda d: d.dead.sum(-1), "How many heads are all but zero, from {of}."),
         metric("_min_rank", lambda d: d.rank.amin(-1), "Smallest numerical rank of a head, from {of}."),
+        metric("_head_norm", lambda d: d.head_norm.mean(-1), "Mean norm of a head, from {of}."),
         metric("_min_flatness", _smallest_flatness, "Smallest spectral flatness of a live head, from {of}."),
     ]
 

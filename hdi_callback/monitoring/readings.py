@@ -73,8 +73,8 @@ class LayerRecord:
         values: metric name -> number; what could not be measured is not there.
         arrays: two heads each: ``worst_pair``, ``worst_alignment_pair``, ``energy_worst_pair`` and
             ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap``, ``rank``,
-            ``effective_rank`` and ``flatness``. For roles other than key with the role in front. Of other sources what
-            `DETAILS` names.
+            ``effective_rank``, ``flatness`` and ``head_norm``. For roles other than key with the role in front. Of
+            other sources what `DETAILS` names.
         matrices: ``overlap``, ``energy_overlap``, ``pair_alignment``, ``energy_pair_alignment``, ``output_overlap`` and
             what `DETAILS` names, ``(H, H)``, on the host.
     """
@@ -230,7 +230,7 @@ def _tensors(reading: Reading) -> list[Tensor]:
 
 
 _PAIRS = ("worst_pair", "worst_alignment_pair", "energy_worst_pair", "energy_worst_alignment_pair")
-_ARRAYS = (*_PAIRS, "nearest", "nearest_overlap", "rank", "effective_rank", "flatness")
+_ARRAYS = (*_PAIRS, "nearest", "nearest_overlap", "rank", "effective_rank", "flatness", "head_norm")
 _MATRICES = ("overlap", "energy_overlap", "pair_alignment", "energy_pair_alignment", "output_overlap")
 
 

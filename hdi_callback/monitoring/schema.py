@@ -82,13 +82,13 @@ def is_alert(value: Any) -> bool:
 def _is_finding(value: Any) -> bool:
     if not is_text_map(value) or not isinstance(value.get("what"), str):
         return False
-    heads, since = value.get("heads", ()), value.get("since")
+    heads, groups, since = value.get("heads", ()), value.get("groups", ()), value.get("since")
     return (
         _is_level(value.get("level", "warning"))
         and all(is_value(value.get(name)) for name in ("value", "threshold"))
         and isinstance(value.get("metric", ""), str | None)
-        and isinstance(heads, list | tuple)
-        and all(is_whole(head) for head in heads)
+        and all(isinstance(group, list | tuple) for group in (heads, groups, *groups))
+        and all(is_whole(head) for group in (heads, *groups) for head in group)
         and (since is None or is_whole(since))
         and all(isinstance(value.get(name, ""), str) for name in ("certainty", "remedy"))
     )

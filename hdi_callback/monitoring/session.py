@@ -75,7 +75,9 @@ class Session:
     ) -> None:
         self.monitor, self.warn_once = monitor, WarnOnce() if warn_once is None else warn_once
         self.schedule = Schedule(settings.every_n_steps)
-        self.alerts = None if settings.rules is None else Alerts(settings.rules, monitor.facts, self.warn_once)
+        self.alerts = None
+        if settings.rules is not None:
+            self.alerts = Alerts(settings.rules, monitor.facts, self.warn_once, loaded=settings.loaded)
         self.interventions: tuple[Intervention, ...] = tuple(settings.interventions or ())
         self.history: History | None = None
         self._host, self._settings, self._name = host, settings, name

@@ -54,6 +54,17 @@ def _name(value: Any) -> str | None:
     return value
 
 
+def _loaded(value: Any) -> bool | Literal["auto"]:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    raise MisconfigurationError(
+        f'`loaded` must be True, False or "auto", got {shown(value)}: write True for weights that have been trained '
+        "before, False for those of an initialisation."
+    )
+
+
 def _padding(value: Any) -> Any:
     if value is None or callable(value) or (isinstance(value, str) and value == "auto"):
         return value
@@ -81,6 +92,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
         None if value is None else number("history_mb", value, above=0, below=float("inf"), example=200)
     ),
     "thresholds": check_thresholds,
+    "loaded": _loaded,
     "on_alert": lambda value: function("on_alert", value, "an Alert"),
     "prog_bar": lambda value: flag("prog_bar", value),
     "name": _name,
@@ -111,6 +123,8 @@ class Settings:
         history_mb: megabytes that the history may have on the disk; `None` for no limit.
         alerts: ``"default"``, rules, or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names.
+        loaded: whether the weights had been trained before this run, so that what they are at its start is no alarm;
+            ``"auto"`` tells it from the weights of each layer.
         on_alert: a function that is called with each `Alert`, on the first rank.
         interventions: what to do about alerts.
         strict: make warnings about the model and the checkpoint errors.
@@ -140,6 +154,7 @@ class Settings:
     history_mb: float | None = 200
     alerts: Literal["default"] | Sequence[Rule] | None = "default"
     thresholds: Mapping[str, Mapping[str, float | None]] | None = None
+    loaded: bool | Literal["auto"] = "auto"
     on_alert: Callable[[Alert], Any] | None = None
     interventions: Sequence[Intervention] | None = None
     strict: bool = False

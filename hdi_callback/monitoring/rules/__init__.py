@@ -10,9 +10,12 @@ from hdi_callback.monitoring.rules.dead_heads import DeadHeads
 from hdi_callback.monitoring.rules.falling_rank import FallingRank
 from hdi_callback.monitoring.rules.forecast import AlignmentForecast
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS
+from hdi_callback.monitoring.rules.levels import AttentionSink, EntropyCollapse, LogitGrowth, TokensAlike
 from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
 from hdi_callback.monitoring.rules.non_finite import NonFinite
 from hdi_callback.monitoring.rules.shared_direction import SharedDirection
+from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution
+from hdi_callback.monitoring.rules.similar_heads import AttendAlike, MergedMessages, MergedScores
 from hdi_callback.monitoring.rules.thresholds import Thresholds, check_thresholds
 from hdi_callback.monitoring.rules.tied_heads import TiedHeads
 from hdi_callback.monitoring.rules.trend import AlignmentTrend
@@ -22,13 +25,22 @@ __all__ = [
     "HYSTERESIS",
     "AlignmentForecast",
     "AlignmentTrend",
+    "AttendAlike",
+    "AttentionSink",
     "DeadHeads",
+    "EntropyCollapse",
     "FallingRank",
+    "FrozenHeads",
+    "LogitGrowth",
     "MeanAlignment",
+    "MergedMessages",
+    "MergedScores",
+    "NoContribution",
     "NonFinite",
     "SharedDirection",
     "Thresholds",
     "TiedHeads",
+    "TokensAlike",
     "WorstPair",
     "check_thresholds",
     "choose_rules",

@@ -13,9 +13,12 @@ from hdi_callback.monitoring.alerts import Rule, check_rule
 from hdi_callback.monitoring.rules.dead_heads import DeadHeads
 from hdi_callback.monitoring.rules.falling_rank import FallingRank
 from hdi_callback.monitoring.rules.forecast import AlignmentForecast
+from hdi_callback.monitoring.rules.levels import AttentionSink, EntropyCollapse, LogitGrowth, TokensAlike
 from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
 from hdi_callback.monitoring.rules.non_finite import NonFinite
 from hdi_callback.monitoring.rules.shared_direction import SharedDirection
+from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution
+from hdi_callback.monitoring.rules.similar_heads import AttendAlike, MergedMessages, MergedScores
 from hdi_callback.monitoring.rules.thresholds import TRIED, Thresholds, check_thresholds
 from hdi_callback.monitoring.rules.tied_heads import TiedHeads
 from hdi_callback.monitoring.rules.trend import AlignmentTrend
@@ -35,7 +38,7 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
         MisconfigurationError: if they are no `Thresholds`.
 
     Example:
-        >>> [rule.name for rule in default_rules(Thresholds(trend=None, forecast=None, jump=None, tied=None))]
+        >>> [rule.name for rule in default_rules(Thresholds(trend=None, forecast=None, jump=None, tied=None))][:5]
         ['mean alignment', 'worst pair', 'dead heads', 'falling rank', 'weights not finite']
     """
     if not isinstance(thresholds, Thresholds):
@@ -60,6 +63,18 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
     rules.append(NonFinite())
     if limits.tied is not None:
         rules.append(TiedHeads(limits.tied))
+    on_levels: list[tuple[float | None, Callable[[float], Rule]]] = [
+        (limits.scores, MergedScores),
+        (limits.messages, MergedMessages),
+        (limits.alike, AttendAlike),
+        (limits.entropy, EntropyCollapse),
+        (limits.logit, LogitGrowth),
+        (limits.sink, AttentionSink),
+        (limits.tokens, TokensAlike),
+        (limits.contribution, NoContribution),
+    ]
+    rules += [make(limit) for limit, make in on_levels if limit is not None]
+    rules.append(FrozenHeads())
     return rules
 
 

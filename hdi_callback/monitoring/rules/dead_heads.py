@@ -1,33 +1,78 @@
-"""Heads without a key weight."""
+"""Heads without a key weight, or with so little of it that they look at nothing."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+from typing import ClassVar
+
+from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.words import named_heads
 
 
 class DeadHeads(Rule):
-    """Heads whose key weight is all but zero, beside others that are not."""
+    """Heads whose key weight is dead for practical purposes: they weigh all tokens alike.
+
+    A head is dead whose norm has fallen to a small share of what it was at the first reading, or of that of the median
+    head beside it. Heads that begin so are given time: until the key weights of the layer have changed at five
+    readings, or, if nothing is seen to change, for twenty. Of weights that were loaded they are left alone.
+
+    Args:
+        share: of the norm, that is a warning; the alert is over at twice as much.
+    """
 
     name = "dead heads"
     needs = ("hdi_dead_heads",)
+    moved: ClassVar[int] = 5
+    patience: ClassVar[int] = 20
+
+    def __init__(self, share: float = 0.01) -> None:
+        self.share = number("share of DeadHeads", share, above=0, below=1, example=0.01)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find dead heads; a layer that starts at zero altogether is given the first reading to leave it."""
-        count = int(series.value("hdi_dead_heads"))
-        ranks = series.latest.arrays.get("rank", [])
-        dead = tuple(head for head, rank in enumerate(ranks) if rank == 0)
-        if count == 0 or (len(dead) == len(ranks) > 0 and len(series.rows) == 1):
+        """Find dead heads, of those that have been alive, or had the time to come alive."""
+        first, ranks = series.first, series.latest.per_head("rank")
+        # A history of an earlier version holds no norms; then ranks alone tell.
+        before = first.per_head("head_norm") or [float(rank > 0) for rank in first.per_head("rank") or ranks]
+        norms = series.latest.per_head("head_norm") or [float(rank > 0) for rank in ranks]
+        limit = 2 * self.share if active else self.share
+        dead, sizes = [], []
+        for head, norm in enumerate(norms):
+            beside = _median_beside(norms, head)
+            if before[head] <= self.share * _median_beside(before, head) or not before[head]:  # it began so
+                is_dead = not series.is_loaded and self._has_had_time(series) and norm <= limit * beside
+                reference = beside
+            else:
+                reference = max(before[head], beside)
+                is_dead = norm <= limit * reference
+            if is_dead:
+                dead.append(head)
+                sizes.append(norm / reference if reference else 0.0)
+        if not dead:
             return None
-        named = named_heads(dead) if dead else f"{count} heads"
+        largest = max(sizes)
+        size = "zero" if largest == 0 else f"at most {100 * largest:.1g} % of what it was, or of the heads beside"
+        is_one = len(dead) == 1
         return Finding(
-            f"{named} {'is' if count == 1 else 'are'} dead (the key weight is all but zero)",
+            f"{named_heads(dead)} {'is' if is_one else 'are'} dead for practical purposes (the norm of the key weight "
+            f"is {size})",
             "warning",
-            count,
+            len(dead),
             0,
             "hdi_dead_heads",
-            dead,
-            series.since(lambda row: row.values.get("hdi_dead_heads", 0) > 0),
-            "certain, as read from the weight",
-            "less weight decay on the attention, or a reading of its gradients",
+            tuple(dead),
+            None if active is None else active.finding.since,
+            "",
+            "less weight decay on the attention, or a look at whether its gradients arrive",
         )
+
+    def _has_had_time(self, series: Series) -> bool:
+        _, norms = series.curve("hdi_head_norm")
+        changed = sum(norm != norms[0] for norm in norms)
+        return changed >= self.moved or len(series.rows) > self.patience
+
+
+def _median_beside(norms: Sequence[float], head: int) -> float:
+    others = [norm for other, norm in enumerate(norms) if other != head]
+    return statistics.median(others) if others else 0.0

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import TRIED, certainty_of
-from hdi_callback.monitoring.rules.words import named_heads
+from hdi_callback.monitoring.rules.words import NO_REMEDY, named_heads
 
 
 class FallingRank(Rule):
@@ -51,6 +50,6 @@ class FallingRank(Rule):
             "hdi_min_flatness",
             tuple(heads),
             None,
-            certainty_of(-self.flatness, None if TRIED.rank is None else -TRIED.rank),
-            "a lower learning rate, or less weight decay on the attention",
+            "",
+            NO_REMEDY,
         )

@@ -17,8 +17,8 @@ class AlignmentForecast(Rule):
 
     A straight line through ``y = -log(1 - a)`` over the last 20 readings, whose slope is well above its standard error
     (for autocorrelated residuals: inflated by ``sqrt((1 + r) / (1 - r))``), which rises, does not slow down, and
-    reaches the limit within 100 readings; three times in a row. Of the subspace lens alone: in the energy lens healthy
-    heads move together as fast.
+    reaches the limit within 100 readings; three times in a row; and the weights have not shrunk to half. Of the
+    subspace lens alone: in the energy lens healthy heads move together as fast.
 
     Args:
         limit: the alignment that is forecast.
@@ -31,6 +31,7 @@ class AlignmentForecast(Rule):
     readings: ClassVar[int] = 20
     horizon: ClassVar[int] = 100
     hits: ClassVar[int] = 3
+    shrinks: ClassVar[float] = 0.5
 
     def __init__(self, limit: float = 0.9, deviations: float = 3.5, rise: float = 0.05) -> None:
         self.limit = number("limit of AlignmentForecast", limit, above=0, below=1, example=0.9)
@@ -44,10 +45,10 @@ class AlignmentForecast(Rule):
             steps, curve = series.curve(active.finding.metric)
             fit = fit_line(steps, curve, self.readings)
             # It is over when the rise has ended, not when the alignment has arrived.
-            is_rising = fit is not None and fit.slope > fit.error
+            is_rising = fit is not None and fit.slope > fit.error and not self._vanishes(series)
             return active.finding if is_rising or curve[-1] >= self.limit - HYSTERESIS else None
         found = []
-        if series.value(MEAN["subspace"]) >= TOGETHER:
+        if series.value(MEAN["subspace"]) >= TOGETHER or self._vanishes(series):
             return None
         for metric in self.needs:
             steps, curve = series.curve(metric)
@@ -73,6 +74,11 @@ class AlignmentForecast(Rule):
             certainty=f"the slope is {fit.slope / max(fit.error, 1e-12):.1f} standard errors from zero",
             remedy=SEPARATE,
         )
+
+    def _vanishes(self, series: Series) -> bool:
+        """Tell whether the weights shrink: what is left of them may well point the same way, and is going nowhere."""
+        _, norms = series.curve("hdi_head_norm")
+        return len(norms) >= self.readings and norms[-1] <= self.shrinks * norms[-self.readings]
 
     def _hit(self, steps: list[int], curve: list[float]) -> Line | None:
         # The rise is asked first: it is cheap, and in most layers there is none.

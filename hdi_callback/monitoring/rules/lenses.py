@@ -19,6 +19,9 @@ WORST_PAIR: dict[Lens, str] = {"subspace": "worst_alignment_pair", "energy": "en
 HYSTERESIS = 0.1
 """An alert on alignment is resolved this far below the limit that began it."""
 
+NEARLY_ONE = 0.8
+"""The alignment of a pair in the subspace lens from which on its heads are called nearly one."""
+
 TOGETHER = 0.5  # a mean alignment that the mean's own rule tells of
 
 

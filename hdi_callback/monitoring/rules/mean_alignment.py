@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from hdi_callback.monitoring.alerts import Alert, Finding, Level, Rule, Series
-from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, Lens, is_active_at, is_first_step
-from hdi_callback.monitoring.rules.thresholds import TRIED, certainty_of, check_limit
-from hdi_callback.monitoring.rules.words import SEPARATE, decimal, earlier
-
-_MOVES: dict[tuple[Level, Lens], str] = {
-    ("warning", "subspace"): "all heads are closing up",
-    ("critical", "subspace"): "all heads are nearly one",
-    ("warning", "energy"): "one direction has taken over all heads",
-}
+from hdi_callback.monitoring.rules.groups import aligned_groups, heads_in
+from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, NEARLY_ONE, Lens, is_active_at, is_first_step
+from hdi_callback.monitoring.rules.thresholds import check_limit, healthy_peak
+from hdi_callback.monitoring.rules.tied_heads import equal_heads
+from hdi_callback.monitoring.rules.words import (
+    NO_REMEDY,
+    SEPARATE,
+    decimal,
+    earlier,
+    named_groups,
+    shared_directions,
+)
 
 
 class MeanAlignment(Rule):
@@ -49,18 +52,34 @@ class MeanAlignment(Rule):
             return None
         *_, level, lens, limit = max(reached)
         metric = MEAN[lens]
+        is_from_start = series.holds_from_start(lambda row: row.values.get(metric, 0) >= limit)
+        if series.is_loaded and series.first.values.get(metric, 0) >= limit - HYSTERESIS and active is None:
+            return None  # it was loaded so
+        if active is None and len(heads_in(equal_heads(series.latest))) == series.facts.get("num_key_heads"):
+            return None  # told as tied
         value = series.value(metric)
-        heads = series.latest.values.get("hdi_effective_heads")
-        left = "" if heads is None or lens == "energy" else f", {heads:.1f} effective heads are left"
+        effective = series.latest.values.get("hdi_effective_heads")
+        left = "" if effective is None or lens == "energy" else f", {effective:.1f} effective heads are left"
         weighed = ", weighed by energy" if lens == "energy" else ""
+        groups = aligned_groups(series.latest, series.facts, lens, NEARLY_ONE) if lens == "subspace" else ()
+        heads = heads_in(groups)
+        is_all = not groups or len(heads) == series.facts.get("num_key_heads", len(heads))
+        if lens == "energy":
+            what = f"{shared_directions(series)} over all heads"
+        elif level == "critical" or (groups and not is_all):
+            what = named_groups(groups) if groups and not (is_all and len(groups) == 1) else "all heads are nearly one"
+        else:
+            what = "all heads are closing up"
         return Finding(
-            f"{_MOVES[level, lens]} (mean alignment {decimal(value)}{weighed}{earlier(series, metric)}{left})",
+            f"{what} (mean alignment {decimal(value)}{weighed}{earlier(series, metric)}{left})",
             level,
             value,
             limit,
             metric,
             since=series.since(lambda row: row.values.get(metric, 0) >= limit - HYSTERESIS),
-            is_from_start=series.holds_from_start(lambda row: row.values.get(metric, 0) >= limit),
-            certainty=certainty_of(limit, TRIED.mean if lens == "subspace" else TRIED.energy_mean),
-            remedy=SEPARATE,
+            is_from_start=is_from_start,
+            certainty=healthy_peak(metric, limit),
+            remedy=SEPARATE if lens == "subspace" else NO_REMEDY,
+            heads=() if is_all else heads,
+            groups=groups,
         )

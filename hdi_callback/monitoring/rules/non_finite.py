@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
-from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.alerts import Alert, Finding, Row, Rule, Series
 from hdi_callback.monitoring.readings import NOT_FINITE
+from hdi_callback.monitoring.rules.words import named_heads
+
+_COUNTS = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
 
 
 class NonFinite(Rule):
-    """The weights of a layer are no longer numbers."""
+    """The weights of a layer, or what its heads give, are no longer numbers.
+
+    Of the keys it is always asked; of queries, values and outputs, and of what the heads gave, where
+    ``weights_not_finite`` and ``outputs_not_finite`` are measured.
+    """
 
     name = "weights not finite"
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find NaN or infinity in the key weights."""
-        if series.latest.absent != NOT_FINITE:
+        """Find NaN or infinity."""
+        latest = series.latest
+        found = []
+        heads: set[int] = set()
+        if latest.absent == NOT_FINITE:
+            found.append("the key weights")
+        for metric, what in _COUNTS.items():
+            if latest.values.get(metric, 0) > 0:
+                broken = [head for head, count in enumerate(latest.per_head(metric)) if count > 0]
+                found.append(f"the {what} of {named_heads(broken)}" if broken else f"the {what} of some heads")
+                heads.update(broken)
+        if not found:
             return None
-        last = [row.step for row in series.rows if "hdi" in row.values]
-        before = f"; they were at step {last[-1]}" if last else ""
+        last = [row.step for row in series.rows if not _is_broken(row)]
+        before = f"; they did not at step {last[-1]}" if last else ""
         return Finding(
-            f"the key weights hold NaN or infinity{before}",
+            f"{' and '.join(found)} hold NaN or infinity{before}",
             "critical",
-            certainty="certain, as read from the weights",
+            heads=tuple(sorted(heads)),
             remedy="a checkpoint from before, with gradient clipping or a lower learning rate",
         )
+
+
+def _is_broken(row: Row) -> bool:
+    return row.absent == NOT_FINITE or any(row.values.get(name, 0) > 0 for name in _COUNTS)

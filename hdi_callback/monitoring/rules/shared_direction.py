@@ -1,4 +1,4 @@
-"""One direction takes over all heads."""
+"""The same directions take over all heads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import ClassVar
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, TOGETHER
-from hdi_callback.monitoring.rules.thresholds import TRIED, certainty_of
-from hdi_callback.monitoring.rules.words import decimal
+from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, shared_directions
 
 
 class SharedDirection(Rule):
-    """One direction takes over all heads, late and suddenly: the energy alignment leaves a level that it had kept.
+    """The same directions, mostly one, take over all heads, late and suddenly: the energy alignment leaves its level.
 
     Healthy heads come to share a direction early in training, as fast and as far. So the level alone says little, and
     this asks for a quiet stretch before: over 20 readings that ended 15 readings ago the alignment moved by at most
@@ -45,13 +45,13 @@ class SharedDirection(Rule):
         if max(before) - min(before) > self.calm or now - max(before) < self.rise:
             return None
         return Finding(
-            f"one direction is taking over all heads (mean alignment {decimal(now)} weighed by energy, at most "
+            f"{shared_directions(series)} over all heads (mean alignment {decimal(now)} weighed by energy, at most "
             f"{decimal(max(before))} until step {steps[-self.recent - 1]})",
             "warning",
             now,
             self.limit,
             MEAN["energy"],
             since=steps[-self.recent - 1],
-            certainty=certainty_of(self.limit, TRIED.jump),
-            remedy="a lower learning rate, or a look at what the keys of this layer have in common",
+            certainty=healthy_peak("hdi_energy_alignment jump", self.limit),
+            remedy=NO_REMEDY,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from hdi_callback.arguments import did_you_mean, number, shown
 from hdi_callback.errors import MisconfigurationError
 
-HEALTHY_RUNS = 60  # of small models, in docs/benchmarks/alerts.md
+HEALTHY_RUNS = 144  # of small models, in docs/benchmarks/alerts-*.md
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,15 @@ class Thresholds:
         rank: spectral flatness of a head that is a warning, if it has fallen to a tenth of what it was at first.
         tied: probability, under independent initialisation, of heads as alike as they are at step 0.
         trend: rise of ``-log(1 - alignment)`` that is worth a notice.
+        scores: cosine of the QK circuits of two heads that is a warning. This and the following are asked only where
+            their metric is measured: ``metrics=[...]``.
+        messages: cosine of the OV circuits of two heads.
+        alike: cosine of the attention of two heads, with the uniform part taken out.
+        entropy: mean entropy of attention over log n, below which it is a warning.
+        logit: largest score.
+        sink: attention to one position, of the head that gives it least.
+        tokens: mean cosine of two of the tokens that the layer is given.
+        contribution: share of a head in the output, below which it is a warning.
     """
 
     mean: float | None = 0.5
@@ -40,35 +50,69 @@ class Thresholds:
     rank: float | None = 0.005
     tied: float | None = 1e-6
     trend: float | None = 0.05
+    scores: float | None = 0.9
+    messages: float | None = 0.9
+    alike: float | None = 0.98
+    entropy: float | None = 0.1
+    logit: float | None = 50.0
+    sink: float | None = 0.9
+    tokens: float | None = 0.95
+    contribution: float | None = 0.001
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            object.__setattr__(self, item.name, check_limit(f"{item.name} of Thresholds", getattr(self, item.name)))
+            limit = check_limit(f"{item.name} of Thresholds", getattr(self, item.name), below=_BELOW.get(item.name, 1))
+            object.__setattr__(self, item.name, limit)
 
 
-def check_limit(argument: str, value: Any) -> float | None:
+_BELOW = {"logit": math.inf}
+
+
+def check_limit(argument: str, value: Any, *, below: float = 1) -> float | None:
     """Check a limit.
 
     Args:
         argument: where it was written.
         value: what came.
+        below: what it must be below.
 
     Returns:
-        A number in (0, 1), or `None` where it is switched off.
+        A number above 0, or `None` where it is switched off.
     """
     if value is None:
         return None
-    return number(argument, value, above=0, below=1, example="", remedy="; write null (None) to switch it off")
+    return number(argument, value, above=0, below=below, example="", remedy="; write null (None) to switch it off")
 
 
 TRIED = Thresholds()
 
 
-def certainty_of(limit: float, tried: float | None) -> str:
-    """Say how sure an alarm is; a limit that is easier to reach than the tried one has no evidence behind it."""
-    if tried is None or limit < tried:
-        return "this limit has not been tried on healthy runs"
-    return f"none of {HEALTHY_RUNS} healthy runs of small models reached this limit (docs/alerts.md)"
+_HEALTHY_PEAKS = {
+    "hdi_alignment": 0.39,
+    "hdi_energy_alignment": 0.94,
+    "hdi_worst_alignment": 0.44,
+    "hdi_energy_worst_alignment": 0.99,
+}
+"""Metric -> the largest value in the 144 healthy runs of docs/benchmarks/alerts-*.md."""
+
+
+def healthy_peak(metric: str, limit: float) -> str:
+    """Say how far a metric came in healthy runs, beside the limit that was reached.
+
+    Args:
+        metric: what was judged.
+        limit: what it was held against.
+
+    Returns:
+        A part of a sentence; empty where nothing is known.
+    """
+    peak = _HEALTHY_PEAKS.get(metric)
+    if peak is None:
+        return ""
+    runs = f"{HEALTHY_RUNS} healthy runs of small models"
+    if limit > peak:
+        return f"the limit is {limit:.2f}, and {runs} came to {peak:.2f} at most"
+    return f"the limit is {limit:.2f}, which healthy runs reach: of {runs} one came to {peak:.2f}"
 
 
 def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]] | None:
@@ -117,5 +161,5 @@ def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]] | No
                     f"`thresholds` for {pattern!r} name {shown(name)}, which is none of {', '.join(known)}."
                     f"{did_you_mean(name, known)}"
                 )
-            checked[pattern][name] = check_limit(f'thresholds["{pattern}"]["{name}"]', limit)
+            checked[pattern][name] = check_limit(f'thresholds["{pattern}"]["{name}"]', limit, below=_BELOW.get(name, 1))
     return checked

@@ -1,4 +1,4 @@
-"""Heads that are copies of one another when the run begins."""
+"""Heads that are copies of one another: equal at any time, or as alike at the start as independent heads never are."""
 
 from __future__ import annotations
 
@@ -6,56 +6,103 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.core import chance_of_overlap
-from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.alerts import Alert, Finding, Row, Rule, Series
+from hdi_callback.monitoring.rules.groups import (
+    Groups,
+    aligned_groups,
+    heads_in,
+    joined_by_both,
+    new_since_loading,
+)
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS, is_first_step
-from hdi_callback.monitoring.rules.words import decimal
+from hdi_callback.monitoring.rules.words import decimal, named_groups
+
+EQUAL = 1 - 4e-7
+"""Overlap in both lenses from which on heads are equal: their weights differ by less than a thousandth."""
 
 
 class TiedHeads(Rule):
-    """At step 0, heads that are more alike than independent initialisation makes them: copied, tied or trained so.
+    """Heads whose key weights are equal; and at step 0, heads more alike than independent initialisation makes them.
 
-    The probability bound is that of an initialisation. Whether the weights are fresh or were loaded is not known here,
-    so an alignment of one half is asked for as well, because heads of a pretrained model are far from random too, and
-    no intervention answers this rule unless it names it.
+    Equal heads are no collapse, which never comes so far: they share a parameter, were copied, or are a bug. Of weights
+    that were loaded only heads are told that have become equal since; the other question is asked of fresh ones alone,
+    and of an alignment of one half or more.
 
     Args:
-        probability: the largest one that is a warning.
+        probability: the largest one, under independent initialisation, that is a warning.
     """
 
     name = "tied heads"
-    needs = ("hdi_worst_pair", "hdi_worst_alignment")
+    needs = ("hdi_worst_pair",)
     alignment: ClassVar[float] = 0.5
 
     def __init__(self, probability: float = 1e-6) -> None:
         self.probability = number("probability of TiedHeads", probability, above=0, below=1, example="1e-6")
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find the closest pair at step 0; afterwards, tell when it has come apart."""
-        alignment = series.value("hdi_worst_alignment")
+        """Find equal heads; at step 0, the closest ones; afterwards, tell when they have come apart."""
+        equal = new_since_loading(equal_heads(series.latest), equal_heads(series.first), series)
+        if series.is_loaded and len(series.rows) == 1:
+            return None
+        if equal:
+            return self._equal(series, equal)
+        alignment = series.latest.values.get("hdi_worst_alignment", 0.0)
         if active is not None:
             return active.finding if alignment >= self.alignment - HYSTERESIS else None
-        width = series.facts.get("width")
-        pair = tuple(series.latest.arrays.get("worst_pair", ()))
+        return self._improbable(series, alignment)
+
+    def _equal(self, series: Series, groups: Groups) -> Finding:
+        return Finding(
+            f"{named_groups(groups, 'equal in their key weights, up to rotation and scale')}, which training does not "
+            "bring about: they are tied, were copied, or this is a bug",
+            "warning",
+            series.value("hdi_worst_pair"),
+            EQUAL,
+            "hdi_worst_pair",
+            heads_in(groups),
+            remedy="a look at which parameters they share and how they were initialised; equal gradients keep equal "
+            "heads equal",
+            groups=groups,
+        )
+
+    def _improbable(self, series: Series, alignment: float) -> Finding | None:
+        latest, width = series.latest, series.facts.get("width")
+        pair = tuple(latest.arrays.get("worst_pair", ()))
         if not is_first_step(series) or alignment < self.alignment or width is None or len(pair) != 2 or min(pair) < 0:
             return None
-        ranks = series.latest.arrays["rank"]
+        ranks = latest.arrays["rank"]
         live = sum(rank > 0 for rank in ranks)
         overlap = series.value("hdi_worst_pair")
         pairs = live * (live - 1) // 2
         chance = chance_of_overlap(overlap, ranks=(ranks[pair[0]], ranks[pair[1]]), width=width, pairs=pairs)
         if chance > self.probability:
             return None
-        is_all = series.latest.values.get("hdi_alignment", 0) >= 0.9
-        who = "all heads are" if is_all else f"heads {pair[0]} and {pair[1]} are"
+        groups = aligned_groups(latest, series.facts, "subspace", self.alignment) or (pair,)
         bound = f"{chance:.0e}" if chance > 1e-300 else "1e-300"
         return Finding(
-            f"{who} nearly one head where this run begins (overlap {decimal(overlap)})",
+            f"{named_groups(groups)} where this run begins (overlap {decimal(overlap)})",
             "warning",
             overlap,
             None,
             "hdi_worst_pair",
-            () if is_all else pair,
-            certainty=f"heads that are drawn independently come this close with a probability of at most {bound}, so "
-            "these were copied or tied, or trained until they were alike",
-            remedy="initialising each head on its own if the model is new; weights that were loaded may be meant so",
+            heads_in(groups),
+            certainty=f"heads that are drawn independently come this close with a probability of at most {bound}",
+            remedy="initialising each head on its own; if the weights were loaded, say loaded=True",
+            groups=groups,
         )
+
+
+def equal_heads(row: Row) -> Groups:
+    """Find heads whose key weights are equal up to rotation and scale.
+
+    Args:
+        row: a reading of a layer.
+
+    Returns:
+        Groups of two heads or more.
+    """
+    worst = row.values.get("hdi_worst_pair", 0.0)
+    energy = row.values.get("hdi_energy_worst_alignment", 0.0)
+    if worst < EQUAL or energy < EQUAL - 1e-5:  # alignment is a little further from 1 than overlap
+        return ()
+    return joined_by_both(row, EQUAL)

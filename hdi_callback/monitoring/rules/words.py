@@ -7,7 +7,24 @@ from collections.abc import Sequence
 from hdi_callback.monitoring.alerts import Row, Series
 from hdi_callback.monitoring.rules.lenses import WORST, Lens, pair_of
 
-SEPARATE = "DiversityPenalty, a lower learning rate or more warm-up"
+SEPARATE = "ReviveHeads or DiversityPenalty, which took heads apart again in trials and did not change the loss"
+"""What helps against heads whose subspaces have come together (docs/alerts.md, what interventions do)."""
+
+NO_REMEDY = "no remedy has been shown to help"
+
+
+def named_groups(groups: Sequence[Sequence[int]], what: str = "nearly one head") -> str:
+    """Say of groups of heads what each of them is.
+
+    Args:
+        groups: at least one, of two heads or more.
+        what: they are.
+
+    Returns:
+        ``"heads 1, 2 and 3 are nearly one head, and so are heads 4 and 5"``.
+    """
+    first, *others = (named_heads(group) for group in groups)
+    return f"{first} are {what}" + "".join(f", and so are {other}" for other in others)
 
 
 def named_heads(heads: Sequence[int]) -> str:
@@ -69,3 +86,19 @@ def pair_earlier(series: Series, lens: Lens, pair: tuple[int, ...]) -> str:
     return (
         f", {value} {steps} steps ago" if pair_of(row, lens) == pair else f", no pair above {value} {steps} steps ago"
     )
+
+
+def shared_directions(series: Series) -> str:
+    """Say what it is that heads share in the energy lens: one direction, where that is so.
+
+    Args:
+        series: the readings of a layer.
+
+    Returns:
+        A clause without its end, ``"one direction has taken"``.
+    """
+    spread = [value for value in series.latest.arrays.get("effective_rank", ()) if value > 0]
+    if not spread:
+        return "the same directions have taken"
+    widest = max(spread)
+    return "one direction has taken" if widest < 2 else f"the same few directions (about {widest:.0f}) have taken"

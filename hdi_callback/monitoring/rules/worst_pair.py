@@ -1,15 +1,19 @@
-"""Two heads of a layer are nearly one."""
+"""Two or more heads of a layer are nearly one."""
 
 from __future__ import annotations
 
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.groups import aligned_groups, heads_in, new_since_loading
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, TOGETHER, WORST, Lens, is_first_step, pair_of
-from hdi_callback.monitoring.rules.thresholds import TRIED, certainty_of, check_limit
-from hdi_callback.monitoring.rules.words import decimal, pair_earlier
+from hdi_callback.monitoring.rules.thresholds import check_limit, healthy_peak
+from hdi_callback.monitoring.rules.tied_heads import equal_heads
+from hdi_callback.monitoring.rules.words import NO_REMEDY, SEPARATE, decimal, named_groups, pair_earlier
 
 
 class WorstPair(Rule):
-    """Two heads of a layer are nearly one, whatever the others do.
+    """Some heads of a layer are nearly one, whatever the others do: all of them are named.
+
+    Of weights that were loaded, heads that were as close at the first reading are left alone.
 
     Args:
         subspace: limit of the subspace lens.
@@ -25,35 +29,58 @@ class WorstPair(Rule):
         self.limits = {lens: limit for lens, limit in checked.items() if limit is not None}
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find the pair that is further beyond its limit."""
+        """Find the heads that are closest, by the lens that is further beyond its limit."""
         if is_first_step(series):
             return None
-        margin = HYSTERESIS if active else 0
         reached = []
         for lens, limit in self.limits.items():
-            # Where all heads close up, the mean says so, and a pair is nothing to name.
+            # Where all heads close up, the mean says so, and names them.
             if active is None and series.latest.values.get(MEAN[lens], 0) >= TOGETHER:
                 continue
             value = series.value(WORST[lens])
-            if value >= limit - margin:
+            if value >= limit - (HYSTERESIS if active else 0):
                 reached.append((value - limit, lens, limit))
         if not reached:
             return None
         _, lens, limit = max(reached)
+        groups = aligned_groups(series.latest, series.facts, lens, limit)
+        if active is None:
+            equal = set(equal_heads(series.latest))  # told as tied
+            groups = tuple(group for group in groups if group not in equal)
+        else:
+            groups = _kept(groups, active, aligned_groups(series.latest, series.facts, lens, limit - HYSTERESIS))
+        first = aligned_groups(series.first, series.facts, lens, limit - HYSTERESIS)
+        groups = new_since_loading(groups, first, series)
+        if not groups:
+            return None
         metric, pair = WORST[lens], pair_of(series.latest, lens)
         value = series.value(metric)
+        largest = (
+            "alignment" if heads_in(groups) == tuple(sorted(pair)) else f"closest {pair[0]} and {pair[1]}: alignment"
+        )
         return Finding(
-            f"heads {pair[0]} and {pair[1]} are nearly one head (alignment {decimal(value)}"
-            f"{', weighed by energy' if lens == 'energy' else ''}{pair_earlier(series, lens, pair)})",
+            f"{named_groups(groups)} ({largest} {decimal(value)}{', weighed by energy' if lens == 'energy' else ''}"
+            f"{pair_earlier(series, lens, pair)})",
             "warning",
             value,
             limit,
             metric,
-            pair,
+            heads_in(groups),
             series.since(lambda row: row.values.get(metric, 0) >= limit - HYSTERESIS and pair_of(row, lens) == pair),
-            certainty_of(limit, TRIED.pair if lens == "subspace" else TRIED.energy_pair),
-            "ReviveHeads or DiversityPenalty" if len(pair) == 2 else "",
+            healthy_peak(metric, limit),
+            SEPARATE if lens == "subspace" else NO_REMEDY,
             is_from_start=series.holds_from_start(
                 lambda row: row.values.get(metric, 0) >= limit and pair_of(row, lens) == pair
             ),
+            groups=groups,
         )
+
+
+def _kept(
+    groups: tuple[tuple[int, ...], ...], active: Alert, near: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Keep what was told while it is within the hysteresis, so that names do not come and go with the noise."""
+    told = set(active.finding.heads)
+    heads = set(heads_in(groups)) | (told & set(heads_in(near)))
+    kept = (tuple(head for head in group if head in heads) for group in near)
+    return tuple(group for group in kept if len(group) > 1)

@@ -1,0 +1,128 @@
+"""Which heads of a layer are nearly one: all of them, not the closest pair alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hdi_callback.monitoring.alerts import Row, Series
+from hdi_callback.monitoring.rules.lenses import WORST, Lens, pair_of
+
+Groups = tuple[tuple[int, ...], ...]
+
+_OVERLAP: dict[Lens, str] = {"subspace": "overlap", "energy": "energy_overlap"}
+_WEIGHT: dict[Lens, str] = {"subspace": "rank", "energy": "effective_rank"}
+
+
+def aligned_groups(row: Row, facts: Mapping[str, Any], lens: Lens, limit: float) -> Groups:
+    """Find the heads that are joined by a chain of pairs whose alignment is at a limit.
+
+    Args:
+        row: a reading of a layer.
+        facts: what is known of the layer.
+        lens: by which alignment.
+        limit: of the alignment of a pair.
+
+    Returns:
+        Groups of two heads or more, each in ascending order. Where a history holds no matrices, each head is joined to
+        its nearest alone, and where that is not known, the closest pair stands for all.
+    """
+    sizes, width = row.arrays.get(_WEIGHT[lens], ()), facts.get("width")
+    if width and sizes and _OVERLAP[lens] in row.matrices:
+        overlap = row.matrices[_OVERLAP[lens]].tolist()
+        H = len(overlap)
+        pairs = [(h, g, overlap[h][g]) for h in range(H) for g in range(h) if min(sizes[h], sizes[g]) > 0]
+        return groups_of((h, g) for h, g, value in pairs if _above_chance(value, sizes[h], sizes[g], width) >= limit)
+    prefix = "" if lens == "subspace" else "energy_"
+    nearest, overlaps = row.arrays.get(f"{prefix}nearest", ()), row.arrays.get(f"{prefix}nearest_overlap", ())
+    if width and sizes and nearest:
+        near = [(h, int(g), value) for h, (g, value) in enumerate(zip(nearest, overlaps)) if g >= 0]
+        return groups_of((h, g) for h, g, value in near if _above_chance(value, sizes[h], sizes[g], width) >= limit)
+    pair = pair_of(row, lens)
+    return (pair,) if len(pair) == 2 and min(pair) >= 0 and row.values.get(WORST[lens], -1.0) >= limit else ()
+
+
+def similar_groups(row: Row, matrix: str, limit: float) -> Groups:
+    """Find the heads that are joined by a chain of entries of a matrix that are at a limit.
+
+    Args:
+        row: a reading of a layer.
+        matrix: its name in the history; ``<matrix>_worst_pair`` stands for all where there is none.
+        limit: of an entry.
+
+    Returns:
+        Groups of two heads or more, each in ascending order.
+    """
+    if matrix in row.matrices:
+        entries = row.matrices[matrix].tolist()
+        return groups_of((h, g) for h in range(len(entries)) for g in range(h) if entries[h][g] >= limit)
+    pair = tuple(sorted(int(head) for head in row.arrays.get(f"{matrix}_worst_pair", ())))
+    is_reached = row.values.get(f"{matrix}_worst", -1.0) >= limit
+    return (pair,) if len(pair) == 2 and min(pair) >= 0 and is_reached else ()
+
+
+def joined_by_both(row: Row, limit: float) -> Groups:
+    """Find the heads that are joined by pairs whose overlap is at a limit in both lenses.
+
+    Args:
+        row: a reading of a layer.
+        limit: of both overlaps.
+
+    Returns:
+        Groups of two heads or more; without matrices the heads that are worst in both lenses.
+    """
+    if "overlap" in row.matrices and "energy_overlap" in row.matrices:
+        entries, energies = row.matrices["overlap"].tolist(), row.matrices["energy_overlap"].tolist()
+        H = len(entries)
+        pairs = ((h, g) for h in range(H) for g in range(h) if min(entries[h][g], energies[h][g]) >= limit)
+        return groups_of(pairs)
+    nearest, overlaps = row.arrays.get("nearest", ()), row.arrays.get("nearest_overlap", ())
+    return groups_of((h, int(g)) for h, (g, value) in enumerate(zip(nearest, overlaps)) if g >= 0 and value >= limit)
+
+
+def groups_of(pairs: Iterable[tuple[int, int]]) -> Groups:
+    """Join pairs that share a head.
+
+    Args:
+        pairs: of heads.
+
+    Returns:
+        Groups, in the order of their smallest heads.
+
+    Example:
+        >>> groups_of([(4, 5), (0, 1), (1, 3)])
+        ((0, 1, 3), (4, 5))
+    """
+    found: list[set[int]] = []
+    for pair in pairs:
+        joined = set(pair).union(*(group for group in found if group & set(pair)))
+        found = [group for group in found if not group & joined] + [joined]
+    return tuple(sorted(tuple(sorted(group)) for group in found))
+
+
+def heads_in(groups: Groups) -> tuple[int, ...]:
+    """Give all heads of some groups, in ascending order."""
+    return tuple(sorted({head for group in groups for head in group}))
+
+
+def new_since_loading(groups: Groups, first: Groups, series: Series) -> Groups:
+    """Leave out what weights that were loaded had from the start.
+
+    Args:
+        groups: of the latest reading.
+        first: of the first.
+        series: the readings of a layer.
+
+    Returns:
+        Of weights that were loaded those groups that hold a head that was in none at first; else all.
+    """
+    if not series.is_loaded:
+        return groups
+    before = set(heads_in(first))
+    return tuple(group for group in groups if not before.issuperset(group))
+
+
+def _above_chance(overlap: float, one: float, other: float, width: int) -> float:
+    chance = math.sqrt(one * other) / width
+    return (overlap - chance) / (1 - chance) if chance < 1 - 1e-6 else math.nan

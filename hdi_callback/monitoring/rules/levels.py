@@ -1,0 +1,173 @@
+"""Rules on one curve: it has passed a limit, and has left what the run itself had been before."""
+
+from __future__ import annotations
+
+import statistics
+from typing import ClassVar
+
+from hdi_callback.arguments import number
+from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
+
+
+class _Level(Rule):
+    """One curve has passed a limit and, of a run that began on the near side, gone a good way to get there."""
+
+    metric: ClassVar[str]
+    """What is judged."""
+    what: ClassVar[str]
+    rises: ClassVar[bool]
+    """Whether large values are those to warn of."""
+    way: ClassVar[float]
+    """How far from the median of the first readings the curve must be, as a share of the way from there to 0 or 1, or
+    as a factor where the curve is not bounded."""
+    hysteresis: ClassVar[float]
+    """Share of the limit by which the curve must come back."""
+    early: ClassVar[int] = 5
+    remedy: ClassVar[str] = NO_REMEDY
+
+    limit: float
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Hold the curve against its limit and its own past."""
+        value = series.value(self.metric)
+        limit = self.limit
+        if active is not None:
+            limit += -self.hysteresis if self.rises else self.hysteresis
+        if not self._is_beyond(value, limit):
+            return None
+        before = self._before(series)
+        if active is None and (before is None or not self._has_left(before, value)):
+            return None
+        was = "" if before is None else f", {self._shown(before)} at the start"
+        heads = self.heads(series)
+        return Finding(
+            f"{self.what.format(heads=named_heads(heads) if heads else 'its heads')} ({self._shown(value)}{was})",
+            "warning",
+            value,
+            self.limit,
+            self.metric,
+            heads,
+            series.since(lambda row: self._is_beyond(row.values.get(self.metric), limit)),
+            f"the limit is {self._shown(self.limit)}",
+            self.remedy,
+        )
+
+    def heads(self, series: Series) -> tuple[int, ...]:
+        """Name the heads that it is about; none for the whole layer."""
+        return ()
+
+    def _before(self, series: Series) -> float | None:
+        """The median of the first readings; of those that are kept where the run is longer."""
+        _, curve = series.curve(self.metric)
+        first = series.first.values.get(self.metric)
+        early = ([first] if first is not None else []) + curve[1:-1][: self.early - 1]
+        return statistics.median(early) if early else None
+
+    def _has_left(self, before: float, value: float) -> bool:
+        if self.rises:
+            return value - before >= self.way * (1 - before)
+        return value <= before * (1 - self.way)
+
+    def _is_beyond(self, value: float | None, limit: float) -> bool:
+        return value is not None and (value >= limit if self.rises else value <= limit)
+
+    def _shown(self, value: float) -> str:
+        return decimal(value)
+
+
+class EntropyCollapse(_Level):
+    """The heads of a layer look at fewer and fewer tokens: the mean entropy of their attention is at a limit.
+
+    Args:
+        limit: of the entropy over log n, mean over heads: 1 uniform, 0 one token.
+    """
+
+    name = "entropy collapse"
+    metric = "attention_entropy"
+    needs = ("attention_entropy",)
+    what = "the heads look at hardly more than one token: mean entropy of attention"
+    rises = False
+    way = 0.5
+    hysteresis = 0.05
+    remedy = "QKClip, or a lower learning rate"
+
+    def __init__(self, limit: float = 0.1) -> None:
+        self.limit = number("limit of EntropyCollapse", limit, above=0, below=1, example=0.1)
+
+
+class LogitGrowth(_Level):
+    """Scores have grown so large that the softmax is saturated, and so do its gradients vanish.
+
+    Args:
+        limit: of the largest score of a sampled query.
+    """
+
+    name = "logit growth"
+    metric = "attention_logit"
+    needs = ("attention_logit",)
+    what = "the scores of {heads} have grown out of range: largest"
+    rises = True
+    way = 3.0
+    hysteresis = 20.0
+    remedy = "QKClip, or a lower learning rate"
+
+    def __init__(self, limit: float = 50.0) -> None:
+        self.limit = number("limit of LogitGrowth", limit, above=0, below=float("inf"), example=50.0)
+
+    def heads(self, series: Series) -> tuple[int, ...]:
+        """Name the heads with scores beyond the limit."""
+        logits = series.latest.per_head("attention_logit")
+        return tuple(head for head, logit in enumerate(logits) if logit >= self.limit)
+
+    def _has_left(self, before: float, value: float) -> bool:
+        return value >= self.way * max(before, 1.0)
+
+    def _shown(self, value: float) -> str:
+        return f"{value:.0f}"
+
+
+class AttentionSink(_Level):
+    """All heads of a layer put their attention on one position: the head that does so least is at a limit.
+
+    Args:
+        limit: of the mean attention to that position.
+    """
+
+    name = "attention sink"
+    metric = "attention_sink"
+    needs = ("attention_sink",)
+    what = "all heads look at one position: share of attention"
+    rises = True
+    way = 0.5
+    hysteresis = 0.1
+
+    def __init__(self, limit: float = 0.9) -> None:
+        self.limit = number("limit of AttentionSink", limit, above=0, below=1, example=0.9)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Ask of all heads, not of the one that does so most: single heads do so in healthy models."""
+        sinks = series.latest.per_head("attention_sink")
+        if any(not sink >= self.limit - (self.hysteresis if active else 0) for sink in sinks):
+            return None
+        return super().judge(series, active)
+
+
+class TokensAlike(_Level):
+    """The tokens that a layer is given have become one: their mean cosine is at a limit.
+
+    Args:
+        limit: of the mean cosine of two tokens.
+    """
+
+    name = "tokens alike"
+    metric = "token_cosine"
+    needs = ("token_cosine",)
+    what = "the tokens that the layer is given are nearly one: mean cosine"
+    rises = True
+    way = 0.5
+    hysteresis = 0.05
+    remedy = "a look at the residual connections and norms before this layer"
+
+    def __init__(self, limit: float = 0.95) -> None:
+        self.limit = number("limit of TokensAlike", limit, above=0, below=1, example=0.95)

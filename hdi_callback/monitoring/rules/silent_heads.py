@@ -1,0 +1,93 @@
+"""Heads that add nothing, or whose weights do not move."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hdi_callback.arguments import number, whole_number
+from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.words import named_heads
+
+
+class NoContribution(Rule):
+    """Heads that add next to nothing to the layer's output, as where values or outputs are dead.
+
+    Heads that begin so, as behind an output projection of zeros, are told after twenty readings; of weights that were
+    loaded they are left alone.
+
+    Args:
+        share: of the RMS of all heads together, that is a warning; the alert is over at twice as much.
+    """
+
+    name = "no contribution"
+    needs = ("head_contribution_min",)
+    patience: ClassVar[int] = 20
+
+    def __init__(self, share: float = 0.001) -> None:
+        self.share = number("share of NoContribution", share, above=0, below=1, example=0.001)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Find the heads that add nothing."""
+        shares = series.latest.per_head("head_contribution")
+        first = series.first.per_head("head_contribution") or (1.0,) * len(shares)
+        limit = 2 * self.share if active else self.share
+        has_had_time = len(series.rows) > self.patience and not series.is_loaded
+        silent = tuple(
+            head for head, share in enumerate(shares) if share <= limit and (has_had_time or first[head] > self.share)
+        )
+        if not silent:
+            return None
+        return Finding(
+            f"{named_heads(silent)} {'adds' if len(silent) == 1 else 'add'} next to nothing to the output (at most "
+            f"{100 * max(shares[head] for head in silent):.1g} % of it)",
+            "warning",
+            min(shares[head] for head in silent),
+            self.share,
+            "head_contribution_min",
+            silent,
+            remedy="a look at whether gradients arrive at its value and output weights",
+        )
+
+
+class FrozenHeads(Rule):
+    """Heads whose weights stand still from one reading to the next, while others of the model move.
+
+    Frozen by mistake, left out of the optimizer, or moved by so little that the type of the weights rounds it away.
+    Layers none of whose parameters requires a gradient are meant so, and left alone.
+
+    Args:
+        readings: in a row at which they have not moved.
+    """
+
+    name = "frozen heads"
+    needs = ("head_movement_min",)
+
+    def __init__(self, readings: int = 3) -> None:
+        self.readings = whole_number("readings of FrozenHeads", readings, least=1, example=3)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Find the heads that stand still beside others that move."""
+        _, least = series.curve("head_movement_min")
+        moves = series.latest.per_head("head_movement")
+        if len(least) < self.readings or max(least[-self.readings :]) > 0 or not series.facts.get("trains", True):
+            return None
+        still = tuple(head for head, move in enumerate(moves) if move == 0)
+        is_all = len(still) == len(moves)
+        if not still or not (series.do_others_move if is_all else any(move > 0 for move in moves)):
+            return None
+        who = (
+            "its heads do not move, and those of other layers do"
+            if is_all
+            else (f"{named_heads(still)} do not move, and those of the other heads do")
+        )
+        return Finding(
+            f"the weights of {who}",
+            "warning",
+            0.0,
+            0.0,
+            "head_movement_min",
+            still,
+            series.since(lambda row: row.values.get("head_movement_min", 1.0) == 0),
+            remedy="a look at what is frozen, at what the optimizer was given, and at the type of the weights: updates "
+            "may round away",
+        )

@@ -1,0 +1,251 @@
+"""Rules over circuits, attention rows, tokens, contributions and movement: on curves, and on models that are broken."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.monitoring.alerts import Alerts
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.rules import (
+    AttendAlike,
+    AttentionSink,
+    EntropyCollapse,
+    FrozenHeads,
+    LogitGrowth,
+    MergedMessages,
+    MergedScores,
+    NoContribution,
+    NonFinite,
+    TokensAlike,
+    default_rules,
+)
+from tests.experiments.collapse.models import Attention, Shape
+
+METRICS = ["hdi", "circuit_qk", "circuit_ov", "attention_alike", "attention_logit", "weights_not_finite",
+           "outputs_not_finite", "head_contribution_min", "head_movement_min", "token_cosine"]  # fmt: skip
+
+
+def judge(rule, records, *, loaded=False):
+    alerts = Alerts([rule], [{"name": "attn", "num_heads": 8}], loaded=loaded)
+    return [alert for item in records for alert in alerts.judge(item)]
+
+
+def curve(metric, values, arrays=None):
+    return [
+        Record(10 * place, {"attn": LayerRecord({metric: value}, {} if arrays is None else arrays(value))})
+        for place, value in enumerate(values)
+    ]
+
+
+class Layer(nn.Module):
+    """Grouped-query attention behind a norm, whose heads can be written."""
+
+    def __init__(self, heads=8, key_heads=4, width=64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attn = Attention(Shape(heads=heads, key_heads=key_heads, width=width))
+        self.x = torch.randn(4, 24, width)
+
+    def forward(self):
+        return self.attn(self.x)
+
+
+def heads(layer: Layer, name: str) -> torch.Tensor:
+    projection = getattr(layer.attn, f"{name}_proj")
+    if name == "out":
+        return projection.weight.data.T.unflatten(0, (layer.attn.num_heads, -1))
+    return projection.weight.data.unflatten(0, (-1, projection.weight.shape[0] // {"q": 8}.get(name, 4)))
+
+
+def readings(layer: Layer, breaks, steps=(0, 10, 20, 30)) -> list[Record]:
+    """Measure a layer at some steps; `breaks` is called after the first."""
+    records = []
+    with HeadDiversityMonitor(layer, metrics=METRICS) as monitor:
+        for step in steps:
+            monitor.arm()
+            layer()
+            records.append(monitor.measure(step).record())
+            with torch.no_grad():
+                breaks(layer)
+    return records
+
+
+def move(layer: Layer) -> None:
+    for parameter in layer.attn.parameters():
+        parameter += 1e-3 * torch.randn_like(parameter)
+
+
+# --- circuits and rows
+
+
+def test_query_heads_that_merge_under_grouped_queries_are_named():
+    def merge(layer):
+        move(layer)
+        q = heads(layer, "q")
+        q[1] = q[0] + 0.01 * q[0].std() * torch.randn_like(q[0])
+
+    (alert,) = judge(MergedScores(), readings(Layer(), merge))
+    assert alert.finding.groups == ((0, 1),)
+    assert "heads 0 and 1 are scoring alike (largest cosine of QK circuits 1.00)" in alert.message
+    assert 'DiversityPenalty(measure="circuit")' in alert.message
+
+
+def test_values_and_outputs_that_merge_are_named_with_a_second_group_later():
+    calls = []
+
+    def merge(layer):
+        calls.append(0)
+        out = heads(layer, "out")
+        out[1] = out[0] + 1e-4 * torch.randn_like(out[0])
+        if len(calls) > 1:
+            out[5] = out[4] + 1e-4 * torch.randn_like(out[4])
+
+    alerts = judge(MergedMessages(), readings(Layer(), merge))
+    assert [(alert.step, alert.finding.groups) for alert in alerts] == [(10, ((0, 1),)), (20, ((0, 1), (4, 5)))]
+
+
+def test_heads_that_were_loaded_scoring_alike_are_left_alone():
+    layer = Layer()
+    q = heads(layer, "q")
+    q[1] = q[0]
+    records = readings(layer, lambda layer: None)
+    assert judge(MergedScores(), records, loaded=True) == []
+    assert len(judge(MergedScores(), records)) == 1
+
+
+def test_heads_that_attend_alike_are_named():
+    def sharpen(layer):
+        q = heads(layer, "q")
+        q[1] = q[0]
+        q *= 3
+
+    (alert,) = judge(AttendAlike(), readings(Layer(), sharpen))
+    assert alert.finding.groups == ((0, 1),)
+
+
+# --- levels
+
+
+@pytest.mark.parametrize(
+    ("rule", "metric", "healthy", "broken", "over"),
+    [
+        (EntropyCollapse(), "attention_entropy", [0.9, 0.8, 0.6, 0.5], 0.05, 0.4),
+        (LogitGrowth(), "attention_logit", [1.0, 3.0, 8.0, 20.0], 90.0, 10.0),
+        (TokensAlike(), "token_cosine", [0.0, 0.1, 0.2, 0.5], 0.99, 0.3),
+    ],
+)
+def test_a_level_is_told_once_and_over_below_its_hysteresis(rule, metric, healthy, broken, over):
+    alerts = judge(rule, curve(metric, [*healthy, broken, broken, over]))
+    assert [(alert.step, alert.is_resolved) for alert in alerts] == [(40, False), (60, True)]
+    assert alerts[0].finding.metric == metric
+
+
+@pytest.mark.parametrize(
+    ("rule", "metric", "value"),
+    [(EntropyCollapse(), "attention_entropy", 0.05), (LogitGrowth(), "attention_logit", 90.0),
+     (TokensAlike(), "token_cosine", 0.99)],
+)  # fmt: skip
+def test_what_a_run_has_been_from_its_start_is_its_own_and_no_alarm(rule, metric, value):
+    assert judge(rule, curve(metric, [value] * 20)) == []
+
+
+def test_a_sink_is_told_where_all_heads_have_it_and_not_where_one_has():
+    def arrays(value):
+        return {"attention_sink": [value, value if value < 0.95 else 0.3]}
+
+    assert judge(AttentionSink(), curve("attention_sink", [0.2, 0.3, 0.96], arrays)) == []
+    both = curve("attention_sink", [0.2, 0.3, 0.96], lambda value: {"attention_sink": [value, value]})
+    (alert,) = judge(AttentionSink(), both)
+    assert "all heads look at one position: share of attention (0.96, 0.25 at the start)" in alert.message
+
+
+def test_heads_with_large_scores_are_named():
+    records = curve("attention_logit", [1.0, 2.0, 90.0], lambda value: {"attention_logit": [value, 1.0, value]})
+    (alert,) = judge(LogitGrowth(), records)
+    assert alert.finding.heads == (0, 2)
+    assert "QKClip" in alert.message
+
+
+# --- silence
+
+
+def test_a_head_whose_values_die_adds_nothing():
+    def kill(layer):
+        heads(layer, "v")[2] *= 1e-9
+
+    (alert,) = judge(NoContribution(), readings(Layer(key_heads=4), kill))
+    assert alert.finding.heads == (4, 5)  # both query heads of the group
+    assert alert.step == 10
+
+
+def test_heads_that_begin_without_an_output_are_given_twenty_readings():
+    values = {"head_contribution_min": 0.0}
+    record = [Record(step, {"attn": LayerRecord(values, {"head_contribution": [0.0, 0.7]})}) for step in range(25)]
+    assert [alert.step for alert in judge(NoContribution(), record)] == [20]
+    assert judge(NoContribution(), record, loaded=True) == []
+
+
+def test_a_head_that_stands_still_beside_others_is_frozen():
+    layer = Layer(key_heads=8)
+    held = {name: heads_of(layer, name)[3].clone() for name in ("q", "k", "v")}
+    out = heads(layer, "out")[3].clone()
+
+    def step(layer):
+        move(layer)
+        for name, weight in held.items():
+            heads_of(layer, name)[3] = weight
+        heads(layer, "out")[3] = out
+
+    (alert,) = judge(FrozenHeads(), readings(layer, step, steps=range(0, 60, 10)))
+    assert (alert.step, alert.finding.heads) == (30, (3,))
+
+
+def heads_of(layer: Layer, name: str) -> torch.Tensor:
+    return getattr(layer.attn, f"{name}_proj").weight.data.unflatten(0, (8, -1))
+
+
+def test_a_layer_that_stands_still_is_told_if_it_should_train_and_others_move():
+    def row(moves):
+        return LayerRecord({"head_movement_min": min(moves)}, {"head_movement": moves})
+
+    records = [Record(step, {"still": row([0.0, 0.0]), "moves": row([0.1, 0.2])}) for step in range(5)]
+    resting = [Record(step, {"still": row([0.0, 0.0]), "moves": row([0.0, 0.0])}) for step in range(5)]
+    for trains, items, told in ((True, records, ["still"]), (False, records, []), (True, resting, [])):
+        facts = [{"name": name, "trains": trains} for name in ("still", "moves")]
+        alerts = Alerts([FrozenHeads()], facts)
+        assert [alert.layer for item in items for alert in alerts.judge(item)] == told
+
+
+@pytest.mark.parametrize("name", ["q", "v", "out"])
+def test_weights_that_are_no_numbers_are_critical_whatever_their_role(name):
+    def spoil(layer):
+        heads(layer, name)[-1, 0, 0] = math.nan
+
+    (alert,) = judge(NonFinite(), readings(Layer(), spoil))
+    assert alert.level == "critical"
+    assert set(alert.finding.heads) >= {7}
+    assert "they did not at step 0" in alert.message
+
+
+# --- healthy layers, and rules that are not measured
+
+
+def test_a_layer_that_is_trained_raises_none_of_these_alerts():
+    layer = Layer()
+    alerts = Alerts(default_rules(), [{"name": "attn", "num_heads": 8}])
+    told = [alert for item in readings(layer, move, steps=range(0, 250, 10)) for alert in alerts.judge(item)]
+    assert told == []
+
+
+def test_what_is_not_measured_is_not_asked_and_null_in_a_history_is_no_number():
+    alerts = Alerts(default_rules(), [{"name": "attn", "num_heads": 8}])
+    assert alerts.judge(Record(0, {"attn": LayerRecord({"hdi": 0.5}, {"rank": [1.0, 1.0]})})) == []
+    nothing = [Record(step, {"attn": LayerRecord({"head_movement_min": 0.0, "head_contribution_min": 0.5},
+                                                 {"head_movement": [None, 0.0], "head_contribution": [None, 0.5]})})
+               for step in range(5)]  # fmt: skip
+    assert [alert for item in nothing for alert in alerts.judge(item)] == []
