@@ -1,0 +1,6 @@
+"""Models and checkpoints judged as they are, without a training run."""
+
+from hdi_callback.audits.audit import Audit, LayerAudit, audit
+from hdi_callback.audits.comparison import Comparison, LayerComparison, compare
+
+__all__ = ["Audit", "Comparison", "LayerAudit", "LayerComparison", "audit", "compare"]

@@ -1,0 +1,341 @@
+"""`audit`: the heads of a model or a checkpoint, layer by layer, and a verdict."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hdi_callback.attention import AttentionLayer, Role
+from hdi_callback.attention.discovery import survey
+from hdi_callback.attention.names import printable
+from hdi_callback.attention.sharding import Sharding
+from hdi_callback.attention.wrappers import inner_model, users_name
+from hdi_callback.audits.one_layer import with_weights
+from hdi_callback.audits.sources import Source, open_source
+from hdi_callback.audits.stored import first_line
+from hdi_callback.errors import HDIError, MisconfigurationError
+from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts
+from hdi_callback.monitoring.metrics import FINITENESS
+from hdi_callback.monitoring.movement import LastWeights
+from hdi_callback.monitoring.readings import LayerRecord, Measurement, Reading, Record
+from hdi_callback.monitoring.rules import choose_rules
+from hdi_callback.monitoring.sources import weight_sources
+from hdi_callback.monitoring.weights import WeightSource, without_autocast
+
+Progress = Callable[[int, int, str], None]
+"""Takes how many layers are done, how many there are, and the name of the next one."""
+
+
+@dataclass(frozen=True)
+class LayerAudit:
+    """The heads of one layer, by their key weights.
+
+    Attributes:
+        name: dotted path of the layer.
+        num_heads: number of query heads.
+        num_key_heads: number of key heads, which are compared.
+        head_dim: width of a key head.
+        hdi: Head Diversity Index; `None`, as every number here, if it could not be measured.
+        chance: the index of independent random heads of these ranks.
+        alignment: mean overlap against chance: 0 chance, 1 identical.
+        energy_alignment: the same with directions weighed by their energy.
+        worst_alignment: that of the closest pair.
+        worst_pair: the two heads of it; empty if there is none.
+        energy_worst_alignment: alignment of the pair that is closest when weighed by energy.
+        energy_worst_pair: the two heads of it.
+        effective_heads: how many orthogonal heads would be as diverse.
+        dead_heads: heads whose weights are all but zero.
+        absent: why there are no numbers; empty if there are.
+    """
+
+    name: str
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    hdi: float | None = None
+    chance: float | None = None
+    alignment: float | None = None
+    energy_alignment: float | None = None
+    worst_alignment: float | None = None
+    worst_pair: tuple[int, ...] = ()
+    energy_worst_alignment: float | None = None
+    energy_worst_pair: tuple[int, ...] = ()
+    effective_heads: float | None = None
+    dead_heads: tuple[int, ...] = ()
+    absent: str = ""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        name: what was audited.
+        layers: every layer whose heads are known, in model order.
+        refused: attention whose heads could not be established -> the reason.
+        findings: what is unusual, the most serious first.
+        record: all numbers, with the matrices, as a reading of a run has them.
+        facts: what is known of each layer, as plain data.
+    """
+
+    name: str
+    layers: tuple[LayerAudit, ...]
+    refused: Mapping[str, str]
+    findings: tuple[Alert, ...]
+    record: Record
+    facts: tuple[dict[str, Any], ...]
+
+    @property
+    def unusual(self) -> tuple[Alert, ...]:
+        """The findings that are a warning or worse."""
+        return tuple(finding for finding in self.findings if finding.level != "notice")
+
+    @property
+    def not_audited(self) -> dict[str, str]:
+        """Layers without numbers, and attention whose heads are not known -> the reason."""
+        return {**{layer.name: layer.absent for layer in self.layers if layer.absent}, **self.refused}
+
+    @property
+    def verdict(self) -> str:
+        """What to know first, in one or two sentences."""
+        read = [layer for layer in self.layers if not layer.absent]
+        left_out = f" {_count(len(self.not_audited), 'layer')} could not be audited." if self.not_audited else ""
+        if not read:
+            return "Nothing could be audited." if self.not_audited else "There is no attention in this model."
+        if self.unusual:
+            layers = {finding.layer for finding in self.unusual}
+            first = self.unusual[0]
+            where = f"{len(layers)} of {_count(len(read), 'layer')} {'is' if len(layers) == 1 else 'are'} unusual"
+            return f"{where}. {first.layer}: {first.finding.what}.{left_out}"
+        known = [(layer.worst_alignment, layer) for layer in read if layer.worst_alignment is not None]
+        if not known:
+            return f"Nothing unusual in {_count(len(read), 'layer')}.{left_out}"
+        value, closest = max(known, key=lambda item: item[0])
+        heads = " and ".join(map(str, closest.worst_pair))
+        return (
+            f"Nothing unusual in {_count(len(read), 'layer')}. The two closest heads are {heads} of {closest.name} "
+            f"(alignment {value:.2f}).{left_out}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the audit as plain data, without the matrices.
+
+        Returns:
+            What ``hdi audit --json`` prints.
+        """
+        return {
+            "model": self.name,
+            "verdict": self.verdict,
+            "is_unusual": bool(self.unusual),
+            "findings": [
+                {"layer": one.layer, "rule": one.rule, "level": one.level, **_plain(asdict(one.finding))}
+                for one in self.findings
+            ],
+            "layers": [_plain(asdict(layer)) for layer in self.layers],
+            "refused": dict(self.refused),
+        }
+
+    def _repr_html_(self) -> str:
+        """Show the audit in a notebook: the verdict, then the unusual layers and the closest others."""
+        marked = {finding.layer for finding in self.unusual}
+        ranked = sorted(
+            (layer for layer in self.layers if not layer.absent),
+            key=lambda layer: (layer.name not in marked, -(layer.worst_alignment or 0)),
+        )
+        heading = "".join(f"<th style='text-align:left'>{title}</th>" for title in _COLUMNS)
+        rows = "".join(
+            f"<tr{_MARK if layer.name in marked else ''}>"
+            + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in _cells(layer))
+            + "</tr>"
+            for layer in ranked[:_MOST_ROWS]
+        )
+        more = f"<p>{len(ranked) - _MOST_ROWS} more layers.</p>" if len(ranked) > _MOST_ROWS else ""
+        sign = "&#9888; " if self.unusual else ""
+        return (
+            f"<p><b>{sign}{html.escape(self.verdict)}</b></p><table><thead><tr>{heading}</tr></thead>"
+            f"<tbody>{rows}</tbody></table>{more}"
+        )
+
+
+_MOST_ROWS = 12
+_MARK = " style='font-weight:bold'"
+_COLUMNS = ("layer", "heads", "closest pair", "its alignment", "mean alignment", "by energy", "HDI / chance", "dead")
+
+
+def _cells(layer: LayerAudit) -> tuple[str, ...]:
+    pair = " and ".join(map(str, layer.worst_pair)) or "-"
+    return (
+        layer.name,
+        heads_of(layer),
+        pair,
+        decimal(layer.worst_alignment),
+        decimal(layer.alignment),
+        decimal(layer.energy_alignment),
+        f"{decimal(layer.hdi)} / {decimal(layer.chance)}",
+        ", ".join(map(str, layer.dead_heads)) or "0",
+    )
+
+
+def heads_of(layer: LayerAudit) -> str:
+    """Write how many heads a layer has.
+
+    Args:
+        layer: the layer.
+
+    Returns:
+        ``"32"``, or ``"32 (8 key)"`` where heads share their keys.
+    """
+    shared = layer.num_key_heads != layer.num_heads
+    return f"{layer.num_heads} ({layer.num_key_heads} key)" if shared else str(layer.num_heads)
+
+
+def decimal(value: float | None) -> str:
+    """Write a number with two digits.
+
+    Args:
+        value: the number.
+
+    Returns:
+        ``"0.93"``; ``"-"`` where there is none.
+    """
+    return "-" if value is None else f"{value:.2f}"
+
+
+def audit(
+    model: nn.Module | str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    model_class: str | type | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    thresholds: Mapping[str, Mapping[str, float | None]] | None = None,
+    progress: Progress | None = None,
+) -> Audit:
+    """Judge the heads of a model or a checkpoint as they are.
+
+    Weights in files are read layer by layer: memory stays near that of one layer, whatever the size of the model.
+    Nothing that a file says is executed. Heads that cannot be established without a forward are named with the reason.
+
+    Args:
+        model: a model; or a folder that transformers wrote, a ``.safetensors`` file with its ``config.json`` beside it,
+            a checkpoint of Lightning or a state dict together with `model_class`, or ``"module:function"`` that gives a
+            model.
+        config: the ``config.json`` of a safetensors file, or its folder, if it lies elsewhere.
+        model_class: the class of the model in a checkpoint, or its name as ``"package.module:Class"``.
+        include: patterns of layer names (``"encoder.*"``); only layers that match one of them.
+        exclude: patterns of layer names to leave out.
+        thresholds: limits of the default rules, as `HDICallback` takes them: pattern of layer names -> limits.
+        progress: called before each layer with how many are done, how many there are, and its name.
+
+    Returns:
+        Layers, findings and a verdict.
+
+    Raises:
+        MisconfigurationError: if there is no such model or it cannot be opened; the message says what to write instead.
+
+    Example:
+        >>> encoder = torch.nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True)
+        >>> found = audit(torch.nn.Sequential(encoder))
+        >>> [(layer.name, layer.num_heads) for layer in found.layers], len(found.unusual)
+        ([('0.self_attn', 4)], 0)
+    """
+    rules = choose_rules("default", thresholds)
+    source = open_source(model, config=config, model_class=model_class)
+    found = survey(inner_model(source.model), include=include, exclude=exclude)
+    facts = tuple({**layer.facts(), "name": users_name(layer.name)} for layer in found.layers)
+    step = 1 if source.step is None else source.step  # at 0 only what fresh weights cannot be is looked for
+    records: dict[str, LayerRecord] = {}
+    absent: dict[str, str] = {}
+    for place, (layer, known) in enumerate(zip(found.layers, facts)):
+        name = known["name"]
+        if progress is not None:
+            progress(place, len(facts), name)
+        record, reason = _measure(layer, name, source, step)
+        records[name] = record
+        if reason:
+            absent[f"hdi/{name}"] = reason
+    record = Record(step, records, absent, axis=step)
+    findings = Alerts(rules, facts).judge(record)
+    findings.sort(key=lambda one: (-LEVELS.index(one.level), -(one.finding.value or 0)))
+    layers = tuple(_summarised(known, records[known["name"]], absent.get(f"hdi/{known['name']}", "")) for known in facts)
+    refused = {users_name(refusal.name): refusal.reason for refusal in found.refused}
+    return Audit(printable(source.name), layers, refused, tuple(findings), record, facts)
+
+
+def _measure(layer: AttentionLayer, name: str, source: Source, step: int) -> tuple[LayerRecord, str]:
+    """Measure one layer; gives its numbers, and why the index is not among them."""
+    try:
+        with with_weights(layer, source) as missing:
+            sharding = Sharding(source.model)
+            weights = _weights(layer, sharding)
+            if "key" not in weights:
+                of_key = "; ".join(f"`{inner}`: {why}" for inner, why in missing.items())
+                return LayerRecord(), of_key or "its weights are on the meta device, which holds no numbers"
+            measurements = [
+                Measurement((name,), one.name, _computed(one, layer, name, weights))
+                for one in weight_sources({FINITENESS}, LastWeights(0), rank_tol=1e-6, method="whiten")
+            ]
+            record = Reading(step, (name,), tuple(measurements)).record()
+            del weights
+    except MisconfigurationError:
+        raise
+    except HDIError as error:
+        return LayerRecord(), first_line(error)
+    except Exception as error:  # one odd layer costs itself
+        return LayerRecord(), f"measuring it raises {type(error).__name__} ({first_line(error)})"
+    why = record.absent.get(f"hdi/{name}", "")
+    if layer.num_key_heads < 2:
+        why = "it has one key head, which there is nothing to compare with"
+    return record.layers[name], why
+
+
+def _weights(layer: AttentionLayer, sharding: Sharding) -> dict[Role, torch.Tensor]:
+    weights = {role: sharding.weight(layer, role) for role in layer.slices}
+    return {role: weight for role, weight in weights.items() if not weight.is_meta}
+
+
+def _computed(
+    source: WeightSource, layer: AttentionLayer, name: str, weights: Mapping[Role, torch.Tensor]
+) -> Any:
+    asked = {role: weights[role][None] for role in source.roles(layer) if role in weights}
+    with torch.no_grad(), without_autocast(next(iter(asked.values())).device):
+        return source.compute((name,), asked)
+
+
+def _summarised(facts: Mapping[str, Any], record: LayerRecord, absent: str) -> LayerAudit:
+    values, arrays = record.values, record.arrays
+
+    def pair(array: str) -> tuple[int, ...]:
+        return tuple(int(head) for head in arrays.get(array, ()) if head >= 0)
+
+    return LayerAudit(
+        facts["name"],
+        facts["num_heads"],
+        facts["num_key_heads"],
+        facts["head_dim"],
+        values.get("hdi"),
+        values.get("hdi_chance"),
+        values.get("hdi_alignment"),
+        values.get("hdi_energy_alignment"),
+        values.get("hdi_worst_alignment"),
+        pair("worst_alignment_pair"),
+        values.get("hdi_energy_worst_alignment"),
+        pair("energy_worst_alignment_pair"),
+        values.get("hdi_effective_heads"),
+        tuple(head for head, rank in enumerate(arrays.get("rank", ())) if rank == 0),
+        absent,
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -1,0 +1,257 @@
+"""Two checkpoints, or two readings of runs, held against each other: which layers and heads moved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.discovery import survey
+from hdi_callback.attention.wrappers import inner_model, users_name
+from hdi_callback.audits.audit import Progress, audit
+from hdi_callback.audits.one_layer import with_weights
+from hdi_callback.audits.sources import Source, open_source
+from hdi_callback.audits.stored import first_line
+from hdi_callback.core import head_diversity
+from hdi_callback.errors import HDIError, MisconfigurationError
+from hdi_callback.monitoring.history import read_records, run_lines
+from hdi_callback.monitoring.readings import LayerRecord, Record
+
+_COMPARED = {
+    "hdi": "hdi",
+    "alignment": "hdi_alignment",
+    "worst_alignment": "hdi_worst_alignment",
+    "energy_alignment": "hdi_energy_alignment",
+    "effective_heads": "hdi_effective_heads",
+}
+
+
+@dataclass(frozen=True)
+class LayerComparison:
+    """One layer in both.
+
+    Attributes:
+        name: dotted path of the layer.
+        before: quantity -> its value in the first: ``hdi``, ``alignment``, ``worst_alignment``, ...
+        after: the same of the second.
+        pair_before: the closest two heads in the first.
+        pair_after: the closest two heads in the second.
+        moved: for each key head how far it moved: 0 not at all, 1 to where independent random heads would be. Of
+            weights, one less the alignment of the head with itself; empty if only histories are known.
+        moved_heads: heads by how far they moved, the furthest first. Of histories, by the change of their largest
+            overlap with another head.
+    """
+
+    name: str
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    pair_before: tuple[int, ...] = ()
+    pair_after: tuple[int, ...] = ()
+    moved: tuple[float, ...] = ()
+    moved_heads: tuple[int, ...] = ()
+
+    def change(self, quantity: str = "worst_alignment") -> float:
+        """Tell by how much a quantity changed.
+
+        Args:
+            quantity: one of those in `before` and `after`.
+
+        Returns:
+            Second less first; NaN if one of them is not known.
+        """
+        return self.after.get(quantity, float("nan")) - self.before.get(quantity, float("nan"))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between two checkpoints, or two runs.
+
+    Attributes:
+        first: name of the first.
+        second: name of the second.
+        layers: the layers of both, those that changed most first.
+        only_in_first: layers that the second does not have.
+        only_in_second: layers that the first does not have.
+        not_compared: layers of both that could not be compared -> the reason.
+    """
+
+    first: str
+    second: str
+    layers: tuple[LayerComparison, ...]
+    only_in_first: tuple[str, ...] = ()
+    only_in_second: tuple[str, ...] = ()
+    not_compared: Mapping[str, str] | None = None
+
+    @property
+    def summary(self) -> str:
+        """What differs most, in one or two sentences."""
+        if not self.layers:
+            return "No layer could be compared."
+        top = self.layers[0]
+        pair = " and ".join(map(str, top.pair_after))
+        closest = top.after.get("worst_alignment")
+        now = f"; heads {pair} are the closest there now" if pair and closest is not None else ""
+        heads = f"; head {top.moved_heads[0]} moved most" if top.moved_heads else ""
+        return (
+            f"{top.name} changed most: the alignment of its closest pair went from "
+            f"{top.before.get('worst_alignment', float('nan')):.2f} to {closest or float('nan'):.2f}{now}{heads}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the comparison as plain data.
+
+        Returns:
+            What ``hdi compare --json`` prints.
+        """
+        return {
+            "first": self.first,
+            "second": self.second,
+            "summary": self.summary,
+            "layers": [
+                {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(layer).items()}
+                for layer in self.layers
+            ],
+            "only_in_first": list(self.only_in_first),
+            "only_in_second": list(self.only_in_second),
+            "not_compared": dict(self.not_compared or {}),
+        }
+
+
+def compare(
+    first: nn.Module | str | os.PathLike[str],
+    second: nn.Module | str | os.PathLike[str],
+    *,
+    model_class: str | type | None = None,
+    config: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Tell which layers and heads differ between two checkpoints, or two runs.
+
+    Args:
+        first: a model or a checkpoint, as `audit` takes it, or the history file of a run.
+        second: the same; both are histories, or none is.
+        model_class: see `audit`.
+        config: see `audit`.
+        step: of histories, the last reading up to this step is compared; the last of all by default.
+        progress: see `audit`.
+
+    Returns:
+        The layers of both, those that changed most first.
+
+    Raises:
+        MisconfigurationError: if one is a history and the other is none, or one cannot be opened.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True))
+        >>> same = compare(model, model)
+        >>> [(layer.name, layer.change("hdi")) for layer in same.layers]
+        [('0.self_attn', 0.0)]
+    """
+    are_histories = [_is_history(one) for one in (first, second)]
+    if all(are_histories):
+        return _compare_records(*(_reading(str(one), step) for one in (first, second)), str(first), str(second))
+    if any(are_histories):
+        history, other = (first, second) if are_histories[0] else (second, first)
+        raise MisconfigurationError(f"`{history}` is a history and `{other}` is none: write two of one kind.")
+    a, b = (audit(one, config=config, model_class=model_class, progress=progress) for one in (first, second))
+    moved, reasons = _moved(
+        open_source(first, config=config, model_class=model_class),
+        open_source(second, config=config, model_class=model_class),
+    )
+    found = _compare_records(a.record, b.record, a.name, b.name, moved)
+    return Comparison(
+        found.first, found.second, found.layers, found.only_in_first, found.only_in_second,
+        {**(found.not_compared or {}), **a.not_audited, **b.not_audited, **reasons},
+    )  # fmt: skip
+
+
+def _is_history(what: Any) -> bool:
+    if isinstance(what, nn.Module):
+        return False
+    path = Path(what)
+    return path.is_file() and path.suffix not in (".safetensors", ".ckpt", ".pt", ".pth", ".bin") and bool(run_lines(path))
+
+
+def _reading(path: str, step: int | None) -> Record:
+    records = [record for record in read_records(path) if step is None or record.step <= step]
+    if not records:
+        raise MisconfigurationError(f"`{path}` has no reading{'' if step is None else f' up to step {step}'}.")
+    return records[-1]
+
+
+def _compare_records(
+    a: Record, b: Record, first: str, second: str, moved: Mapping[str, Sequence[float]] | None = None
+) -> Comparison:
+    layers = [
+        _compare_layer(name, a.layers[name], b.layers[name], (moved or {}).get(name, ()))
+        for name in a.layers
+        if name in b.layers and a.layers[name].values and b.layers[name].values
+    ]
+    layers.sort(key=_size_of_change, reverse=True)
+    empty = "it has no numbers in one of them"
+    return Comparison(
+        first,
+        second,
+        tuple(layers),
+        tuple(name for name in a.layers if name not in b.layers),
+        tuple(name for name in b.layers if name not in a.layers),
+        {n: empty for n in a.layers if n in b.layers and not (a.layers[n].values and b.layers[n].values)},
+    )
+
+
+def _size_of_change(layer: LayerComparison) -> float:
+    changes = [abs(layer.change(name)) for name in ("worst_alignment", "alignment", "energy_alignment")]
+    return max((change for change in changes if change == change), default=0.0) + 1e-3 * max(layer.moved, default=0.0)
+
+
+def _compare_layer(name: str, a: LayerRecord, b: LayerRecord, moved: Sequence[float]) -> LayerComparison:
+    def values(record: LayerRecord) -> dict[str, float]:
+        return {ours: record.values[metric] for ours, metric in _COMPARED.items() if metric in record.values}
+
+    def pair(record: LayerRecord) -> tuple[int, ...]:
+        return tuple(int(head) for head in record.arrays.get("worst_alignment_pair", ()) if head >= 0)
+
+    distance = list(moved)
+    if not distance:
+        x, y = (record.arrays.get("nearest_overlap", []) for record in (a, b))
+        distance = [abs((q or 0) - (p or 0)) for p, q in zip(x, y)] if len(x) == len(y) else []
+    ranked = sorted(range(len(distance)), key=lambda head: -distance[head])
+    heads = tuple(head for head in ranked if distance[head] > 0)
+    return LayerComparison(name, values(a), values(b), pair(a), pair(b), tuple(moved), heads)
+
+
+def _moved(a: Source, b: Source) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Tell of every key head how far it is from where it was."""
+    ones, others = (
+        {users_name(layer.name): layer for layer in survey(inner_model(source.model)).layers} for source in (a, b)
+    )
+    moved: dict[str, list[float]] = {}
+    reasons: dict[str, str] = {}
+    for name, layer in ones.items():
+        if name not in others:
+            continue
+        try:
+            one, other = _keys(layer, a), _keys(others[name], b)
+            if one.is_meta or other.is_meta:
+                continue
+            if one.shape != other.shape:
+                reasons[name] = f"its keys are {tuple(one.shape)} in one and {tuple(other.shape)} in the other"
+                continue
+            # A pair of heads for each head: the same one in both.
+            both = head_diversity(torch.stack([one.float(), other.float()], 1))
+            moved[name] = [1 - float(value) for value in both.alignment]
+        except HDIError as error:
+            reasons[name] = first_line(error)
+    return moved, reasons
+
+
+def _keys(layer: AttentionLayer, source: Source) -> Tensor:
+    with with_weights(layer, source):
+        return layer.weight("key").detach().clone()

@@ -1,0 +1,220 @@
+"""Tensors in files, read one by one: of a file of many gigabytes only what is asked for is in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hdi_callback.errors import MisconfigurationError
+
+_WRAPPERS = ("_orig_mod.", "_forward_module.", "module.")  # what torch.compile and DDP put into names
+
+
+class StoredTensors(Protocol):
+    """Tensors by name, in one or more files."""
+
+    def names(self) -> frozenset[str]:
+        """Give the names of all tensors."""
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read some tensors; they stay mapped to the file until they are let go."""
+
+
+class Safetensors:
+    """Tensors in safetensors files.
+
+    Args:
+        files: the files, shards of one model.
+
+    Raises:
+        MisconfigurationError: if safetensors is not installed, or a file is none.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            with _opened(file) as stored:
+                self._file_of.update(dict.fromkeys(stored.keys(), file))
+
+    def names(self) -> frozenset[str]:
+        """Give the names of all tensors.
+
+        Returns:
+            The names.
+        """
+        return frozenset(self._file_of)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read some tensors.
+
+        Args:
+            names: their names.
+
+        Returns:
+            Name -> tensor, of the type that is stored.
+        """
+        found: dict[str, Tensor] = {}
+        wanted = sorted(names, key=lambda name: str(self._file_of[name]))
+        for file in dict.fromkeys(self._file_of[name] for name in wanted):
+            # Opened anew each time: what was read stays resident as long as the file is mapped.
+            with _opened(file) as stored:
+                found.update({name: stored.get_slice(name)[...] for name in wanted if self._file_of[name] == file})
+        return found
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise MisconfigurationError(
+            "Reading safetensors needs transformers: pip install 'hdi-callback[transformers]'."
+        ) from error
+    try:
+        stored = safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise MisconfigurationError(f"`{file}` is no safetensors file that can be read: {first_line(error)}.") from error
+    with stored as opened:
+        yield opened
+
+
+class PickledTensors:
+    """Tensors in files that `torch.save` wrote; nothing that such a file says is executed.
+
+    Args:
+        files: the files, shards of one model or one checkpoint.
+        key: where in a file the tensors are, such as ``"state_dict"``; at the top where there is no such key.
+
+    Raises:
+        MisconfigurationError: if a file holds more than tensors and plain data.
+    """
+
+    def __init__(self, files: Iterable[Path], key: str = "state_dict") -> None:
+        self._key = key
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            self._file_of.update(dict.fromkeys(self._tensors(file), file))
+
+    def names(self) -> frozenset[str]:
+        """Give the names of all tensors.
+
+        Returns:
+            The names.
+        """
+        return frozenset(self._file_of)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read some tensors.
+
+        Args:
+            names: their names.
+
+        Returns:
+            Name -> tensor, of the type that is stored.
+        """
+        wanted = list(names)
+        found: dict[str, Tensor] = {}
+        for file in dict.fromkeys(self._file_of[name] for name in wanted):
+            tensors = self._tensors(file)
+            found.update({name: tensors[name] for name in wanted if self._file_of[name] == file})
+        return found
+
+    def _tensors(self, file: Path) -> dict[str, Tensor]:
+        held = load_plain(file)
+        inner = held.get(self._key, held)
+        tensors = inner if isinstance(inner, Mapping) else {}
+        return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def load_plain(file: Path) -> dict[str, Any]:
+    """Load what `torch.save` wrote, if it is tensors and plain data.
+
+    Args:
+        file: the file.
+
+    Returns:
+        What it holds; tensors are mapped, not read.
+
+    Raises:
+        MisconfigurationError: if it cannot be read so.
+    """
+    try:
+        held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        said = str(error)
+        if "Unsupported global" in said or "weights_only" in said.lower():
+            what = said.partition("Unsupported global: GLOBAL ")[2].split(" ")[0] or "more than tensors and plain data"
+            reason = f"it holds {what}, which would be executed"
+            remedy = "Save its hyperparameters as plain data, or write module:function that builds and loads the model."
+        else:
+            reason, remedy = first_line(error), "Write the path of a file that torch.save or Lightning wrote."
+        raise MisconfigurationError(f"`{file}` cannot be read: {reason}. {remedy}") from error
+    if not isinstance(held, dict):
+        raise MisconfigurationError(f"`{file}` holds a {type(held).__name__}, expected a checkpoint or a state dict.")
+    return held
+
+
+def weight_files(folder: Path) -> StoredTensors | None:
+    """Find the weights of a folder that transformers wrote.
+
+    Args:
+        folder: the folder.
+
+    Returns:
+        Its weights, in safetensors where there are any; `None` if there are none.
+
+    Raises:
+        MisconfigurationError: if a shard is missing.
+    """
+    for stem, suffix, kind in (("model", ".safetensors", Safetensors), ("pytorch_model", ".bin", PickledTensors)):
+        index = folder / f"{stem}{suffix}.index.json"
+        if index.is_file():
+            named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            missing = [name for name in named if not (folder / name).is_file()]
+            if missing:
+                raise MisconfigurationError(
+                    f"`{folder}` lacks {len(missing)} of its {len(named)} shards, such as {missing[0]}: download it whole."
+                )
+            return kind([folder / name for name in named])
+        if (folder / f"{stem}{suffix}").is_file():
+            return kind([folder / f"{stem}{suffix}"])
+    others = sorted(folder.glob("*.safetensors"))
+    return Safetensors(others) if others else None
+
+
+def without_wrappers(name: str) -> str:
+    """Take out of a name what wrappers for training put into it.
+
+    Args:
+        name: of a tensor.
+
+    Returns:
+        The name in the model itself.
+
+    Example:
+        >>> without_wrappers("model._orig_mod.0.weight"), without_wrappers("module.0.weight")
+        ('model.0.weight', '0.weight')
+    """
+    plain = name.replace("._orig_mod.", ".").replace("._forward_module.", ".")
+    for wrapper in _WRAPPERS:
+        plain = plain.removeprefix(wrapper)
+    return plain
+
+
+def first_line(error: BaseException) -> str:
+    """Give the first line of what an error says, without its full stop.
+
+    Args:
+        error: the error.
+
+    Returns:
+        One line; the name of its class where it says nothing.
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".: ") if lines else type(error).__name__
