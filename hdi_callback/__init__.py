@@ -20,7 +20,9 @@ from hdi_callback.attention import (
     find_attention,
     register_layout,
 )
+from hdi_callback.audits import Audit, Comparison, audit, compare
 from hdi_callback.core import allocate_heads, head_covariance, head_diversity, principal_cosines
+from hdi_callback.dashboards.report import Report, report
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule
 from hdi_callback.monitoring.history import load_history, read_history
 from hdi_callback.monitoring.host import Host
@@ -42,6 +44,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Alert",
     "AttentionLayer",
+    "Audit",
+    "Comparison",
     "Finding",
     "HDICallback",
     "HDITrainerCallback",
@@ -56,12 +60,15 @@ __all__ = [
     "Reading",
     "Record",
     "Refusal",
+    "Report",
     "Result",
     "Rule",
     "Session",
     "Settings",
     "Sink",
     "allocate_heads",
+    "audit",
+    "compare",
     "core",
     "errors",
     "find_attention",
@@ -74,6 +81,7 @@ __all__ = [
     "read_history",
     "register_layout",
     "replay",
+    "report",
     "rules",
     "watch_heads",
 ]

@@ -19,11 +19,24 @@ ARROWS: dict[str, set[str]] = {
     "core": {"errors", "arguments"},
     "attention": {"errors", "arguments"},
     "monitoring": {"errors", "deprecation", "arguments", "core", "attention"},
-    "dashboards": {"errors", "arguments", "core", "attention", "monitoring"},
+    "audits": {"errors", "arguments", "core", "attention", "monitoring"},
+    "dashboards": {"errors", "arguments", "core", "attention", "monitoring", "audits"},
+    "command": {"errors", "arguments", "core", "attention", "monitoring", "audits", "dashboards"},
+    "__main__": {"command"},
     "integrations": {"errors", "deprecation", "arguments", "core", "attention", "monitoring", "dashboards"},
     "rules": {"deprecation", "monitoring"},
     "interventions": {"deprecation", "monitoring"},
-    "__init__": {"errors", "core", "attention", "monitoring", "integrations", "rules", "interventions"},
+    "__init__": {
+        "errors",
+        "core",
+        "attention",
+        "monitoring",
+        "audits",
+        "dashboards",
+        "integrations",
+        "rules",
+        "interventions",
+    },
 }
 # What may be imported from outside when a module is loaded; functions may import more when they are called.
 OUTSIDE = {
@@ -33,7 +46,10 @@ OUTSIDE = {
     "core": {"torch"},
     "attention": {"torch", "typing_extensions"},
     "monitoring": {"torch", "typing_extensions"},
+    "audits": {"torch"},
     "dashboards": {"torch"},
+    "command": {"click"},
+    "__main__": set(),
     "integrations": {"torch", "lightning", "transformers"},
     "rules": set(),
     "interventions": set(),
@@ -127,6 +143,7 @@ def test_importing_the_package_loads_no_dashboard_and_no_trainer():
     code = (
         "import sys, hdi_callback\n"
         "heavy = {'wandb', 'tensorboard', 'transformers', 'matplotlib', 'lightning', 'pandas', 'rich'}\n"
+        "heavy |= {'plotly', 'click', 'safetensors'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -187,7 +204,9 @@ def test_nothing_that_is_read_is_executed(root):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called not in {"eval", "exec", "compile", "torch.load"}, (path.name, called)
+                assert called not in {"eval", "exec", "compile"}, (path.name, called)
+                if called == "torch.load":  # which executes nothing with this argument alone
+                    assert "weights_only=True" in ast.unparse(node), path.name
                 assert called.split(".")[0] not in {"pickle", "marshal", "dill", "joblib"}, (path.name, called)
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {alias.name.split(".")[0] for alias in node.names} | {(getattr(node, "module", "") or "")}

@@ -99,12 +99,14 @@ class Audit:
     @property
     def not_audited(self) -> dict[str, str]:
         """Layers without numbers, and attention whose heads are not known -> the reason."""
-        return {**{layer.name: layer.absent for layer in self.layers if layer.absent}, **self.refused}
+        told = {finding.layer for finding in self.unusual}  # as of weights that are NaN, which is a finding
+        without = {layer.name: layer.absent for layer in self.layers if layer.absent and layer.name not in told}
+        return {**without, **self.refused}
 
     @property
     def verdict(self) -> str:
         """What to know first, in one or two sentences."""
-        read = [layer for layer in self.layers if not layer.absent]
+        read = [layer for layer in self.layers if layer.name not in self.not_audited]
         left_out = f" {_count(len(self.not_audited), 'layer')} could not be audited." if self.not_audited else ""
         if not read:
             return "Nothing could be audited." if self.not_audited else "There is no attention in this model."
@@ -204,7 +206,7 @@ def decimal(value: float | None) -> str:
     Returns:
         ``"0.93"``; ``"-"`` where there is none.
     """
-    return "-" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value if abs(value) >= 0.005 else 0.0:.2f}"  # no -0.00
 
 
 def audit(
@@ -256,14 +258,15 @@ def audit(
         name = known["name"]
         if progress is not None:
             progress(place, len(facts), name)
-        record, reason = _measure(layer, name, source, step)
-        records[name] = record
+        records[name], reason = _measure(layer, name, source, step)
         if reason:
             absent[f"hdi/{name}"] = reason
     record = Record(step, records, absent, axis=step)
     findings = Alerts(rules, facts).judge(record)
     findings.sort(key=lambda one: (-LEVELS.index(one.level), -(one.finding.value or 0)))
-    layers = tuple(_summarised(known, records[known["name"]], absent.get(f"hdi/{known['name']}", "")) for known in facts)
+    layers = tuple(
+        _summarised(known, records[known["name"]], absent.get(f"hdi/{known['name']}", "")) for known in facts
+    )
     refused = {users_name(refusal.name): refusal.reason for refusal in found.refused}
     return Audit(printable(source.name), layers, refused, tuple(findings), record, facts)
 
@@ -300,9 +303,7 @@ def _weights(layer: AttentionLayer, sharding: Sharding) -> dict[Role, torch.Tens
     return {role: weight for role, weight in weights.items() if not weight.is_meta}
 
 
-def _computed(
-    source: WeightSource, layer: AttentionLayer, name: str, weights: Mapping[Role, torch.Tensor]
-) -> Any:
+def _computed(source: WeightSource, layer: AttentionLayer, name: str, weights: Mapping[Role, torch.Tensor]) -> Any:
     asked = {role: weights[role][None] for role in source.roles(layer) if role in weights}
     with torch.no_grad(), without_autocast(next(iter(asked.values())).device):
         return source.compute((name,), asked)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.discovery import survey
 from hdi_callback.attention.wrappers import inner_model, users_name
-from hdi_callback.audits.audit import Progress, audit
+from hdi_callback.audits.audit import Progress, audit, decimal
 from hdi_callback.audits.one_layer import with_weights
 from hdi_callback.audits.sources import Source, open_source
 from hdi_callback.audits.stored import first_line
@@ -22,6 +22,7 @@ from hdi_callback.core import head_diversity
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring.history import read_records, run_lines
 from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.run_folder import find_history
 
 _COMPARED = {
     "hdi": "hdi",
@@ -30,6 +31,7 @@ _COMPARED = {
     "energy_alignment": "hdi_energy_alignment",
     "effective_heads": "hdi_effective_heads",
 }
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,15 @@ class Comparison:
         if not self.layers:
             return "No layer could be compared."
         top = self.layers[0]
+        if _size_of_change(top) < _ROUNDING:
+            return f"Nothing differs in {len(self.layers)} layers."
         pair = " and ".join(map(str, top.pair_after))
         closest = top.after.get("worst_alignment")
         now = f"; heads {pair} are the closest there now" if pair and closest is not None else ""
         heads = f"; head {top.moved_heads[0]} moved most" if top.moved_heads else ""
         return (
             f"{top.name} changed most: the alignment of its closest pair went from "
-            f"{top.before.get('worst_alignment', float('nan')):.2f} to {closest or float('nan'):.2f}{now}{heads}."
+            f"{decimal(top.before.get('worst_alignment'))} to {decimal(closest)}{now}{heads}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,12 +158,13 @@ def compare(
         >>> [(layer.name, layer.change("hdi")) for layer in same.layers]
         [('0.self_attn', 0.0)]
     """
-    are_histories = [_is_history(one) for one in (first, second)]
-    if all(are_histories):
-        return _compare_records(*(_reading(str(one), step) for one in (first, second)), str(first), str(second))
-    if any(are_histories):
-        history, other = (first, second) if are_histories[0] else (second, first)
-        raise MisconfigurationError(f"`{history}` is a history and `{other}` is none: write two of one kind.")
+    histories = [_history_of(one) for one in (first, second)]
+    if histories[0] is not None and histories[1] is not None:
+        one, other = (_reading(history, step) for history in histories if history is not None)
+        return _compare_records(one, other, str(first), str(second))
+    if histories[0] is not None or histories[1] is not None:
+        run, no_run = (first, second) if histories[0] is not None else (second, first)
+        raise MisconfigurationError(f"`{run}` is a run and `{no_run}` is none: write two of one kind.")
     a, b = (audit(one, config=config, model_class=model_class, progress=progress) for one in (first, second))
     moved, reasons = _moved(
         open_source(first, config=config, model_class=model_class),
@@ -172,14 +177,17 @@ def compare(
     )  # fmt: skip
 
 
-def _is_history(what: Any) -> bool:
-    if isinstance(what, nn.Module):
-        return False
-    path = Path(what)
-    return path.is_file() and path.suffix not in (".safetensors", ".ckpt", ".pt", ".pth", ".bin") and bool(run_lines(path))
+def _history_of(what: Any) -> Path | None:
+    """Find the history if this is a run; a folder with a config.json is a model."""
+    if isinstance(what, nn.Module) or not isinstance(what, str | os.PathLike):
+        return None
+    path = Path(what).expanduser()
+    if path.is_file():
+        return path if path.suffix == ".jsonl" and run_lines(path) else None
+    return find_history(path) if path.is_dir() and not (path / "config.json").is_file() else None
 
 
-def _reading(path: str, step: int | None) -> Record:
+def _reading(path: Path, step: int | None) -> Record:
     records = [record for record in read_records(path) if step is None or record.step <= step]
     if not records:
         raise MisconfigurationError(f"`{path}` has no reading{'' if step is None else f' up to step {step}'}.")
@@ -246,7 +254,8 @@ def _moved(a: Source, b: Source) -> tuple[dict[str, list[float]], dict[str, str]
                 continue
             # A pair of heads for each head: the same one in both.
             both = head_diversity(torch.stack([one.float(), other.float()], 1))
-            moved[name] = [1 - float(value) for value in both.alignment]
+            # What is left of a head that did not move is the rounding of the products.
+            moved[name] = [max(0.0, round(1 - float(value), 4)) for value in both.alignment]
         except HDIError as error:
             reasons[name] = first_line(error)
     return moved, reasons

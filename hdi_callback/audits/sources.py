@@ -130,11 +130,12 @@ def _skeleton(folder: Path) -> nn.Module:
         )
     except Exception as error:
         raise MisconfigurationError(
-            f"The config.json of `{folder}` cannot be used: {first_line(error)}. If the model has code of its own, write "
-            "module:function that builds it."
+            f"The config.json of `{folder}` cannot be used: {first_line(error)}. If the model has code of its own, "
+            "write module:function that builds it."
         ) from error
     named = (getattr(config, "architectures", None) or [None])[0]
     kind: Any = None if named is None else getattr(transformers, named, None)
+    by_config: Any = transformers.AutoModel
     if named is not None and kind is None:
         raise MisconfigurationError(
             f"`{folder}` is a {named}, which transformers {transformers.__version__} does not have, and code in the "
@@ -142,7 +143,7 @@ def _skeleton(folder: Path) -> nn.Module:
         )
     try:
         with torch.device("meta"):
-            model: nn.Module = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+            model: nn.Module = by_config.from_config(config) if kind is None else kind(config)
     except Exception as error:
         raise MisconfigurationError(
             f"A {named or 'model'} cannot be built on the meta device: {type(error).__name__} ({first_line(error)}). "
@@ -181,8 +182,8 @@ def _places_in_transformers(model: Any, stored: StoredTensors) -> tuple[dict[str
 def _open_checkpoint(path: Path, model_class: str | type | None) -> Source:
     if model_class is None:
         raise MisconfigurationError(
-            f"`{path}` needs the class of its model: write --class package.module:Class, or module:function that builds "
-            "and loads the model."
+            f"`{path}` needs the class of its model: write --class package.module:Class, or module:function that "
+            "builds and loads the model."
         )
     kind = _imported(model_class) if isinstance(model_class, str) else model_class
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):

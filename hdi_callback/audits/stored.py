@@ -79,7 +79,9 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         stored = safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise MisconfigurationError(f"`{file}` is no safetensors file that can be read: {first_line(error)}.") from error
+        raise MisconfigurationError(
+            f"`{file}` is no safetensors file that can be read: {first_line(error)}."
+        ) from error
     with stored as opened:
         yield opened
 
@@ -179,7 +181,8 @@ def weight_files(folder: Path) -> StoredTensors | None:
             missing = [name for name in named if not (folder / name).is_file()]
             if missing:
                 raise MisconfigurationError(
-                    f"`{folder}` lacks {len(missing)} of its {len(named)} shards, such as {missing[0]}: download it whole."
+                    f"`{folder}` lacks {len(missing)} of its {len(named)} shards, such as {missing[0]}: download it "
+                    "whole."
                 )
             return kind([folder / name for name in named])
         if (folder / f"{stem}{suffix}").is_file():

@@ -1,0 +1,190 @@
+"""A run followed live: its layers x steps map, and the heads of the layer that matters most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hdi_callback.command.terminal import LEVEL_STYLES, cell, console, legend, standing_sentence
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert
+from hdi_callback.monitoring.history import read_records
+from hdi_callback.monitoring.readings import Record
+from hdi_callback.monitoring.replay import read_alerts, standing_alerts
+from hdi_callback.monitoring.run_folder import find_history
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_FEWEST_COLUMNS = 8
+_FEWEST_HEADS, _MOST_HEADS = 6, 24  # side by side, by the height of the terminal
+
+
+def follow(run: str, *, once: bool, until: int | None, idle: float | None, interval: float) -> bool:
+    """Draw a run until it is over.
+
+    Args:
+        run: a history, or the folder of a run.
+        once: draw it as it is now, and end.
+        until: end when this step was read.
+        idle: end when nothing was written for so many seconds.
+        interval: seconds between two looks.
+
+    Returns:
+        True if a warning or a critical alert stands.
+
+    Raises:
+        MisconfigurationError: if there is no such run.
+    """
+    if interval <= 0 or (idle is not None and idle <= 0):
+        raise MisconfigurationError("`--interval` and `--idle` must be positive numbers of seconds.")
+    path = find_history(run)
+    out = console()
+    if once:
+        records, standing = _look(path)
+        out.print(frame(records, standing, out.width, out.height, str(path)))
+        return bool(standing)
+    from rich.live import Live
+
+    standing = []
+    size, last_change = -1, time.monotonic()
+    with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            while True:
+                now = path.stat().st_size if path.exists() else size
+                if now != size:
+                    size, last_change = now, time.monotonic()
+                    records, standing = _look(path)
+                    live.update(frame(records, standing, out.width, out.height, str(path)), refresh=True)
+                    if until is not None and records and records[-1].step >= until:
+                        break
+                if idle is not None and time.monotonic() - last_change >= idle:
+                    break
+                time.sleep(interval)
+        except KeyboardInterrupt:  # how one leaves
+            pass
+    return bool(standing)
+
+
+def _look(path: Path) -> tuple[list[Record], list[Alert]]:
+    return read_records(path), standing_alerts(read_alerts(path))
+
+
+def frame(records: Sequence[Record], standing: Sequence[Alert], width: int, height: int, name: str) -> RenderableType:
+    """Draw one picture of a run: what stands, the map of layers, and the heads of one of them.
+
+    Args:
+        records: the readings so far.
+        standing: the alerts that stand.
+        width: columns of the terminal.
+        height: lines of the terminal.
+        name: what to call the run.
+
+    Returns:
+        What rich prints.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [Text(f"{name}, step {records[-1].step if records else '-'}", style="dim")]
+    style = LEVEL_STYLES[standing[0].level] if standing else "bold green"
+    parts.append(Text(("! " if standing else "") + standing_sentence(standing), style=style))
+    if not records:
+        return Group(*parts, Text("There is no reading yet."))
+    alerted = {alert.layer: alert.finding.heads for alert in reversed(standing)}
+    heads = _heads_map(records, alerted, min(_MOST_HEADS, max(_FEWEST_HEADS, (height - 8) // 2)))
+    shown = _layers_to_show(records, alerted, max(4, height - 8 - len(heads)))
+    label = min(max(map(len, shown), default=8), max(12, width // 3)) + 2
+    columns = max(_FEWEST_COLUMNS, width - label - 16)
+    for layer in shown:
+        mark = "! " if layer in alerted else "  "
+        short = layer if len(layer) <= label - 2 else f"...{layer[-(label - 5) :]}"
+        line = Text(mark + short.ljust(label), style="bold" if layer in alerted else "")
+        values = [record.layers[layer].values.get("hdi_worst_alignment") if layer in record.layers else None
+                  for record in records]  # fmt: skip
+        for value in squeezed(values, columns):
+            line.append_text(cell(value))
+        last = values[-1]
+        pair = alerted.get(layer) or _pair(records[-1], layer)
+        line.append(f"  {'-' if last is None else f'{last:.2f}'} {'-'.join(map(str, pair))}")
+        parts.append(line)
+    hidden = [layer for layer in records[-1].layers if layer not in shown]
+    if hidden:
+        known = [records[-1].layers[layer].values.get("hdi_worst_alignment", 0.0) for layer in hidden]
+        parts.append(Text(f"  {len(hidden)} more layers, at most {max(known):.2f}", style="dim"))
+    return Group(*parts, legend(), *heads)
+
+
+def squeezed(values: Sequence[float | None], columns: int) -> list[float | None]:
+    """Fit a curve into columns; of several readings in one the largest is kept.
+
+    Args:
+        values: a number for each reading; `None` where nothing was measured.
+        columns: how many there may be.
+
+    Returns:
+        At most so many numbers.
+
+    Example:
+        >>> squeezed([0.1, 0.9, None, None, 0.2], 3)
+        [0.9, None, 0.2]
+    """
+    if len(values) <= columns:
+        return list(values)
+    size = -(-len(values) // columns)
+    parts = [
+        [value for value in values[start : start + size] if value is not None] for start in range(0, len(values), size)
+    ]
+    return [max(part) if part else None for part in parts]
+
+
+def _pair(record: Record, layer: str) -> tuple[int, ...]:
+    arrays = record.layers[layer].arrays if layer in record.layers else {}
+    return tuple(int(head) for head in arrays.get("worst_alignment_pair", ()) if head >= 0)
+
+
+def _layers_to_show(records: Sequence[Record], alerted: Any, most: int) -> list[str]:
+    """All layers if they fit; else the alerted ones and the worst of the others, in model order."""
+    last = records[-1].layers
+    ranked = sorted(last, key=lambda name: (name not in alerted, -last[name].values.get("hdi_worst_alignment", -1.0)))
+    kept = set(ranked[:most])
+    return [name for name in last if name in kept]
+
+
+def _heads_map(records: Sequence[Record], alerted: Any, most: int) -> list[Any]:
+    """Draw the overlaps of the heads of the layer that matters most, as of the last reading that kept them."""
+    from rich.text import Text
+
+    last = records[-1].layers
+    worst = max(last, key=lambda name: last[name].values.get("hdi_worst_alignment", -1.0), default=None)
+    layer = next(iter(alerted), worst)
+    record = next(
+        (one for one in reversed(records) if layer in one.layers and "overlap" in one.layers[layer].matrices), None
+    )
+    if layer is None or record is None:
+        return []
+    overlap = record.layers[layer].matrices["overlap"]
+    chance = 1 - record.layers[layer].values.get("hdi_chance", 1.0)
+    alignment = (overlap - chance) / max(1 - chance, 1e-6)
+    pair = alerted.get(layer) or _pair(record, layer)
+    H = overlap.shape[-1]
+    heads = list(range(H))
+    if most < H:
+        off = alignment - alignment.diag().diag()
+        closest = off.amax(-1).argsort(descending=True).tolist()
+        heads = sorted([*pair, *(head for head in closest if head not in pair)][:most])
+    some = f" (the {len(heads)} closest of {H})" if len(heads) < H else ""
+    rows: list[Any] = [Text(f"heads of {layer} at step {record.step}{some}:", style="bold")]
+    rows.append(Text("    " + "".join(f"{head:>3}" for head in heads)))
+    for head in heads:
+        row = Text(f"{head:>3} ", style="bold" if head in pair else "")
+        for other in heads:
+            is_marked = {head, other} == set(pair) and head != other
+            value = None if head == other else float(alignment[head, other])
+            row.append_text(Text("[", style="bold red") if is_marked else Text(" "))
+            row.append_text(cell(value))
+            row.append_text(Text("]", style="bold red") if is_marked else Text(" "))
+        rows.append(row)
+    return rows

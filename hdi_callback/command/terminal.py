@@ -1,0 +1,254 @@
+"""Tables, sentences and maps as coloured cells in a terminal, with rich."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hdi_callback.audits.audit import Audit, LayerAudit, decimal, heads_of
+from hdi_callback.errors import MisconfigurationError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from hdi_callback.audits.comparison import Comparison
+    from hdi_callback.monitoring.alerts import Alert
+
+LEVEL_STYLES = {"notice": "cyan", "warning": "yellow", "critical": "bold red"}
+
+# Anchors of cividis (Nuñez, Anderton and Renslow 2018), which people see alike with and without colour blindness.
+_CIVIDIS = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
+
+
+def console(**options: Any) -> Console:
+    """Make a console.
+
+    Args:
+        options: what rich's `Console` takes.
+
+    Returns:
+        The console.
+
+    Raises:
+        MisconfigurationError: if rich is not installed.
+    """
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise MisconfigurationError(
+            "Tables need rich: pip install 'hdi-callback[reports]', or write --json."
+        ) from error
+    return Console(highlight=False, soft_wrap=False, **options)
+
+
+def colour_of(value: float) -> tuple[int, int, int]:
+    """Give the colour of an alignment.
+
+    Args:
+        value: the alignment; below 0 is drawn as 0.
+
+    Returns:
+        Red, green and blue, 0 to 255.
+
+    Example:
+        >>> colour_of(0.0), colour_of(1.0)
+        ((0, 34, 78), (254, 232, 56))
+    """
+    place = min(max(value, 0.0), 1.0) * (len(_CIVIDIS) - 1)
+    low = min(int(place), len(_CIVIDIS) - 2)
+    part = place - low
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(_CIVIDIS[low], _CIVIDIS[low + 1]))
+    return red, green, blue
+
+
+def cell(value: float | None, width: int = 1) -> Text:
+    """Draw an alignment as a coloured cell that can be told without colour as well.
+
+    Args:
+        value: the alignment; `None` where nothing was measured.
+        width: characters of the cell.
+
+    Returns:
+        ``#`` from 0.8, the limit of a pair, ``o`` from 0.5, ``.`` below, and a blank where nothing was measured.
+    """
+    from rich.text import Text
+
+    if value is None:
+        return Text(" " * width)
+    red, green, blue = colour_of(value)
+    mark = "#" if value >= 0.8 else "o" if value >= 0.5 else "."
+    ink = "black" if value >= 0.45 else "bright_black"
+    return Text(mark * width, style=f"{ink} on rgb({red},{green},{blue})")
+
+
+def legend() -> Text:
+    """Say what the cells of a map mean.
+
+    Returns:
+        One line.
+    """
+    from rich.text import Text
+
+    line = Text("alignment of the closest two heads: ")
+    for value, words in ((0.1, " below 0.5   "), (0.6, " 0.5 to 0.8   "), (1.0, " 0.8 and above: nearly one head")):
+        line.append_text(cell(value, 2))
+        line.append(words)
+    return line
+
+
+_COLUMNS: tuple[tuple[str, bool, Callable[[LayerAudit], str | Text]], ...] = (  # heading, left out if narrow, cell
+    ("heads", False, lambda layer: heads_of(layer)),
+    ("pair", False, lambda layer: "-".join(map(str, layer.worst_pair)) or "-"),
+    ("aligned", False, lambda layer: _aligned(layer.worst_alignment)),
+    ("mean", False, lambda layer: decimal(layer.alignment)),
+    ("by energy", True, lambda layer: decimal(layer.energy_alignment)),
+    ("HDI", False, lambda layer: decimal(layer.hdi)),
+    ("chance", False, lambda layer: decimal(layer.chance)),
+    ("effective", True, lambda layer: "-" if layer.effective_heads is None else f"{layer.effective_heads:.1f}"),
+    ("dead", False, lambda layer: ",".join(map(str, layer.dead_heads)) or "0"),
+)
+_NARROW = 100
+
+
+def audit_table(audit: Audit, width: int) -> Table:
+    """Draw what an audit found.
+
+    Args:
+        audit: the audit.
+        width: of the terminal; a narrow one gets fewer columns.
+
+    Returns:
+        A row for each layer; the unusual ones are marked by a sign and bold.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = [(heading, cell_of) for heading, is_minor, cell_of in _COLUMNS if width >= _NARROW or not is_minor]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("layer", overflow="fold", min_width=16)
+    for heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    marked = {finding.layer for finding in audit.unusual}
+    for layer in audit.layers:
+        is_marked = layer.name in marked
+        if layer.absent:
+            sign, word = ("!", "unusual") if is_marked else ("?", "not read")
+            table.add_row(sign, Text(layer.name), heads_of(layer), Text(word, style="yellow"))
+            continue
+        cells = (cell_of(layer) for _, cell_of in columns)
+        table.add_row("!" if is_marked else "", Text(layer.name), *cells, style="bold" if is_marked else None)
+    return table
+
+
+def _aligned(value: float | None) -> Text:
+    from rich.text import Text
+
+    return Text("-") if value is None else Text.assemble(cell(value, 2), " ", decimal(value))
+
+
+def print_audit(out: Console, audit: Audit) -> None:
+    """Print an audit: the table, what was not audited, the findings, and the verdict last.
+
+    Args:
+        out: where to.
+        audit: the audit.
+    """
+    from rich.text import Text
+
+    if audit.layers:
+        out.print(audit_table(audit, out.width))
+        out.print()
+    for name, reason in audit.not_audited.items():
+        out.print(Text(f"not audited: {name}: {reason}", style="yellow"), soft_wrap=True)
+    for finding in audit.findings:
+        said = f"{finding.level}: {finding.layer}: {finding.finding.what}"
+        remedy = f"; try {finding.finding.remedy}" if finding.finding.remedy else ""
+        out.print(Text(said + remedy, style=LEVEL_STYLES[finding.level]), soft_wrap=True)
+    out.print(Text(audit.verdict, style="bold red" if audit.unusual else "bold"), soft_wrap=True)
+
+
+def print_comparison(out: Console, comparison: Comparison, most: int) -> None:
+    """Print a comparison: the layers that changed most, and the summary last.
+
+    Args:
+        out: where to.
+        comparison: the comparison.
+        most: rows.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    out.print(Text(f"A  {comparison.first}\nB  {comparison.second}\n"), soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in (
+        "layer",
+        "closest in A",
+        "in B",
+        "aligned in A",
+        "in B",
+        "mean in A",
+        "in B",
+        "heads that moved most",
+    ):
+        table.add_column(heading, overflow="fold", justify="left" if heading == "layer" else "right")
+    for layer in comparison.layers[:most]:
+        pairs = ("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after))
+        numbers = [
+            decimal(side.get(name)) for name in ("worst_alignment", "alignment") for side in (layer.before, layer.after)
+        ]
+        moved = [f"{head} ({layer.moved[head]:.2f})" if layer.moved else str(head) for head in layer.moved_heads[:3]]
+        table.add_row(Text(layer.name), *pairs, *numbers, ", ".join(moved) or "-")
+    out.print(table)
+    if len(comparison.layers) > most:
+        out.print(
+            Text(f"{len(comparison.layers) - most} more layers changed less; --rows shows more of them."),
+            soft_wrap=True,
+        )
+    for which, names in (("A", comparison.only_in_first), ("B", comparison.only_in_second)):
+        if names:
+            out.print(Text(f"only in {which}: {', '.join(names)}", style="yellow"), soft_wrap=True)
+    for name, reason in (comparison.not_compared or {}).items():
+        out.print(Text(f"not compared: {name}: {reason}", style="yellow"), soft_wrap=True)
+    out.print(Text(comparison.summary, style="bold"), soft_wrap=True)
+
+
+def print_alerts(out: Console, alerts: Iterable[Alert], standing: Sequence[Alert]) -> None:
+    """Print alerts, and how many stand.
+
+    Args:
+        out: where to.
+        alerts: the alerts, in their order.
+        standing: those of them that stand at the end.
+    """
+    from rich.text import Text
+
+    for alert in alerts:
+        word = "resolved" if alert.is_resolved else alert.level
+        out.print(
+            Text(f"{word}: {alert.message}", style="green" if alert.is_resolved else LEVEL_STYLES[alert.level]),
+            soft_wrap=True,
+        )
+    out.print(Text(standing_sentence(standing), style="bold red" if standing else "bold"), soft_wrap=True)
+
+
+def standing_sentence(standing: Sequence[Alert]) -> str:
+    """Say how many alerts stand, and where.
+
+    Args:
+        standing: warnings and critical alerts that are not resolved.
+
+    Returns:
+        One sentence.
+    """
+    if not standing:
+        return "No alert stands."
+    first = standing[0]
+    more = f", and {len(standing) - 1} more" if len(standing) > 1 else ""
+    count = "1 alert stands" if len(standing) == 1 else f"{len(standing)} alerts stand"
+    since = first.step if first.finding.since is None else first.finding.since
+    return f"{count}: {first.layer}: {first.finding.what}, since step {since}{more}."

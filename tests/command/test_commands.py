@@ -1,0 +1,226 @@
+"""The command `hdi`, run in this process by the runner of its library, and once as a program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from hdi_callback.command.commands import hdi
+from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from tests.dashboards.report.synthetic import write_run
+
+
+def run(*words: object, width: int = 200) -> Result:
+    return CliRunner().invoke(hdi, [str(word) for word in words], prog_name="hdi", env={"COLUMNS": str(width)})
+
+
+def healthy() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({name: nn.MultiheadAttention(32, 4) for name in ("first", "second")})
+
+
+def collapsed() -> nn.Module:
+    model = healthy()
+    with torch.no_grad():
+        keys = model["second"].in_proj_weight[32:64]
+        keys[24:32] = keys[8:16]
+    return model
+
+
+@pytest.fixture(scope="module")
+def bad_run(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("bad")
+    write_run(path / "hdi" / "history.jsonl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("good")
+    write_run(path / "version_0" / "hdi" / "history.jsonl", collapsed=None)
+    return path
+
+
+def test_the_help_names_every_command_and_the_exit_codes():
+    shown = run("--help")
+    assert shown.exit_code == 0
+    assert {"audit", "report", "compare", "watch", "alerts", "replay", "allocate"} <= set(shown.output.split())
+    assert "Exit codes: 0 nothing is unusual" in shown.output
+
+
+@pytest.mark.parametrize("command", sorted(hdi.commands))
+def test_every_command_has_a_help_that_keeps_its_examples_on_lines_of_their_own(command):
+    shown = run(command, "--help")
+    assert shown.exit_code == 0
+    assert len(shown.output.splitlines()) > 5
+    assert "Examples: hdi" not in shown.output
+
+
+def test_an_audit_ends_with_a_verdict_and_the_exit_code_tells_it():
+    good, bad = (run("audit", f"{__name__}:{name}") for name in ("healthy", "collapsed"))
+    assert (good.exit_code, bad.exit_code) == (0, 1)
+    assert good.output.splitlines()[-1].startswith("Nothing unusual in 2 layers.")
+    assert bad.output.splitlines()[-1].startswith("1 of 2 layers is unusual. second: heads 1 and 3 are nearly one head")
+    (row,) = (line for line in bad.output.splitlines() if line.startswith("!"))
+    assert row.split()[1:4] == ["second", "4", "1-3"]
+
+
+def test_an_audit_for_programs_is_one_json_object():
+    found = run("audit", f"{__name__}:collapsed", "--json")
+    assert found.exit_code == 1
+    data = json.loads(found.stdout)
+    assert data["findings"][0]["heads"] == [1, 3]
+    assert [layer["worst_pair"] for layer in data["layers"]][1] == [1, 3]
+
+
+def test_an_audit_takes_limits_and_patterns():
+    assert run("audit", f"{__name__}:collapsed", "--threshold", "pair=off").exit_code == 0
+    assert run("audit", f"{__name__}:collapsed", "--threshold", "sec*:pair=off").exit_code == 0
+    assert run("audit", f"{__name__}:collapsed", "--exclude", "second").exit_code == 0
+
+
+def test_a_narrow_terminal_cuts_no_name_off():
+    shown = run("audit", f"{__name__}:collapsed", width=80).output
+    assert "second" in shown
+    assert "..." not in shown
+    assert "…" not in shown
+
+
+def test_alerts_are_listed_from_a_step_on(bad_run):
+    all_of_them = json.loads(run("alerts", bad_run, "--json").stdout)
+    later = json.loads(run("alerts", bad_run, "--json", "--since", 400).stdout)
+    assert all_of_them["standing"] == later["standing"]
+    assert [one["finding"]["heads"] for one in all_of_them["standing"]] == [[1, 3]]
+    assert len(later["alerts"]) < len(all_of_them["alerts"])
+    assert all(one["step"] >= 400 for one in later["alerts"])
+
+
+def test_alerts_say_last_what_stands(bad_run, good_run):
+    bad, good = run("alerts", bad_run), run("alerts", good_run)
+    assert (bad.exit_code, good.exit_code) == (1, 0)
+    assert bad.output.splitlines()[-1].startswith("1 alert stands: model.blocks.2.attn: heads 1 and 3")
+    assert good.output.splitlines()[-1] == "No alert stands."
+
+
+def test_a_replay_with_other_limits_tells_other_alerts(bad_run):
+    assert run("replay", bad_run).exit_code == 1
+    assert run("replay", bad_run, "--threshold", "pair=off", "--threshold", "forecast=off").exit_code == 0
+
+
+def test_a_comparison_names_the_layer_that_changed(bad_run, good_run):
+    shown = run("compare", bad_run, good_run)
+    assert shown.exit_code == 0
+    assert shown.output.splitlines()[-1].startswith("model.blocks.2.attn changed most")
+    models = json.loads(run("compare", f"{__name__}:healthy", f"{__name__}:collapsed", "--json").stdout)
+    assert (models["layers"][0]["name"], models["layers"][0]["moved_heads"][0]) == ("second", 3)
+
+
+def test_watching_shows_the_layer_the_pair_and_its_heads(bad_run, good_run):
+    shown = run("watch", bad_run, "--once")
+    assert shown.exit_code == 1
+    lines = shown.output.splitlines()
+    assert any(line.startswith("! model.blocks.2.attn") and line.endswith("1.00 1-3") for line in lines)
+    assert sum("[#]" in line for line in lines) == 2
+    assert run("watch", good_run, "--once").exit_code == 0
+
+
+def test_watching_a_large_run_fits_the_terminal_and_keeps_the_alerted_layer(tmp_path):
+    write_run(tmp_path / "history.jsonl", layers=48, heads=32, width=2, features=64, steps=5, collapsed=(17, 3, 21))
+    lines = run("watch", tmp_path, "--once", width=100).output.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith("! model.blocks.17.attn") for line in lines)
+    assert any("more layers, at most" in line for line in lines)
+    assert sum("[#]" in line for line in lines) == 2
+
+
+def test_watching_ends_when_a_step_is_read_or_nothing_is_written(bad_run, good_run):
+    assert run("watch", bad_run, "--until", 700, "--interval", 0.01).exit_code == 1
+    assert run("watch", good_run, "--idle", 0.02, "--interval", 0.01).exit_code == 0
+
+
+def test_allocation_says_what_the_run_must_measure(bad_run, tmp_path):
+    shown = run("allocate", bad_run, "--keys", 64)
+    assert shown.exit_code == 2
+    assert "attention_samples and token_rank" in shown.stderr
+    history = History(tmp_path / "history.jsonl")
+    history.begin(0, [{"name": "attn", "num_heads": 8, "num_key_heads": 8, "head_dim": 8}])
+    layer = LayerRecord({"token_rank": 6.0}, {"attention_samples": [9.0, 11.0, 8.0, 12.0, 10.0, 9.0, 11.0, 10.0]})
+    history.write(Record(50, {"attn": layer}))
+    (found,) = json.loads(run("allocate", tmp_path, "--keys", 64, "--json").stdout)
+    assert (found["layer"], found["num_heads"], found["step"]) == ("attn", 8, 50)
+    assert (found["best_head_dim"] is None) == (found["reason"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["audit", "no/such/place"], "There is no file or folder `no/such/place`"),
+        (["audit"], "Missing argument 'MODEL'"),
+        (["audit", "x", "--jsn"], "Did you mean '--json'?"),
+        (["audti"], "No such command 'audti'"),
+        (["alerts", "no/such/run"], "There is no file or folder `no/such/run`"),
+        (["alerts", ".", "--since", "-3"], "-3 is not in the range"),
+        (["report", "no/such/run"], "There is no file or folder"),
+        (["replay", "{run}", "--threshold", "pair"], "`--threshold pair` cannot be read"),
+        (["replay", "{run}", "--threshold", "pair=much"], "has no number after the sign"),
+        (["replay", "{run}", "--threshold", "pear=0.9"], "Did you mean 'pair'?"),
+        (["replay", "{run}", "--threshold", "pair=2"], "must lie between 0 and 1"),
+        (["watch", "{run}", "--interval", "0"], "must be positive"),
+        (["compare", "{run}", f"{__name__}:healthy"], "is a run and"),
+        (["audit", f"{__name__}:healthy", "--include", "nothing.*"], "matches no attention layer"),
+    ],
+)
+def test_an_error_is_one_line_that_says_what_to_write(bad_run, words, said):
+    shown = run(*(word.replace("{run}", str(bad_run)) for word in words))
+    assert shown.exit_code == 2
+    assert said in shown.stderr
+    assert len(shown.stderr.splitlines()) == 1
+    assert shown.stdout == ""
+
+
+def test_a_folder_with_several_runs_is_not_chosen_from(bad_run, good_run, tmp_path):
+    for name in ("a", "b"):
+        History(tmp_path / name / "hdi" / "history.jsonl").begin(0, [])
+    shown = run("alerts", tmp_path)
+    assert shown.exit_code == 2
+    assert "holds 2 histories" in shown.stderr
+
+
+@pytest.mark.parametrize(("missing", "words"), [("rich", ["alerts", "{run}"]), ("plotly", ["report", "{run}"])])
+def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch, bad_run, missing, words):
+    for module in [name for name in sys.modules if name.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, missing, None)
+    shown = run(*(word.replace("{run}", str(bad_run)) for word in words))
+    assert shown.exit_code == 2
+    assert "pip install 'hdi-callback[reports]'" in shown.stderr
+    assert len(shown.stderr.splitlines()) == 1
+
+
+def test_json_needs_no_table_library(monkeypatch, bad_run):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert run("alerts", bad_run, "--json").exit_code == 1
+
+
+def test_the_program_works_from_a_shell(bad_run, root):
+    command = [sys.executable, "-m", "hdi_callback"]
+    done = subprocess.run([*command, "alerts", str(bad_run)], capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 1
+    assert "1 alert stands: model.blocks.2.attn: heads 1 and 3" in done.stdout
+    wrong = subprocess.run([*command, "alerts", "nowhere"], capture_output=True, text=True, cwd=root, check=False)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("hdi: There is no file or folder `nowhere`")
+    assert "Traceback" not in wrong.stderr
+
+
+def test_the_script_of_the_package_is_the_same_program(root):
+    text = (root / "pyproject.toml").read_text()
+    assert '[project.scripts]\nhdi = "hdi_callback.command:main"' in text
