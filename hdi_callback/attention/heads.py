@@ -486,6 +486,7 @@ class HeadPieces:
         return next((why for piece in self.pieces if (why := piece.contradiction(is_output)) is not None), None)
 
 
+Evidence = Literal["layout", "trace", "trial", "forward", "names"]
 HeadWeight: TypeAlias = HeadSlice | HeadProduct | HeadPieces
 
 
@@ -506,6 +507,9 @@ class AttentionLayer:
             convolution, ``(batch, H * d_v, ...)``, and which is really called; `None` if there is none to watch.
         normed: roles whose features go through a norm before attention.
         left_out: what the layer's attention has beside the heads that are read, in words; ``""`` if they are all.
+        evidence: what the claim rests on. ``"layout"``: code that is known, torch's own or a layout that a user
+            registered; ``"trace"``: a traced run of a copy; ``"trial"``: what changes in a copy change; ``"forward"``:
+            what attention received in a real forward; ``"names"``: names and shapes alone.
     """
 
     name: str
@@ -519,6 +523,12 @@ class AttentionLayer:
     output_projection: nn.Module | None = field(default=None, repr=False)
     normed: frozenset[Role] = field(default=frozenset(), repr=False)
     left_out: str = ""
+    evidence: Evidence = "layout"
+
+    @property
+    def is_established(self) -> bool:
+        """Whether the heads were seen to be these; names and shapes alone only propose them."""
+        return self.evidence != "names"
 
     def weight(self, role: Role) -> Tensor:
         """Read the weight of a role, head by head.
@@ -565,6 +575,19 @@ class AttentionLayer:
         }
 
 
+class RefusedError(UnsupportedAttentionError):
+    """The heads of a module cannot be established.
+
+    Args:
+        reason: why, as a clause such as "its heads mix".
+        remedy: what to write instead, if there is more to say than the usual.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
 def check_layer(layer: AttentionLayer) -> AttentionLayer:
     """Check that what a layout claims holds together in itself.
 
@@ -575,13 +598,11 @@ def check_layer(layer: AttentionLayer) -> AttentionLayer:
         The same layer.
 
     Raises:
-        UnsupportedAttentionError: if counts, widths and the shapes of the weights contradict each other.
+        RefusedError: if counts, widths and the shapes of the weights contradict each other.
     """
     contradiction = _contradiction(layer)
     if contradiction is not None:
-        where = f"`{layer.name}` ({type(layer.module).__name__}, {layer.kind})"
-        remedy = f"Describe it with `register_layout`, or skip it with exclude=[{layer.name!r}]."
-        raise UnsupportedAttentionError(f"The heads of {where} cannot be told apart: {contradiction}. {remedy}")
+        raise RefusedError(contradiction)
     return layer
 
 

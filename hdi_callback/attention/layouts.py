@@ -1,137 +1,57 @@
-"""How families of modules keep their heads.
-
-A layout is a function from a place in a model to an `AttentionLayer`, to `None` (not mine), or to a refusal
-(`UnsupportedAttentionError`). Layouts are asked in order, those of the user first.
+"""Heads by the names of projections and by trials, where a traced run decides nothing.
 
 The heads are never guessed. A count comes from the module's own attributes (or its own config), and every shape has to
-agree with it. A module with parts that a layout does not know is refused, for they may change what the heads receive.
+agree with it. A module with parts that are not known here is refused, for they may change what the heads receive.
 A trial forward (`trial.py`) has the last word: what it contradicts is refused, and the order of rows in a fused
-projection counts as known only where it is seen there. What is refused here, `finder.py` may find by behaviour.
+projection counts as known only where it is seen there. Where no trial can be made, separate projections are proposed
+by names alone, which establishes nothing (`AttentionLayer.evidence`). What is refused here, `finder.py` may find.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from torch import nn
 
-from hdi_callback.arguments import shown
 from hdi_callback.attention import projections
 from hdi_callback.attention.behaviour.finder import find_heads
 from hdi_callback.attention.behaviour.probe import MadeUp, ways_to_run
-from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scores
+from hdi_callback.attention.behaviour.received import find_by_scores
 from hdi_callback.attention.behaviour.trial import acts_as_claimed
-from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role, check_layer
-from hdi_callback.attention.hooks import has_own_forward
+from hdi_callback.attention.conventions import FUSED_NAMES, ROLE_NAMES
+from hdi_callback.attention.heads import AttentionLayer, Evidence, HeadSlice, RefusedError, Role, check_layer
 from hdi_callback.attention.norms import with_norms
 from hdi_callback.attention.projections import is_linear
-from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
+from hdi_callback.attention.registry import Place
 
 
-@dataclass(frozen=True)
-class Place:
-    """A module and where it stands in the model.
+class SeenError(RefusedError):
+    """A reason that rests on what was seen, and on no name."""
 
-    Attributes:
-        name: dotted path.
-        module: the module.
-        parent: the module that holds it, `None` for the model itself.
-    """
-
-    name: str
-    module: nn.Module
-    parent: nn.Module | None = None
-
-    def refuse(self, reason: str, remedy: str = "") -> UnsupportedAttentionError:
-        """Make the error that says why this module is left out, and what to do.
-
-        Args:
-            reason: why its heads cannot be established.
-            remedy: what to write instead, if there is more to say than the usual.
-
-        Returns:
-            The error, to be raised.
-        """
-        usual = f"Describe it with `register_layout`, or skip it with exclude=[{self.name!r}]."
-        where = f"`{self.name}` ({type(self.module).__name__})"
-        return UnsupportedAttentionError(f"The heads of {where} cannot be told apart: {reason}. {remedy or usual}")
-
-
-Layout = Callable[[Place], AttentionLayer | None]
 
 _MOST_WAYS = 16  # to look at the scores of a module with inputs that are made up
 
-_REGISTERED: list[tuple[type[nn.Module], Layout]] = []
 
-
-def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any], AttentionLayer]) -> None:
-    """Teach the package how modules of one class keep their heads.
-
-    Args:
-        module_type: the class; subclasses are described in the same way.
-        describe: takes the dotted path and the module to an `AttentionLayer`.
-
-    Raises:
-        MisconfigurationError: if the one is no class of modules, or the other no function.
-
-    Example:
-        >>> from hdi_callback import find_attention
-        >>> class Mine(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.mix = nn.Linear(32, 96)  # all heads' queries, then keys, then values
-        ...         self.back = nn.Linear(32, 32)
-        >>> def describe(name, module):
-        ...     return AttentionLayer(
-        ...         name, module, num_heads=4, num_key_heads=4, head_dim=8, value_dim=8, kind="mine",
-        ...         slices={"key": HeadSlice(module, "mix.weight", heads=4, width=8, start=32),
-        ...                 "output": HeadSlice(module, "back.weight", heads=4, width=8)},
-        ...         output_projection=module.back)
-        >>> register_layout(Mine, describe)
-        >>> [tuple(layer.weight("key").shape) for layer in find_attention(nn.Sequential(Mine()))]
-        [(4, 8, 32)]
-    """
-    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
-        raise MisconfigurationError(
-            f"`module_type` must be a class of modules, got {shown(module_type)}: write type(model.blocks[0].attn)."
-        )
-    if not callable(describe):
-        raise MisconfigurationError(
-            f"`describe` must be a function of a name and a module that gives an AttentionLayer, got {shown(describe)}."
-        )
-
-    def layout(place: Place) -> AttentionLayer:
-        layer = describe(place.name, place.module)
-        if not isinstance(layer, AttentionLayer):
-            raise place.refuse(
-                f"the layout that is registered for {module_type.__name__} gives {shown(layer)}",
-                "Let it give an AttentionLayer.",
-            )
-        return layer
-
-    _REGISTERED.insert(0, (module_type, layout))
-
-
-def describe_attention(place: Place) -> AttentionLayer | None:
-    """Ask every layout for a module.
+def described_by_names(place: Place) -> AttentionLayer | None:
+    """Ask whether names and shapes are those of a module of separate projections, or of one for all.
 
     Args:
         place: the module and where it stands.
 
     Returns:
-        The layer; `None` if the module is no attention that any layout knows.
+        The layer, its evidence a trial, or names alone where none could be made; `None` if names say nothing.
 
     Raises:
-        UnsupportedAttentionError: if it is attention, and its heads cannot be established.
+        RefusedError: if it has the names of attention, and its heads cannot be established.
     """
-    for layout in (*_registered(place), torch_attention, fused_projection, separate_projections):
+    for layout in (fused_projection, separate_projections):
         layer = layout(place)
         if layer is not None:
-            return check_layer(layer if _registered(place) else with_norms(layer))
+            return check_layer(with_norms(layer))
     return None
 
 
@@ -148,13 +68,11 @@ def found_by_behaviour(place: Place, ways: Sequence[MadeUp] | None = None) -> At
     Raises:
         NoHeadsError: if the module does not act as attention, could not be run, or has a layout of the user's own.
     """
-    if _registered(place):
-        raise NoHeadsError
     by_token = None if ways is None else [way for way in ways if not way.is_whole]
     layer = None if by_token == [] else find_heads(place.name, place.module, by_token)
     if layer is None:
         layer = find_by_scores(place.name, place.module, ways or islice(ways_to_run(place.module), _MOST_WAYS))
-    layer = with_norms(layer)
+    layer = replace(with_norms(layer), evidence="trial" if ways is None else "forward")
     if layer.output_projection is not None:
         return layer
     output = _output_projection(place)
@@ -183,53 +101,8 @@ def found_alike(place: Place, other: AttentionLayer) -> AttentionLayer | None:
     return layer if acts_as_claimed(layer) else None
 
 
-def _registered(place: Place) -> list[Layout]:
-    return [layout for kind, layout in _REGISTERED if isinstance(place.module, kind)]
-
-
-# --- torch's own attention
-
-
-def torch_attention(place: Place) -> AttentionLayer | None:
-    """`nn.MultiheadAttention`: its input projection packed, or in three parameters when key or value widths differ."""
-    module = place.module
-    if not isinstance(module, nn.MultiheadAttention):
-        return None
-    around = place.parent
-    if getattr(around, "base_layer", None) is module:
-        name = f"{type(around).__name__} of {type(around).__module__.partition('.')[0]}"
-        raise place.refuse(f"the {name} around it changes its weights within each forward")
-    if type(module).forward is not nn.MultiheadAttention.forward or has_own_forward(module):
-        raise place.refuse("it is an `nn.MultiheadAttention` with a forward of its own")
-    reason = projections.objection(module.out_proj)
-    if reason is not None:
-        raise place.refuse(f"its `out_proj` is {reason}")
-    H, width = module.num_heads, module.head_dim
-    starts = {"query": 0, "key": module.embed_dim, "value": 2 * module.embed_dim}
-    packed = module._qkv_same_embed_dim
-    slices: dict[Role, HeadSlice] = {}
-    roles: tuple[Role, ...] = ("query", "key", "value")
-    for role in roles:
-        if packed:
-            slices[role] = HeadSlice(module, "in_proj_weight", H, width, starts[role])
-        else:
-            slices[role] = HeadSlice(module, f"{role[0]}_proj_weight", H, width)
-    slices["output"] = HeadSlice(module, "out_proj.weight", H, width)
-    kind = "nn.MultiheadAttention, packed" if packed else "nn.MultiheadAttention, separate"
-    return AttentionLayer(place.name, module, H, H, width, width, kind, slices)
-
-
 # --- one linear map per role
 
-_NAMES: dict[Role, tuple[str, ...]] = {
-    "query": ("q_proj", "query", "q", "q_lin", "query_proj", "Wq", "wq", "W_q", "w_q", "to_q", "q_linear", "linear_q"),
-    "key": ("k_proj", "key", "k", "k_lin", "key_proj", "Wk", "wk", "W_k", "w_k", "to_k", "k_linear", "linear_k"),
-    "value": ("v_proj", "value", "v", "v_lin", "value_proj", "Wv", "wv", "W_v", "w_v", "to_v", "v_linear", "linear_v"),
-    "output": (
-        "out_proj", "o_proj", "o", "out_lin", "output_proj", "Wo", "wo", "W_o", "w_o", "to_out", "out_linear",
-        "linear_out", "linear_o", "c_proj", "proj", "dense", "out", "projection",
-    ),
-}  # fmt: skip
 _HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads", "num_head", "nheads", "n_h")
 _KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_heads")
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_k", "key_value_proj_dim")
@@ -243,7 +116,7 @@ _HARMLESS_NAMES = re.compile(
 
 def separate_projections(place: Place) -> AttentionLayer | None:
     """One linear map for the queries, one for the keys, one for the values, under any of the usual names."""
-    inputs = {role: _child(place, _NAMES[role]) for role in ("query", "key", "value")}
+    inputs = {role: _child(place, ROLE_NAMES[role]) for role in ("query", "key", "value")}
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     if query is None or key is None or value is None:
         return None
@@ -263,21 +136,20 @@ def separate_projections(place: Place) -> AttentionLayer | None:
     layer = _with_output(place, slices, output, H, G, width, value_dim, _kind("separate", [query, key, value]))
     is_as_claimed = acts_as_claimed(layer)  # names and shapes carry the claim where no trial can be made
     if is_as_claimed is False:
-        raise place.refuse("a trial forward shows that its heads are not the blocks of rows that its shapes suggest")
+        raise SeenError("a trial forward shows that its heads are not the blocks of rows that its shapes suggest")
     if doubts and is_as_claimed is None:
-        raise place.refuse(f"{doubts[0]}, and which of them holds could not be seen in a trial forward")
-    return layer
+        raise RefusedError(f"{doubts[0]}, and which of them holds could not be seen in a trial forward")
+    evidence: Evidence = "names" if is_as_claimed is None else "trial"
+    return replace(layer, evidence=evidence)
 
 
 # --- one linear map for all
-
-_FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj", "query_key_value", "qkv_linear")
 
 
 def fused_projection(place: Place) -> AttentionLayer | None:
     """One linear map whose rows are all queries, then all keys, then all values."""
     module = place.module
-    fused = _child(place, _FUSED_NAMES)
+    fused = _child(place, FUSED_NAMES)
     if fused is None or not _may_have_heads(place):
         return None
     output = _output_projection(place)
@@ -290,10 +162,10 @@ def fused_projection(place: Place) -> AttentionLayer | None:
         width = claimed_width
         G = _key_head_count(place, H, width, None, doubts)
         if rows != (H + 2 * G) * width:
-            raise place.refuse(f"its fused projection has {rows} rows, which is not ({H} + 2 x {G}) heads x {width}")
+            raise RefusedError(f"its fused projection has {rows} rows, which is not ({H} + 2 x {G}) heads x {width}")
     else:
         if rows % (3 * H):
-            raise place.refuse(f"its fused projection has {rows} rows, which is not 3 x {H} heads x a whole width")
+            raise RefusedError(f"its fused projection has {rows} rows, which is not 3 x {H} heads x a whole width")
         G, width = H, rows // (3 * H)
     slices: dict[Role, HeadSlice] = {
         "query": fused.slice(H, width),
@@ -303,14 +175,14 @@ def fused_projection(place: Place) -> AttentionLayer | None:
     layer = _with_output(place, slices, output, H, G, width, width, _kind("fused", [fused]))
     is_as_claimed = acts_as_claimed(layer)
     if is_as_claimed is None:
-        raise place.refuse(
+        raise RefusedError(
             "in which order the rows of its fused projection are used could not be seen in a trial forward"
         )
     if not is_as_claimed:
-        raise place.refuse(
+        raise SeenError(
             "a trial forward shows that its fused projection does not hold all queries, then all keys, then all values"
         )
-    return layer
+    return replace(layer, evidence="trial")
 
 
 # --- evidence
@@ -355,7 +227,7 @@ def _readable(place: Place, linear: _Linear) -> _Linear:
     """Refuse a linear map whose matrix cannot be read."""
     reason = projections.objection(linear.module)
     if reason is not None:
-        raise place.refuse(f"its projection `{linear.path}` is {reason}")
+        raise SeenError(f"its projection `{linear.path}` is {reason}")
     return linear
 
 
@@ -367,7 +239,7 @@ def _output_projection(place: Place) -> _Linear | None:
     """Find the output projection: a child, the first of a `to_out` sequence, or BERT's dense layer beside `self`."""
     module = place.module
     found = []
-    for name in _NAMES["output"]:
+    for name in ROLE_NAMES["output"]:
         path, child = name, _read(module, name)
         if isinstance(child, nn.Sequential) and len(child) > 0:
             path, child = f"{name}.0", child[0]
@@ -394,10 +266,10 @@ def _refuse_unknown_parts(place: Place, known: list[_Linear | None]) -> None:
         if any(id(part) in named for part in parts) or isinstance(child, _HARMLESS) or _HARMLESS_NAMES.search(name):
             continue
         if next(child.parameters(), None) is not None:
-            raise place.refuse(f"its part `{name}` ({type(child).__name__}) may change what its heads receive")
+            raise RefusedError(f"its part `{name}` ({type(child).__name__}) may change what its heads receive")
     for name, _ in place.module.named_parameters(recurse=False):
         if not _HARMLESS_NAMES.search(name):
-            raise place.refuse(f"its parameter `{name}` may change what its heads receive")
+            raise RefusedError(f"its parameter `{name}` may change what its heads receive")
 
 
 def _read(owner: Any, name: str) -> Any:
@@ -428,11 +300,11 @@ def _head_count(place: Place, doubts: list[str]) -> int:
     """Establish the number of heads from attributes or the config; what contradicts it is in doubt."""
     own = _claims(place.module, _HEAD_COUNTS)
     if len(set(own.values())) > 1:
-        raise place.refuse(f"it names several numbers of heads ({_listed(own)})")
+        raise RefusedError(f"it names several numbers of heads ({_listed(own)})")
     config = _claims(_read(place.module, "config"), ("num_attention_heads",))
     count = next(iter({**own, **config}.values() if not own else own.values()), None)
     if count is None or count < 1:
-        raise place.refuse(f"it does not say how many heads it has (looked for {', '.join(_HEAD_COUNTS)})")
+        raise RefusedError(f"it does not say how many heads it has (looked for {', '.join(_HEAD_COUNTS)})")
     if any(value != count for value in config.values()):
         doubts.append(f"it names {count} heads, and its config {next(iter(config.values()))}")
     return count
@@ -446,15 +318,15 @@ def _key_head_count(place: Place, H: int, width: int, features: int | None, doub
     told = [*own.values(), *config.values(), *(H // count for count in groups.values() if count > 0 and H % count == 0)]
     if features is None:
         if not told:
-            raise place.refuse("it does not say how many key heads it has")
+            raise RefusedError("it does not say how many key heads it has")
         G = told[0]
     elif features % width:
-        raise place.refuse(f"its key projection has {features} rows, which is not a number of heads of width {width}")
+        raise RefusedError(f"its key projection has {features} rows, which is not a number of heads of width {width}")
     else:
         G = features // width
         if G != H and G not in told:
             names = f"it names {told[0]}" if told else "it names none"
-            raise place.refuse(f"its key projection has rows for {G} heads of width {width}, but {names}")
+            raise RefusedError(f"its key projection has rows for {G} heads of width {width}, but {names}")
     if any(count != G for count in told):
         doubts.append(f"it has {G} key heads by its rows, and {_listed({**config, **groups, **own})}")
     return G
@@ -466,14 +338,14 @@ def _listed(claims: dict[str, int]) -> str:
 
 def _even(place: Place, role: str, features: int, heads: int) -> int:
     if features % heads:
-        raise place.refuse(f"its {role} projection has {features} rows, which {heads} heads do not divide")
+        raise RefusedError(f"its {role} projection has {features} rows, which {heads} heads do not divide")
     return features // heads
 
 
 def _agree(place: Place, width: int, H: int) -> None:
     claimed = _width_attribute(place.module)
     if claimed is not None and claimed != width:
-        raise place.refuse(f"it names a head width of {claimed}, but its query projection has {H} heads x {width}")
+        raise RefusedError(f"it names a head width of {claimed}, but its query projection has {H} heads x {width}")
 
 
 def _with_output(
@@ -490,7 +362,7 @@ def _with_output(
     if output is not None:
         received, _ = output.features
         if received != H * value_dim:
-            raise place.refuse(f"its output projection takes {received} features, expected {H} heads x {value_dim}")
+            raise RefusedError(f"its output projection takes {received} features, expected {H} heads x {value_dim}")
         slices["output"] = output.slice(H, value_dim)
     return AttentionLayer(
         place.name, place.module, H, G, width, value_dim, kind, slices, None if output is None else output.module

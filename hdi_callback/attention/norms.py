@@ -37,17 +37,19 @@ def with_norms(layer: AttentionLayer) -> AttentionLayer:
         The layer, its slices centred where the module centres.
     """
     slices: dict[Role, HeadWeight] = dict(layer.slices)
+    normed = set(layer.normed)
     for role in _NAMES:
         norm = _norm_behind(layer, role)
         if role not in slices or norm is None:
             continue
+        normed.add(role)
         part = slices[role]
         centring = _centring(norm, part.heads, part.width)
         if centring and isinstance(part, HeadProduct):
             slices[role] = replace(part, outer=replace(part.outer, centring=centring))
         elif centring and isinstance(part, HeadSlice):
             slices[role] = replace(part, centring=centring)
-    return replace(layer, slices=slices)
+    return replace(layer, slices=slices, normed=frozenset(normed))
 
 
 def is_normed(layer: AttentionLayer, role: Role) -> bool:
@@ -58,9 +60,9 @@ def is_normed(layer: AttentionLayer, role: Role) -> bool:
         role: ``"query"``, ``"key"`` or ``"value"``.
 
     Returns:
-        True if its module has a norm that is called after that role.
+        True if what the projection gives is scaled token by token before attention receives it.
     """
-    return _norm_behind(layer, role) is not None
+    return role in layer.normed
 
 
 def _norm_behind(layer: AttentionLayer, role: Role) -> nn.Module | None:

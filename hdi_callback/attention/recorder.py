@@ -59,6 +59,8 @@ class Recorder(Hooks, Generic[Kept]):
 
     def _install(self) -> Iterator[Handle]:
         for name, module in self._modules.items():
+            if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                continue
             yield from observe_calls(module, self._hook(name), eager_only=True)
 
     def _hook(self, name: str) -> Any:

@@ -45,7 +45,7 @@ def is_wrapper(module: nn.Module) -> bool:
     Returns:
         True for what `torch.compile`, FSDP, activation checkpointing and Fabric put around a module.
     """
-    return any(isinstance(module._modules.get(name), nn.Module) for name in _INFIXES)
+    return any(isinstance(getattr(module, name, None), nn.Module) for name in _INFIXES)
 
 
 def users_name(name: str) -> str:

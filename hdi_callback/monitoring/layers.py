@@ -254,9 +254,10 @@ class WatchedLayers:
 
 
 def _uncountable(layer: AttentionLayer) -> Refusal:
-    message = (
-        f"The heads of `{layer.name}` ({type(layer.module).__name__}) cannot be told apart: its projections are split "
-        "over ranks, and it does not say how wide a head is, so that its number of heads may be that of one rank. Give "
-        f"it an attribute `head_dim`, or skip it with exclude=[{layer.name!r}]."
+    return Refusal(
+        layer.name,
+        type(layer.module).__name__,
+        "its projections are split over ranks, and it does not say how wide a head is, so that its number of heads may "
+        "be that of one rank",
+        f"Give it an attribute `head_dim`, or skip it with exclude=[{layer.name!r}].",
     )
-    return Refusal(layer.name, type(layer.module).__name__, message)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, register_layout, survey
-from hdi_callback.attention import layouts as layouts_module
+from hdi_callback.attention import registry as known
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
@@ -414,7 +414,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(argument):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(layouts_module, "_REGISTERED", [])
+    monkeypatch.setattr(known, "_REGISTERED", [])
 
 
 def describe(name: str, module: by_hand.Interleaved) -> AttentionLayer:

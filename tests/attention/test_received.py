@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
-from hdi_callback.attention.behaviour.check import HeadCheck
 from hdi_callback.attention.behaviour.given import given
-from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scores
 from hdi_callback.attention.behaviour.trial import contradiction
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.runtime import HeadCheck
+from hdi_callback.attention.trace.layers import Found, layers_in
+from hdi_callback.attention.trace.run import Traceable
 
 pytestmark = pytest.mark.slow  # `make slow` runs these
 
@@ -23,11 +24,14 @@ H, D = 4, 8
 WIDTH = H * D
 
 
+def read(module: nn.Module, *args: Any) -> list[Found]:
+    return layers_in(Traceable(module), args, {})[1]
+
+
 def find(module: nn.Module, *args: Any) -> AttentionLayer | None:
-    try:
-        return find_by_scores("one", module, given(module, args, {}, is_whole=True))
-    except NoHeadsError:
-        return None
+    found = read(module, *args)
+    assert len(found) < 2
+    return found[0].layer if found else None
 
 
 def rows_of(layer: AttentionLayer, role: Any) -> tuple[str, list[list[int]]]:
@@ -332,8 +336,8 @@ def test_keys_and_values_of_several_tokens_by_the_same_rows(kind: type[nn.Module
 def test_keys_that_mix_heads_over_several_tokens_are_refused() -> None:
     module = Smeared()
     module.smear = nn.Conv1d(WIDTH, WIDTH, 4, padding=3)
-    with pytest.raises(NoHeadsError, match="share features"):
-        find_by_scores("one", module, given(module, (torch.randn(3, 7, WIDTH),), {}, is_whole=True))
+    (found,) = read(module, torch.randn(3, 7, WIDTH))
+    assert "share features" in found.reason
 
 
 # --- what must not be taken for heads
@@ -459,26 +463,45 @@ class Fed(Plain):
     ("kind", "inputs", "reason"),
     [
         (SummedKeys, 2, "sums of what `b` and `e` give"),
-        (TalkingHeads, 1, "heads that mix"),
-        (TalkingAfterwards, 1, "mixed or normed before it reaches"),
-        (Differential, 1, "heads share features|mixed"),
-        (OverFeatures, 1, "not those of tokens"),
+        (TalkingHeads, 1, "heads mix"),
+        (TalkingAfterwards, 1, "heads mix"),
+        (Differential, 1, "made of several softmaxes"),
+        (OverFeatures, 1, "features, not of tokens"),
         (Activated, 1, "lies an activation"),
-        (Exclusive, 1, "no averages of their values|not those of one value map|mixed or normed"),
-        (BothWays, 2, "more than one attention"),
-        (Twice, 1, "more than one attention"),
-        (TwoSources, 2, "share features"),
-        (Routed, 1, "^$|tokens"),
-        (Fed, 1, "is given what another one makes"),
+        (Exclusive, 1, "mixed or normed"),
     ],
 )
 def test_what_has_no_heads_of_its_own_is_refused_with_what_was_seen(
     kind: type[nn.Module], inputs: int, reason: str
 ) -> None:
     assert find(Plain(), torch.randn(3, 7, WIDTH)) is not None
-    module, args = kind(), tuple(torch.randn(3, 7, WIDTH) for _ in range(inputs))
-    with pytest.raises(NoHeadsError, match=reason):
-        find_by_scores("one", module, given(module, args, {}, is_whole=True))
+    (found,) = read(kind(), *(torch.randn(3, 7, WIDTH) for _ in range(inputs)))
+    assert found.layer is None
+    assert reason in found.reason
+
+
+def test_a_router_is_no_attention() -> None:
+    assert read(Routed(), torch.randn(3, 7, WIDTH)) == []
+
+
+def test_several_attentions_are_several_layers() -> None:
+    x, y = torch.randn(3, 7, WIDTH), torch.randn(3, 7, WIDTH)
+    both = [one.layer for one in read(BothWays(), x, y)]
+    assert [rows_of(layer, "key")[0] for layer in both] == ["b.weight", "a.weight"]
+    assert [rows_of(layer, "output")[0] for layer in both] == ["d.weight", "f.weight"]
+    assert [one.path for one in read(Twice(), x)] == ["one", "other"]
+    added = [one.layer for one in read(TwoSources(), x, y)]
+    assert [rows_of(layer, "key")[0] for layer in added] == ["b.weight", "e.weight"]
+    assert [layer.output_projection for layer in added] == [None, None], "it is given the sum of both"
+
+
+def test_keys_of_keys_are_the_product_of_both_maps() -> None:
+    module = Fed()
+    layer = find(module, torch.randn(3, 7, WIDTH))
+    assert layer is not None
+    expected = (module.b.weight @ module.c.weight).view(H, D, WIDTH)
+    assert torch.allclose(layer.weight("key"), expected, atol=1e-5)
+    assert torch.equal(layer.weight("value"), module.c.weight.view(H, D, WIDTH))
 
 
 def test_the_reason_is_in_the_refusal() -> None:
@@ -491,20 +514,21 @@ def test_the_reason_is_in_the_refusal() -> None:
     assert refusal.reason == "its keys are sums of what `b` and `e` give"
 
 
-def test_a_single_head_is_not_read() -> None:
+def test_a_single_head_is_a_layer_of_one() -> None:
     class One(Plain):
         def forward(self, x: Tensor) -> Tensor:
             return self.d(self.attend(self.a(x), self.b(x), self.c(x)))
 
-    assert find(One(), torch.randn(3, 7, WIDTH)) is None
+    layer = find(One(), torch.randn(3, 7, WIDTH))
+    assert layer is not None
+    assert (layer.num_heads, layer.head_dim) == (1, WIDTH)
 
 
 def test_the_module_the_random_state_and_the_inputs_are_not_touched() -> None:
     module, x = WindowAttention(), torch.randn(3, 4, 4, WIDTH)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    ways = given(module, (x,), {}, is_whole=True)
     kept, state = x.clone(), torch.get_rng_state()
-    assert find_by_scores("one", module, ways) is not None
+    assert find(module, x) is not None
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x, kept)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

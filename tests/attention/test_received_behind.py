@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdi_callback.attention.behaviour.given import given
-from hdi_callback.attention.behaviour.received import NoHeadsError, find_by_scores
-from tests.attention.test_received import WIDTH, D, H, Plain, blocks, find, joined, rows_of, split
+from tests.attention.test_received import WIDTH, D, H, Plain, blocks, find, joined, read, rows_of, split
 
 pytestmark = pytest.mark.slow  # `make slow` runs these
 
@@ -143,5 +141,5 @@ class ReturnsInterleaved(Plain):
 
 def test_what_comes_back_in_another_order_is_refused_as_a_projection_beside_it_would_be_read_wrong():
     module = ReturnsInterleaved()
-    with pytest.raises(NoHeadsError, match="do not lie side by side in what it returns"):
-        find_by_scores("one", module, given(module, (torch.randn(3, 6, WIDTH),), {}, is_whole=True))
+    (found,) = read(module, torch.randn(3, 6, WIDTH))
+    assert "do not lie side by side in what it returns" in found.reason

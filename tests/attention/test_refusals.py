@@ -15,25 +15,25 @@ from tests.attention import models as by_hand
 from tests.attention.models import D
 from tests.attention.test_layouts import SMALL
 
+NOT_RUN = "it could not be run with inputs that are made up"
 LOOK_ALIKES = {
-    by_hand.InterleavedByEinops: "could not be seen in a trial forward",
-    by_hand.Differential: "its parameter `lambda_q1` may change what its heads receive",
-    by_hand.KnockingHeads: "its part `knock` (Linear) may change what its heads receive",
-    by_hand.SaysNothing: "it does not say how many heads it has",
-    by_hand.ContradictsItself: "it names several numbers of heads (num_heads=4, n_heads=8)",
-    by_hand.Contradicts: "it names a head width of 16, but its query projection has 4 heads x 8",
-    by_hand.DoesNotDivide: "its query projection has 32 rows, which 5 heads do not divide",
-    by_hand.TooFewKeys: "its key projection has rows for 2 heads of width 8, but it names none",
-    by_hand.OddOutput: "its output projection takes 64 features, expected 4 heads x 8",
-    by_hand.OverChannels: "its scores are not those of tokens",
-    by_hand.KeysMixed: "its heads share features",
-    by_hand.KeysRolled: "the features of the heads lie in no regular order in its projection `k_proj`",
-    by_hand.ValuesSquashed: "not those of one value map",
-    by_hand.KeysIgnored: "its heads are not the blocks of rows that its shapes suggest",
-    by_hand.DifferentialByConstant: "mixed or normed before it reaches the output projection",
+    by_hand.InterleavedByEinops: NOT_RUN,
+    by_hand.Differential: NOT_RUN,
+    by_hand.KnockingHeads: NOT_RUN,
+    by_hand.SaysNothing: NOT_RUN,
+    by_hand.ContradictsItself: NOT_RUN,
+    by_hand.Contradicts: NOT_RUN,
+    by_hand.DoesNotDivide: NOT_RUN,
+    by_hand.TooFewKeys: NOT_RUN,
+    by_hand.OddOutput: NOT_RUN,
+    by_hand.OverChannels: "its keys are those of features, not of tokens",
+    by_hand.KeysMixed: "its key heads share features, or mix: each depends on 32 of `k_proj`",
+    by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
+    by_hand.KeysIgnored: "what its scores are made of shows no queries and keys of tokens",
+    by_hand.DifferentialByConstant: "what several heads give is added up before it reaches the output projection",
     by_hand.GroupsTiled: "do not share keys and values in groups side by side",
-    by_hand.LowRankMLA: "none of the known layouts fits its parameters",
-    by_hand.HiddenAttention: "it holds no linear maps or 1x1 convolutions",
+    by_hand.LowRankMLA: NOT_RUN,
+    by_hand.HiddenAttention: NOT_RUN,
 }
 
 
@@ -61,7 +61,8 @@ def test_outputs_that_do_not_lie_side_by_side_are_read_and_not_captured():
 
 
 def test_queries_that_see_other_tokens_are_left_out_of_the_layer():
-    (layer,) = find_attention(nn.ModuleDict({"odd": by_hand.TokensMixed()}))
+    with pytest.warns(UnsupportedAttentionWarning, match="read in part: without the weights of its queries"):
+        (layer,) = find_attention(nn.ModuleDict({"odd": by_hand.TokensMixed()}))
     assert sorted(layer.slices) == ["key", "output", "value"]
     assert layer.slices["key"].index().flatten().tolist() == list(range(D))
 
@@ -76,15 +77,6 @@ REFUSED = {  # and how many layers there are
     ),
     "Longformer, windows": (tf.LongformerConfig(**SMALL | {"sep_token_id": 2}, attention_window=4), 2),
 }  # fmt: skip
-
-
-def test_an_impossible_count_is_refused_with_what_to_do():
-    module = by_hand.Separate()
-    module.num_key_value_heads, module.k_proj, module.v_proj = 3, nn.Linear(D, 24), nn.Linear(D, 24)
-    (refusal,) = survey(nn.Sequential(module)).refused
-    assert "4 heads cannot share 3 key heads evenly" in refusal.reason
-    assert "register_layout" in refusal.message
-    assert "exclude=['0']" in refusal.message
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -30,8 +30,8 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.second, self.third = NeedsTables(), by_hand.NanoGPT(), NeedsTables()
 
-    def forward(self, x):
-        tables = {"scale": torch.ones(1)}
+    def forward(self, batch):
+        x, tables = batch["x"], {"scale": torch.ones(1)}
         return self.third(self.second(self.first(x, tables)), tables)
 
 
@@ -47,7 +47,7 @@ def test_refused_layers_are_found_in_the_first_armed_forward():
         tags = []
         for step in range(2):
             monitor.arm()
-            model(torch.randn(2, 5, D))
+            model({"x": torch.randn(2, 5, D)})
             tags.append(monitor.measure(step).record().scalars(["hdi", "head_correlation"]))
         assert [layer.name for layer in monitor.layers] == ["first", "second", "third"], "in the order of the model"
         assert monitor.refused == ()
@@ -66,7 +66,7 @@ def test_without_the_check_nothing_is_looked_for():
     assert not any("looked at again" in str(warning.message) for warning in told)
     with monitor:
         monitor.arm()
-        model(torch.randn(2, 5, D))
+        model({"x": torch.randn(2, 5, D)})
         monitor.measure(0)
         assert [layer.name for layer in monitor.layers] == ["second"]
 
@@ -77,7 +77,7 @@ class Lit(L.LightningModule):
         self.model = Model()
 
     def training_step(self, batch, batch_idx):
-        return self.model(batch).square().mean()
+        return self.model({"x": batch}).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)

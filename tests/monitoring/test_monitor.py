@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
@@ -145,6 +146,11 @@ def test_a_single_key_head_has_no_index_and_the_reason_is_told():
             self.num_heads, self.num_key_value_heads = 4, 1
             self.q_proj, self.out_proj = nn.Linear(32, 32), nn.Linear(32, 32)
             self.k_proj, self.v_proj = nn.Linear(32, 8), nn.Linear(32, 8)
+
+        def forward(self, x):
+            q, k, v = self.q_proj(x).unflatten(-1, (4, 8)).transpose(1, 2), self.k_proj(x), self.v_proj(x)
+            out = F.scaled_dot_product_attention(q, *(one[:, None].expand(-1, 4, -1, -1) for one in (k, v)))
+            return self.out_proj(out.transpose(1, 2).flatten(2))
 
     with HeadDiversityMonitor(nn.ModuleDict({"attn": MultiQuery()})) as monitor:
         record = monitor.measure(step=0).record()

@@ -36,6 +36,10 @@ class NoHeadsError(Exception):
     """An attention core whose heads cannot be read, and why: a clause about its module, such as "its heads mix"."""
 
 
+class UndecidedError(NoHeadsError):
+    """An attention core that a traced run does not show well enough: another way to look may read it."""
+
+
 # --- what is read of one core
 
 
@@ -134,6 +138,7 @@ class CoreReading:
 
         Raises:
             NoHeadsError: if they cannot be read; without a reason where this is no attention over tokens at all.
+            UndecidedError: if the run does not show them well enough.
         """
         core = self.core
         if not core.scores:
@@ -149,8 +154,8 @@ class CoreReading:
         rows = [(n, where) for n, where in zip(chosen, self.where) if where is not None]
         if not rows:
             if core.weights.shape[-1] < 2:
-                raise NoHeadsError("every query has a single key in what was run, which tells nothing of keys")
-            raise NoHeadsError("what its scores are made of shows no queries and keys of tokens")
+                raise UndecidedError("every query has a single key in what was run, which tells nothing of keys")
+            raise UndecidedError("what its scores are made of shows no queries and keys of tokens")
         product = self._product_of_tokens(rows)
         return self._grouped(rows, product)
 
@@ -206,12 +211,12 @@ class CoreReading:
             if made:
                 candidates.append((number, keys))
         if not candidates:
-            raise NoHeadsError("its keys are made of no projection of tokens")
+            raise UndecidedError("its keys are made of no projection of tokens")
         if len(candidates) > 1:
             kept = [one for one in candidates if self._is_of_columns(n, *one)]
             candidates = kept or candidates
         if len(candidates) > 1:
-            raise NoHeadsError("its scores are sums of several products of queries and keys")
+            raise UndecidedError("its scores are sums of several products of queries and keys")
         return int(candidates[0][0])
 
     def _is_of_columns(self, n: int, number: int, keys: int) -> bool:
@@ -305,6 +310,8 @@ class CoreReading:
         normed = self._check_linear(heads, members, product, places)
         self._order(heads, members, product, places)
         self._centre(heads, members, product, places)
+        if "query" not in heads and of_query:
+            left_out = " and ".join(one for one in (left_out, "the weights of its queries") if one)
         return HeadRows(heads, members, normed, remarks, left_out)
 
     def _leave_out_shared(self, of_heads: dict[Role, list[list[Rows]]], product: int, keys: int) -> bool:
@@ -489,8 +496,9 @@ class CoreReading:
 
     def _spread_keys(self, product: int, place: tuple[int, Tensor, Tensor]) -> list[str]:
         keys, _, at_keys = place
-        alone = self._support(self._side(product, keys), at_keys[:1])
-        is_spread = any(len(alone.positions(leaf)) > 1 for leaf in alone.masks)
+        # The first token has none before it, and the last none behind.
+        ends = (self._support(self._side(product, keys), one) for one in (at_keys[:1], at_keys[-1:]))
+        is_spread = any(len(alone.positions(leaf)) > 1 for alone in ends for leaf in alone.masks)
         return ["keys of several tokens"] if is_spread else []
 
     def _check_widths(self, heads: dict[Role, list[Rows]], product: int, keys: int, *, has_shared: bool) -> None:
@@ -522,7 +530,7 @@ class CoreReading:
         """Refuse an activation between a map and attention; tell roles that a norm scales."""
         runs = self.trace.again
         if any(len(cores) != len(self.trace.cores) for cores in runs):
-            raise NoHeadsError("what it computes depends on the values of its projections")
+            raise UndecidedError("what it computes depends on the values of its projections")
         normed: set[Role] = set()
         n = members[0][0]
         keys, at_query, at_keys = places[n]
@@ -614,7 +622,7 @@ class CoreReading:
                 heads[role] = [_centred(row, centring) for row in rows]
 
 
-class NoRowsError(NoHeadsError):
+class NoRowsError(UndecidedError):
     """A role whose rows no single weight gives."""
 
 

@@ -18,7 +18,15 @@ from hdi_callback.attention import projections
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.cores import Core, cores_of, nodes_between
-from hdi_callback.attention.trace.heads import CoreReading, HeadRows, NoHeadsError, Rows, TracedCores, module_of
+from hdi_callback.attention.trace.heads import (
+    CoreReading,
+    HeadRows,
+    NoHeadsError,
+    Rows,
+    TracedCores,
+    UndecidedError,
+    module_of,
+)
 from hdi_callback.attention.trace.run import Draw, Leaf, Traceable, TracedRun, objection_to
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
 
@@ -42,6 +50,7 @@ class Found:
         reason: why they cannot be read.
         cores: numbers of the cores.
         maps: what queries, keys and values come from.
+        is_undecided: another way to look may read them.
     """
 
     path: str
@@ -49,6 +58,7 @@ class Found:
     reason: str = ""
     cores: tuple[int, ...] = ()
     maps: frozenset[str] = frozenset()
+    is_undecided: bool = False
 
 
 def layers_in(
@@ -93,7 +103,8 @@ def layers_in(
                 if str(error):
                     path = cores[numbers[0]].path
                     reason = str(error).replace(f"`{path}.", "`") if path else str(error)
-                    found.append(Found(path, None, reason, numbers, _maps_of(trace, numbers[0])))
+                    is_undecided = isinstance(error, UndecidedError)
+                    found.append(Found(path, None, reason, numbers, _maps_of(trace, numbers[0]), is_undecided))
     return run, _named_apart(found, name)
 
 
@@ -160,7 +171,7 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     full = ".".join(one for one in (name, path) if one)
     layer = AttentionLayer(
         full, module, H, len(key_rows), len(key_rows[0].features), len(value_rows[0].features), kind, slices,
-        projection, frozenset(heads.normed), heads.left_out,
+        projection, frozenset(heads.normed), heads.left_out, "trace",
     )  # fmt: skip
     return Found(path, layer, "", numbers, _maps_of(trace, numbers[0]))
 

@@ -111,6 +111,8 @@ def _same_heads(mine: Tensor, theirs: Tensor) -> bool:
         return False
     if mine.is_meta:
         return True
+    # A weight that is not finite is no evidence: both read the same parameter.
+    mine, theirs = torch.nan_to_num(mine), torch.nan_to_num(theirs)
     return all(
         torch.equal(*(head.flatten(1)[head.flatten(1).sum(1).argsort()] for head in pair)) for pair in zip(mine, theirs)
     )

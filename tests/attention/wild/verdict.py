@@ -20,6 +20,7 @@ from tests.attention.wild.truth import Case, Core, weight_of
 
 WAYS = ("model", "forward", "training")
 RIGHT, REFUSED, UNTRUE, PART, MISSED, WRONG = "right", "refused", "refused, untrue", "half read", "missed", "wrong"
+_NOT_RUN = "it could not be run with inputs that are made up"
 VERDICTS = (RIGHT, REFUSED, UNTRUE, PART, MISSED, WRONG)
 
 
@@ -58,6 +59,10 @@ def judge(case: Case, way: str, folder: Path | None = None) -> Verdict:
         except Exception as error:
             return Verdict(case.name, way, WRONG, f"it ends with {type(error).__name__}: {error}")
     refusals = [str(one.message) for one in told if issubclass(one.category, UnsupportedAttentionWarning)]
+    if way == "model":  # which is true, and the two other ways must say more
+        told_all = {_reason(one) for one in refusals}
+        if told_all and not layers and all(_NOT_RUN in one for one in told_all):
+            return Verdict(case.name, way, REFUSED, next(iter(told_all)))
     return Verdict(case.name, way, *verdict_of(case, holder.written[0], layers, refusals))
 
 

@@ -516,6 +516,6 @@ def test_heads_that_cannot_be_written_in_place_are_refused_before_training():
 
 def test_heads_whose_values_are_normed_are_refused_before_training():
     model = make("many")
-    model.attn.v_norm = nn.RMSNorm(8, elementwise_affine=False)
+    model.attn.v_proj = nn.Sequential(model.attn.v_proj, nn.RMSNorm(64, elementwise_affine=False))
     with pytest.raises(MisconfigurationError, match="a norm follows its values"):
         ReviveHeads().attach(Open(model))

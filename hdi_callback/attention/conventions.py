@@ -1,0 +1,96 @@
+"""What looks like attention, by names and by the code of its forward.
+
+It says which modules are owed a word if nothing is read of them, and nothing about their heads.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hdi_callback.attention.heads import Role
+from hdi_callback.attention.registry import Place
+
+ROLE_NAMES: dict[Role, tuple[str, ...]] = {
+    "query": ("q_proj", "query", "q", "q_lin", "query_proj", "Wq", "wq", "W_q", "w_q", "to_q", "q_linear", "linear_q"),
+    "key": ("k_proj", "key", "k", "k_lin", "key_proj", "Wk", "wk", "W_k", "w_k", "to_k", "k_linear", "linear_k"),
+    "value": ("v_proj", "value", "v", "v_lin", "value_proj", "Wv", "wv", "W_v", "w_v", "to_v", "v_linear", "linear_v"),
+    "output": (
+        "out_proj", "o_proj", "o", "out_lin", "output_proj", "Wo", "wo", "W_o", "w_o", "to_out", "out_linear",
+        "linear_out", "linear_o", "c_proj", "proj", "dense", "out", "projection",
+    ),
+}  # fmt: skip
+FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj", "query_key_value", "qkv_linear")
+
+_ATTENTION_NAME = re.compile(r"(?i:attention|attn|attend)|MLA$|MHA$|SA$")
+# What the code of attention asks torch for.
+_COMPUTES = frozenset({
+    "scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flex_attention",
+    "flash_attn_varlen_func", "memory_efficient_attention",
+})  # fmt: skip
+_WEIGHS, _MULTIPLIES = (
+    frozenset({"softmax", "Softmax", "sparsemax", "entmax15"}),
+    frozenset({"matmul", "bmm", "einsum"}),
+)
+
+
+def looks_like_attention(place: Place) -> bool:
+    """Tell a module that is called attention, or whose code computes a softmax, and that holds matrices of its own.
+
+    Args:
+        place: the module and where it stands.
+
+    Returns:
+        True if so; a whole model may be called anything.
+    """
+    module = place.module
+    parameters = list(module.parameters())
+    if sum(is_lazy(one) or one.dim() >= 2 for one in parameters) < 2 and not _holds_hidden_maps(module):
+        return False
+    if place.parent is None:
+        return False
+    if _ATTENTION_NAME.search(type(module).__name__) or _has_usual_names(module):
+        return True
+    return any(
+        _computes_attention(part)
+        for part in (module, *(one for one in module.children() if not list(one.parameters())))
+    )
+
+
+def is_called_attention(module: nn.Module) -> bool:
+    """Tell whether the name of a class says that it is attention.
+
+    Args:
+        module: the module.
+
+    Returns:
+        True if so.
+    """
+    return bool(_ATTENTION_NAME.search(type(module).__name__))
+
+
+def _has_usual_names(module: nn.Module) -> bool:
+    roles: tuple[Role, ...] = ("query", "key", "value")
+    names = module._modules
+    is_fused = any(name in names for name in FUSED_NAMES) and any(name in names for name in ROLE_NAMES["output"])
+    return is_fused or all(any(name in names for name in ROLE_NAMES[role]) for role in roles)
+
+
+def _holds_hidden_maps(module: nn.Module) -> bool:
+    """Tell quantised maps, which keep no parameters."""
+    return sum("Linear" in type(part).__name__ and hasattr(part, "in_features") for part in module.modules()) >= 2
+
+
+def _computes_attention(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None:  # compiled, as by torch.jit.script
+        graph = getattr(module, "inlined_graph", None)
+        return any(f"aten::{name}" in str(graph) for name in _COMPUTES | _WEIGHS) if graph is not None else False
+    if type(module).forward is nn.MultiheadAttention.forward or isinstance(module, nn.Softmax):
+        return False
+    names = set(code.co_names)
+    is_product = _MULTIPLIES & names or any(one.argrepr in ("@", "@=") for one in dis.get_instructions(code))
+    return bool(_COMPUTES & names) or bool(_WEIGHS & names and is_product)

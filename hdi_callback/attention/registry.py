@@ -1,0 +1,131 @@
+"""What is known of a module before it is looked at: layouts that users register, and torch's own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hdi_callback.arguments import shown
+from hdi_callback.attention import projections
+from hdi_callback.attention.heads import AttentionLayer, HeadSlice, RefusedError, Role, check_layer
+from hdi_callback.attention.hooks import has_own_forward
+from hdi_callback.errors import MisconfigurationError
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module and where it stands in the model.
+
+    Attributes:
+        name: dotted path.
+        module: the module.
+        parent: the module that holds it, `None` for the model itself.
+    """
+
+    name: str
+    module: nn.Module
+    parent: nn.Module | None = None
+
+
+Layout = Callable[[Place], AttentionLayer | None]
+
+_REGISTERED: list[tuple[type[nn.Module], Layout]] = []
+
+
+def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any], AttentionLayer]) -> None:
+    """Teach the package how modules of one class keep their heads.
+
+    Args:
+        module_type: the class; subclasses are described in the same way.
+        describe: takes the dotted path and the module to an `AttentionLayer`.
+
+    Raises:
+        MisconfigurationError: if the one is no class of modules, or the other no function.
+
+    Example:
+        >>> from hdi_callback import find_attention
+        >>> class Mine(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.mix = nn.Linear(32, 96)  # all heads' queries, then keys, then values
+        ...         self.back = nn.Linear(32, 32)
+        >>> def describe(name, module):
+        ...     return AttentionLayer(
+        ...         name, module, num_heads=4, num_key_heads=4, head_dim=8, value_dim=8, kind="mine",
+        ...         slices={"key": HeadSlice(module, "mix.weight", heads=4, width=8, start=32),
+        ...                 "output": HeadSlice(module, "back.weight", heads=4, width=8)},
+        ...         output_projection=module.back)
+        >>> register_layout(Mine, describe)
+        >>> [tuple(layer.weight("key").shape) for layer in find_attention(nn.Sequential(Mine()))]
+        [(4, 8, 32)]
+    """
+    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
+        raise MisconfigurationError(
+            f"`module_type` must be a class of modules, got {shown(module_type)}: write type(model.blocks[0].attn)."
+        )
+    if not callable(describe):
+        raise MisconfigurationError(
+            f"`describe` must be a function of a name and a module that gives an AttentionLayer, got {shown(describe)}."
+        )
+
+    def layout(place: Place) -> AttentionLayer:
+        layer = describe(place.name, place.module)
+        if not isinstance(layer, AttentionLayer):
+            raise RefusedError(
+                f"the layout that is registered for {module_type.__name__} gives {shown(layer)}",
+                "Let it give an AttentionLayer.",
+            )
+        return layer
+
+    _REGISTERED.insert(0, (module_type, layout))
+
+
+def known_layer(place: Place) -> AttentionLayer | None:
+    """Describe a module that a registered layout, or torch's own code, vouches for.
+
+    Args:
+        place: the module and where it stands.
+
+    Returns:
+        The layer; `None` if nobody does.
+
+    Raises:
+        RefusedError: if the layout contradicts itself, or what it describes cannot be read.
+    """
+    for layout in (*(one for kind, one in _REGISTERED if isinstance(place.module, kind)), torch_attention):
+        layer = layout(place)
+        if layer is not None:
+            return check_layer(layer)
+    return None
+
+
+def torch_attention(place: Place) -> AttentionLayer | None:
+    """`nn.MultiheadAttention`: its input projection packed, or in three parameters when key or value widths differ."""
+    module = place.module
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    around = place.parent
+    if getattr(around, "base_layer", None) is module:
+        name = f"{type(around).__name__} of {type(around).__module__.partition('.')[0]}"
+        raise RefusedError(f"the {name} around it changes its weights within each forward")
+    if type(module).forward is not nn.MultiheadAttention.forward or has_own_forward(module):
+        raise RefusedError("it is an `nn.MultiheadAttention` with a forward of its own")
+    reason = projections.objection(module.out_proj)
+    if reason is not None:
+        raise RefusedError(f"its `out_proj` is {reason}")
+    H, width = module.num_heads, module.head_dim
+    starts = {"query": 0, "key": module.embed_dim, "value": 2 * module.embed_dim}
+    packed = module._qkv_same_embed_dim
+    slices: dict[Role, HeadSlice] = {}
+    roles: tuple[Role, ...] = ("query", "key", "value")
+    for role in roles:
+        if packed:
+            slices[role] = HeadSlice(module, "in_proj_weight", H, width, starts[role])
+        else:
+            slices[role] = HeadSlice(module, f"{role[0]}_proj_weight", H, width)
+    slices["output"] = HeadSlice(module, "out_proj.weight", H, width)
+    kind = "nn.MultiheadAttention, packed" if packed else "nn.MultiheadAttention, separate"
+    return AttentionLayer(place.name, module, H, H, width, width, kind, slices)

@@ -1,0 +1,375 @@
+"""`Search`: everything that is known of the attention in one model, gathered step by step.
+
+Module by module from the innermost outwards:
+
+1. `ask_registry`: layouts that users register, and torch's own attention by its code (`registry.py`).
+2. `trace`: whatever else computes is run once, a copy of it with inputs that are made up, and its graph is read
+   (`trace/`).
+3. `ask_names`: what could not be run, or not be read to the end, is asked for names and tried (`layouts.py`). What no
+   trial confirms is a proposal and no layer.
+4. `trace_recorded`: what is still open is run with the inputs of a real forward.
+5. `compare`: what attention received in that forward contradicts layers, establishes proposals, and shows what nobody
+   accounts for (`observe/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hdi_callback.attention.behaviour.given import Given
+from hdi_callback.attention.behaviour.received import NoHeadsError
+from hdi_callback.attention.conventions import is_called_attention, looks_like_attention
+from hdi_callback.attention.heads import AttentionLayer, HeadPieces, RefusedError
+from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.layouts import SeenError, described_by_names, found_by_behaviour
+from hdi_callback.attention.names import printable
+from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.attention.registry import Place, known_layer
+from hdi_callback.attention.runtime import for_traces, traced_contradictions
+from hdi_callback.attention.trace.inputs import Inputs
+from hdi_callback.attention.trace.kinds import KindTracer
+from hdi_callback.attention.trace.layers import Found
+from hdi_callback.attention.wrappers import is_wrapper, users_name
+
+_MOST_SECONDS = 60.0  # for one module
+_MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention beside that of its parts
+_NO_SOFTMAX = "no softmax-weighted sum over tokens was seen when it was run with inputs that are made up"
+_NOT_RUN = "it could not be run with inputs that are made up"
+_WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
+
+
+class Search:
+    """What is known of the modules of a model so far.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        places: every module that computes something, by its name.
+        layers: layers whose heads are established, by name.
+        proposed: layers by names alone, of modules that could not be run.
+        reasons: name -> why a module is left out, and what to do.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places = {place.name: place for place in _places(model)}
+        self.layers: dict[str, AttentionLayer] = {}
+        self.proposed: dict[str, AttentionLayer] = {}
+        self.reasons: dict[str, tuple[str, str]] = {}
+        self._vouched: set[str] = set()  # names of modules that the registry knows
+        self._ran: set[str] = set()
+        self._open: set[str] = set()  # names of modules that ran, and that another way to look may read
+        self._tracer = KindTracer()
+
+    # --- 1. the registry
+
+    def ask_registry(self) -> None:
+        """Ask for every module whether somebody vouches for its heads."""
+        for name, place in self.places.items():
+            try:
+                with isolated(seconds=_MOST_SECONDS):
+                    layer = known_layer(place)
+            except RefusedError as error:  # noqa: PERF203
+                self._vouch(name, None, error.reason, error.remedy)
+            except Exception as error:  # one odd module costs one refusal
+                self._vouch(name, None, f"looking at it raises {type(error).__name__} ({_first_line(error)})")
+            else:
+                if layer is not None:
+                    self._vouch(name, layer)
+
+    def _vouch(self, name: str, layer: AttentionLayer | None, reason: str = "", remedy: str = "") -> None:
+        self._vouched.add(name)
+        if layer is None:
+            self.reasons[name] = reason, remedy
+        else:
+            self.layers[name] = layer
+
+    # --- 2. what modules compute
+
+    def trace(self) -> None:
+        """Run copies of modules with inputs that are made up."""
+        for name in self._from_the_inside(self.places):
+            if self._is_worth_running(name):
+                self._take(name, self._traced(name, None))
+
+    def try_recorded(self, recorded: Mapping[str, Sequence[Given]]) -> None:
+        """Look by trials, with inputs of a real forward, where traced runs decided nothing.
+
+        Args:
+            recorded: name of a module -> its arguments, in each of the ways in which they may be cut.
+        """
+        for name in self._from_the_inside(recorded):
+            if (name in self._ran and name not in self._open) or not recorded[name]:
+                continue
+            place = self.places[name]
+            try:
+                with isolated(place.module, seconds=_MOST_SECONDS):
+                    layer = found_by_behaviour(place, recorded[name])
+            except NoHeadsError as error:
+                if str(error) and name not in self._open:
+                    self.reasons[name] = str(error), ""
+            except Exception as error:
+                self.reasons.setdefault(name, (f"looking at it raises {type(error).__name__} ({error})", ""))
+            else:
+                self.layers[name] = layer
+                self._settle(name)
+
+    def trace_recorded(self, recorded: Mapping[str, Sequence[Inputs]]) -> None:
+        """Run copies of modules with inputs of a real forward.
+
+        Args:
+            recorded: name of a module -> its arguments, in each of the ways in which they may be cut.
+        """
+        for name in self._from_the_inside(recorded):
+            if recorded[name]:
+                self._take(name, self._traced(name, recorded[name]))
+
+    def _traced(self, name: str, recorded: Sequence[Inputs] | None) -> Sequence[Found] | None:
+        def is_known(path: str) -> bool:
+            return self._is_known(users_name(_joined(name, path)), name)
+
+        return self._tracer.found_in(name, self.places[name].module, recorded, is_known=is_known)
+
+    def _from_the_inside(self, names: Mapping[str, object]) -> list[str]:
+        return sorted(names, key=lambda name: len(name.split(".")) if name else 0, reverse=True)
+
+    def _is_worth_running(self, name: str) -> bool:
+        place = self.places[name]
+        if any(name == other or is_inside(name, other) for other in self._vouched):
+            return False
+        if any(is_lazy(one) for one in place.module.parameters()) or not _holds_matrices(place.module):
+            return False
+        return sum(is_inside(other, name) for other in self.layers) <= _MOST_LAYERS_WITHIN
+
+    def _is_known(self, path: str, around: str) -> bool:
+        """Tell whether the cores of a module are explained by a layer that leaves nothing open."""
+        for name, layer in self.layers.items():
+            if path == name or is_inside(path, name):
+                is_whole = name in self._vouched or "output" in layer.slices
+                # The projection of outputs may lie beside a module, and no further away.
+                if is_whole or len(name.split(".")) - len(around.split(".")) > 2:
+                    return True
+        return any(path == name or is_inside(path, name) for name in self._vouched)
+
+    def _take(self, name: str, found: Sequence[Found] | None) -> None:
+        if found is None:
+            return
+        self._ran.add(name)
+        for one in found:
+            full = users_name(_joined(name, one.path))
+            if one.layer is None:
+                is_told = any(is_inside(other, full) for other in self._vouched & self.reasons.keys())
+                if full not in self.reasons and not is_told and not self._is_explained(full):
+                    self.reasons[full] = one.reason, ""
+                    if one.is_undecided:
+                        self._open.add(full)
+                continue
+            layer = replace(one.layer, name=users_name(one.layer.name))
+            before = self.layers.get(layer.name)
+            if before is None or len(before.slices) < len(layer.slices):
+                self.layers[layer.name] = layer
+            self._settle(full)
+            self._drop_parts_of(layer)
+
+    def _settle(self, name: str) -> None:
+        self.reasons.pop(name, None)
+        self.proposed.pop(name, None)
+        self._open.discard(name)
+
+    def _drop_parts_of(self, whole: AttentionLayer) -> None:
+        """Drop layers of a single head that were found to be the heads of another one."""
+        key = whole.slices["key"]
+        if not isinstance(key, HeadPieces):
+            return
+        for name, layer in list(self.layers.items()):
+            if layer is not whole and layer.num_heads == 1 < whole.num_heads and is_inside(name, whole.name):
+                owners = (piece.module.get_submodule(piece.parameter.rpartition(".")[0]) for piece in key.pieces)
+                if any(owner is part for owner in owners for part in layer.module.modules()):
+                    del self.layers[name]
+
+    # --- 3. names, and trials
+
+    def ask_names(self) -> None:
+        """Ask for names and trials where a traced run decides nothing, and note why nothing is read of the rest."""
+        for name in self._from_the_inside(self.places):
+            if name in self._vouched or any(is_inside(name, other) for other in self._vouched):
+                continue
+            if (name in self._ran and name not in self._open) or self._is_beside(name):
+                continue
+            self._try(self.places[name])
+        told = {*self.layers, *self.reasons, *(name for name in self.places if self._is_explained(name))}
+        for name, place in self.places.items():
+            is_called = place.parent is not None and is_called_attention(place.module) and looks_like_attention(place)
+            if name in self._ran and is_called and not any(name == other or is_inside(other, name) for other in told):
+                self.reasons[name] = _NO_SOFTMAX, ""
+
+    def _is_beside(self, name: str) -> bool:
+        """Tell what is a part of a layer, or holds one, or holds what is refused."""
+        known = {*self.layers, *self.proposed, *(self.reasons.keys() - self._open)}
+        return any(name == other or is_inside(name, other) or is_inside(other, name) for other in known)
+
+    def _try(self, place: Place) -> None:
+        refused: tuple[str, str] | None = None
+        layer = None
+        try:
+            with isolated(place.module, seconds=_MOST_SECONDS):
+                layer = described_by_names(place)
+        except SeenError as error:
+            refused = error.reason, error.remedy
+        except Exception:  # a reason that rests on names says nothing of what it computes
+            layer = None
+        if layer is None and not any(is_lazy(one) for one in place.module.parameters()):
+            try:
+                with isolated(place.module, seconds=_MOST_SECONDS):
+                    layer = found_by_behaviour(place)
+            except NoHeadsError as error:
+                refused = (str(error), "") if str(error) and refused is not None else refused
+            except Exception:  # there is a reason, or nothing to say
+                layer = None
+        if layer is not None and layer.is_established:
+            self.layers[place.name] = layer
+            self._settle(place.name)
+        elif layer is not None and place.name not in self._ran:
+            self.proposed[place.name] = layer
+        elif refused is not None and place.name not in self.reasons:
+            self.reasons[place.name] = refused
+
+    # --- 4. and 5. a real forward
+
+    def undecided(self) -> dict[str, Place]:
+        """Tell which modules a real forward may show the heads of.
+
+        Returns:
+            Their places by name, in model order.
+        """
+        explained = {id(layer.module) for layer in self.layers.values()}
+        found = {name for name in (*self.reasons, *self.proposed) if name not in self._vouched and name in self.places}
+        for name, place in self.places.items():
+            is_open = name not in self._ran and name not in self._vouched and id(place.module) not in explained
+            is_open &= not any(is_inside(other, name) for other in self._vouched)
+            if is_open and looks_like_attention(place):
+                found.add(name)
+        inner = {name for name in found if not any(is_inside(other, name) for other in found)}
+        inner |= {name for name in found if name in self.reasons}
+        known = [*self.layers, *self._vouched]
+        return {
+            name: self.places[name]
+            for name in self.places
+            if name in inner and not any(name == other or is_inside(name, other) for other in known)
+        }
+
+    def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs | Given]]) -> None:
+        """Hold what is claimed against what attention received in a real forward.
+
+        Args:
+            observer: of `layers` and `proposed`, disarmed after the forward.
+            ways: the arguments of each module in that forward.
+        """
+        for name, verdict in observer.verdicts().items():
+            layer = self.layers.get(name, self.proposed.get(name))
+            if layer is None:
+                continue
+            if verdict.state == "contradicted":
+                self._correct(layer, for_traces(ways.get(name, ())), verdict.sentence)
+            elif verdict.state == "established" and name in self.proposed:
+                self.layers[name] = replace(layer, evidence="forward")
+                self._settle(name)
+        for one in observer.accounts():
+            name = users_name(printable(one.core.module))
+            known = (*self.reasons, *self.layers)
+            if not one.layer and not any(name == o or is_inside(name, o) or is_inside(o, name) for o in known):
+                self.reasons[name] = "it computes attention whose queries, keys and values are traced to no weights", ""
+
+    def _correct(self, layer: AttentionLayer, ways: Sequence[Inputs], seen: str) -> None:
+        """Read a layer again with the inputs with which something else was seen."""
+        # Of heads that are computed one by one, each is no more than a part of what is claimed.
+        if None in traced_contradictions(layer, ways):
+            return
+        name = layer.name
+        self.layers.pop(name, None)
+        self.proposed.pop(name, None)
+        found = self._tracer.found_in(name, layer.module, ways)
+        if found and all(one.layer is not None for one in found):
+            self._take(name, found)
+        else:
+            self.reasons[name] = f"in the forward that was run, {seen}", ""
+
+    def why(self, name: str) -> tuple[str, str]:
+        """Say why nothing is read of a module.
+
+        Args:
+            name: of a module that is refused or undecided.
+
+        Returns:
+            The reason as a clause, and what to do; the usual if that is empty.
+        """
+        if name in self.reasons:
+            return self.reasons[name]
+        module = self.places[name].module
+        if isinstance(module, torch.jit.ScriptModule):
+            return "it is compiled by torch.jit.script, through which nothing can be followed", ""
+        if any(is_lazy(one) for one in module.parameters()):
+            return "it knows its sizes only after the first forward", ""
+        return _NOT_RUN, _WITH_FORWARD.format(name=name)
+
+    def _is_explained(self, name: str) -> bool:
+        place = self.places.get(name)
+        return place is not None and any(layer.module is place.module for layer in self.layers.values())
+
+
+# --- places and names
+
+
+def _places(model: nn.Module) -> Iterator[Place]:
+    """Walk the model in its own order; a module under two names is visited once, under its first.
+
+    What wraps a module for training (FSDP, torch.compile, activation checkpointing) is passed over, and is in no name.
+    """
+    parents: dict[int, nn.Module | None] = {}
+    for module in model.modules():
+        around = parents.get(id(module)) if is_wrapper(module) else module
+        for child in module.children():
+            parents.setdefault(id(child), around)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleDict, nn.ModuleList)) or is_wrapper(module):  # which compute nothing themselves
+            continue
+        yield Place(users_name(printable(name)), module, parents.get(id(module)))
+
+
+def _holds_matrices(module: nn.Module) -> bool:
+    """Tell what may hold projections: matrices, and parts or code of its own."""
+    if type(module).__module__.startswith("torch.nn.modules") and not isinstance(
+        module, (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
+    ):
+        return False
+    return any(one.dim() >= 2 for one in module.parameters()) or any(
+        type(getattr(part, "in_features", None)) is int for part in module.modules()
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "nothing more is said"
+
+
+def _joined(name: str, path: str) -> str:
+    return ".".join(part for part in (name, path) if part)
+
+
+def is_inside(name: str, container: str) -> bool:
+    """Tell whether a dotted path lies within another.
+
+    Args:
+        name: a dotted path.
+        container: that of a module.
+
+    Returns:
+        True if so; a module is not inside itself.
+    """
+    return name != container and (container == "" or name.startswith(f"{container}."))
