@@ -280,7 +280,10 @@ def train(kind: type[Attention], *, is_watched: bool) -> list[Any]:
                     assert (trace(model), len(fired)) == before
                     assert list(record.layers) == ["blocks.0", "blocks.1"]
                     assert all("hdi" in layer.values for layer in record.layers.values())
-                    assert all("head_covariance" in layer.values for layer in record.layers.values())
+                    # What cannot be run before training is found in the first forward, its outputs from the second on;
+                    # what makes copies of its own shows no outputs in them.
+                    is_read = kind is not Copied and (step > 0 or kind is not Exiting)
+                    assert not is_read or all("head_covariance" in layer.values for layer in record.layers.values())
                 optimizer.step()
                 optimizer.zero_grad()
             if monitor is not None:
@@ -308,7 +311,8 @@ class Sleeping(Attention):
 
 
 def test_the_search_of_a_slow_module_is_bounded(monkeypatch):
-    monkeypatch.setattr("hdi_callback.attention.discovery._MOST_SECONDS", 0.3)
+    for searching in ("search", "trace.kinds"):
+        monkeypatch.setattr(f"hdi_callback.attention.{searching}._MOST_SECONDS", 0.3)
 
     class SlowAttention(Sleeping):  # which no layout knows
         def __init__(self) -> None:

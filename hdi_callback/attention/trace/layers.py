@@ -166,7 +166,7 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     if output is not None and output.features is not None:
         leaf = trace.leaves[output.receiver]
         slices["output"] = _output_weight(trace, path, leaf, output.features)
-        projection = leaf.module if output.is_side_by_side and leaf.is_called else None
+        projection = leaf.module if output.is_side_by_side else None
     kind = _kind(slices, heads)
     full = ".".join(one for one in (name, path) if one)
     layer = AttentionLayer(
