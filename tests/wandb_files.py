@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 BLOCK, HEADER = 32768, 7
+PATIENCE = 60  # seconds
 WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
@@ -28,15 +30,12 @@ class WandbRun:
 
 
 def read_wandb(folder: Path) -> WandbRun:
-    """Read the one offline run below a folder."""
+    """Read the one offline run below a folder, which has been finished."""
     from google.protobuf.json_format import MessageToDict
-    from wandb.proto import wandb_internal_pb2
 
     (path,) = Path(folder).rglob("*.wandb")
     run = WandbRun()
-    for data in _log_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)
-        kind = record.WhichOneof("record_type")
+    for kind, record in _finished_records(path):
         if kind == "history":
             run.history.append(
                 {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
@@ -52,8 +51,22 @@ def read_wandb(folder: Path) -> WandbRun:
     return run
 
 
+def _finished_records(path: Path) -> list[tuple[str, Any]]:
+    """Wait for the last record of a run: `finish` returns before the process that writes the file has closed it."""
+    from wandb.proto import wandb_internal_pb2
+
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        records = [wandb_internal_pb2.Record.FromString(data) for data in _log_records(path.read_bytes())]
+        found = [(record.WhichOneof("record_type"), record) for record in records]
+        if any(kind == "exit" for kind, _ in found):
+            return found
+        assert time.monotonic() < deadline, f"{path} has no exit record: was the run finished?"
+        time.sleep(0.05)
+
+
 def _log_records(data: bytes) -> Iterator[bytes]:
-    assert data[:4] == b":W&B", "not a W&B run file"
+    assert data[:4] in (b":W&B", b""), "not a W&B run file"
     position, pieces = HEADER, b""
     while position + HEADER <= len(data):
         room = BLOCK - position % BLOCK
@@ -63,6 +76,8 @@ def _log_records(data: bytes) -> Iterator[bytes]:
         _, length, kind = struct.unpack("<IHB", data[position : position + HEADER])
         piece = data[position + HEADER : position + HEADER + length]
         position += HEADER + length
+        if len(piece) < length:  # still being written
+            return
         assert kind in (WHOLE, FIRST, MIDDLE, LAST), f"unknown record kind {kind}"
         pieces = piece if kind in (WHOLE, FIRST) else pieces + piece
         if kind in (WHOLE, LAST):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 from pathlib import Path
@@ -63,12 +62,11 @@ def test_the_history_of_an_earlier_version_can_be_read_and_replayed(version, tra
     path = version / trainer / "history.jsonl"
     assert [record.step for record in read_records(path)] == [0, 2, 4, 5]
     assert all(len(record.layers) == 2 for record in read_records(path))
-    told, again = ([(one.step, one.layer, one.rule, one.message) for one in alerts] for alerts in (
-        read_alerts(path), replay(path, thresholds={"*": {"mean": 0.01}})
-    ))  # fmt: skip
-    # Version 0.1 wrote decimals without their zero.
-    assert again == [(*where, re.sub(r"(?<!\w)\.(?=\d)", "0.", message)) for *where, message in told]
-    assert told != []
+    earlier = read_alerts(path)
+    again = replay(path, thresholds={"*": {"mean": 0.01}})  # the limit of that run; sentences may have changed since
+    assert [(one.step, one.layer, one.rule) for one in again] == [(one.step, one.layer, one.rule) for one in earlier]
+    assert earlier != []
+    assert all(one.message.startswith(f"step {one.step}, {one.layer}: ") for one in earlier)
 
 
 def test_a_lightning_checkpoint_of_an_earlier_version_goes_on(version, tmp_path):
