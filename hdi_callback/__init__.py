@@ -35,6 +35,7 @@ from hdi_callback.monitoring.settings import Settings
 from hdi_callback.monitoring.sink import Result, Sink
 
 if TYPE_CHECKING:
+    from hdi_callback.integrations.ignite import HDIHandler
     from hdi_callback.integrations.lightning import HDICallback
     from hdi_callback.integrations.loop import HeadSession, watch_heads
     from hdi_callback.integrations.transformers import HDITrainerCallback
@@ -48,6 +49,7 @@ __all__ = [
     "Comparison",
     "Finding",
     "HDICallback",
+    "HDIHandler",
     "HDITrainerCallback",
     "HeadDiversityMonitor",
     "HeadPieces",
@@ -88,6 +90,7 @@ __all__ = [
 
 _LAZY = {  # these import a trainer, or look whether one has been imported
     "HDICallback": "hdi_callback.integrations.lightning",
+    "HDIHandler": "hdi_callback.integrations.ignite",
     "HDITrainerCallback": "hdi_callback.integrations.transformers",
     "HeadSession": "hdi_callback.integrations.loop",
     "watch_heads": "hdi_callback.integrations.loop",

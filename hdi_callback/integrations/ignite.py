@@ -1,0 +1,103 @@
+"""`HDIHandler`: the monitor on a pytorch-ignite trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ignite.engine import Engine, Events
+from torch import nn
+
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.integrations.loop import HeadSession, watch_heads
+
+
+class HDIHandler:
+    """Watch the diversity of the attention heads of a model that a pytorch-ignite `Engine` trains.
+
+    Reads, judges and intervenes as `HDICallback` does, around every iteration of the trainer; evaluators are left
+    alone. The intervention `StopTraining` terminates the trainer. ``Checkpoint({"heads": handler, ...}, ...)`` keeps
+    what a resumed run needs.
+
+    An engine re-raises an exception only if no handler takes it, so this one takes none: after a training that an
+    exception ended, call `close`, or hooks stay on the model until the next run if the failing step was a read one.
+
+    Args:
+        model: any module that contains attention layers; compiled or wrapped ones as they are trained.
+        optimizer: the optimizer, or a list of those that together make a step.
+        arguments: those of `watch_heads`: ``every_n_steps``, ``log_dir``, ``tensorboard``, ``wandb``, ...
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+
+    Example:
+        >>> import torch
+        >>> model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> handler = HDIHandler(model, optimizer, every_n_steps=50, verbose=False)
+        >>> trainer = Engine(lambda engine, batch: None)
+        >>> handler.attach(trainer)  # before trainer.run(...)
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, **arguments: Any) -> None:
+        self._open = lambda: watch_heads(model, optimizer, **arguments)
+        self.heads: HeadSession = self._open()
+        self._step: AbstractContextManager[None] | None = None
+        self._has_ended = False
+
+    def attach(self, engine: Engine) -> None:
+        """Watch the iterations of a trainer.
+
+        Args:
+            engine: the trainer, whose process function makes a forward, a backward and the optimizer's step.
+
+        Raises:
+            MisconfigurationError: if it is no `Engine`, or is watched already.
+        """
+        if not isinstance(engine, Engine):
+            raise MisconfigurationError(f"`engine` must be an ignite Engine, got {type(engine).__name__}.")
+        if engine.has_event_handler(self._begin_step):
+            raise MisconfigurationError("This handler is attached to the engine already: attach it once.")
+        engine.add_event_handler(Events.STARTED, self._begin)
+        engine.add_event_handler(Events.ITERATION_STARTED, self._begin_step)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._end_step)
+        engine.add_event_handler(Events.COMPLETED, self._end)
+
+    def close(self) -> None:
+        """Publish what was read, and leave no hook on the model; calling it again does nothing."""
+        self._leave(RuntimeError("the step did not come to its end"))
+        self.heads.close()
+        self._has_ended = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs."""
+        return self.heads.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off, before ``engine.run``."""
+        self.heads.load_state_dict(state_dict)
+
+    def _begin(self, engine: Engine) -> None:
+        self._leave(RuntimeError("the step did not come to its end"))
+        if self._has_ended:  # the trainer is run for further epochs
+            state, self.heads, self._has_ended = self.heads.state_dict(), self._open(), False
+            self.heads.load_state_dict(state)
+
+    def _begin_step(self, engine: Engine) -> None:
+        self._step = self.heads.step(epoch=engine.state.epoch - 1)  # ignite counts from 1
+        self._step.__enter__()
+
+    def _end_step(self, engine: Engine) -> None:
+        self._leave()
+        if self.heads.should_stop:
+            engine.terminate()
+
+    def _end(self, engine: Engine) -> None:
+        self.heads.finish()
+        self._has_ended = True
+
+    def _leave(self, error: Exception | None = None) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None if error is None else type(error), error, None)
