@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -41,7 +42,7 @@ class HDIHandler:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, **arguments: Any) -> None:
-        self._open = lambda: watch_heads(model, optimizer, **arguments)
+        self._open: Callable[[], HeadSession] = partial(watch_heads, model, optimizer, **arguments)
         self.heads: HeadSession = self._open()
         self._step: AbstractContextManager[None] | None = None
         self._has_ended = False
