@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback.command.terminal import LEVEL_STYLES, cell, console, legend, standing_sentence
+from hdi_callback.dashboards.report.runs import pair_alignment
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
-from hdi_callback.monitoring.history import read_records
+from hdi_callback.monitoring.history import RunHistory, read_history
 from hdi_callback.monitoring.readings import Record
-from hdi_callback.monitoring.replay import read_alerts, standing_alerts
+from hdi_callback.monitoring.replay import standing_alerts
 from hdi_callback.monitoring.run_folder import find_history
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
     path = find_history(run)
     out = console()
     if once:
-        records, standing = _look(path)
-        out.print(frame(records, standing, out.width, out.height, str(path)))
+        history, standing = _look(path)
+        out.print(frame(history, standing, out.width, out.height))
         return bool(standing)
     from rich.live import Live
 
@@ -56,9 +57,9 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
                 now = path.stat().st_size if path.exists() else size
                 if now != size:
                     size, last_change = now, time.monotonic()
-                    records, standing = _look(path)
-                    live.update(frame(records, standing, out.width, out.height, str(path)), refresh=True)
-                    if until is not None and records and records[-1].step >= until:
+                    history, standing = _look(path)
+                    live.update(frame(history, standing, out.width, out.height), refresh=True)
+                    if until is not None and any(record.step >= until for record in history.records()[-1:]):
                         break
                 if idle is not None and time.monotonic() - last_change >= idle:
                     break
@@ -68,19 +69,20 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
     return bool(standing)
 
 
-def _look(path: Path) -> tuple[list[Record], list[Alert]]:
-    return read_records(path), standing_alerts(read_alerts(path))
+def _look(path: Path) -> tuple[RunHistory, list[Alert]]:
+    history = read_history(path)
+    alerts = [Alert.from_dict(line) for line in history.lines if line["kind"] == "alert"]
+    return history, standing_alerts(alerts)
 
 
-def frame(records: Sequence[Record], standing: Sequence[Alert], width: int, height: int, name: str) -> RenderableType:
+def frame(history: RunHistory, standing: Sequence[Alert], width: int, height: int) -> RenderableType:
     """Draw one picture of a run: what stands, the map of layers, and the heads of one of them.
 
     Args:
-        records: the readings so far.
+        history: the run so far.
         standing: the alerts that stand.
         width: columns of the terminal.
         height: lines of the terminal.
-        name: what to call the run.
 
     Returns:
         What rich prints.
@@ -88,13 +90,14 @@ def frame(records: Sequence[Record], standing: Sequence[Alert], width: int, heig
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = [Text(f"{name}, step {records[-1].step if records else '-'}", style="dim")]
+    records = history.records()
+    parts: list[Any] = [Text(f"{history.path}, step {records[-1].step if records else '-'}", style="dim")]
     style = LEVEL_STYLES[standing[0].level] if standing else "bold green"
     parts.append(Text(("! " if standing else "") + standing_sentence(standing), style=style))
     if not records:
         return Group(*parts, Text("There is no reading yet."))
     alerted = {alert.layer: alert.finding.heads for alert in reversed(standing)}
-    heads = _heads_map(records, alerted, min(_MOST_HEADS, max(_FEWEST_HEADS, (height - 8) // 2)))
+    heads = _heads_map(history, records, alerted, min(_MOST_HEADS, max(_FEWEST_HEADS, (height - 8) // 2)))
     shown = _layers_to_show(records, alerted, max(4, height - 8 - len(heads)))
     label = min(max(map(len, shown), default=8), max(12, width // 3)) + 2
     columns = max(_FEWEST_COLUMNS, width - label - 16)
@@ -153,23 +156,22 @@ def _layers_to_show(records: Sequence[Record], alerted: Any, most: int) -> list[
     return [name for name in last if name in kept]
 
 
-def _heads_map(records: Sequence[Record], alerted: Any, most: int) -> list[Any]:
+def _heads_map(history: RunHistory, records: Sequence[Record], alerted: Any, most: int) -> list[Any]:
     """Draw the overlaps of the heads of the layer that matters most, as of the last reading that kept them."""
     from rich.text import Text
 
     last = records[-1].layers
     worst = max(last, key=lambda name: last[name].values.get("hdi_worst_alignment", -1.0), default=None)
     layer = next(iter(alerted), worst)
-    record = next(
-        (one for one in reversed(records) if layer in one.layers and "overlap" in one.layers[layer].matrices), None
-    )
+    steps = [] if layer is None else history.matrix_steps(layer)
+    record = next((one for one in reversed(records) if one.step in steps and layer in one.layers), None)
     if layer is None or record is None:
         return []
-    overlap = record.layers[layer].matrices["overlap"]
-    chance = 1 - record.layers[layer].values.get("hdi_chance", 1.0)
-    alignment = (overlap - chance) / max(1 - chance, 1e-6)
+    alignment = pair_alignment(history.matrices(record.step, layer), record.layers[layer])
+    if alignment is None:
+        return []
     pair = alerted.get(layer) or _pair(record, layer)
-    H = overlap.shape[-1]
+    H = alignment.shape[-1]
     heads = list(range(H))
     if most < H:
         off = alignment - alignment.diag().diag()

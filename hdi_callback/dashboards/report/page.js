@@ -116,7 +116,7 @@
         hoverinfo: "text", marker: { symbol: "circle", size: 9, color: css("--ring"), line: { color: "#fff", width: 1.5 } },
       });
       const row = rowOf(state.layer);
-      const shapes = [{ type: "rect", x0: -0.5, x1: columns - 0.5, y0: row - 0.5, y1: row + 0.5, line: { color: css("--ring"), width: 2 } }];
+      const shapes = [{ type: "rect", x0: -0.5, x1: columns - 0.5, y0: row - 0.5, y1: row + 0.5, line: { color: run.alerted[state.layer] ? css("--ring") : "#ffffff", width: 2 } }];
       if (!isAudit && columns > 1) shapes.push({ type: "line", x0: state.column, x1: state.column, y0: -0.5, y1: run.layers.length - 0.5, line: { color: "#ffffff", width: 2, dash: "dot" } });
       Plotly.react(node, traces, base({
         height: height + 62, width: width(node), margin: { l: y.margin, r: 14, t: 6, b: 56 }, shapes: shapes,
@@ -162,10 +162,12 @@
       if (from === null || heads < 2) return;
       const z = unpack(kept[from], heads);
       const side = Math.min(width(node), 560), margin = 34, room = side - margin - 10;
-      const apart = 20 / (room / heads);
-      const places = ticks(heads, pair || [], apart);
-      const text = places.map((head) => (pair && pair.includes(head) ? '<b><span style="color:' + css("--bad") + '">' + head + "</span></b>" : String(head)));
-      const axis = { tickvals: places, ticktext: text, tickangle: 0, fixedrange: true, showgrid: false, zeroline: false };
+      const isAlerted = Boolean(alert) && isLast, ring = css(isAlerted ? "--ring" : "--grey");
+      const label = (head) => (pair && pair.includes(head) ? '<b><span style="color:' + css(isAlerted ? "--bad" : "--ink") + '">' + head + "</span></b>" : String(head));
+      const axis = (pixels) => {
+        const places = ticks(heads, pair || [], pixels / (room / heads));
+        return { tickvals: places, ticktext: places.map(label), tickangle: 0, fixedrange: true, showgrid: false, zeroline: false };
+      };
       const traces = [{
         type: "heatmap", z: z, colorscale: "Cividis", zmin: 0, zmax: 1, showscale: false, hoverongaps: false,
         xgap: heads <= 40 ? 1 : 0, ygap: heads <= 40 ? 1 : 0, hovertemplate: "heads %{y} and %{x}: %{z:.2f}<extra></extra>",
@@ -174,12 +176,12 @@
         const size = Math.max(14, Math.min(34, room / heads + 4));
         const x = [pair[0], pair[1]], y = [pair[1], pair[0]];
         traces.push({ type: "scatter", mode: "markers", x: x, y: y, hoverinfo: "skip", marker: { symbol: "circle-open", size: size, color: "#ffffff", line: { width: 6 } } });
-        traces.push({ type: "scatter", mode: "markers", x: x, y: y, hoverinfo: "skip", marker: { symbol: "circle-open", size: size, color: css("--ring"), line: { width: 3 } } });
+        traces.push({ type: "scatter", mode: "markers", x: x, y: y, hoverinfo: "skip", marker: { symbol: "circle-open", size: size, color: ring, line: { width: 3 } } });
       }
       Plotly.react(node, traces, base({
         width: side, height: side + 16, margin: { l: margin, r: 10, t: 6, b: margin + 16 },
-        xaxis: Object.assign({ range: [-0.5, heads - 0.5], title: { text: "head", standoff: 4 } }, axis),
-        yaxis: Object.assign({ range: [heads - 0.5, -0.5] }, axis),
+        xaxis: Object.assign({ range: [-0.5, heads - 0.5], title: { text: "head", standoff: 4 } }, axis(10 + 8 * String(heads).length)),
+        yaxis: Object.assign({ range: [heads - 0.5, -0.5] }, axis(16)),
       }), CONFIG);
       node.setAttribute("aria-label", "Map of heads by heads. " + words);
     }
@@ -194,8 +196,8 @@
       if (from === undefined) { part("spectra-note").textContent = "The spectra of this layer were not kept."; return; }
       const values = kept[from], pair = pairAt(state.layer, state.column) || [];
       const room = width(node) - 58;
-      const places = ticks(values.length, pair, 24 / (room / values.length));
-      Plotly.react(node, [{ type: "bar", x: values.map((_, head) => head), y: values, marker: { color: values.map((_, head) => (pair.includes(head) ? css("--ring") : css("--accent"))) },
+      const places = ticks(values.length, pair, (10 + 8 * String(values.length).length) / (room / values.length));
+      Plotly.react(node, [{ type: "bar", x: values.map((_, head) => head), y: values, marker: { color: values.map((_, head) => (pair.includes(head) ? css(run.alerted[state.layer] ? "--ring" : "--other") : css("--accent"))) },
         hovertemplate: "head %{x}: %{y} directions<extra></extra>" }], base({
         plot_bgcolor: "rgba(0,0,0,0)", width: width(node), height: 220, margin: { l: 44, r: 14, t: 8, b: 48 }, bargap: 0.25,
         xaxis: { tickvals: places, ticktext: places.map(String), tickangle: 0, fixedrange: true, title: { text: "head", standoff: 4 }, zeroline: false },

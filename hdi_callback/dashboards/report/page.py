@@ -140,7 +140,7 @@ def _pair_row(row: dict[str, Any], is_alerted: bool) -> str:
     effective = "-" if row["effective"] is None else f"{row['effective']:.1f}"
     return (
         f"<tr{' class=alerted' if is_alerted else ''}><td>{_e(row['layer'])}</td>"
-        f"<td>{' and '.join(map(str, row['pair'])) or '-'}</td>"
+        f'<td class="heads">{" and ".join(map(str, row["pair"])) or "-"}</td>'
         f'<td class="number">{decimal(row["worst"])}</td><td class="number">{decimal(row["mean"])}</td>'
         f'<td class="number minor">{decimal(row["energy"])}</td>'
         f'<td class="number minor">{decimal(row["hdi"])} / {decimal(row["chance"])}</td>'
@@ -152,7 +152,7 @@ def _pair_row(row: dict[str, Any], is_alerted: bool) -> str:
 def _spectra() -> str:
     return """<h3>Directions that each head of the layer uses</h3>
 <figure><div class="spectra" role="img" aria-label="Directions over which each head spreads its energy"></div>
-<figcaption><span class="spectra-note"></span> The closest pair is red.</figcaption></figure>"""
+<figcaption><span class="spectra-note"></span> The closest pair has another colour.</figcaption></figure>"""
 
 
 def _events(data: dict[str, Any]) -> str:
@@ -223,7 +223,9 @@ def differences_of(runs: Sequence[RunPage]) -> list[tuple[str, list[str]]]:
         top = sorted(spread, key=lambda name: -spread[name][0])[:3]
         words = QUANTITIES[metric].lower()
         found += [
-            (f"{name}: {words}", [f"{v:.2f}" for v in spread[name][1]]) for name in top if spread[name][0] > 0.005
+            (f"{name}: {words}", [decimal(value) for value in spread[name][1]])
+            for name in top
+            if spread[name][0] > 0.005
         ]
     return found
 

@@ -6,10 +6,10 @@ import base64
 import datetime
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from torch import Tensor
 from hdi_callback.audits import Audit
 from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.monitoring.alerts import Alert
-from hdi_callback.monitoring.history import read_lines
-from hdi_callback.monitoring.lines import record_from_line
+from hdi_callback.monitoring.history import RunHistory, read_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.replay import standing_alerts
 from hdi_callback.monitoring.run_folder import find_history
@@ -34,7 +33,7 @@ _PAIRS = {WORST: "worst_alignment_pair", "hdi_energy_worst_alignment": "energy_w
 
 _MOST_COLUMNS = 240
 _MOST_BYTES = 12_000_000  # of matrices in a page
-_MOST_MAPS = 60  # of a layer
+_MOST_MAPS, _MOST_MAPS_ELSEWHERE = 60, 8  # of a layer: of one that matters, of another
 _FIVE = 5  # layers that are followed closely beside the alerted ones
 _MOST_ALERTS = 400
 _MOST_SPECTRA = 12  # of a layer
@@ -83,7 +82,8 @@ def page_of_audit(audit: Audit) -> RunPage:
     ]
     facts += [("not audited", f"{name}: {reason}") for name, reason in audit.not_audited.items()]
     state = "bad" if audit.unusual else "good" if any(not layer.absent for layer in audit.layers) else "unknown"
-    data = _data([audit.record], list(audit.facts), list(audit.findings), list(audit.unusual), [], [])
+    matrices = _AuditMatrices(audit.record)
+    data = _data([audit.record], list(audit.facts), list(audit.findings), list(audit.unusual), [], [], matrices)
     return RunPage(
         os.path.basename(audit.name.rstrip("/\\")) or audit.name, audit.verdict, state, tuple(facts),
         tuple(layer.name for layer in audit.layers), {**data, "isAudit": True}, audit.record, audit.unusual,
@@ -101,10 +101,10 @@ def page_of_run(run: str | os.PathLike[str], name: str | None = None) -> RunPage
         What a page shows of it.
     """
     path = find_history(run)
-    lines = list(read_lines(path))
+    kept = read_history(path)
+    lines = kept.lines
     headers = [line for line in lines if line["kind"] == "run"]
-    by_step = {line["step"]: record_from_line(line) for line in lines if line["kind"] == "reading"}
-    records = [by_step[step] for step in sorted(by_step)]
+    records = kept.records()
     alerts = [Alert.from_dict(line) for line in lines if line["kind"] == "alert"]
     actions = [line for line in lines if line["kind"] == "intervention"]
     facts = list(headers[-1]["layers"]) if headers else []
@@ -113,7 +113,7 @@ def page_of_run(run: str | os.PathLike[str], name: str | None = None) -> RunPage
         {"name": curve.name, "steps": _on_steps(curve.steps, records), "values": [_rounded(v, 5) for v in curve.values]}
         for curve in find_losses(path)
     ]
-    data = _data(records, facts, alerts, standing, actions, losses, _kept_matrices(path, records))
+    data = _data(records, facts, alerts, standing, actions, losses, _KeptMatrices(kept, records))
     return RunPage(
         name or _name_of(path), _verdict(records, alerts, standing), _state(records, standing),
         tuple(_facts_of(path, headers, facts, records, alerts, actions)),
@@ -222,7 +222,7 @@ def _data(
     standing: Sequence[Alert],
     actions: Sequence[Mapping[str, Any]],
     losses: Sequence[Mapping[str, Any]],
-    matrices: Mapping[tuple[int, str], Tensor] | None = None,
+    matrices: _PairMatrices,
 ) -> dict[str, Any]:
     layers = list(dict.fromkeys(name for record in records for name in record.layers))
     columns = _columns(records)
@@ -235,7 +235,6 @@ def _data(
     }
     worst = sorted(layers, key=lambda name: -ever[name])[:_FIVE]
     important = [name for name in dict.fromkeys([*alerted, *told, *worst]) if name in layers]
-    pairs = matrices if matrices is not None else _matrices_of(records)
     steps_of_alerts = {(alert.layer, alert.step) for alert in alerts}
     counts = {known["name"]: known for known in facts}
     return {
@@ -255,7 +254,7 @@ def _data(
             for line in actions[-_MOST_ALERTS:]
         ],
         "losses": list(losses),
-        "matrices": _packed(pairs, layers, important, steps_of_alerts, records),
+        "matrices": _packed(matrices, layers, important, steps_of_alerts),
         "spectra": _spectra(records, layers),
         "start": important[0] if important else (layers[0] if layers else None),
         "table": [_row(name, last[name]) for name in layers if name in last],
@@ -363,36 +362,51 @@ def short_names(names: Sequence[str]) -> list[str]:
 # --- matrices of pairs
 
 
-def _kept_matrices(path: Path, records: Sequence[Record]) -> dict[tuple[int, str], Tensor]:
-    """Take the matrices that the history keeps, in its lines or beside it."""
-    from hdi_callback.monitoring import history
+class _PairMatrices(Protocol):
+    """Alignments of all pairs of a layer, at the steps of which they are kept."""
 
-    read_history: Any = getattr(history, "read_history", None)
-    if read_history is None:
-        return _matrices_of(records)
-    kept = read_history(path)
-    by_step = {record.step: record for record in records}
-    found: dict[tuple[int, str], Tensor] = {}
-    for name in dict.fromkeys(name for record in records for name in record.layers):
-        for step in kept.matrix_steps(name):
-            matrix = _alignment(kept.matrices(step, name), by_step[step].layers.get(name)) if step in by_step else None
-            if matrix is not None:
-                found[step, name] = matrix
-    return found
+    def steps(self, layer: str) -> list[int]: ...
+
+    def at(self, step: int, layer: str) -> Tensor | None: ...
 
 
-def _matrices_of(records: Iterable[Record]) -> dict[tuple[int, str], Tensor]:
-    found = {}
-    for record in records:
-        for name, layer in record.layers.items():
-            matrix = _alignment(layer.matrices, layer)
-            if matrix is not None:
-                found[record.step, name] = matrix
-    return found
+class _KeptMatrices:
+    """Those that a history keeps, in its lines or beside it."""
+
+    def __init__(self, history: RunHistory, records: Sequence[Record]) -> None:
+        self._history = history
+        self._by_step = {record.step: record for record in records}
+
+    def steps(self, layer: str) -> list[int]:
+        return [step for step in self._history.matrix_steps(layer) if step in self._by_step]
+
+    def at(self, step: int, layer: str) -> Tensor | None:
+        return pair_alignment(self._history.matrices(step, layer), self._by_step[step].layers.get(layer))
 
 
-def _alignment(matrices: Mapping[str, Tensor], layer: LayerRecord | None) -> Tensor | None:
-    """Give the alignment of every pair: as it was kept, or from the overlaps and what they are by chance."""
+class _AuditMatrices:
+    """Those of an audit."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def steps(self, layer: str) -> list[int]:
+        return [self._record.step] if self._record.layers[layer].matrices else []
+
+    def at(self, step: int, layer: str) -> Tensor | None:
+        return pair_alignment(self._record.layers[layer].matrices, self._record.layers[layer])
+
+
+def pair_alignment(matrices: Mapping[str, Tensor], layer: LayerRecord | None) -> Tensor | None:
+    """Give the alignment of every pair: as it was kept, or from the overlaps and what they are by chance.
+
+    Args:
+        matrices: what is kept of the layer.
+        layer: its numbers at that step.
+
+    Returns:
+        ``(H, H)``; `None` if neither is known.
+    """
     if "pair_alignment" in matrices:
         return matrices["pair_alignment"].float()
     overlap = matrices.get("overlap")
@@ -403,24 +417,21 @@ def _alignment(matrices: Mapping[str, Tensor], layer: LayerRecord | None) -> Ten
 
 
 def _packed(
-    found: Mapping[tuple[int, str], Tensor],
-    layers: Sequence[str],
-    important: Sequence[str],
-    alerted: set[tuple[str, int]],
-    records: Sequence[Record],
+    matrices: _PairMatrices, layers: Sequence[str], important: Sequence[str], alerted: set[tuple[str, int]]
 ) -> dict[str, Any]:
     """Write the upper triangles in a byte each, the ones that matter most first, as far as they fit into a page."""
-    steps: dict[str, list[int]] = {}
-    for step, name in sorted(found):
-        steps.setdefault(name, []).append(step)
-    chosen: list[tuple[str, int]] = [(name, of[-1]) for name, of in steps.items()]
-    chosen += [(name, step) for name, step in alerted if (step, name) in found]
-    for names, most in ((important, _MOST_MAPS), (layers, _MOST_MAPS // 3)):
+    steps = {name: matrices.steps(name) for name in layers}
+    chosen: list[tuple[str, int]] = [(name, of[-1]) for name, of in steps.items() if of]
+    chosen += [(name, step) for name, step in alerted if step in steps.get(name, ())]
+    for names, most in ((important, _MOST_MAPS), (layers, _MOST_MAPS_ELSEWHERE)):
         chosen += [(name, step) for name in names for step in _thinned(steps.get(name, []), most)]
     packed: dict[str, dict[str, Any]] = {}
     size = 0
     for name, step in dict.fromkeys(chosen):
-        text = _bytes_of(found[step, name])
+        matrix = matrices.at(step, name)
+        if matrix is None:
+            continue
+        text = _bytes_of(matrix)
         size += len(text)
         if size > _MOST_BYTES:
             break

@@ -27,7 +27,7 @@ def write_run(
     name: Callable[[int], str] = "model.blocks.{}.attn".format,
     seed: int = 0,
 ) -> list[str]:
-    """Write the history of a run; of `collapsed`, a layer and two of its heads, one becomes the other by the end."""
+    """Write the history of a run; of `collapsed`, a layer and two of its heads, one comes close to the other."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(layers, heads, width, features, generator=generator)
     names = [name(layer) for layer in range(layers)]
@@ -46,14 +46,13 @@ def write_run(
             layer, first, second = collapsed
             weight[layer, second] += 0.7 * (weight[layer, first] - weight[layer, second])
         weight += 0.02 * torch.randn(weight.shape, generator=generator)
-        if collapsed is not None and place == steps - 1:
-            weight[collapsed[0], collapsed[2]] = weight[collapsed[0], collapsed[1]]
         values = head_diversity(weight)
         reading = Reading(
             place * every, tuple(names), (Measurement(tuple(names), "key", values),), time=1.7e9 + 60 * place
         )
         record = reading.record()
-        history.write(record)
-        for alert in alerts.judge(record):
+        news = alerts.judge(record)
+        history.write(record, news)
+        for alert in news:
             history.note("alert", **alert.to_dict())
     return names

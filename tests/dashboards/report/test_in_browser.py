@@ -1,0 +1,172 @@
+"""The report as a person sees it, in a headless Chromium: on a phone and on a screen, in light and dark, on paper."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+
+from hdi_callback import report
+from tests.browser import Browser
+from tests.dashboards.report.synthetic import write_run
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+DRAWN = "document.documentElement.dataset.drawn === 'yes'"
+TEXTS = Path(__file__).parents[2].joinpath("texts.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    write_run(folder / "small" / "hdi" / "history.jsonl")
+    with (folder / "small" / "metrics.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["step", "train_loss"], *([step, 1 + 3 * math.exp(-step / 300)] for step in range(0, 701, 20))]
+        )
+    write_run(folder / "good" / "hdi" / "history.jsonl", collapsed=None)
+    write_run(
+        folder / "deep" / "history.jsonl", layers=48, heads=32, width=2, features=64, steps=8, collapsed=(17, 3, 21)
+    )
+    found = {name: report(folder / name, path=folder / f"{name}.html").path for name in ("small", "good", "deep")}
+    found["both"] = report(folder / "small", folder / "good", path=folder / "both.html").path
+    return found
+
+
+def show(browser: Browser, page: Path, width: int = 1440, *, dark: bool = False) -> None:
+    browser.open(page.as_uri(), width=width, dark=dark, ready=DRAWN)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("name", ["small", "good", "deep", "both"])
+def test_no_text_is_cut_off_or_covered_and_nothing_goes_wrong(browser, pages, name, width):
+    show(browser, pages[name], width)
+    assert browser.value(f"(() => {{ {TEXTS} return texts.cutOff(); }})()") == []
+    assert browser.value(f"(() => {{ {TEXTS} return texts.overlaps(); }})()") == []
+    assert browser.errors == []
+
+
+def test_the_check_of_texts_notices_what_is_wrong(browser, pages):
+    show(browser, pages["small"], 390)
+    browser.value(
+        "document.querySelector('main').insertAdjacentHTML('beforeend',"
+        ' \'<p style="margin-top:-30px">covered words</p><p style="width:600px">wide</p>'
+        '<div style="width:40px;overflow:hidden;white-space:nowrap">far too long for this</div>\')'
+    )
+    assert any("covered words" in one for one in browser.value(f"(() => {{ {TEXTS} return texts.overlaps(); }})()"))
+    cut = browser.value(f"(() => {{ {TEXTS} return texts.cutOff(); }})()")
+    assert "the page is wider than the window" in cut
+    assert any("far too long" in one for one in cut)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize(("name", "layer", "pair"), [("small", 2, (1, 3)), ("deep", 17, (3, 21))])
+def test_the_layer_and_the_pair_are_seen_at_once(browser, pages, name, layer, pair, width):
+    show(browser, pages[name], width)
+    at_once = browser.value("document.querySelector('.verdict').getBoundingClientRect().bottom")
+    assert at_once < 500
+    words = browser.value("document.querySelector('.verdict').innerText")
+    assert f"model.blocks.{layer}.attn: heads {pair[0]} and {pair[1]} are nearly one head" in words
+    rows = browser.value("document.querySelector('.layers-map').data[0].z.map((row) => row[row.length - 1])")
+    assert [row for row, value in enumerate(rows) if value > 0.8] == [layer]
+    labels = browser.value("[...document.querySelectorAll('.layers-map .ytick text')].map((one) => one.textContent)")
+    assert sum(str(layer) in label and "▸" in label for label in labels) == 1
+    marks = browser.value("document.querySelector('.heads-map').data.slice(-1)[0].x.concat([])")
+    assert sorted(marks) == sorted(pair)
+    heads = browser.value("document.querySelector('.heads-map').data[0].z")
+    assert heads[pair[0]][pair[1]] > 0.95
+    assert sum(value is not None and value > 0.8 for row in heads for value in row) == 2
+
+
+def test_the_collapsed_layer_is_painted_in_another_colour(browser, pages, tmp_path):
+    from PIL import Image
+
+    show(browser, pages["deep"])
+    browser.picture(tmp_path / "page.png")
+    box = browser.value(
+        "(() => { const b = document.querySelector('.layers-map .heatmaplayer image').getBoundingClientRect();"
+        " return [b.left + scrollX, b.top + scrollY, b.width, b.height]; })()"
+    )
+    picture = Image.open(tmp_path / "page.png").convert("RGB")
+    left, top, width, height = box
+
+    def brightness(layer: int, place: float) -> float:
+        return sum(picture.getpixel((int(left + place * width), int(top + (layer + 0.5) * height / 48)))) / 3
+
+    assert brightness(17, 0.97) > 130  # cividis goes from dark blue to yellow
+    assert max(brightness(layer, 0.97) for layer in range(48) if layer != 17) < 110
+
+
+def test_the_slider_moves_the_maps(browser, pages):
+    show(browser, pages["small"])
+    late = browser.value("document.querySelector('.heads-map').data[0].z[1][3]")
+    moved = (
+        "(() => { const s = document.querySelector('.slider'); s.value = 0;"
+        " s.dispatchEvent(new Event('input', {bubbles: true}));"
+        " return [document.querySelector('.heads-map').data[0].z[1][3],"
+        " document.querySelector('.step-words').textContent,"
+        " document.querySelector('.layers-map').layout.shapes[1].x0]; })()"
+    )
+    early, words, column = browser.value(moved)
+    assert late > 0.95
+    assert early < 0.5
+    assert (words, column) == ("step 0", 0)
+
+
+def test_another_layer_can_be_chosen_from_the_list_and_on_the_map(browser, pages):
+    show(browser, pages["deep"])
+    choose = (
+        "(() => { const s = document.querySelector('.layer-choice'); s.value = 'model.blocks.5.attn';"
+        " s.dispatchEvent(new Event('change')); return document.querySelector('.pair').textContent; })()"
+    )
+    assert browser.value(choose).startswith("model.blocks.5.attn, step 700: heads ")
+    browser.value("document.querySelector('.layers-map').emit('plotly_click', {points: [{x: 2, y: 40}]})")
+    assert browser.value("document.querySelector('.pair').textContent").startswith("model.blocks.40.attn, step 200: ")
+    assert browser.value("document.querySelector('.layer-choice').value") == "model.blocks.40.attn"
+
+
+def test_the_loss_stands_above_the_alerts_on_one_axis_of_steps(browser, pages):
+    show(browser, pages["small"])
+    curves = browser.value("document.querySelector('.timeline').data.map((one) => [one.yaxis, one.x.length])")
+    assert ["y2", 36] in curves
+    words = browser.value("document.querySelector('.timeline').closest('figure').innerText")
+    assert "Above: train_loss." in words
+
+
+def test_dark_and_light_have_their_own_colours(browser, pages):
+    colours = []
+    for dark in (False, True):
+        show(browser, pages["small"], dark=dark)
+        paper, ink = (browser.value(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+        colours.append((paper, ink, browser.value("document.querySelector('.layers-map').layout.font.color")))
+    assert colours[0] != colours[1]
+    assert colours[1][0] == "rgb(13, 17, 23)"
+    assert colours[0][2] != colours[1][2]
+
+
+def test_every_drawing_says_in_words_what_it_shows(browser, pages):
+    show(browser, pages["small"])
+    said = browser.value("[...document.querySelectorAll('[role=img]')].map((one) => one.getAttribute('aria-label'))")
+    assert len(said) == 4
+    assert sum("heads 1 and 3" in words for words in said) >= 2
+    assert all(
+        browser.value("[...document.querySelectorAll('input, select')].map((one) => one.getAttribute('aria-label'))")
+    )
+
+
+def test_it_prints_on_paper(browser, pages, tmp_path):
+    import base64
+
+    show(browser, pages["small"])
+    data = base64.b64decode(browser.call("Page.printToPDF", printBackground=True)["data"])
+    assert data.startswith(b"%PDF")
+    assert 2 <= data.count(b"/Type /Page\n") + data.count(b"/Type /Page ") <= 6
+    assert browser.errors == []

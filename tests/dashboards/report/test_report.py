@@ -1,0 +1,192 @@
+"""The file that a report is, read without a browser."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback import audit, report
+from hdi_callback.dashboards.report.losses import find_losses
+from hdi_callback.dashboards.report.runs import page_of_run
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from tests.dashboards.report.synthetic import write_run
+
+_VOID = {"meta", "link", "input", "br"}
+
+
+class _Balance(HTMLParser):
+    """Checks that every element is closed, and collects what would be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in _VOID:
+            self.open.append(tag)
+        self.loaded += [value for name, value in attributes if name in ("src", "href") and value]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text += data
+
+
+def read(page: Path) -> _Balance:
+    parser = _Balance()
+    parser.feed(page.read_text(encoding="utf-8"))
+    assert parser.open == []
+    return parser
+
+
+def data_of(page: Path) -> list[dict]:
+    (found,) = re.findall(r'<script type="application/json" id="hdi-data">(.*?)</script>', page.read_text(), re.S)
+    return json.loads(found)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "bad" / "hdi" / "history.jsonl")
+    write_run(folder / "good" / "hdi" / "history.jsonl", collapsed=None)
+    return folder
+
+
+def test_a_report_says_first_which_layer_and_which_two_heads(runs):
+    found = report(runs / "bad")
+    assert found.path == runs / "bad" / "hdi" / "report.html"
+    assert found.is_unusual
+    page = read(found.path)
+    assert page.loaded == ["data:,"]
+    assert page.text.index("model.blocks.2.attn: heads 1 and 3 are nearly one head") < page.text.index("Layers")
+    assert data_of(found.path)[0]["start"] == "model.blocks.2.attn"
+
+
+def test_a_run_without_alerts_says_so_and_names_its_closest_pair(runs, tmp_path):
+    found = report(runs / "good", path=tmp_path / "new folder" / "page.html")
+    assert not found.is_unusual
+    assert "No alert stands. The two closest heads are" in read(found.path).text
+
+
+def test_the_map_of_a_layer_is_what_was_measured(runs):
+    import base64
+
+    from hdi_callback.monitoring.history import read_history
+
+    (run,) = data_of(report(runs / "bad").path)
+    layer, step = run["start"], run["steps"][-1]
+    packed = list(base64.b64decode(run["matrices"][layer][str(step)]))
+    kept = read_history(runs / "bad" / "hdi" / "history.jsonl").matrices(step, layer)["pair_alignment"]
+    rows, columns = torch.triu_indices(4, 4, 1)
+    expected = kept[rows, columns].clamp(0, 1)
+    assert torch.allclose(torch.tensor(packed) / 250, expected.float(), atol=1 / 250)
+    assert max(packed) / 250 > 0.98
+
+
+def test_two_runs_stand_side_by_side_with_what_differs_first(runs, tmp_path):
+    found = report(runs / "bad", runs / "good", path=tmp_path / "both.html")
+    assert list(found.verdicts) == ["bad", "good"]
+    text = read(found.path).text
+    assert text.index("What differs") < text.index("UNUSUAL") < text.index("NOTHING UNUSUAL")
+    assert "model.blocks.2.attn: closest two heads" in text
+
+
+def test_an_audit_is_a_page_as_well(tmp_path):
+    model = nn.ModuleDict({"<i>a": nn.MultiheadAttention(32, 4), "b": nn.MultiheadAttention(32, 4)})
+    found = report(audit(model), path=tmp_path / "audit.html")
+    page = read(found.path)
+    assert "<i>a" in page.text  # escaped in the file
+    assert "Nothing unusual in 2 layers" in page.text
+
+
+def test_names_from_a_run_cannot_end_the_script(tmp_path):
+    name = "</script><script>alert(1)</script>"
+    history = History(tmp_path / "history.jsonl")
+    history.begin(0, [{"name": name, "num_heads": 2}])
+    history.write(Record(0, {name: LayerRecord({"hdi": 0.5, "hdi_worst_alignment": 0.2})}))
+    page = report(tmp_path).path
+    assert "<script>alert" not in page.read_text()
+    assert data_of(page)[0]["layers"] == [name]
+
+
+def test_a_history_without_a_reading_is_a_page_that_says_so(tmp_path):
+    History(tmp_path / "history.jsonl").begin(0, [{"name": "attn", "num_heads": 4}])
+    found = report(tmp_path)
+    assert not found.is_unusual
+    assert "There is no reading yet." in read(found.path).text
+
+
+def test_many_readings_are_joined_and_the_largest_is_kept(tmp_path):
+    history = History(tmp_path / "history.jsonl", matrix_every=0)
+    history.begin(0, [{"name": "attn", "num_heads": 4}])
+    for step in range(1000):
+        value = 0.9 if step == 501 else 0.1
+        history.write(
+            Record(step, {"attn": LayerRecord({"hdi_worst_alignment": value}, {"worst_alignment_pair": [0, 2]})})
+        )
+    run = page_of_run(tmp_path).data
+    assert len(run["steps"]) <= 240
+    (row,) = run["maps"]["hdi_worst_alignment"]["values"]
+    assert sorted(row)[-2:] == [0.1, 0.9]
+    assert run["steps"][-1] == 999
+
+
+def test_the_page_of_a_large_run_stays_within_its_bound(tmp_path, monkeypatch):
+    from hdi_callback.dashboards.report import runs as room
+
+    write_run(tmp_path / "history.jsonl", layers=6, heads=24, steps=6, width=2, features=64)
+    monkeypatch.setattr(room, "_MOST_BYTES", 4000)
+    matrices = page_of_run(tmp_path).data["matrices"]
+    assert sum(len(text) for of in matrices.values() for text in of.values()) <= 4000
+    assert "500" in matrices["model.blocks.2.attn"]
+
+
+def test_the_loss_is_found_in_what_loggers_write(tmp_path):
+    history = tmp_path / "hdi" / "history.jsonl"
+    assert find_losses(history) == []
+    with (tmp_path / "metrics.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows(
+            [["epoch", "step", "val_loss", "train_loss"], [0, 10, "", 2.5], [0, 20, "", 2.0], [0, 20, 2.2, ""]]
+        )
+    first, second = find_losses(history)
+    assert (first.name, first.steps, first.values) == ("train_loss", [10, 20], [2.5, 2.0])
+    assert (second.name, second.values) == ("val_loss", [2.2])
+
+
+def test_the_loss_of_transformers_and_tensorboard_is_found(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    state = {"log_history": [{"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}, {"step": 10, "eval_loss": 2.5}]}
+    (tmp_path / "a" / "checkpoint-10").mkdir(parents=True)
+    (tmp_path / "a" / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(state))
+    assert [(one.name, one.values) for one in find_losses(tmp_path / "a" / "hdi" / "history.jsonl")] == [
+        ("loss", [3.0, 2.0]),
+        ("eval_loss", [2.5]),
+    ]
+    with SummaryWriter(tmp_path / "b") as writer:
+        for step in range(3):
+            writer.add_scalar("train/loss", 3.0 - step, step)
+    (curve,) = find_losses(tmp_path / "b" / "hdi" / "history.jsonl")
+    assert (curve.name, curve.steps, curve.values) == ("train/loss", [0, 1, 2], [3.0, 2.0, 1.0])
+
+
+def test_a_file_that_cannot_be_written_is_an_error_that_says_so(runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MisconfigurationError, match="cannot be written"):
+        report(runs / "bad", path=tmp_path / "file" / "page.html")
+    with pytest.raises(MisconfigurationError, match="at least one run"):
+        report()
