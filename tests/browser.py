@@ -55,8 +55,8 @@ class Browser:
 
     def open(self, url: str, *, width: int, height: int = 900, dark: bool = False, ready: str = "true") -> None:
         """Open a page in a window of a width, and wait until an expression is true in it."""
-        mobile = width < 600
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        # Not as a mobile device, which zooms out of a page that is too wide instead of showing it.
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.errors.clear()
