@@ -17,4 +17,11 @@ CLAIMS = (
     "weighted_ensembles",
     "error_falls_with_diversity",
     "floor_of_shared_tokens",
+    "best_allocation",
+    "scaling_law",
+    "specialisation",
+    "collapses",
+    "merging_key_heads",
+    "neighbours",
+    "rank_and_identifiability",
 )

@@ -170,6 +170,187 @@ def test_orthogonal_heads_are_correlated_by_the_share_of_tokens_that_they_averag
     assert rho == pytest.approx(samples, rel=0.1)
 
 
+# --- 7. The best allocation
+
+
+def test_the_closed_form_of_the_allocation_is_the_minimum_of_its_model():
+    from examples.theory.best_allocation import closed_form_gap
+
+    worst, wrong = closed_form_gap(20)
+    assert worst < 0.01
+    assert wrong == 0
+
+
+@pytest.mark.slow
+def test_a_trained_layer_gives_constants_that_can_be_ranked():
+    found = claim("best_allocation")
+    assert found.verdict == "holds if"
+    assert "GPT layer 1" in next(iter(found.tables.values()))
+
+
+# --- 8. The scaling law
+
+
+def test_the_best_width_grows_with_log_n_at_a_fixed_bandwidth_and_not_when_it_is_scaled():
+    from examples.theory.scaling_law import slopes
+
+    sizes = [2**p for p in range(6, 12)]
+    _, fixed = slopes(sizes, 3, scaled=False)
+    _, scaled = slopes(sizes, 3, scaled=True)
+    assert min(fixed) > 0.2
+    assert max(scaled) < min(fixed)
+
+
+@pytest.mark.slow
+def test_trained_models_are_compared_with_both_rules():
+    found = claim("scaling_law")
+    hits = [number.value for number in found.numbers if number.name.startswith("hits of")]
+    assert all(0 <= share <= 1 for share in hits[:-1])
+    assert found.verdict == "holds if"
+
+
+# --- 9. Specialisation
+
+
+@pytest.mark.slow
+def test_specialisation_is_judged_by_sign_tests_that_few_seeds_cannot_pass():
+    found = claim("specialisation")
+    assert {part.verdict for part in found.parts} == {"open"}, "two seeds have p = 0.5 at least"
+    assert found["p-value, with noise"].value >= 0.5
+
+
+# --- 10. Collapses
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "sign"),
+    [
+        ("rank collapse", "token_rank", -1),
+        ("entropy collapse", "attention_entropy", -1),
+        ("same heads", "head_output_overlap", 1),
+    ],
+)
+def test_each_fault_moves_the_reading_that_is_named_for_it(fault, name, sign):
+    from examples.theory.collapses import FAULTS, LAYER
+    from examples.theory.models import LENGTH, recorded_gpt
+    from examples.theory.readings import readings
+    from examples.train_gpt import GPT
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT(layers=2, heads=4, width=64, length=LENGTH)
+    with torch.no_grad():
+        model.blocks[LAYER].attention.q_proj.weight.mul_(30)  # as if trained: scores that tell tokens apart
+        before = readings(recorded_gpt(model, 2)[LAYER])
+        FAULTS[fault](model, 1.0)
+        after = readings(recorded_gpt(model, 2)[LAYER])
+    assert sign * (after[name] - before[name]) > 0.1
+    if fault == "same heads":
+        assert after["head_output_overlap"] == pytest.approx(1, abs=1e-6)
+        assert abs(after["head_correlation"]) < 0.2
+
+
+# --- 11. Merging key heads
+
+
+def test_the_error_of_the_closed_form_is_its_tail_energy_and_no_merging_is_better():
+    from examples.theory.merging_key_heads import merge, pooled, score_error
+
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 50, 3, generator=draw, dtype=torch.float64) for _ in range(2))
+    mapped, tail = merge(k, q)
+    error = score_error(k, q, mapped)
+    assert error == pytest.approx(tail, rel=1e-9)
+    assert torch.linalg.matrix_rank(mapped, rtol=1e-9) == 3
+    written_out = sum(
+        float((q[h] @ (k[h] - (torch.cat(list(k), -1) @ mapped)[:, 3 * h : 3 * h + 3]).mT).square().sum())
+        for h in range(2)
+    )
+    assert error == pytest.approx(written_out / sum(float((q[h] @ k[h].mT).square().sum()) for h in range(2)))
+    assert error < score_error(k, q, pooled(3))
+    for _ in range(50):
+        nearby = mapped + 0.05 * torch.randn(6, 6, generator=draw, dtype=torch.float64)
+        u, s, v = torch.linalg.svd(nearby)
+        assert score_error(k, q, (u[:, :3] * s[:3]) @ v[:3]) >= error - 1e-12
+
+
+def test_equal_heads_merge_without_error():
+    from examples.theory.merging_key_heads import merge, pooled, score_error
+
+    draw = torch.Generator().manual_seed(1)
+    q, k = (
+        torch.randn(2, 50, 3, generator=draw, dtype=torch.float64),
+        torch.randn(1, 50, 3, generator=draw, dtype=torch.float64),
+    )
+    twins = k.expand(2, -1, -1)
+    assert merge(twins, q)[1] == pytest.approx(0, abs=1e-12)
+    assert score_error(twins, q, pooled(3)) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.slow
+def test_every_pair_of_a_layer_is_merged():
+    found = claim("merging_key_heads")
+    assert found["pairs in which the closed form is better"].value > 0.9
+    assert "56 pairs" in found.numbers[0].of
+
+
+# --- 12. Neighbours
+
+
+def test_what_is_said_of_every_neighbour_is_so_and_none_is_misread():
+    from examples.theory.neighbours import EXACT, NEIGHBOURS
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        for neighbour in NEIGHBOURS:
+            finding = neighbour()
+            assert finding.gap < EXACT, finding
+            assert finding.read != "misread", finding
+
+
+def test_a_map_over_heads_does_turn_subspaces():
+    from examples.theory.neighbours import index
+
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 6, 24, generator=draw)
+    mixed = torch.einsum("hg,gkd->hkd", torch.eye(4) + 0.5, weight)
+    assert abs(index(mixed) - index(weight)) > 0.05
+
+
+# --- 13. Rank and what cannot be told apart
+
+
+def test_as_many_directions_are_hidden_behind_a_mean_as_is_said():
+    from examples.theory.rank_and_identifiability import (
+        hidden_by_jacobian,
+        hidden_directions,
+        mean_of_heads,
+        movement_behind,
+    )
+
+    assert hidden_by_jacobian(mean_of_heads(3, 2), 4) == hidden_directions(mean_of_heads(3, 2), 4) == 4 * (3 - 1) * 2
+    square = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert hidden_by_jacobian(square, 4) == hidden_directions(square, 4) == 0
+    moved, shows = movement_behind(mean_of_heads(3, 2), 0)
+    assert shows < 1e-12 < moved
+
+
+def test_a_layer_norm_keeps_the_rank_and_not_the_affine_rank():
+    from examples.theory.rank_and_identifiability import ranks_through_norm
+
+    changed, changed_affine, most = ranks_through_norm(60)
+    assert changed == 0
+    assert changed_affine > 0
+    assert most == 1
+
+
+def test_tokens_become_one_without_residuals_and_not_with_them():
+    from examples.theory.rank_and_identifiability import rank_over_depth
+
+    plain, added = (rank_over_depth(10, 0, residual=residual) for residual in (False, True))
+    assert plain[-1] < 0.5 * added[-1]
+
+
 # --- pages
 
 

@@ -1,0 +1,64 @@
+"""What the package reads of a recorded layer: the numbers that its curves show, for one moment."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from examples.theory.models import Recorded
+from hdi_callback.core import (
+    AttentionSums,
+    head_covariance,
+    head_diversity,
+    ov_circuits,
+    qk_circuits,
+    token_spread,
+)
+
+
+def weights_of(layer: Recorded, role: str) -> Tensor:
+    """(H, width, d) of "query", "key", "value"; (H, width, out) of "output"."""
+    linear = getattr(layer, role)
+    weight = linear.weight.detach().double()
+    return weight.mT.unflatten(0, (layer.heads, -1)) if role == "output" else weight.unflatten(0, (layer.heads, -1))
+
+
+def head_outputs(layer: Recorded) -> Tensor:
+    """(tokens, H, width), what goes into the output projection."""
+    outputs = layer.scores().softmax(-1) @ layer.features(layer.value)
+    return outputs.transpose(1, 2).flatten(0, 1)
+
+
+def effective_samples(layer: Recorded, first: int = 16) -> tuple[Tensor, float]:
+    """Effective sample size of each head, (H,), and the mean number of keys of a query; first queries are left out."""
+    rows = layer.scores().softmax(-1)[..., first:, :]
+    n = rows.shape[-1]
+    seen = torch.arange(first + 1, n + 1).double().mean() if layer.is_causal else torch.tensor(float(n))
+    return (1 / rows.square().sum(-1)).mean((0, 2)), float(seen)
+
+
+def spectrum(layer: Recorded) -> Tensor:
+    """Eigenvalues of the covariance of the layer's input, falling."""
+    return torch.linalg.eigvalsh(torch.cov(layer.inputs.double().flatten(0, 1).mT)).flip(0).clamp_min(0)
+
+
+def readings(layer: Recorded) -> dict[str, float]:
+    """The curves of the layer, under the names that they have in a history."""
+    query, key, value, output = (weights_of(layer, role) for role in ("query", "key", "value", "output"))
+    diversity = head_diversity(key)
+    scores = layer.scores()
+    visible = scores.isfinite()
+    rows = AttentionSums.of(scores.softmax(-1), visible).rows()
+    covariance = head_covariance(head_outputs(layer), output)
+    off = ~torch.eye(layer.heads, dtype=torch.bool)
+    spread = token_spread(layer.inputs.double().flatten(0, 1))
+    return {
+        "hdi": float(diversity.index),
+        "circuit_qk_worst": float(qk_circuits(query, key).cosine[off].max()),
+        "circuit_ov_worst": float(ov_circuits(value, output).cosine[off].max()),
+        "head_correlation": float(covariance.correlation),
+        "head_output_overlap": float(covariance.output_overlap[off].mean()),
+        "attention_entropy": float(rows.entropy.mean()),
+        "attention_alike": float(rows.alike[off].mean()),
+        "token_rank": float(spread.rank),
+    }
