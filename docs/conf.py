@@ -24,12 +24,8 @@ myst_enable_extensions = ["dollarmath", "substitution"]
 myst_heading_anchors = 3
 myst_substitutions = {
     "all_metrics": "\n".join(
-        ["| name | read from | meaning | over layers |", "|---|---|---|---|"]
-        + [
-            f"| `{metric.name}` | {metric.source} | {metric.summary} | "
-            f"{'' if metric.worst is None else f'`/{metric.worst}`'} |"
-            for metric in METRICS.values()
-        ]
+        ["| name | read from | meaning |", "|---|---|---|"]
+        + [f"| `{metric.name}` | {metric.source} | {metric.summary} |" for metric in METRICS.values()]
     )
 }
 
@@ -46,10 +42,14 @@ nitpick_ignore_regex = [
     # Types of arguments that are no part of the public door.
     (
         r"py:class",
-        r"hdi_callback\.(monitoring\.(history\.History|warn_once\.WarnOnce|readings\.Measurement)|integrations\.loop\._LoopHost)",
+        r"hdi_callback\.(monitoring\.(history\.(Run)?History|warn_once\.WarnOnce|readings\.Measurement)"
+        r"|audits\.(audit\.LayerAudit|comparison\.LayerComparison)|integrations\.loop\._LoopHost)",
     ),
     # The inventories of other projects would have to be downloaded.
-    (r"py:.*", r"(torch|lightning|pl|pandas|pd|matplotlib|nn|types|os|pathlib|collections|typing_extensions)\..*"),
+    (
+        r"py:.*",
+        r"(torch|lightning|pl|ignite|pandas|pd|matplotlib|nn|types|os|pathlib|collections|typing_extensions)\..*",
+    ),
     (r"py:.*", r"(Tensor|Module|Figure|Path|Self|Method|Role|Any|Callable|Iterable|Sequence|Mapping|TracebackType)"),
 ]
 

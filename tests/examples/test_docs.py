@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hdi_callback import watch_heads
 from hdi_callback.monitoring.metrics import DEFAULT_METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -18,12 +22,60 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page, "python")], ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
+SLOW = {"recipes"}  # models of transformers and peft
+with_code = [
+    pytest.param(page, marks=[pytest.mark.slow] if page.stem in SLOW else [], id=page.stem)
+    for page in PAGES
+    if code_blocks(page, "python")
+]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A run that a reader has behind him: pages read its history."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict(
+        {
+            "blocks": torch.nn.ModuleList(
+                torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(8, 2)}) for _ in range(4)
+            )
+        }
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    folder, x = tmp_path_factory.mktemp("finished_run"), torch.randn(5, 1, 8)
+    with watch_heads(model, optimizer, every_n_steps=250, matrices_every=1, log_dir=folder) as heads:
+        for _ in range(501):
+            with heads.step():
+                sum(block["attn"](x, x, x)[0].square().mean() for block in model["blocks"]).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    return folder / "hdi"
+
+
+@pytest.fixture
+def no_accelerator():
+    """Accelerate keeps its state in the process."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize("page", with_code)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys, finished_run, no_accelerator):
+    for place in (".", "lightning_logs/version_0/hdi", "runs/a/hdi"):
+        shutil.copytree(finished_run, tmp_path / place, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in code_blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)
+
+
+@page_by_page
+def test_all_python_of_a_page_is_run(page):
+    assert "{code-block} python" not in page.read_text(), "write ```python, which the test above runs"
 
 
 def test_the_configuration_that_the_documentation_shows_makes_the_callback():
