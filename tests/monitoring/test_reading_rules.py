@@ -102,11 +102,16 @@ def test_values_and_outputs_that_merge_are_named_with_a_second_group_later():
         calls.append(0)
         out = heads(layer, "out")
         out[1] = out[0] + 1e-4 * torch.randn_like(out[0])
-        if len(calls) > 1:
+        if len(calls) > 7:
             out[5] = out[4] + 1e-4 * torch.randn_like(out[4])
 
-    alerts = judge(MergedMessages(), readings(Layer(), merge))
-    assert [(alert.step, alert.finding.groups) for alert in alerts] == [(10, ((0, 1),)), (20, ((0, 1), (4, 5)))]
+    alerts = judge(MergedMessages(), readings(Layer(), merge, steps=range(0, 90, 10)))
+    assert [(alert.step, alert.finding.groups) for alert in alerts] == [(50, ((0, 1),)), (80, ((0, 1), (4, 5)))]
+
+
+def test_outputs_that_begin_at_zero_and_move_the_same_way_at_first_are_left_alone():
+    values = [0.99, 0.97, 0.95, 0.91, 0.6, 0.3, 0.2, 0.2]
+    assert judge(MergedMessages(), curve("circuit_ov_worst", values)) == []
 
 
 def test_heads_that_were_loaded_scoring_alike_are_left_alone():
@@ -134,9 +139,9 @@ def test_heads_that_attend_alike_are_named():
 @pytest.mark.parametrize(
     ("rule", "metric", "healthy", "broken", "over"),
     [
-        (EntropyCollapse(), "attention_entropy", [0.9, 0.8, 0.6, 0.5], 0.05, 0.4),
+        (EntropyCollapse(), "attention_entropy", [0.9, 0.8, 0.6, 0.05], 0.005, 0.4),
         (LogitGrowth(), "attention_logit", [1.0, 3.0, 8.0, 20.0], 90.0, 10.0),
-        (TokensAlike(), "token_cosine", [0.0, 0.1, 0.2, 0.5], 0.99, 0.3),
+        (TokensAlike(), "token_cosine", [0.0, 0.1, 0.2, 0.98], 0.999, 0.3),
     ],
 )
 def test_a_level_is_told_once_and_over_below_its_hysteresis(rule, metric, healthy, broken, over):
@@ -147,8 +152,8 @@ def test_a_level_is_told_once_and_over_below_its_hysteresis(rule, metric, health
 
 @pytest.mark.parametrize(
     ("rule", "metric", "value"),
-    [(EntropyCollapse(), "attention_entropy", 0.05), (LogitGrowth(), "attention_logit", 90.0),
-     (TokensAlike(), "token_cosine", 0.99)],
+    [(EntropyCollapse(), "attention_entropy", 0.005), (LogitGrowth(), "attention_logit", 90.0),
+     (TokensAlike(), "token_cosine", 0.999)],
 )  # fmt: skip
 def test_what_a_run_has_been_from_its_start_is_its_own_and_no_alarm(rule, metric, value):
     assert judge(rule, curve(metric, [value] * 20)) == []

@@ -89,11 +89,11 @@ class EntropyCollapse(_Level):
     what = "the heads look at hardly more than one token: mean entropy of attention"
     rises = False
     way = 0.5
-    hysteresis = 0.05
+    hysteresis = 0.02
     remedy = "QKClip, or a lower learning rate"
 
-    def __init__(self, limit: float = 0.1) -> None:
-        self.limit = number("limit of EntropyCollapse", limit, above=0, below=1, example=0.1)
+    def __init__(self, limit: float = 0.01) -> None:
+        self.limit = number("limit of EntropyCollapse", limit, above=0, below=1, example=0.01)
 
 
 class LogitGrowth(_Level):
@@ -166,8 +166,8 @@ class TokensAlike(_Level):
     what = "the tokens that the layer is given are nearly one: mean cosine"
     rises = True
     way = 0.5
-    hysteresis = 0.05
+    hysteresis = 0.02
     remedy = "a look at the residual connections and norms before this layer"
 
-    def __init__(self, limit: float = 0.95) -> None:
-        self.limit = number("limit of TokensAlike", limit, above=0, below=1, example=0.95)
+    def __init__(self, limit: float = 0.995) -> None:
+        self.limit = number("limit of TokensAlike", limit, above=0, below=1, example=0.995)

@@ -18,6 +18,8 @@ class _SimilarHeads(Rule):
     measure: ClassVar[str]
     remedy: ClassVar[str]
     margin: ClassVar[float]
+    lasts: ClassVar[int] = 1
+    """Readings in a row at which the limit is reached: heads that begin at zero all move the same way at first."""
 
     def __init__(self, limit: float) -> None:
         self.limit = number(f"limit of {type(self).__name__}", limit, above=0, below=1, example=0.9)
@@ -28,7 +30,8 @@ class _SimilarHeads(Rule):
         limit = self.limit - (self.margin if active else 0)
         metric = f"{self.matrix}_worst"
         value = series.value(metric)
-        if value < limit:
+        _, curve = series.curve(metric)
+        if value < limit or (active is None and min(curve[-self.lasts :]) < limit) or len(curve) < self.lasts:
             return None
         groups = similar_groups(series.latest, self.matrix, self.limit)
         if active is not None:
@@ -84,6 +87,7 @@ class MergedMessages(_SimilarHeads):
     name = "merged messages"
     matrix = "circuit_ov"
     what = "writing the same"
+    lasts = 5
     measure = "largest cosine of OV circuits"
     remedy = "no remedy has been shown to help"
     margin = 0.1
@@ -105,6 +109,7 @@ class AttendAlike(_SimilarHeads):
     measure = "largest cosine of their attention"
     remedy = 'DiversityPenalty(measure="circuit")'
     margin = 0.02
+    lasts = 3
 
     def __init__(self, limit: float = 0.98) -> None:
         super().__init__(limit)

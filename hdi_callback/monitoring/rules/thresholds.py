@@ -32,7 +32,8 @@ class Thresholds:
         scores: cosine of the QK circuits of two heads that is a warning. This and the following are asked only where
             their metric is measured: ``metrics=[...]``.
         messages: cosine of the OV circuits of two heads.
-        alike: cosine of the attention of two heads, with the uniform part taken out.
+        alike: cosine of the attention of two heads, with the uniform part taken out; off, as the heads of a healthy
+            cross-attention all come to look at the same tokens.
         entropy: mean entropy of attention over log n, below which it is a warning.
         logit: largest score.
         sink: attention to one position, of the head that gives it least.
@@ -52,11 +53,11 @@ class Thresholds:
     trend: float | None = 0.05
     scores: float | None = 0.9
     messages: float | None = 0.9
-    alike: float | None = 0.98
-    entropy: float | None = 0.1
+    alike: float | None = None
+    entropy: float | None = 0.01
     logit: float | None = 50.0
     sink: float | None = 0.9
-    tokens: float | None = 0.95
+    tokens: float | None = 0.995
     contribution: float | None = 0.001
 
     def __post_init__(self) -> None:
