@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
@@ -145,6 +146,20 @@ class HostTraining:
             1 where they have been unscaled.
         """
         return self._host.loss_scale(optimizer)
+
+    def largest_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Take the largest of each number over the ranks that act together.
+
+        Args:
+            tensors: what this rank has, on one device or several.
+
+        Returns:
+            The largest.
+        """
+        ranks = self._monitor.ranks
+        if ranks.size == 1 or not tensors:
+            return list(tensors)
+        return ranks.largest(tensors, tensors[0].device)
 
     def stop(self) -> None:
         """End the training after this step."""

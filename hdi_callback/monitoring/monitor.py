@@ -134,6 +134,11 @@ class HeadDiversityMonitor:
         self._subject = self._subject_of_all()
 
     @property
+    def ranks(self) -> Ranks:
+        """The ranks that measure together, as they were asked for."""
+        return self._meeting.asked
+
+    @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """The layers that are watched, in model order."""
         return self._layers.all

@@ -59,7 +59,7 @@ class Publisher:
                 alerts = self.alerts.judge(record)
         # Written before any intervention acts: it may end the run.
         self._write(record, alerts, ())
-        actions = self._intervene(alerts) if may_intervene else []
+        actions = self._intervene(record, alerts) if may_intervene else []
         self._write(None, (), actions)
         result = Result(record, tuple(alerts), tuple(actions))
         for sink in self.sinks:
@@ -78,16 +78,30 @@ class Publisher:
         with self.warn_once.guard(f"writing {history.path}"):
             attempt_each(lines)
 
-    def _intervene(self, alerts: Sequence[Alert]) -> list[Action]:
+    def _intervene(self, record: Record, alerts: Sequence[Alert]) -> list[Action]:
         actions: list[Action] = []
         if not self.interventions:
             return actions
-        for alert in self.broadcast(alerts):
-            for intervention in self.interventions:
-                with self.warn_once.guard(f"the intervention {intervention.name}"):
-                    action = intervention.answer(alert)
-                    if action is not None:
-                        actions.append(action)
+        news = {(alert.layer, alert.rule) for alert in alerts}
+        active = [] if self.alerts is None else self.alerts.active
+        standing = [alert for alert in active if (alert.layer, alert.rule) not in news]
+        reports: list[Any] = [None] * len(self.interventions)
+        for place, intervention in enumerate(self.interventions):
+            with self.warn_once.guard(f"the intervention {intervention.name}"):
+                reports[place] = intervention.report(record)
+        told, stand, reported = self.broadcast((list(alerts), standing, reports))
+        for alerts_of, is_new in ((told, True), (stand, False)):
+            for alert in alerts_of:
+                for intervention in self.interventions:
+                    with self.warn_once.guard(f"the intervention {intervention.name}"):
+                        action = intervention.answer(alert) if is_new else intervention.go_on(alert)
+                        if action is not None:
+                            actions.append(action)
+        for intervention, report in zip(self.interventions, reported):
+            with self.warn_once.guard(f"the intervention {intervention.name}"):
+                action = intervention.follow(record, report)
+                if action is not None:
+                    actions.append(action)
         return actions
 
 

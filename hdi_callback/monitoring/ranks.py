@@ -186,6 +186,13 @@ class Meeting:
         self._choice = check_process_group(group)
         self._ranks: Ranks | None = None
 
+    @property
+    def asked(self) -> Ranks:
+        """The ranks that were asked for, whether or not they have met; this process alone where there are no others."""
+        if self._choice is None or number_of_processes() == 1:
+            return Ranks()
+        return Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
+
     def attend(self, subject: Sequence[Any], say: Callable[[str, str], None]) -> Ranks:
         """Give the ranks to measure with.
 

@@ -233,6 +233,9 @@ class Session:
 
     def before_forward(self) -> None:
         """Capture the forward that follows if a reading is due."""
+        for intervention in self.interventions:
+            with self.warn_once.guard(f"the intervention {intervention.name}"):
+                intervention.before_forward()
         if self._pending.is_capturing:
             return
         if self.schedule.is_due(self._host.position.step):

@@ -9,6 +9,7 @@ from hdi_callback.monitoring.interventions.intervention import (
     check_interventions,
     plain_state,
 )
+from hdi_callback.monitoring.interventions.qk_clip import QKClip
 from hdi_callback.monitoring.interventions.run import Call, SaveCheckpoint, ScaleLearningRate, StopTraining
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Call",
     "DiversityPenalty",
     "Intervention",
+    "QKClip",
     "ReviveHeads",
     "SaveCheckpoint",
     "ScaleLearningRate",

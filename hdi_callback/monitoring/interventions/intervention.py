@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdi_callback.arguments import flag, one_of, shown, whole_number, words
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import LEVELS, Alert, Level, is_at_least
+from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.rules import TiedHeads
 
 
@@ -45,6 +47,16 @@ class Training(Protocol):
 
         Returns:
             1 where they have been unscaled.
+        """
+
+    def largest_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Take the largest of each number over the ranks that act together; every rank calls it with the same shapes.
+
+        Args:
+            tensors: what this rank has.
+
+        Returns:
+            The largest.
         """
 
     def stop(self) -> None:
@@ -108,6 +120,7 @@ class Intervention(ABC):
         waits_for_change: True if it leaves alone what was so at step 0 already, unless it names the rule.
         rules: names of rules that it answers unless told otherwise; `None` for all but "tied heads".
         at_most: how often it acts unless told otherwise.
+        answers_alerts: False if it acts on what it sees itself, so that it needs no rules.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -115,6 +128,7 @@ class Intervention(ABC):
 
     name: ClassVar[str]
     waits_for_change: ClassVar[bool] = False
+    answers_alerts: ClassVar[bool] = True
     rules: Sequence[str] | None = None
     at_most: int = 1
 
@@ -203,6 +217,43 @@ class Intervention(ABC):
             if action is None or action.is_refusal:
                 self.count -= 1
         return action
+
+    def before_forward(self) -> None:  # noqa: B027
+        """Prepare for a forward of the model that is about to run."""
+
+    def report(self, record: Record) -> Any:
+        """Tell what the first rank's reading says, for `follow` on every rank.
+
+        Args:
+            record: the reading.
+
+        Returns:
+            Anything that can be pickled.
+        """
+        return None
+
+    def follow(self, record: Record, told: Any) -> Action | None:
+        """Follow a reading, on every rank alike.
+
+        Args:
+            record: the reading of this rank.
+            told: what `report` gave on the first rank.
+
+        Returns:
+            What was done, or `None`.
+        """
+        return None
+
+    def go_on(self, alert: Alert) -> Action | None:
+        """Answer an alert that stands since an earlier reading.
+
+        Args:
+            alert: as it was told.
+
+        Returns:
+            What was done; `None`, by default, for nothing.
+        """
+        return None
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: B027
         """Act on the gradients, after the backward and any unscaling, before clipping and the optimizer's step.
@@ -371,7 +422,7 @@ def check_interventions(interventions: Any, alerts: Any) -> tuple[Intervention, 
             )
     if len({id(item) for item in interventions}) < len(interventions):
         raise MisconfigurationError("`interventions` holds one intervention twice: make a second one, or leave it out.")
-    if interventions and alerts is None:
+    if alerts is None and any(item.answers_alerts for item in interventions):
         raise MisconfigurationError('Interventions answer alerts, and alerts=None raises none: write alerts="default".')
     return tuple(interventions)
 

@@ -1,0 +1,335 @@
+"""Keep scores of queries and keys within a limit: heads whose largest score exceeds it get smaller weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdi_callback.arguments import number
+from hdi_callback.attention import AttentionLayer, HeadSlice, Role
+from hdi_callback.attention.norms import is_normed
+from hdi_callback.attention.observe import AttentionObserver, RowChunk
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert
+from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training
+from hdi_callback.monitoring.interventions.parameters import owner_of, refuse_sharded
+from hdi_callback.monitoring.readings import Record
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+_ALL_QUERIES = 2**40
+_BOUND = "attention_logit_bound"
+
+
+class QKClip(Intervention):
+    r"""Scale the query and key weights of heads whose largest score exceeds a limit, after the optimizer's step.
+
+    .. math:: W_Q^h \to \sqrt{\gamma_h} \, W_Q^h, \quad W_K^h \to \sqrt{\gamma_h} \, W_K^h, \qquad
+              \gamma_h = \min(1, \mathrm{limit} / S_h)
+
+    with :math:`S_h` the largest score of all queries of the forwards of that step, and biases scaled alike (Kimi Team
+    2025, MuonClip). Where heads share a key, the key is scaled only if all of them exceed the limit, by what the least
+    of them needs, and queries by the rest: so a head below the limit is never touched, not by a bit.
+
+    Which layers are looked at is told by the certificate of each reading: no score can exceed
+    ``attention_logit_bound``. A layer whose bound is below half of the limit is left alone until the next reading; of
+    all others every forward is observed, with all of its queries. Measure that metric, or all layers are observed. It
+    answers no alerts.
+
+    Additive terms of the scores (masks, ALiBi) count in :math:`S_h` and are not scaled: where they are positive, a head
+    may take more than one step to come below the limit.
+
+    Args:
+        limit: of the largest score.
+        options: `layers`, `at_most` (steps at which weights are scaled; without a limit by default) and `dry_run`, see
+            `Intervention`.
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+    """
+
+    name = "QKClip"
+    rules = ()
+    at_most = 2**62
+    answers_alerts = False
+
+    def __init__(self, limit: float = 100.0, **options: Any) -> None:
+        unknown = sorted(set(options) - {"layers", "at_most", "dry_run"})
+        if unknown:
+            raise MisconfigurationError(
+                f"QKClip answers no alerts, so it takes `layers`, `at_most` and `dry_run`, and not {unknown[0]!r}."
+            )
+        super().__init__(**options)
+        self.limit = number("limit of QKClip", limit, above=0, below=math.inf, example=100)
+        self.watched: list[str] | None = None  # all, until the first certificate
+        self._observers: dict[str, AttentionObserver] = {}
+        self._largest: dict[str, Tensor] = {}
+        self._done: dict[str, _Clipped] = {}
+        self._handles: list[Any] = []
+        self._warn_once = WarnOnce()
+
+    def describe(self) -> str:
+        """Say what it does, and how often."""
+        dry = ", dry run" if self.dry_run else ""
+        often = "" if self.at_most == type(self).at_most else f", at most {self.at_most} times"
+        return f"{self.name}: after every step, heads with a score above {self.limit:g}{often}{dry}"
+
+    def attach(self, training: Training) -> None:
+        """Watch the steps of every optimizer."""
+        self.detach()
+        self.watched = None
+        super().attach(training)
+        for optimizer in training.optimizers:
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def detach(self) -> None:
+        """Take hooks and observers off."""
+        for handle in self._handles:
+            handle.remove()
+        for observer in self._observers.values():
+            observer.release()
+            observer.suspend()
+        self._handles.clear()
+        self._observers.clear()
+        self._largest.clear()
+        self._done.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave hooks and observers behind as well."""
+        left = {"_handles": [], "_observers": {}, "_largest": {}, "_done": {}, "_warn_once": WarnOnce()}
+        return {**super().__getstate__(), **left}
+
+    def check(self) -> None:
+        """Refuse layers where scaling the weights does not scale the scores, or cannot be written in place."""
+        for layer in self.training.layers.values():
+            if self.is_for_layer(layer.name):
+                refuse_sharded(layer, self.name)
+                if why := _why_not(layer):
+                    raise MisconfigurationError(
+                        f"QKClip cannot bound the scores of `{layer.name}`: {why}. Leave the layer out with "
+                        "layers=[...]."
+                    )
+
+    def act(self, alert: Alert) -> Action | None:
+        """Do nothing: scores are looked at, not alerts."""
+        return None
+
+    def before_forward(self) -> None:
+        """Observe the forward that follows, in the layers that the certificate does not clear."""
+        self._collect()
+        if self.count >= self.at_most:
+            return
+        for name, layer in self.training.layers.items():
+            if self.is_for_layer(name) and (self.watched is None or name in self.watched):
+                observer = self._observers.get(name)
+                if observer is None:
+                    observer = self._observers[name] = AttentionObserver(
+                        layer.module, max_queries=_ALL_QUERIES, reduce_rows=_Largest.of
+                    )
+                observer.arm(keeps_samples=False)
+
+    def report(self, record: Record) -> list[str]:
+        """Tell which layers a reading does not clear.
+
+        Args:
+            record: the reading.
+
+        Returns:
+            Names of layers.
+        """
+        bounds = {name: layer.arrays.get(_BOUND, ()) for name, layer in record.layers.items()}
+        return [name for name, bound in bounds.items() if not bound or not _is_cleared(bound, self.limit)]
+
+    def follow(self, record: Record, told: list[str]) -> Action | None:
+        """Watch the layers that the first rank's reading does not clear, and say what was done since the last one."""
+        self.watched = list(told)
+        done, self._done = self._done, {}
+        parts, facts = [], {}
+        for name, clipped in done.items():
+            heads = {head: int(times) for head, times in enumerate(clipped.times.tolist()) if times > 0}
+            if heads:
+                largest = float(clipped.largest.max())
+                listed = ", ".join(str(head) for head in heads)
+                parts.append(f"{name}: head {listed}, up to {max(heads.values())} times, largest score {largest:.0f}")
+                facts[name] = {"heads": list(heads), "times": list(heads.values()), "largest": largest}
+        if not parts:
+            return None
+        verb = "would have scaled" if self.dry_run else "scaled"
+        message = (
+            f"step {record.step}: {self.name} {verb} queries and keys of heads whose score exceeds {self.limit:g} "
+            f"({'; '.join(parts)})"
+        )
+        return Action(record.step, self.name, next(iter(facts)), message, self.dry_run, facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs."""
+        return {**super().state_dict(), "watched": self.watched}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off."""
+        super().load_state_dict(state)
+        watched = state.get("watched")
+        self.watched = None if watched is None else list(watched)
+
+    def _collect(self) -> None:
+        """Take the largest scores of the forward that was observed, if one was."""
+        for name, observer in self._observers.items():
+            observer.disarm()
+            layer = self.training.layers.get(name)
+            cores = [core for core in observer.cores if core.is_recorded]
+            observer_ran = observer.has_run
+            read = [core.rows.largest for core in cores if core.rows is not None and core.rows.is_known]
+            unread = [core for core in cores if core.rows is None or not core.rows.is_known]
+            observer.release()
+            if layer is None or not observer_ran or not cores:
+                continue
+            if unread or any(len(largest) != layer.num_heads for largest in read):
+                why = next((core.unread for core in unread if core.unread), "its scores are not known")
+                self._warn_once.warn(name, f"QKClip leaves `{name}` as it is: {why}.")
+                continue
+            for largest in read:
+                before = self._largest.get(name)
+                self._largest[name] = largest if before is None else torch.maximum(before, largest)
+
+    # Called by the optimizers, inside the user's `optimizer.step()`.
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._warn_once.guard("scaling queries and keys"):
+            self._collect()
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            layers = [
+                layer
+                for name, layer in self.training.layers.items()
+                if self.is_for_layer(name)
+                and (self.watched is None or name in self.watched)
+                and any(id(owner) in stepped for owner in _owners(layer))
+            ]
+            self._clip_all(layers)
+
+    @torch.no_grad()
+    def _clip_all(self, layers: Sequence[AttentionLayer]) -> None:
+        if not layers or self.count >= self.at_most:
+            return
+        mine = [self._largest.pop(layer.name, None) for layer in layers]
+        devices = [layer.weight("query").device for layer in layers]
+        nothing = [
+            torch.full((layer.num_heads,), -torch.inf, device=device) if one is None else one.to(device)
+            for layer, one, device in zip(layers, mine, devices)
+        ]
+        # All ranks come here after the same step with the same layers, and so agree on every factor.
+        largest = self.training.largest_over_ranks(nothing)
+        for layer, scores in zip(layers, largest):
+            factor = (self.limit / scores).clamp(max=1.0)
+            factor = torch.where(scores.isfinite() & (scores > self.limit), factor, 1.0)
+            if not self.dry_run:
+                clip_heads(layer, factor)
+            done = self._done.setdefault(layer.name, _Clipped.none(scores))
+            done.add(scores, factor < 1)
+        self.count += 1
+
+
+@dataclass
+class _Clipped:
+    """What was done to a layer since the last reading, on its device."""
+
+    times: Tensor
+    largest: Tensor
+
+    @classmethod
+    def none(cls, scores: Tensor) -> _Clipped:
+        return cls(torch.zeros_like(scores), torch.full_like(scores, -torch.inf))
+
+    def add(self, scores: Tensor, was_clipped: Tensor) -> None:
+        self.times = self.times + was_clipped
+        self.largest = torch.maximum(self.largest, torch.where(was_clipped, scores, -torch.inf))
+
+
+@dataclass(frozen=True)
+class _Largest:
+    """The largest score of each head; adds up over chunks by maximum."""
+
+    largest: Tensor
+    is_known: bool
+
+    @classmethod
+    def of(cls, chunk: RowChunk) -> _Largest:
+        heads = chunk.weights.shape[1]
+        if chunk.logits is None:
+            return cls(torch.zeros(heads), False)
+        # Rows of padding are zero.
+        seen = chunk.visible & (chunk.weights.sum(-1, keepdim=True) > 0)
+        scores = torch.where(seen, chunk.logits.float(), -torch.inf)
+        return cls(scores.movedim(1, 0).flatten(1).amax(-1), True)
+
+    def __add__(self, other: _Largest) -> _Largest:
+        return _Largest(torch.maximum(self.largest, other.largest), self.is_known and other.is_known)
+
+
+@torch.no_grad()
+def clip_heads(layer: AttentionLayer, factor: Tensor) -> None:
+    """Scale the scores of the heads of a layer by scaling queries and keys in place.
+
+    Args:
+        layer: the layer; its weights can be written in place.
+        factor: ``(H,)``, in (0, 1]; a head with 1 is not touched, not by a bit.
+    """
+    G = layer.num_key_heads
+    groups = factor.view(G, -1)
+    if groups.shape[1] == 1:
+        of_keys = groups[:, 0].sqrt()
+    else:
+        # The key moves only if all of its heads do, and no further than the least of them needs.
+        least = groups.amax(1)
+        of_keys = torch.where(least < 1, least.sqrt(), 1.0)
+    of_queries = (groups / of_keys[:, None]).flatten()
+    for role, scale in (("query", of_queries), ("key", of_keys)):
+        weight = layer.weight(role)  # type: ignore[arg-type]
+        weight.mul_(scale.to(weight)[:, None, None])
+        bias = _bias(layer, role)  # type: ignore[arg-type]
+        if bias is not None:
+            bias.mul_(scale.to(bias)[:, None])
+
+
+def _is_cleared(bound: Sequence[float | None], limit: float) -> bool:
+    return all(value is not None and value <= limit / 2 for value in bound)
+
+
+def _owners(layer: AttentionLayer) -> list[nn.Parameter]:
+    found = (owner_of(layer, layer.weight(role)) for role in ("query", "key"))
+    return [owner for owner in found if owner is not None]
+
+
+def _bias(layer: AttentionLayer, role: Role) -> Tensor | None:
+    module, part = layer.module, layer.slices[role]
+    if isinstance(module, nn.MultiheadAttention):
+        bias: Tensor | None = module.in_proj_bias
+        if bias is None:
+            return None
+        start = 0 if role == "query" else module.embed_dim
+        return bias[start : start + module.embed_dim].view(part.heads, part.width)
+    return part.bias() if isinstance(part, HeadSlice) else None
+
+
+def _why_not(layer: AttentionLayer) -> str:
+    """Say why scaling the weights of a layer does not scale its scores; empty if it does."""
+    if layer.num_heads % layer.num_key_heads:
+        return f"its {layer.num_heads} heads cannot be divided among {layer.num_key_heads} keys"
+    roles: tuple[Role, ...] = ("query", "key")
+    for role in roles:
+        if is_normed(layer, role):
+            return f"a norm follows its {role}, which takes the scale away again"
+        if role not in layer.slices or owner_of(layer, layer.weight(role)) is None:
+            return f"its {role} heads cannot be written in place ({layer.kind})"
+        bias = _bias(layer, role)
+        if bias is not None and owner_of(layer, bias) is None:
+            return f"the bias of its {role} heads cannot be written in place ({layer.kind})"
+    if getattr(layer.module, "bias_k", None) is not None:
+        return "its module adds a key of its own"
+    if layer.weight("query").data_ptr() == layer.weight("key").data_ptr():
+        return "its queries and keys share their weight"
+    return ""
