@@ -24,8 +24,12 @@ myst_enable_extensions = ["dollarmath", "substitution"]
 myst_heading_anchors = 3
 myst_substitutions = {
     "all_metrics": "\n".join(
-        ["| name | read from | meaning |", "|---|---|---|"]
-        + [f"| `{metric.name}` | {metric.source} | {metric.summary} |" for metric in METRICS.values()]
+        ["| name | read from | meaning | over layers |", "|---|---|---|---|"]
+        + [
+            f"| `{metric.name}` | {metric.source} | {metric.summary} | "
+            f"{'' if metric.worst is None else f'`/{metric.worst}`'} |"
+            for metric in METRICS.values()
+        ]
     )
 }
 

@@ -51,8 +51,10 @@ class HDICallback(pl.Callback):
 
     Args:
         every_n_steps: optimizer steps between readings, as `trainer.global_step` counts them.
-        metrics: names of the curves to log; by default ``hdi``, ``hdi_worst_pair``, ``hdi_effective_heads``,
-            ``head_covariance`` and ``head_correlation``. The history keeps everything that was measured.
+        metrics: names of the curves to log; ``"default"`` or `None`, also as one of the names, for ``hdi``,
+            ``hdi_alignment``, ``hdi_energy_alignment``, ``hdi_worst_pair``, ``hdi_effective_heads``,
+            ``head_correlation``, ``head_output_overlap`` and ``head_covariance``. The history keeps everything that was
+            measured.
         include: patterns of layer names to watch (``"encoder.*"``); all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
@@ -98,7 +100,7 @@ class HDICallback(pl.Callback):
         self,
         every_n_steps: int = 50,
         *,
-        metrics: list[str] | None = None,
+        metrics: list[str] | Literal["default"] | None = None,
         include: list[str] | None = None,
         exclude: list[str] | None = None,
         max_tokens: int = 2048,

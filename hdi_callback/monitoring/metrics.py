@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -36,12 +36,15 @@ class Metric:
             else is measured, as ``"head outputs"``; what no metric asks for is not measured.
         read: takes the batched result (such as a ``HeadDiversity``) to one value per layer, ``(layers,)``.
         summary: one sentence for people.
+        worst: which end of it is the worse one, ``"max"`` or ``"min"``: the value of the worst layer is logged as
+            ``<name>/max`` or ``<name>/min``; `None` where layers are not to be compared, or no end is worse.
     """
 
     name: str
     source: str
     read: Callable[[Any], Tensor]
     summary: str
+    worst: Literal["max", "min"] | None = None
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -89,7 +92,9 @@ def _diversity_metrics(role: str) -> list[Metric]:
 
     def metric(suffix: str, field: str | Callable[[Any], Tensor], summary: str) -> Metric:
         read = _field(field) if isinstance(field, str) else field
-        return Metric(f"{prefix}{suffix}", role, read, summary.format(of=of))
+        # Alignment alone is on one scale in layers of all shapes.
+        worst: Literal["max"] | None = "max" if suffix.endswith("_alignment") else None
+        return Metric(f"{prefix}{suffix}", role, read, summary.format(of=of), worst)
 
     return [
         metric("", "index", "Head Diversity Index of {of}: 0 all aligned, 1 all mutually orthogonal."),
@@ -135,18 +140,27 @@ _COVARIANCE_METRICS = [
         COVARIANCE,
         lambda c: _mean_over_pairs(c.output_overlap),
         "Mean energy overlap of head outputs before the output projection.",
+        "max",
     ),
 ]
 
 _CIRCUIT_METRICS = [
     Metric(
-        "circuit_qk", QK, _field("mean"), "Mean cosine of two heads' QK circuits: 0 independent, 1 the same kernel."
+        "circuit_qk",
+        QK,
+        _field("mean"),
+        "Mean cosine of two heads' QK circuits: 0 independent, 1 the same kernel.",
+        "max",
     ),
-    Metric("circuit_qk_worst", QK, _field("worst"), "Largest cosine of two heads' QK circuits."),
+    Metric("circuit_qk_worst", QK, _field("worst"), "Largest cosine of two heads' QK circuits.", "max"),
     Metric(
-        "circuit_ov", OV, _field("mean"), "Mean cosine of two heads' OV circuits: 0 independent, 1 the same message."
+        "circuit_ov",
+        OV,
+        _field("mean"),
+        "Mean cosine of two heads' OV circuits: 0 independent, 1 the same message.",
+        "max",
     ),
-    Metric("circuit_ov_worst", OV, _field("worst"), "Largest cosine of two heads' OV circuits."),
+    Metric("circuit_ov_worst", OV, _field("worst"), "Largest cosine of two heads' OV circuits.", "max"),
 ]
 
 
@@ -156,18 +170,21 @@ _HEAD_METRICS = [
         CONTRIBUTION,
         _field("relative", _smallest),
         "Smallest share of a head: RMS of what it adds over that of what all heads add together.",
+        "min",
     ),
     Metric(
         "outputs_not_finite",
         CONTRIBUTION,
         lambda c: c.not_finite.sum(-1),
         "How many heads gave an output that is NaN or infinite.",
+        "max",
     ),
     Metric(
         "head_importance_min",
         IMPORTANCE,
         _field("importance", _smallest),
         "Smallest first-order effect on the loss of losing a head, over the mean of the layer's heads.",
+        "min",
     ),
     Metric(
         "hdi_worst_pair_importance",
@@ -186,12 +203,14 @@ _HEAD_METRICS = [
         FINITENESS,
         lambda f: f.not_finite.clamp(max=1).sum(-1),  # NaN, of what was not measured, stays NaN
         "How many heads have query, key, value or output weights that are NaN or infinite.",
+        "max",
     ),
     Metric(
         "head_movement_min",
         MOVEMENT,
         _field("movement", _smallest),
         "Smallest relative change of a head's weights since the last reading: 0 is frozen, or rounds away.",
+        "min",
     ),
 ]
 
@@ -207,11 +226,16 @@ _UPDATE_METRICS = [
         UPDATES,
         _field("entropy", _smallest_of_those_known),
         "Smallest spectral entropy of a head's change of key weights: 0 one direction, 1 spread evenly over all.",
+        "min",
     ),
-    Metric("update_circuit_qk", UPDATES_QK, _field("mean"), "Mean cosine of two heads' QK circuits, of the changes."),
-    Metric("update_circuit_qk_worst", UPDATES_QK, _field("worst"), "Largest cosine of these."),
-    Metric("update_circuit_ov", UPDATES_OV, _field("mean"), "Mean cosine of two heads' OV circuits, of the changes."),
-    Metric("update_circuit_ov_worst", UPDATES_OV, _field("worst"), "Largest cosine of these."),
+    Metric(
+        "update_circuit_qk", UPDATES_QK, _field("mean"), "Mean cosine of two heads' QK circuits, of the changes.", "max"
+    ),
+    Metric("update_circuit_qk_worst", UPDATES_QK, _field("worst"), "Largest cosine of these.", "max"),
+    Metric(
+        "update_circuit_ov", UPDATES_OV, _field("mean"), "Mean cosine of two heads' OV circuits, of the changes.", "max"
+    ),
+    Metric("update_circuit_ov_worst", UPDATES_OV, _field("worst"), "Largest cosine of these.", "max"),
 ]
 
 
@@ -221,44 +245,51 @@ _ROW_METRICS = [
         ROWS,
         _field("entropy", _mean),
         "Entropy of attention over log n, mean over heads: 1 uniform, 0 one token.",
+        "min",
     ),
     Metric(
         "attention_entropy_min",
         ROWS,
         _field("entropy", _smallest),
         "The same of the head that looks at the fewest tokens.",
+        "min",
     ),
     Metric(
         "attention_samples",
         ROWS,
         _field("samples", _mean),
         "Effective sample size 1 / ||a||^2, mean over heads: over how many tokens a head averages.",
+        "min",
     ),
     Metric(
         "attention_sink",
         ROWS,
         _field("sink", _largest),
         "Largest mean attention of a head to one position: 1 if all queries look there.",
+        "max",
     ),
     Metric(
         "attention_overlap",
         ROWS,
         _field("overlap_mean"),
         "Mean overlap of two heads' attention, the correlation of their noise; 1 also if both are flat.",
+        "max",
     ),
     Metric(
         "attention_alike",
         ROWS,
         _field("alike_mean"),
         "The same with the uniform part taken out: 1 if heads attend alike beyond being flat.",
+        "max",
     ),
-    Metric("attention_alike_worst", ROWS, _field("alike_worst"), "Largest `attention_alike` of two heads."),
-    Metric("attention_logit", ROWS, _field("logit", _largest), "Largest score of a sampled query."),
+    Metric("attention_alike_worst", ROWS, _field("alike_worst"), "Largest `attention_alike` of two heads.", "max"),
+    Metric("attention_logit", ROWS, _field("logit", _largest), "Largest score of a sampled query.", "max"),
     Metric(
         "attention_logit_bound",
         ROWS,
         _field("logit_bound", _largest),
         "No score of any query is larger: largest norms times the scale, plus the largest bias.",
+        "max",
     ),
     Metric("query_norm", ROWS, _field("query_norm", _mean), "Mean norm of the queries, as they enter the product."),
     Metric("key_norm", ROWS, _field("key_norm", _mean), "Mean norm of the keys, as they enter the product."),
@@ -300,7 +331,11 @@ _INPUT_METRICS = [
         "Effective rank of the centred tokens that the layer is given: 0 if all are one.",
     ),
     Metric(
-        "token_cosine", TOKENS, _field("cosine"), "Mean cosine of two of these tokens: 1 if all point the same way."
+        "token_cosine",
+        TOKENS,
+        _field("cosine"),
+        "Mean cosine of two of these tokens: 1 if all point the same way.",
+        "max",
     ),
 ]
 
@@ -388,22 +423,40 @@ DETAILS: dict[str, Details] = {
 }
 """Source -> its details, of all sources but the roles of weights and the head outputs."""
 
-DEFAULT_METRICS = ("hdi", "hdi_worst_pair", "hdi_effective_heads", "head_covariance", "head_correlation")
-"""The curves that a new user sees."""
+DEFAULT_METRICS = (
+    "hdi",
+    "hdi_alignment",
+    "hdi_energy_alignment",
+    "hdi_worst_pair",
+    "hdi_effective_heads",
+    "head_correlation",
+    "head_output_overlap",
+    "head_covariance",
+)
+"""The curves that a new user sees, eight for each layer, and five over all layers.
+
+They come from the key weights and from one sample of head outputs. What attention rows or circuits tell has to be asked
+for, as it costs as much again and cannot be read everywhere, see `docs/cost.md`.
+"""
+
+
+_DEFAULT = "default"
 
 
 def _known() -> str:
     """List the metrics in a sentence: those of keys stand for the same of queries, values and outputs."""
     roles = ("hdi_query", "hdi_value", "hdi_output")
     own = [name for name in METRICS if not name.startswith(roles)]
-    return f"Known metrics: {', '.join(own)}; those of `hdi` also as {', '.join(f'{role}...' for role in roles)}."
+    others = ", ".join(f"{role}..." for role in roles)
+    default = ", ".join(DEFAULT_METRICS)
+    return f"Known metrics: {', '.join(own)}; those of `hdi` also as {others}; `{_DEFAULT}` for {default}."
 
 
 def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
     """Check the names of metrics and return them without repeats.
 
     Args:
-        names: names from `METRICS`; `None` for the default ones.
+        names: names from `METRICS`; ``"default"`` among them stands for the default ones, and so does `None`.
 
     Returns:
         The names, in the order given.
@@ -414,9 +467,12 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
     Example:
         >>> choose_metrics(["hdi", "hdi_query", "hdi"])
         ('hdi', 'hdi_query')
+        >>> choose_metrics(["default", "attention_sink"]) == (*choose_metrics(None), "attention_sink")
+        True
     """
-    given = words("metrics", names, what="names of metrics")
-    chosen = tuple(dict.fromkeys(DEFAULT_METRICS if given is None else given))
+    given = [_DEFAULT] if names in (None, _DEFAULT) else words("metrics", names, what="names of metrics")
+    expanded = [DEFAULT_METRICS if name == _DEFAULT else (name,) for name in given or ()]
+    chosen = tuple(dict.fromkeys(name for names in expanded for name in names))
     unknown = [name for name in chosen if name not in METRICS]
     if unknown or not chosen:
         raise MisconfigurationError(

@@ -42,8 +42,8 @@ class HeadDiversityMonitor:
 
     Args:
         model: any module that contains attention layers.
-        metrics: names of metrics (see `METRICS`); they decide which weights are read and whether head outputs are
-            captured. The key weights always are.
+        metrics: names of metrics (see `METRICS`), ``"default"`` or `None` for the default ones; they decide which
+            weights are read and whether head outputs are captured. The key weights always are.
         include: patterns of layer names to watch (``"encoder.*"``); all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.

@@ -111,18 +111,37 @@ class Record:
             metrics: names of metrics.
 
         Returns:
-            Tag -> number: ``<metric>/<layer>`` for every layer that has it, and ``hdi/mean`` and ``hdi/min`` over the
-            layers when ``"hdi"`` is among the metrics.
+            Tag -> number: first over all layers, ``hdi/mean`` and ``hdi/min`` when ``"hdi"`` is among the metrics, and
+            ``<metric>/max`` or ``<metric>/min`` for those metrics that say which end is the worse one; then
+            ``<metric>/<layer>`` for every layer that has it.
         """
-        tags = {
+        over_layers = self.summary() if "hdi" in metrics else {}
+        for tag, name in self.worst(metrics).items():
+            over_layers[tag] = self.layers[name].values[tag.partition("/")[0]]
+        by_layer = {
             f"{metric}/{name}": layer.values[metric]
             for metric in metrics
             for name, layer in self.layers.items()
             if metric in layer.values
         }
-        if "hdi" in metrics:
-            tags.update(self.summary())
-        return tags
+        return {**over_layers, **by_layer, **over_layers}
+
+    def worst(self, metrics: tuple[str, ...] | list[str]) -> dict[str, str]:
+        """Name the layers whose values are logged as those of the worst layer.
+
+        Args:
+            metrics: names of metrics.
+
+        Returns:
+            Tag over all layers, ``<metric>/max`` or ``<metric>/min`` -> name of the layer; the first one of several.
+        """
+        found = {}
+        for metric in metrics:
+            known = {name: layer.values[metric] for name, layer in self.layers.items() if metric in layer.values}
+            end = METRICS[metric].worst if metric in METRICS else None
+            if known and end is not None:
+                found[f"{metric}/{end}"] = (max if end == "max" else min)(known, key=lambda name: known[name])
+        return found
 
     def summary(self) -> dict[str, float]:
         """Compute the mean and the minimum of the index over the layers.

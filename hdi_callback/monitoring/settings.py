@@ -110,7 +110,7 @@ class Settings:
 
     Attributes:
         every_n_steps: optimizer steps between readings, at least 1.
-        metrics: names of the curves to log, see `METRICS`; `None` for the default ones.
+        metrics: names of the curves to log, see `METRICS`; ``"default"`` or `None` for the default ones.
         include: patterns of layer names to watch; `None` for all.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs, at least 2.

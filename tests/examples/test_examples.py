@@ -24,8 +24,9 @@ EXAMPLES = [
     "train_with_accelerate.py",
     "train_with_transformers.py",
 ]
-OF_WEIGHTS = ["hdi", "hdi_worst_pair", "hdi_effective_heads"]
-OF_OUTPUTS = ["head_covariance", "head_correlation"]
+OF_WEIGHTS = ["hdi", "hdi_alignment", "hdi_energy_alignment", "hdi_worst_pair", "hdi_effective_heads"]
+OF_OUTPUTS = ["head_correlation", "head_output_overlap", "head_covariance"]
+WORST = ("hdi_alignment", "hdi_energy_alignment", "head_output_overlap")
 
 Curve = list[tuple[int, float]]
 
@@ -56,6 +57,8 @@ class Run:
             point = {"hdi/mean": sum(index) / len(index), "hdi/min": min(index)}
             for metric in OF_WEIGHTS + OF_OUTPUTS:
                 point |= {f"{metric}/{name}": value[metric] for name, value in values.items() if metric in value}
+                if metric in WORST and any(metric in value for value in values.values()):
+                    point[f"{metric}/max"] = max(value[metric] for value in values.values() if metric in value)
             for tag, value in point.items():
                 curves.setdefault(tag, []).append((line["step"], value))
         return curves

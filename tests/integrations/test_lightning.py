@@ -19,7 +19,10 @@ from hdi_callback.errors import HeadCollapseWarning, MisconfigurationError, Moni
 from hdi_callback.monitoring.history import read_history, read_lines, read_records
 from tests.models import LIT_LAYERS, Classifier, LitClassifier, batches
 
-DEFAULTS = ["hdi", "hdi_worst_pair", "hdi_effective_heads", "head_covariance", "head_correlation"]
+OF_WEIGHTS = ["hdi", "hdi_alignment", "hdi_energy_alignment", "hdi_worst_pair", "hdi_effective_heads"]
+OF_OUTPUTS = ["head_correlation", "head_output_overlap", "head_covariance"]
+DEFAULTS = OF_WEIGHTS + OF_OUTPUTS
+OVER_LAYERS = {"hdi/mean", "hdi/min", "hdi_alignment/max", "hdi_energy_alignment/max"}
 
 
 def trainer_for(tmp_path, *callbacks, **options) -> L.Trainer:
@@ -88,8 +91,8 @@ def test_gradient_accumulation_reads_each_optimizer_step_once(tmp_path):
 def test_every_tag_of_every_layer_is_logged_at_every_reading(tmp_path):
     logger = Remember()
     trainer_for(tmp_path, HDICallback(every_n_steps=4), logger=logger).fit(LitClassifier(), batches(count=8))
-    weights = {f"{metric}/{name}" for metric in DEFAULTS[:3] for name in LIT_LAYERS} | {"hdi/mean", "hdi/min"}
-    outputs = {f"{metric}/{name}" for metric in DEFAULTS[3:] for name in LIT_LAYERS}
+    weights = {f"{metric}/{name}" for metric in OF_WEIGHTS for name in LIT_LAYERS} | OVER_LAYERS
+    outputs = {f"{metric}/{name}" for metric in OF_OUTPUTS for name in LIT_LAYERS} | {"head_output_overlap/max"}
     readings = logger.readings()
     assert set(readings[0]) == set(readings[4]) == weights | outputs
     assert set(readings[8]) == weights, "no forward follows the last step, so nothing is said of head outputs"
@@ -401,7 +404,8 @@ def test_metrics_are_chosen_by_name(tmp_path):
     trainer_for(tmp_path, HDICallback(every_n_steps=2, metrics=["hdi_query", "hdi_alignment"]), logger=logger).fit(
         LitClassifier(), batches(count=2)
     )
-    assert set(logger.readings()[0]) == {f"{m}/{n}" for m in ("hdi_query", "hdi_alignment") for n in LIT_LAYERS}
+    tags = {f"{m}/{n}" for m in ("hdi_query", "hdi_alignment") for n in LIT_LAYERS}
+    assert set(logger.readings()[0]) == tags | {"hdi_alignment/max"}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ from hdi_callback.monitoring.history import read_records
 from tests.models import LIT_LAYERS, LitClassifier, batches
 from tests.wandb_files import read_wandb
 
-DEFAULTS = ["hdi", "hdi_worst_pair", "hdi_effective_heads", "head_covariance", "head_correlation"]
+DEFAULTS = [
+    "hdi", "hdi_alignment", "hdi_energy_alignment", "hdi_worst_pair", "hdi_effective_heads", "head_correlation",
+    "head_output_overlap", "head_covariance",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def test_the_event_file_holds_every_tag_at_every_due_step_with_the_values_of_the
     events = EventAccumulator(board.log_dir).Reload()
     curves = expected(callback)
     assert [step for step, _ in curves["hdi/mean"]] == [0, 4, 8, 12]
-    assert len(curves) == 5 * len(LIT_LAYERS) + 2
+    assert len(curves) == len(DEFAULTS) * len(LIT_LAYERS) + 5
     for tag, points in curves.items():
         written = [(event.step, event.value) for event in events.Scalars(tag)]
         assert [step for step, _ in written] == [step for step, _ in points], tag

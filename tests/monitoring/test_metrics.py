@@ -80,8 +80,15 @@ def test_the_mean_output_overlap_leaves_the_diagonal_out():
 
 def test_few_curves_by_default():
     assert choose_metrics(None) == DEFAULT_METRICS
-    assert len(DEFAULT_METRICS) == 5
+    assert len(DEFAULT_METRICS) <= 8
     assert set(DEFAULT_METRICS) <= set(METRICS)
+    assert choose_metrics("default") == choose_metrics(["default"]) == DEFAULT_METRICS
+    assert choose_metrics(["attention_sink", "default", "hdi"]) == ("attention_sink", *DEFAULT_METRICS)
+
+
+def test_a_single_name_is_refused_with_what_to_write():
+    with pytest.raises(MisconfigurationError, match=r"write \['hdi'\]"):
+        choose_metrics("hdi")
 
 
 def test_an_unknown_metric_is_refused_with_those_that_exist():

@@ -73,3 +73,18 @@ def test_on_a_gpu_the_readout_does_not_wait_and_brings_the_same_numbers():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert readout.record().scalars(["hdi"]) == pytest.approx(reading().record().scalars(["hdi"]), abs=1e-6)
+
+
+def test_the_worst_layer_stands_first_and_is_named():
+    layers = {
+        name: LayerRecord({"hdi": 1 - align, "hdi_alignment": align, "attention_entropy_min": align})
+        for name, align in (("a", 0.1), ("b", 0.4), ("c", 0.2))
+    }
+    record = Record(0, {**layers, "d": LayerRecord()})
+    metrics = ["hdi", "hdi_alignment", "attention_entropy_min", "head_covariance"]
+    tags = record.scalars(metrics)
+    assert list(tags)[:4] == ["hdi/mean", "hdi/min", "hdi_alignment/max", "attention_entropy_min/min"]
+    assert tags["hdi_alignment/max"] == tags["hdi_alignment/b"] == 0.4
+    assert tags["attention_entropy_min/min"] == 0.1
+    assert record.worst(metrics) == {"hdi_alignment/max": "b", "attention_entropy_min/min": "a"}
+    assert Record(0, {"d": LayerRecord()}).worst(metrics) == {}
