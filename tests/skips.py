@@ -4,5 +4,6 @@ NEEDS_GPU = "needs a CUDA device: run on a machine with one"
 NEEDS_CUDA_BUILD = "needs the CUDA build of torch (a GPU is not needed): run in an environment with plain torch"
 NEEDS_TORCHVISION = "needs torchvision (which the CPU build of torch lacks): run in an environment with plain torch"
 NEEDS_CHROMIUM = "needs a headless Chromium: apt-get install chromium"
+NEEDS_MLFLOW = "needs mlflow: pip install mlflow-skinny"
 
-REASONS = frozenset({NEEDS_CHROMIUM, NEEDS_CUDA_BUILD, NEEDS_GPU, NEEDS_TORCHVISION})
+REASONS = frozenset({NEEDS_CHROMIUM, NEEDS_MLFLOW, NEEDS_CUDA_BUILD, NEEDS_GPU, NEEDS_TORCHVISION})

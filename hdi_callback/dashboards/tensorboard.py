@@ -1,62 +1,156 @@
-"""TensorBoard: one chart per metric with all layers in it, beside the curve of each layer; alerts as text and marks."""
+"""TensorBoard: a page of charts that begins with what is over all layers; alerts as text and marks; pictures."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hdi_callback.monitoring.sink import ALERTS, WORST
 from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
+    from hdi_callback.dashboards.pictures import Outlet, Picture
+    from hdi_callback.monitoring.alerts import Alert
     from hdi_callback.monitoring.sink import Result
 
-# The curve on which an alert is marked: the index, unless the rule judges pairs.
+# The curve on which an alert is marked, if its own is not logged: the index, unless the rule judges pairs.
 _MARKED = {"hdi_worst_alignment": "hdi_worst_pair", "hdi_energy_worst_alignment": "hdi_worst_pair"}
+_LAYERS_A_CHART = 8
+_SCALE = {"scale/chance": 0.0, "scale/same head": 1.0}
+_BY_GROUPS = ("hdi_worst_alignment", "hdi_worst_pair")  # on the scale from chance to the same head
 
 
-def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "") -> None:
-    """Describe the page "Custom Scalars": for each metric one chart that holds the curves of all layers.
+def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers: Iterable[str] = ()) -> None:
+    """Describe the page "Custom Scalars": first what is over all layers, then the layers in groups, then each metric.
+
+    The page cuts off what it takes for outliers: of 48 layers just the one that collapsed. So the charts of alignment
+    hold two constant curves, chance and the same head, and have the same scale whatever happens.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
         metrics: names of metrics.
         prefix: what stands before every tag.
+        layers: names of layers, in model order.
     """
-    charts = {
-        metric: ["Multiline", [f"^{re.escape(prefix + metric)}/.*", f"^{re.escape(f'{prefix}alert/{metric}')}/.*"]]
-        for metric in metrics
+    scale = [_exactly(prefix + tag) for tag in _SCALE]
+    first = {
+        "worst alignment of two heads, over all layers (0 chance, 1 the same head)": [
+            _exactly(prefix + WORST), f"^{re.escape(prefix)}alert/worst_alignment/.*", *scale,
+        ],
+        "alerts that stand": [_exactly(prefix + ALERTS)],
+    }  # fmt: skip
+    if "hdi" in metrics:
+        first["HDI: mean of the layers, and the lowest"] = [_exactly(f"{prefix}hdi/{one}") for one in ("mean", "min")]
+    groups = {}
+    grouped = next((metric for metric in _BY_GROUPS if metric in metrics), None)
+    names = list(layers)
+    if grouped is not None and len(names) > _LAYERS_A_CHART:
+        for start in range(0, len(names), _LAYERS_A_CHART):
+            some = names[start : start + _LAYERS_A_CHART]
+            tags = [tag for name in some for tag in _curve_and_marks(prefix, grouped, re.escape(name))]
+            groups[f"{grouped}: {some[0]} to {some[-1]}"] = [*tags, *scale]
+    others = {metric: _curve_and_marks(prefix, metric, ".*") for metric in metrics}
+    layout = {
+        f"{prefix}head diversity, all layers": first,
+        f"{prefix}head diversity, layers in groups": groups,
+        f"{prefix}head diversity": others,
     }
-    writer.add_custom_scalars({f"{prefix}head diversity": charts})
+    charts = {
+        category: {title: ["Multiline", tags] for title, tags in described.items()}
+        for category, described in layout.items()
+        if described
+    }
+    writer.add_custom_scalars(charts)
 
 
-def write_alerts(writer: Any, result: Result, prefix: str = "") -> None:
-    """Write alerts and interventions as text, and mark each alert on the curve that it is about.
+def _exactly(tag: str) -> str:
+    return f"^{re.escape(tag)}$"
 
-    The text is under ``hdi_alerts`` and ``hdi_interventions``, the marks are scalars under ``alert/<metric>/<layer>``.
+
+def _curve_and_marks(prefix: str, metric: str, layer: str) -> list[str]:
+    end = "" if layer == ".*" else "$"
+    marks = ".*" if layer == ".*" else rf"{layer}(/step \d+)?$"
+    return [f"^{re.escape(prefix + metric)}/{layer}{end}", f"^{re.escape(f'{prefix}alert/{metric}')}/{marks}"]
+
+
+class AlertBoard:
+    """Writes alerts and interventions as text, and marks each alert on the curve that it is about.
+
+    The text is under ``hdi_alerts`` and ``hdi_interventions``. A mark is a curve of one point, which no smoothing
+    moves: ``alert/<metric>/<layer>``, and ``alert/<metric>/<layer>/step <s>`` for those after the first; and
+    ``alert/worst_alignment/<layer>`` on the curve over all layers.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
-        result: a reading and what came of it.
+        metrics: names of the metrics that are logged.
         prefix: what stands before every tag.
     """
-    axis = result.record.axis
-    writes: list[Callable[[], object]] = []
-    if result.alerts:
-        lines = [f"- **{'resolved' if item.is_resolved else item.level}** {item.message}" for item in result.alerts]
-        writes.append(partial(writer.add_text, f"{prefix}hdi_alerts", "\n".join(lines), axis))
-    if result.actions:
-        lines = [f"- {item.message}" for item in result.actions]
-        writes.append(partial(writer.add_text, f"{prefix}hdi_interventions", "\n".join(lines), axis))
-    for alert in result.alerts:
-        metric = _MARKED.get(alert.finding.metric or "", "hdi")
-        value = result.record.layers[alert.layer].values.get(metric)
-        if value is not None and alert.level != "notice" and not alert.is_resolved:
-            writes.append(partial(writer.add_scalar, f"{prefix}alert/{metric}/{alert.layer}", value, axis))
-    attempt_each(writes)
+
+    def __init__(self, writer: Any, metrics: Sequence[str], prefix: str = "") -> None:
+        self._writer, self._metrics, self._prefix = writer, list(metrics), prefix
+        self._marked: set[str] = set()
+
+    def write(self, result: Result) -> None:
+        """Write what is new at one reading, and the two ends of the scale of alignment.
+
+        Args:
+            result: a reading and what came of it.
+        """
+        writer, axis = self._writer, result.record.axis
+        writes: list[Callable[[], object]] = []
+        if any("hdi_worst_alignment" in layer.values for layer in result.record.layers.values()):
+            writes += [partial(writer.add_scalar, self._prefix + tag, value, axis) for tag, value in _SCALE.items()]
+        if result.alerts:
+            lines = [f"- **{'resolved' if item.is_resolved else item.level}** {item.message}" for item in result.alerts]
+            writes.append(partial(writer.add_text, f"{self._prefix}hdi_alerts", "\n".join(lines), axis))
+        if result.actions:
+            lines = [f"- {item.message}" for item in result.actions]
+            writes.append(partial(writer.add_text, f"{self._prefix}hdi_interventions", "\n".join(lines), axis))
+        for alert in result.alerts:
+            if alert.level != "notice" and not alert.is_resolved:
+                writes += self._marks(alert, result)
+        attempt_each(writes)
+
+    def _marks(self, alert: Alert, result: Result) -> list[Callable[[], object]]:
+        own = alert.finding.metric or ""
+        metric = own if own in self._metrics else _MARKED.get(own, "hdi")
+        values = result.record.layers[alert.layer].values
+        marks = {
+            f"{self._prefix}alert/{metric}/{alert.layer}": values.get(metric),
+            f"{self._prefix}alert/worst_alignment/{alert.layer}": values.get("hdi_worst_alignment"),
+        }
+        return [
+            partial(self._writer.add_scalar, self._tag(tag, result.record.step), value, result.record.axis)
+            for tag, value in marks.items()
+            if value is not None
+        ]
+
+    def _tag(self, tag: str, step: int) -> str:
+        if tag in self._marked:
+            return f"{tag}/step {step}"
+        self._marked.add(tag)
+        return tag
+
+
+def add_picture(writer: Any, prefix: str = "") -> Outlet:
+    """Give what writes pictures to the page "Images".
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`.
+        prefix: what stands before every tag.
+
+    Returns:
+        What takes pictures.
+    """
+
+    def write(picture: Picture) -> None:
+        writer.add_image(prefix + picture.tag, picture.pixels, picture.axis, dataformats="HWC")
+
+    return write
 
 
 def place_board(folder: Path, state: Mapping[str, Any] | None) -> Path:
@@ -85,13 +179,15 @@ class Board:
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
         metrics: names of metrics.
+        layers: names of layers, in model order.
     """
 
     name = "writing to TensorBoard"
 
-    def __init__(self, writer: Any, metrics: Sequence[str]) -> None:
+    def __init__(self, writer: Any, metrics: Sequence[str], layers: Iterable[str] = ()) -> None:
         self.writer, self._metrics = writer, list(metrics)
-        lay_out_charts(writer, self._metrics)
+        self._alerts = AlertBoard(writer, self._metrics)
+        lay_out_charts(writer, self._metrics, layers=layers)
 
     def write(self, result: Result) -> None:
         """Write one reading and what came of it.
@@ -99,11 +195,11 @@ class Board:
         Args:
             result: the reading.
         """
-        tags = result.record.scalars(self._metrics)
+        tags = result.scalars(self._metrics)
         axis = result.record.axis
         attempt_each(
             [
                 *(partial(self.writer.add_scalar, tag, value, axis) for tag, value in tags.items()),
-                partial(write_alerts, self.writer, result),
+                partial(self._alerts.write, result),
             ]
         )

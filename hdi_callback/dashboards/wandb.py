@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from hdi_callback.monitoring.sink import ALERTS, WORST
 from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
+    from hdi_callback.dashboards.pictures import Outlet, Picture
     from hdi_callback.monitoring.sink import Result
 
-_EXTREMES = {"hdi": "min", "hdi_worst_pair": "max", "head_correlation": "max"}
+_EXTREMES = {
+    "hdi": "min",
+    "hdi_energy": "min",
+    "hdi_worst_pair": "max",
+    "hdi_alignment": "max",
+    "hdi_energy_alignment": "max",
+    "hdi_worst_alignment": "max",
+    "hdi_energy_worst_alignment": "max",
+    "head_correlation": "max",
+}
+_OVERALL = {WORST: "max", ALERTS: "max"}
 _LEVELS = {"warning": "WARN", "critical": "ERROR"}
 _SECONDS_BETWEEN = 300  # of two alerts with the same title
+_MOST_ROWS = 1000
 
 
 class Extremes:
@@ -47,7 +61,7 @@ class Extremes:
             f"{metric}/{name}": _EXTREMES[metric]
             for metric in self._metrics
             for name in [*names, *(("mean", "min") if metric == "hdi" else ())]
-        }
+        } | _OVERALL
         new = {tag: extreme for tag, extreme in wanted.items() if tag not in self._defined}
         self._defined.update(new)
         attempt_each(partial(self._define, tag, extreme) for tag, extreme in new.items())
@@ -74,6 +88,77 @@ def send_alerts(run: Any, result: Result) -> None:
         partial(run.alert, title=title, text="\n".join(messages), level=level, wait_duration=_SECONDS_BETWEEN)
         for (title, level), messages in texts.items()
     )
+
+
+class RunTables:
+    """Makes the tables of a run: its alerts, and the last values of its layers.
+
+    Args:
+        metrics: names of the metrics that are logged.
+    """
+
+    ALERTS: ClassVar[tuple[str, ...]] = (
+        "step", "layer", "level", "rule", "heads", "value", "limit", "resolved", "message",
+    )  # fmt: skip
+
+    def __init__(self, metrics: Sequence[str]) -> None:
+        self._metrics = list(dict.fromkeys(["hdi", "hdi_worst_alignment", *metrics]))
+        self._alerts: list[list[Any]] = []
+        self._has_new, self._next = False, 0.0
+
+    def add(self, result: Result) -> dict[str, tuple[list[str], list[list[Any]]]]:
+        """Take one reading, and give the tables if they are to be logged with it.
+
+        Args:
+            result: a reading and what came of it.
+
+        Returns:
+            Name -> columns and rows: when there are new alerts, at most every five minutes, and at the end of the run.
+        """
+        for alert in result.alerts:
+            told, heads = alert.finding, ", ".join(map(str, alert.finding.heads))
+            row = [alert.step, alert.layer, alert.level, alert.rule, heads, told.value, told.threshold]
+            self._alerts.append([*row, alert.is_resolved, alert.message])
+        self._has_new = self._has_new or bool(result.alerts)
+        now = time.monotonic()
+        if not result.is_last and (not self._has_new or now < self._next):
+            return {}
+        # Each is a file of its own, so that a run of many alerts must not log one with each.
+        self._has_new, self._next = False, now + _SECONDS_BETWEEN
+        tables = {"attention_heads/layer_table": self._layers(result)}
+        if self._alerts:
+            tables["attention_heads/alert_table"] = (list(self.ALERTS), self._alerts[-_MOST_ROWS:])
+        return tables
+
+    def _layers(self, result: Result) -> tuple[list[str], list[list[Any]]]:
+        layers = result.record.layers
+        metrics = [metric for metric in self._metrics if any(metric in layer.values for layer in layers.values())]
+        told = {alert.layer: alert.rule for alert in result.active or () if alert.level != "notice"}
+        rows = []
+        for name, layer in layers.items():
+            pair = ", ".join(str(int(head)) for head in layer.arrays.get("worst_alignment_pair", ()))
+            values = [layer.values.get(metric) for metric in metrics]
+            rows.append([result.record.step, name, pair, told.get(name, ""), *values])
+        return ["step", "layer", "closest heads", "alert", *metrics], rows
+
+
+def add_picture(run: Any, step_metric: str) -> Outlet:
+    """Give what logs pictures to a run, in a row of their own or with those of somebody else.
+
+    Args:
+        run: a `wandb` run.
+        step_metric: the axis of the pictures.
+
+    Returns:
+        What takes pictures.
+    """
+
+    def log(picture: Picture) -> None:
+        import wandb
+
+        run.log({picture.tag: wandb.Image(picture.pixels), step_metric: picture.axis}, commit=False)
+
+    return log
 
 
 class RunLog:
@@ -106,6 +191,7 @@ class RunLog:
             for metric in self._metrics:
                 run.define_metric(f"{metric}/*", step_metric=step_metric)
         self._extremes = Extremes(run, self._metrics, step_metric=step_metric)
+        self._tables = RunTables(self._metrics)
         self._extremes.define(layers)
 
     def write(self, result: Result) -> None:
@@ -114,15 +200,29 @@ class RunLog:
         Args:
             result: the reading.
         """
-        tags = result.record.scalars(self._metrics)
+        tags = result.scalars(self._metrics)
         row = {**tags, self._step_metric: result.record.axis}
+        log_tables = partial(self._log_tables, result)
         attempt_each(
             [
                 partial(self._extremes.define, result.record.layers),  # some are found after the start
+                # A row of one's own is closed at once, and tables belong to it; to a row of others all is added.
+                *([] if self._is_guest else [log_tables]),
                 partial(self._log, row),
+                *([log_tables] if self._is_guest else []),
                 partial(send_alerts, self._run, result),
             ]
         )
+
+    def _log_tables(self, result: Result) -> None:
+        tables = self._tables.add(result)
+        if tables:
+            import wandb
+
+            self._run.log(
+                {name: wandb.Table(columns=[*columns], data=[*rows]) for name, (columns, rows) in tables.items()},
+                commit=False,
+            )
 
     def _log(self, row: dict[str, Any]) -> None:
         if not self._is_guest:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from hdi_callback.attention.names import printable
 from hdi_callback.attention.padding import PaddingChoice
-from hdi_callback.dashboards import tensorboard, wandb
+from hdi_callback.dashboards.loggers import LoggerSink
+from hdi_callback.dashboards.pictures import Outlet
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
-from hdi_callback.integrations.outlets import alert_sinks, print_layers
+from hdi_callback.integrations.outlets import alert_sinks, picture_sinks, print_layers
 from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Intervention
@@ -31,7 +32,7 @@ from hdi_callback.monitoring.ranks import share_within
 from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Settings, check_arguments
 from hdi_callback.monitoring.sink import Result, Sink
-from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class HDICallback(pl.Callback):
@@ -69,6 +70,9 @@ class HDICallback(pl.Callback):
             the end and of alerts besides; 0 for none at all.
         history_mb: megabytes that the history may have on the disk; when it has more, the matrices of older readings
             are thinned. `None` for no limit.
+        figures_every: draw the worst alignment of all layers and the heads of the worst ones at every so many readings,
+            for the loggers that take pictures and into ``figures`` beside the history; 0 for none. Drawing takes at
+            most 2% of the run's time while it goes on, and needs matplotlib.
         alerts: ``"default"``, rules of your own (see `Rule`), or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names: ``{"decoder.*": {"mean": 0.7, "pair":
             None}}``; see `Thresholds`.
@@ -110,6 +114,7 @@ class HDICallback(pl.Callback):
         history: bool | str = True,
         matrices_every: int = 10,
         history_mb: float | None = 200,
+        figures_every: int = 20,
         alerts: Literal["default"] | list[Rule] | None = "default",
         thresholds: dict[str, dict[str, float | None]] | None = None,
         loaded: bool | Literal["auto"] = "auto",
@@ -332,46 +337,8 @@ class _CallbackMetrics:
     def write(self, result: Result) -> None:
         # `log_dict` would recompute all of these at each refresh of the progress bar, and is forbidden after the last
         # batch.
-        tags = result.record.scalars(self._metrics)
+        tags = result.scalars(self._metrics)
         self._trainer.callback_metrics.update({self._prefix + tag: torch.tensor(value) for tag, value in tags.items()})
-
-
-class _LoggerSink:
-    """Writes curves and alerts to one logger of the trainer."""
-
-    def __init__(self, logger: Any, metrics: Sequence[str], prefix: str) -> None:
-        self._logger, self._metrics, self._prefix = logger, list(metrics), prefix
-        self.logger_type = type(logger).__name__
-        self.name = f"logging to {self.logger_type}"
-        self._extremes: wandb.Extremes | None = None
-
-    def lay_out(self, layers: Iterable[str]) -> None:
-        experiment = getattr(self._logger, "experiment", None)
-        if hasattr(experiment, "add_custom_scalars"):
-            tensorboard.lay_out_charts(experiment, self._metrics, self._prefix)
-        elif hasattr(experiment, "define_metric"):
-            self._extremes = wandb.Extremes(experiment, self._metrics, self._prefix)
-            self._extremes.define(layers)
-
-    def write(self, result: Result) -> None:
-        tags = result.record.scalars(self._metrics)
-        named = {self._prefix + tag: value for tag, value in tags.items()}
-        attempt_each(
-            [
-                *([] if self._extremes is None else [partial(self._extremes.define, result.record.layers)]),
-                partial(self._logger.log_metrics, named, step=result.record.axis),
-                partial(self._write_alerts, result),
-            ]
-        )
-
-    def _write_alerts(self, result: Result) -> None:
-        if not result.alerts and not result.actions:
-            return
-        experiment = getattr(self._logger, "experiment", None)
-        if hasattr(experiment, "add_text") and hasattr(experiment, "add_scalar"):
-            tensorboard.write_alerts(experiment, result, self._prefix)
-        elif hasattr(experiment, "alert"):
-            wandb.send_alerts(experiment, result)
 
 
 class _LightningHost:
@@ -439,11 +406,14 @@ class _LightningHost:
         sinks: list[Sink] = [_CallbackMetrics(self._trainer, metrics, self._prefix)]
         if not self.is_first_rank:
             return sinks
+        outlets: list[Outlet | None] = []
         for logger in self._trainer.loggers:
-            sink = _LoggerSink(logger, metrics, self._prefix)
+            sink = LoggerSink(logger, metrics, self._prefix)
             with self._warn_once.guard(f"laying out the charts of {sink.logger_type}"):
                 sink.lay_out(layer.name for layer in monitor.layers)
+                outlets.append(sink.pictures())
             sinks.append(sink)
+        sinks += picture_sinks(self._settings, history, outlets, is_resumed=state is not None)
         return [*sinks, *alert_sinks(self._settings, history, self.say, "the loggers")]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hdi_callback.dashboards import console, tensorboard, wandb
+from hdi_callback.dashboards.pictures import Outlet, Pictures, can_draw, save_in
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Settings
@@ -50,6 +51,34 @@ def alert_sinks(settings: Settings, history: History | None, say: Callable[[str]
     return sinks if settings.on_alert is None else [*sinks, OnAlert(settings.on_alert)]
 
 
+def picture_sinks(
+    settings: Settings, history: History | None, outlets: Iterable[Outlet | None], *, is_resumed: bool
+) -> list[Sink]:
+    """Draw pictures, for those who take them and into a folder beside the history.
+
+    Args:
+        settings: with ``figures_every``.
+        history: where readings are kept.
+        outlets: what takes pictures; `None` for what cannot.
+        is_resumed: the readings that the history holds are drawn as well.
+
+    Returns:
+        The sink; none if no pictures are wanted, nobody takes them, or matplotlib is not installed.
+    """
+    chosen = [outlet for outlet in outlets if outlet is not None]
+    if history is not None:
+        chosen.append(save_in(lambda: history.path.with_name(_folder_of(history.path))))
+    if settings.figures_every == 0 or not chosen or not can_draw():
+        return []
+    before = history.path if history is not None and is_resumed else None
+    return [Pictures(chosen, every=settings.figures_every, before=before)]
+
+
+def _folder_of(history: Path) -> str:
+    """Name the folder of pictures: that of a second history is told from that of the first."""
+    return "figures" if history.stem == "history" else f"figures-{history.stem.removeprefix('history-')}"
+
+
 class Dashboards:
     """TensorBoard and W&B beside a trainer that has no loggers of its own.
 
@@ -59,27 +88,35 @@ class Dashboards:
 
     Attributes:
         folder: directory of the TensorBoard run that was opened here; a checkpoint keeps it.
+        outlets: what takes pictures.
     """
 
     def __init__(self, metrics: Sequence[str] | None, warn_once: WarnOnce) -> None:
         self._metrics, self._warn_once = list(metrics or ()), warn_once
         self._writer: Any = None
+        self.outlets: list[Outlet] = []
         self.folder: str | None = None
 
-    def tensorboard(self, writer: Any, wished: Path, state: Mapping[str, Any] | None) -> list[Sink]:
+    def tensorboard(
+        self, writer: Any, wished: Path, state: Mapping[str, Any] | None, layers: Sequence[str] = ()
+    ) -> list[Sink]:
         """Write to TensorBoard.
 
         Args:
             writer: a `SummaryWriter` of the user's, or True to open one.
             wished: directory of the run, if no other run has it.
             state: what is resumed.
+            layers: names of layers.
 
         Returns:
             The sink, if it could be opened.
         """
         sinks: list[Sink] = []
         with self._warn_once.guard("opening TensorBoard"):
-            sinks.append(tensorboard.Board(self._open(wished, state) if writer is True else writer, self._metrics))
+            opened = self._open(wished, state) if writer is True else writer
+            sinks.append(tensorboard.Board(opened, self._metrics, layers))
+            if hasattr(opened, "add_image"):
+                self.outlets.append(tensorboard.add_picture(opened))
         return sinks
 
     def wandb(self, run: Any, layers: Sequence[str], axis: str, *, is_guest: bool = False) -> list[Sink]:
@@ -97,10 +134,12 @@ class Dashboards:
         sinks: list[Sink] = []
         with self._warn_once.guard("joining the W&B run"):
             sinks.append(wandb.RunLog(run, self._metrics, layers, axis, is_guest=is_guest))
+            self.outlets.append(wandb.add_picture(run, axis))
         return sinks
 
     def close(self) -> None:
         """Close the writer, unless it is the user's."""
+        self.outlets.clear()
         if self._writer is not None:
             with self._warn_once.guard("closing TensorBoard"):
                 self._writer.close()

@@ -35,12 +35,13 @@ class Publisher:
     broadcast: Callable[[Any], Any]
     warn_once: WarnOnce
 
-    def publish(self, readout: Readout, *, may_intervene: bool = True) -> list[Result]:
+    def publish(self, readout: Readout, *, may_intervene: bool = True, is_last: bool = False) -> list[Result]:
         """Turn one reading into numbers, and let follow what follows from them.
 
         Args:
             readout: the reading; waits for its numbers.
             may_intervene: False after an exception, as the ranks may not come to agree any more.
+            is_last: this is the last reading of the run.
 
         Returns:
             The result; none if the numbers cannot be read.
@@ -61,7 +62,8 @@ class Publisher:
         self._write(record, alerts, ())
         actions = self._intervene(record, alerts) if may_intervene else []
         self._write(None, (), actions)
-        result = Result(record, tuple(alerts), tuple(actions))
+        active = None if self.alerts is None else tuple(self.alerts.active)
+        result = Result(record, tuple(alerts), tuple(actions), active, is_last)
         for sink in self.sinks:
             with self.warn_once.guard(sink.name):
                 sink.write(result)

@@ -85,6 +85,7 @@ class Session:
         self._pending = Pending()
         self._publisher = self._publisher_to(())
         self._is_attached = False
+        self._final_step: int | None = None
 
     @classmethod
     def start(cls, model: nn.Module, host: Host, settings: Settings, **options: Any) -> Session:
@@ -312,6 +313,7 @@ class Session:
             else:
                 self._read(position)
         self._pending.final = None
+        self._final_step = position.step
         if self.history is not None:
             self.history.final_step = position.step
         self.flush()
@@ -415,7 +417,8 @@ class Session:
     def _publish(self, *, waits: bool, may_intervene: bool = True) -> list[Result]:
         results: list[Result] = []
         for readout in self._pending.arrived(waits=waits):
-            results += self._publisher.publish(readout, may_intervene=may_intervene)
+            is_last = readout.step == self._final_step
+            results += self._publisher.publish(readout, may_intervene=may_intervene, is_last=is_last)
         return results
 
 

@@ -91,6 +91,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "history_mb": lambda value: (
         None if value is None else number("history_mb", value, above=0, below=float("inf"), example=200)
     ),
+    "figures_every": lambda value: whole_number("figures_every", value, least=0, example=20, of=" of readings"),
     "thresholds": check_thresholds,
     "loaded": _loaded,
     "on_alert": lambda value: function("on_alert", value, "an Alert"),
@@ -121,6 +122,7 @@ class Settings:
         history: write the history file, to its usual place or to the path given.
         matrices_every: readings between two whose matrices the history keeps; 0 for none at all.
         history_mb: megabytes that the history may have on the disk; `None` for no limit.
+        figures_every: readings between two sets of pictures; 0 for none.
         alerts: ``"default"``, rules, or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names.
         loaded: whether the weights had been trained before this run, so that what they are at its start is no alarm;
@@ -152,6 +154,7 @@ class Settings:
     history: bool | str | os.PathLike[str] = True
     matrices_every: int = 10
     history_mb: float | None = 200
+    figures_every: int = 20
     alerts: Literal["default"] | Sequence[Rule] | None = "default"
     thresholds: Mapping[str, Mapping[str, float | None]] | None = None
     loaded: bool | Literal["auto"] = "auto"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -11,6 +11,9 @@ from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions import Action
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.warn_once import attempt_each
+
+WORST, ALERTS = "attention_heads/worst_alignment", "attention_heads/alerts"
+"""Tags of curves over all layers."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,34 @@ class Result:
         record: its numbers.
         alerts: alerts that began, got worse or were resolved.
         actions: what interventions did about them.
+        active: alerts that stand after this reading; `None` if no rule is asked.
+        is_last: True for the last reading of a run.
     """
 
     record: Record
     alerts: tuple[Alert, ...] = ()
     actions: tuple[Action, ...] = ()
+    active: tuple[Alert, ...] | None = None
+    is_last: bool = False
+
+    def scalars(self, metrics: Sequence[str]) -> dict[str, float]:
+        """Collect what goes to the loggers.
+
+        Args:
+            metrics: names of metrics.
+
+        Returns:
+            Tag -> number: those of `Record.scalars`, and over all layers ``attention_heads/worst_alignment``, of any
+            two heads, and ``attention_heads/alerts``, how many stand; notices are not counted.
+        """
+        tags = self.record.scalars(list(metrics))
+        layers = self.record.layers.values()
+        worst = [layer.values["hdi_worst_alignment"] for layer in layers if "hdi_worst_alignment" in layer.values]
+        if worst:
+            tags[WORST] = max(worst)
+        if self.active is not None:
+            tags[ALERTS] = float(sum(alert.level != "notice" for alert in self.active))
+        return tags
 
 
 class Sink(Protocol):

@@ -54,3 +54,16 @@ def test_the_figure_can_be_saved_and_is_not_blank(tmp_path):
 def test_a_history_without_the_metric_is_refused_with_what_it_has():
     with pytest.raises(MisconfigurationError, match=r"none of \['hdi_query'\]; it has: \['hdi', "):
         plot_trajectories(frame(), metrics=["hdi_query"])
+
+
+def test_with_many_layers_the_legend_names_the_outermost_ones():
+    history = frame(layers=40)
+    history["hdi_worst_pair"] = 1 - history["hdi"]
+    figure = plot_trajectories(history, metrics=["hdi", "hdi_worst_pair"])
+    (legend,) = figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named[:2] == ["layer 38", "layer 39"]
+    assert legend.get_title().get_text() == "2 of 40 layers by name, the others in grey"
+    colours = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    assert colours["layer 3"] == "0.75"
+    assert colours["layer 39"] not in {colours["layer 38"], "0.75"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -10,9 +13,11 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from hdi_callback import HDICallback
+from hdi_callback import HDICallback, read_alerts
+from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.monitoring.history import read_records
 from tests.models import LIT_LAYERS, LitClassifier, batches
+from tests.skips import NEEDS_MLFLOW
 from tests.wandb_files import read_wandb
 
 DEFAULTS = [
@@ -27,12 +32,14 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     board = TensorBoardLogger(folder)
     wandb_logger = WandbLogger(save_dir=folder, offline=True, project="hdi")
-    callback = HDICallback(every_n_steps=4)
+    callback = HDICallback(every_n_steps=4, figures_every=2, thresholds={"*": {"pair": 0.01}})
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=2, logger=[board, wandb_logger], callbacks=[callback], log_every_n_steps=3,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(LitClassifier(), batches(count=6), batches(count=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pictures, "_is_affordable", lambda self, share: True)  # a run of a second draws none
+        trainer.fit(LitClassifier(), batches(count=6), batches(count=2))
     wandb_logger.experiment.finish()
     board.experiment.flush()
     return board, folder, callback
@@ -79,24 +86,135 @@ def test_the_summary_of_wandb_holds_the_extremes_of_every_layer(run):
         assert summary[tag]["last"] == pytest.approx(values[-1], rel=1e-6), tag
 
 
+def layout(board) -> dict[str, dict[str, list[str]]]:
+    proto = EventAccumulator(board.log_dir).Reload().Tensors("custom_scalars__config__")[0].tensor_proto
+    told = layout_pb2.Layout.FromString(proto.string_val[0])
+    return {one.title: {chart.title: list(chart.multiline.tag) for chart in one.chart} for one in told.category}
+
+
 def test_tensorboard_gets_one_chart_per_metric_with_all_layers(run):
     board, _, _ = run
-    events = EventAccumulator(board.log_dir).Reload()
-    proto = events.Tensors("custom_scalars__config__")[0].tensor_proto
-    layout = layout_pb2.Layout.FromString(proto.string_val[0])
-    (category,) = layout.category
-    assert [chart.title for chart in category.chart] == DEFAULTS
-    import re
+    charts = layout(board)["head diversity"]
+    assert list(charts) == DEFAULTS
+    scalars = EventAccumulator(board.log_dir).Reload().Tags()["scalars"]
+    for metric, (pattern, marks) in charts.items():
+        assert marks == f"^alert/{metric}/.*"
+        matched = [tag for tag in scalars if re.search(pattern, tag)]
+        assert {f"{metric}/{name}" for name in LIT_LAYERS} <= set(matched)
+        assert all(tag.startswith(f"{metric}/") for tag in matched)
 
-    for chart in category.chart:
-        pattern, marks = chart.multiline.tag
-        assert marks == f"^alert/{chart.title}/.*"
-        matched = [tag for tag in events.Tags()["scalars"] if re.search(pattern, tag)]
-        assert {f"{chart.title}/{name}" for name in LIT_LAYERS} <= set(matched)
-        assert all(tag.startswith(f"{chart.title}/") for tag in matched)
+
+def test_the_page_of_tensorboard_begins_with_what_is_over_all_layers(run):
+    board, _, callback = run
+    events = EventAccumulator(board.log_dir).Reload()
+    title, charts = next(iter(layout(board).items()))
+    assert title == "head diversity, all layers"
+    tags = [
+        tag for tag in events.Tags()["scalars"] for pattern in charts[next(iter(charts))] if re.search(pattern, tag)
+    ]
+    told = {alert.layer for alert in read_alerts(callback.history_path) if alert.level != "notice"}
+    assert told
+    marks = {f"alert/worst_alignment/{name}" for name in told}
+    tags = [tag.split("/step ")[0] for tag in tags]
+    assert set(tags) == {"attention_heads/worst_alignment", "scale/chance", "scale/same head", *marks}
+    worst = [
+        (record.step, max(layer.values["hdi_worst_alignment"] for layer in record.layers.values()))
+        for record in read_records(callback.history_path)
+    ]
+    written = [(event.step, event.value) for event in events.Scalars("attention_heads/worst_alignment")]
+    assert written == [(step, pytest.approx(value, rel=1e-6)) for step, value in worst]
+    assert {event.value for event in events.Scalars("scale/same head")} == {1.0}
+    assert events.Scalars("attention_heads/alerts")[0].value == 0
+
+
+def test_every_mark_of_an_alert_is_a_curve_of_one_point_that_lies_on_its_curve(run):
+    board, _, _ = run
+    events = EventAccumulator(board.log_dir).Reload()
+    marks = [tag for tag in events.Tags()["scalars"] if tag.startswith("alert/") and "worst_alignment/" not in tag]
+    assert marks
+    for tag in marks:
+        (mark,) = events.Scalars(tag)
+        curve = {event.step: event.value for event in events.Scalars(tag.removeprefix("alert/").split("/step ")[0])}
+        assert curve[mark.step] == mark.value
+
+
+def test_tensorboard_and_wandb_get_the_pictures_of_the_same_steps(run):
+    board, folder, _ = run
+    events = EventAccumulator(board.log_dir).Reload()
+    for tag in ("attention_heads/layers", "attention_heads/heads"):
+        images = events.Images(tag)
+        assert [image.step for image in images] == [0, 4, 8, 12]
+        assert all(image.encoded_image_string.startswith(b"\x89PNG") for image in images)
+        rows = [row for row in read_wandb(folder).history if f"{tag}.filenames" in row]
+        assert [row["trainer/global_step"] for row in rows] == [0, 4, 8, 12]
+        for row in rows:
+            (name,) = row[f"{tag}.filenames"]
+            assert len(list(folder.rglob(name.split("/")[-1]))) == 1
+
+
+def test_wandb_gets_a_table_of_the_alerts_and_one_of_the_layers(run):
+    _, folder, callback = run
+    rows = read_wandb(folder).history
+    tables = {}
+    for name in ("alert_table", "layer_table"):
+        tag = f"attention_heads/{name}.path"
+        last = [row[tag] for row in rows if tag in row][-1]
+        (path,) = folder.rglob(last.split("/")[-1])
+        tables[name] = json.loads(path.read_text())
+    alerts = read_alerts(callback.history_path)
+    told = [dict(zip(tables["alert_table"]["columns"], row)) for row in tables["alert_table"]["data"]]
+    assert [(row["step"], row["layer"], row["rule"], row["message"]) for row in told] == [
+        (alert.step, alert.layer, alert.rule, alert.message) for alert in alerts
+    ]
+    layers = [dict(zip(tables["layer_table"]["columns"], row)) for row in tables["layer_table"]["data"]]
+    record = read_records(callback.history_path)[-1]
+    assert [row["layer"] for row in layers] == LIT_LAYERS
+    for row in layers:
+        assert row["step"] == record.step
+        assert row["hdi"] == pytest.approx(record.layers[row["layer"]].values["hdi"], rel=1e-6)
+
+
+def test_the_summary_of_wandb_has_the_highest_alignment_of_all_layers(run):
+    _, folder, callback = run
+    worst = [
+        max(layer.values["hdi_worst_alignment"] for layer in record.layers.values())
+        for record in read_records(callback.history_path)
+    ]
+    assert read_wandb(folder).summary["attention_heads/worst_alignment"]["max"] == pytest.approx(max(worst), rel=1e-6)
+
+
+def test_csv_and_mlflow_get_the_curves_and_mlflow_the_alerts_and_pictures(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason=NEEDS_MLFLOW)
+    from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(Pictures, "_is_affordable", lambda self, share: True)
+    table = CSVLogger(tmp_path / "csv")
+    mlflow = MLFlowLogger("heads", tracking_uri=f"file:{tmp_path / 'mlruns'}")
+    callback = HDICallback(every_n_steps=4, thresholds={"*": {"pair": 0.01}}, history=str(tmp_path / "h.jsonl"))
+    L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=[table, mlflow], callbacks=[callback], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(LitClassifier(), batches(count=6))  # fmt: skip
+    client = MlflowClient(f"file:{tmp_path / 'mlruns'}")
+    (found,) = client.search_runs([mlflow.experiment_id])
+    for tag in ("hdi/min", f"hdi/{LIT_LAYERS[0]}", "attention_heads/worst_alignment"):
+        curve = [(one.step, one.value) for one in client.get_metric_history(found.info.run_id, tag)]
+        assert [step for step, _ in curve] == [0, 4, 6], tag
+        with (tmp_path / "csv" / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+            rows = [(int(row["step"]), float(row[tag])) for row in csv.DictReader(file) if row[tag]]
+        assert rows == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve]
+    names = {one.path for one in client.list_artifacts(found.info.run_id, "attention_heads")}
+    assert {f"attention_heads/{name}_step_0.png" for name in ("layers", "heads")} <= names
+    text = Path(client.download_artifacts(found.info.run_id, "attention_heads/alerts.txt")).read_text()
+    assert [line.split(": ", 1)[1] for line in text.splitlines()] == [
+        alert.message for alert in read_alerts(callback.history_path)
+    ]
 
 
 def test_the_history_is_plain_json_lines(run):
     _, _, callback = run
     lines = [json.loads(line) for line in callback.history_path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["run", "reading", "reading", "reading", "reading"]
+    kinds = [line["kind"] for line in lines if line["kind"] != "alert"]
+    assert kinds == ["run", "reading", "reading", "reading", "reading"]

@@ -1,0 +1,281 @@
+"""Heat maps of alignment: layers over steps, and heads against heads.
+
+One colour scale for all of them and through the whole run: 0 is chance, 1 the same head twice, with a line at the
+limits of the default rules. The colours (cividis) are told apart by people who see no red or no green as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.rules import Thresholds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+MAP = "cividis"
+_NOT_MEASURED = "0.82"
+_MARK = "#d62728"
+_MOST_COLUMNS = 400
+_MOST_ROWS_NAMED = 24
+_MOST_PANELS = 6
+
+
+def landmarks(thresholds: Thresholds | None = None) -> dict[float, str]:
+    """Give the numbers that the colour scale names.
+
+    Args:
+        thresholds: limits of the default rules; by default those that were tried.
+
+    Returns:
+        Alignment -> what it is.
+
+    Example:
+        >>> landmarks()
+        {0.0: 'chance', 0.5: 'limit, mean', 0.8: 'limit, pair', 1.0: 'same head'}
+    """
+    limits = Thresholds() if thresholds is None else thresholds
+    named = {0.0: "chance", limits.mean: "limit, mean", limits.pair: "limit, pair", 1.0: "same head"}
+    return {value: name for value, name in named.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class HeadPanel:
+    """One layer in a picture of heads against heads.
+
+    Attributes:
+        layer: its name.
+        alignment: ``(H, H)``, NaN where there is none.
+        pair: the two heads to mark; empty for none.
+        value: their alignment.
+        is_alerted: an alert stands for the layer.
+    """
+
+    layer: str
+    alignment: Tensor
+    pair: tuple[int, ...]
+    value: float
+    is_alerted: bool = False
+
+
+def draw_layers(
+    steps: Sequence[int],
+    worst: Mapping[str, Sequence[float]],
+    *,
+    pairs: Mapping[str, tuple[int, ...]] | None = None,
+    alerts: Sequence[tuple[int, str]] = (),
+) -> Figure:
+    """Draw the worst alignment of two heads, a row for each layer and a column for each reading.
+
+    Args:
+        steps: optimizer steps of the readings.
+        worst: layer -> worst alignment at each reading, NaN where it was not measured.
+        pairs: layer -> the two heads, at the last reading.
+        alerts: step and layer of the alerts to mark.
+
+    Returns:
+        A matplotlib figure, not attached to any window.
+
+    Raises:
+        MisconfigurationError: if matplotlib is not installed, or there is nothing to draw.
+    """
+    figure_of = _figure_class()
+    if not worst or not len(steps):
+        raise MisconfigurationError("There is no reading to draw: the history has no alignment of any layer.")
+    names = list(worst)
+    columns, table = thinned_columns(steps, [list(worst[name]) for name in names])
+    rows = len(names)
+    height = min(1.9 + 0.2 * max(rows, 6), 13)
+    figure = figure_of(figsize=(9, height), layout="constrained")
+    panel = figure.subplots()
+    edges = _edges(columns)
+    mesh = panel.pcolormesh(edges, range(rows + 1), table, cmap=_map(), vmin=0, vmax=1, rasterized=True)
+    panel.set_ylim(rows, 0)
+    panel.set_facecolor(_NOT_MEASURED)
+    last = {name: _last(curve) for name, curve in worst.items()}
+    order = sorted((name for name in names if math.isfinite(last[name])), key=lambda name: -last[name])
+    told = {name for _, name in alerts}
+    named = set(names if rows <= _MOST_ROWS_NAMED else _spread(names, 12))
+    named = {name for name in named if not _is_near(names, name, told | set(order[:1]))} if rows > 24 else named
+    shown = [name for name in names if name in named | told or name in order[:1]]
+    panel.set_yticks([names.index(name) + 0.5 for name in shown], [_short(name) for name in shown], fontsize=8)
+    for label, name in zip(panel.get_yticklabels(), shown):
+        if name in told:
+            label.set_fontweight("bold")
+            label.set_color(_MARK)
+    marks = [(step, names.index(name) + 0.5) for step, name in alerts if name in worst]
+    if marks:
+        x, y = zip(*marks)
+        panel.scatter(x, y, marker="v", s=46, color=_MARK, edgecolors="white", linewidths=0.8, zorder=3)
+    panel.set_xlabel("optimizer step" + ("; triangles: alerts" if marks else ""), fontsize=9)
+    panel.tick_params(axis="x", labelsize=8)
+    panel.set_title(_sentence(order, last, pairs or {}), loc="left", fontsize=10)
+    _bar(figure, mesh, panel)
+    return figure
+
+
+def draw_heads(panels: Sequence[HeadPanel], step: int) -> Figure:
+    """Draw the alignment of every two heads, a panel for each of some layers.
+
+    Args:
+        panels: at most six are drawn.
+        step: optimizer step of the reading.
+
+    Returns:
+        A matplotlib figure, not attached to any window.
+
+    Raises:
+        MisconfigurationError: if matplotlib is not installed, or there is nothing to draw.
+    """
+    figure_of = _figure_class()
+    shown = list(panels)[:_MOST_PANELS]
+    if not shown:
+        raise MisconfigurationError("There is no layer to draw: no matrix of alignments is kept of this step.")
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = figure_of(figsize=(3.7 * columns + 0.9, 3.9 * rows + 0.3), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    mesh = None
+    for axis, panel in zip(axes, shown):
+        mesh = _draw_panel(axis, panel)
+    for axis in axes[len(shown) :]:
+        axis.set_visible(False)
+    figure.suptitle(f"Alignment of every two heads at step {step}", fontsize=10, x=0.01, ha="left")
+    _bar(figure, mesh, axes)
+    return figure
+
+
+def _draw_panel(axis: Any, panel: HeadPanel) -> Any:
+    heads = len(panel.alignment)
+    table = panel.alignment.double().clone()
+    table.diagonal().fill_(math.nan)  # a head with itself tells nothing
+    rows = table.tolist()
+    axis.set_facecolor(_NOT_MEASURED)
+    mesh = axis.imshow(_masked(rows), cmap=_map(), vmin=0, vmax=1, interpolation="nearest")
+    every = next(size for size in (1, 2, 4, 8, 16, 32, 64, 10**9) if heads <= (16 if heads < 100 else 8) * size)
+    ticks = [head for head in range(0, heads, every) if all(abs(head - one) >= 0.7 * every for one in panel.pair)]
+    ticks = sorted({*ticks, *panel.pair})
+    for setter in (axis.set_xticks, axis.set_yticks):
+        setter(ticks, [str(head) for head in ticks], fontsize=7)
+    for labels in (axis.get_xticklabels(), axis.get_yticklabels()):
+        for label, head in zip(labels, ticks):
+            if head in panel.pair:
+                label.set_fontweight("bold")
+                if panel.is_alerted:
+                    label.set_color(_MARK)
+    if heads <= 8:
+        for i, row in enumerate(rows):
+            for j, value in enumerate(row):
+                if math.isfinite(value):
+                    colour = "black" if value > 0.5 else "white"
+                    axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    if len(panel.pair) == 2:
+        i, j = panel.pair
+        size = max(90.0, (150 / heads) ** 2 * 1.7)
+        rings = [("white", 3.2), (_MARK, 1.7)] if panel.is_alerted else [("white", 1.0)]
+        for colour, width in rings:
+            axis.scatter([i, j], [j, i], s=size, facecolors="none", edgecolors=colour, linewidths=width)
+        what = f"heads {i} and {j}: {panel.value:.2f}" + (" (alert)" if panel.is_alerted else "")
+    else:
+        what = "no two live heads"
+    title = axis.set_title(f"{_short(panel.layer)}\n{what}", fontsize=9)
+    if panel.is_alerted:
+        title.set_color(_MARK)
+    return mesh
+
+
+def thinned_columns(steps: Sequence[int], rows: list[list[float]]) -> tuple[list[int], list[list[float]]]:
+    """Put neighbouring columns together until they can be told apart on a screen; the largest of each counts.
+
+    Args:
+        steps: one step for each column.
+        rows: the numbers.
+
+    Returns:
+        Steps and rows with at most 400 columns.
+
+    Example:
+        >>> thinned_columns([0, 10, 20], [[0.1, 0.9, 0.2]])
+        ([0, 10, 20], [[0.1, 0.9, 0.2]])
+    """
+    size = -(-len(steps) // _MOST_COLUMNS)
+    if size <= 1:
+        return list(steps), rows
+    starts = range(0, len(steps), size)
+    merged = [[_largest(row[start : start + size]) for start in starts] for row in rows]
+    return [steps[start] for start in starts], merged
+
+
+def _largest(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return max(finite) if finite else math.nan
+
+
+def _last(curve: Sequence[float]) -> float:
+    return next((value for value in reversed(curve) if math.isfinite(value)), math.nan)
+
+
+def _sentence(order: Sequence[str], last: Mapping[str, float], pairs: Mapping[str, tuple[int, ...]]) -> str:
+    title = "Worst alignment of two heads, by layer"
+    if not order:
+        return title
+    name = order[0]
+    pair = pairs.get(name, ())
+    heads = f", heads {pair[0]} and {pair[1]}" if len(pair) == 2 else ""
+    return f"{title}\nnow highest: {_short(name)}{heads}: {last[name]:.2f}"
+
+
+def _edges(steps: Sequence[int]) -> list[float]:
+    """Give the borders of columns, each of which reaches from its step to the next."""
+    width = steps[-1] - steps[-2] if len(steps) > 1 else 1
+    return [*map(float, steps), float(steps[-1] + max(width, 1))]
+
+
+def _spread(names: Sequence[str], count: int) -> list[str]:
+    return [names[round(place * (len(names) - 1) / (count - 1))] for place in range(count)]
+
+
+def _is_near(names: Sequence[str], name: str, others: set[str]) -> bool:
+    """Tell whether a label would run into one of another row."""
+    place, least = names.index(name), len(names) / 40
+    return any(other != name and other in names and abs(names.index(other) - place) < least for other in others)
+
+
+def _short(name: str, most: int = 34) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _bar(figure: Any, mesh: Any, axes: Any) -> None:
+    bar = figure.colorbar(mesh, ax=axes, fraction=0.05, pad=0.015, extend="min")
+    named = landmarks()
+    bar.set_ticks(list(named), labels=[f"{value:g}  {name}" for value, name in named.items()])
+    bar.ax.tick_params(labelsize=8)
+    for value in named:
+        if 0 < value < 1:
+            bar.ax.axhline(value, color="white", linewidth=2.4)
+            bar.ax.axhline(value, color=_MARK, linewidth=1.2)
+
+
+def _map() -> Any:
+    from matplotlib import colormaps
+
+    return colormaps[MAP].with_extremes(bad=_NOT_MEASURED)
+
+
+def _masked(rows: list[list[float]]) -> Any:
+    import numpy as np
+
+    return np.ma.masked_invalid(np.array(rows, dtype=float))
+
+
+def _figure_class() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MisconfigurationError("Figures need matplotlib: pip install 'hdi-callback[reports]'.") from error
+    return Figure
