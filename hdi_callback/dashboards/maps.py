@@ -90,8 +90,8 @@ def draw_layers(
     names = list(worst)
     columns, table = thinned_columns(steps, [list(worst[name]) for name in names])
     rows = len(names)
-    height = min(1.9 + 0.2 * max(rows, 6), 13)
-    figure = figure_of(figsize=(9, height), layout="constrained")
+    height = min(1.8 + 0.2 * max(rows, 6), 9)
+    figure = figure_of(figsize=(7.2, height), layout="constrained")
     panel = figure.subplots()
     edges = _edges(columns)
     mesh = panel.pcolormesh(edges, range(rows + 1), table, cmap=_map(), vmin=0, vmax=1, rasterized=True)
@@ -136,9 +136,9 @@ def draw_heads(panels: Sequence[HeadPanel], step: int) -> Figure:
     shown = list(panels)[:_MOST_PANELS]
     if not shown:
         raise MisconfigurationError("There is no layer to draw: no matrix of alignments is kept of this step.")
-    columns = min(3, len(shown))
+    columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
-    figure = figure_of(figsize=(3.7 * columns + 0.9, 3.9 * rows + 0.3), layout="constrained")
+    figure = figure_of(figsize=(3.1 * columns + 1.1, 3.3 * rows + 0.3), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     mesh = None
     for axis, panel in zip(axes, shown):
@@ -242,11 +242,11 @@ def _spread(names: Sequence[str], count: int) -> list[str]:
 
 def _is_near(names: Sequence[str], name: str, others: set[str]) -> bool:
     """Tell whether a label would run into one of another row."""
-    place, least = names.index(name), len(names) / 40
+    place, least = names.index(name), len(names) / 30
     return any(other != name and other in names and abs(names.index(other) - place) < least for other in others)
 
 
-def _short(name: str, most: int = 34) -> str:
+def _short(name: str, most: int = 30) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
