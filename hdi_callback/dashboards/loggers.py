@@ -86,7 +86,7 @@ class LoggerSink:
     def _choose_extra(self) -> Callable[[Result], object]:
         experiment = self._experiment
         if hasattr(experiment, "add_text") and hasattr(experiment, "add_scalar"):
-            return tensorboard.AlertBoard(experiment, self._metrics, self._prefix).write
+            return tensorboard.AlertBoard(experiment, self._prefix).write
         if hasattr(experiment, "alert"):
             return _WandbExtra(self._logger, experiment, self._metrics, self._prefix).write
         if self._is_mlflow(experiment):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hdi_callback.monitoring.alerts import Alert
     from hdi_callback.monitoring.sink import Result
 
-# The curve on which an alert is marked, if its own is not logged: the index, unless the rule judges pairs.
+# The curve on which an alert is marked: the index, unless the rule judges pairs.
 _MARKED = {"hdi_worst_alignment": "hdi_worst_pair", "hdi_energy_worst_alignment": "hdi_worst_pair"}
 _LAYERS_A_CHART = 8
 _SCALE = {"scale/chance": 0.0, "scale/same head": 1.0}
@@ -45,6 +45,9 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers
     }  # fmt: skip
     if "hdi" in metrics:
         first["HDI: mean of the layers, and the lowest"] = [_exactly(f"{prefix}hdi/{one}") for one in ("mean", "min")]
+    means = [f"{metric}/max" for metric in ("hdi_alignment", "hdi_energy_alignment") if metric in metrics]
+    if means:
+        first["mean alignment, of the worst layer"] = [*(_exactly(prefix + tag) for tag in means), *scale]
     groups = {}
     grouped = next((metric for metric in _BY_GROUPS if metric in metrics), None)
     names = list(layers)
@@ -86,12 +89,11 @@ class AlertBoard:
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
-        metrics: names of the metrics that are logged.
         prefix: what stands before every tag.
     """
 
-    def __init__(self, writer: Any, metrics: Sequence[str], prefix: str = "") -> None:
-        self._writer, self._metrics, self._prefix = writer, list(metrics), prefix
+    def __init__(self, writer: Any, prefix: str = "") -> None:
+        self._writer, self._prefix = writer, prefix
         self._marked: set[str] = set()
 
     def write(self, result: Result) -> None:
@@ -116,8 +118,7 @@ class AlertBoard:
         attempt_each(writes)
 
     def _marks(self, alert: Alert, result: Result) -> list[Callable[[], object]]:
-        own = alert.finding.metric or ""
-        metric = own if own in self._metrics else _MARKED.get(own, "hdi")
+        metric = _MARKED.get(alert.finding.metric or "", "hdi")
         values = result.record.layers[alert.layer].values
         marks = {
             f"{self._prefix}alert/{metric}/{alert.layer}": values.get(metric),
@@ -186,7 +187,7 @@ class Board:
 
     def __init__(self, writer: Any, metrics: Sequence[str], layers: Iterable[str] = ()) -> None:
         self.writer, self._metrics = writer, list(metrics)
-        self._alerts = AlertBoard(writer, self._metrics)
+        self._alerts = AlertBoard(writer)
         lay_out_charts(writer, self._metrics, layers=layers)
 
     def write(self, result: Result) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hdi_callback.monitoring.metrics import METRICS
 from hdi_callback.monitoring.sink import ALERTS, WORST
 from hdi_callback.monitoring.warn_once import attempt_each
 
@@ -48,6 +49,7 @@ class Extremes:
     ) -> None:
         self._run, self._prefix, self._step_metric = run, prefix, step_metric
         self._metrics = [metric for metric in metrics if metric in _EXTREMES]
+        self._ends = {name: end for name in metrics if name in METRICS and (end := METRICS[name].worst) is not None}
         self._defined: set[str] = set()
 
     def define(self, layers: Iterable[str]) -> None:
@@ -61,7 +63,8 @@ class Extremes:
             f"{metric}/{name}": _EXTREMES[metric]
             for metric in self._metrics
             for name in [*names, *(("mean", "min") if metric == "hdi" else ())]
-        } | _OVERALL
+        }
+        wanted |= _OVERALL | {f"{metric}/{end}": end for metric, end in self._ends.items()}
         new = {tag: extreme for tag, extreme in wanted.items() if tag not in self._defined}
         self._defined.update(new)
         attempt_each(partial(self._define, tag, extreme) for tag, extreme in new.items())

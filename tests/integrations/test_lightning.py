@@ -24,6 +24,8 @@ OF_OUTPUTS = ["head_correlation", "head_output_overlap", "head_covariance"]
 DEFAULTS = OF_WEIGHTS + OF_OUTPUTS
 OVER_LAYERS = {"hdi/mean", "hdi/min", "hdi_alignment/max", "hdi_energy_alignment/max"}
 
+OF_RESULTS = {"attention_heads/worst_alignment", "attention_heads/alerts"}
+
 
 def trainer_for(tmp_path, *callbacks, **options) -> L.Trainer:
     settings = {
@@ -94,6 +96,7 @@ def test_every_tag_of_every_layer_is_logged_at_every_reading(tmp_path):
     weights = {f"{metric}/{name}" for metric in OF_WEIGHTS for name in LIT_LAYERS} | OVER_LAYERS
     outputs = {f"{metric}/{name}" for metric in OF_OUTPUTS for name in LIT_LAYERS} | {"head_output_overlap/max"}
     readings = logger.readings()
+    weights |= OF_RESULTS
     assert set(readings[0]) == set(readings[4]) == weights | outputs
     assert set(readings[8]) == weights, "no forward follows the last step, so nothing is said of head outputs"
 
@@ -161,7 +164,12 @@ def test_the_history_holds_what_the_loggers_got(tmp_path):
     records = {record.step: record for record in read_records(callback.history_path)}
     assert set(records) == set(logger.readings())
     for step, metrics in logger.readings().items():
-        assert records[step].scalars(DEFAULTS) == pytest.approx(metrics, rel=1e-8)
+        assert records[step].scalars(DEFAULTS) == pytest.approx(
+            {tag: value for tag, value in metrics.items() if tag not in OF_RESULTS}, rel=1e-8
+        )
+        worst = max(layer.values["hdi_worst_alignment"] for layer in records[step].layers.values())
+        assert metrics["attention_heads/worst_alignment"] == pytest.approx(worst, rel=1e-8)
+        assert metrics["attention_heads/alerts"] == 0
 
 
 def test_the_history_is_readable_while_training_goes_on(tmp_path):
@@ -405,7 +413,7 @@ def test_metrics_are_chosen_by_name(tmp_path):
         LitClassifier(), batches(count=2)
     )
     tags = {f"{m}/{n}" for m in ("hdi_query", "hdi_alignment") for n in LIT_LAYERS}
-    assert set(logger.readings()[0]) == tags | {"hdi_alignment/max"}
+    assert set(logger.readings()[0]) == tags | {"hdi_alignment/max"} | OF_RESULTS
 
 
 @pytest.mark.parametrize(
