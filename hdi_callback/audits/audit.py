@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,11 +21,12 @@ from hdi_callback.audits.one_layer import with_weights
 from hdi_callback.audits.sources import Source, open_source
 from hdi_callback.audits.stored import first_line
 from hdi_callback.errors import HDIError, MisconfigurationError
-from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts
+from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts, Finding
 from hdi_callback.monitoring.metrics import FINITENESS
 from hdi_callback.monitoring.movement import LastWeights
 from hdi_callback.monitoring.readings import LayerRecord, Measurement, Reading, Record
-from hdi_callback.monitoring.rules import choose_rules
+from hdi_callback.monitoring.rules import DeadHeads, choose_rules
+from hdi_callback.monitoring.rules.words import named_heads
 from hdi_callback.monitoring.sources import weight_sources
 from hdi_callback.monitoring.weights import WeightSource, without_autocast
 
@@ -50,7 +52,7 @@ class LayerAudit:
         energy_worst_alignment: alignment of the pair that is closest when weighed by energy.
         energy_worst_pair: the two heads of it.
         effective_heads: how many orthogonal heads would be as diverse.
-        dead_heads: heads whose weights are all but zero.
+        dead_heads: heads whose key weights are all but zero, beside those of the others.
         absent: why there are no numbers; empty if there are.
     """
 
@@ -262,13 +264,53 @@ def audit(
         if reason:
             absent[f"hdi/{name}"] = reason
     record = Record(step, records, absent, axis=step)
-    findings = Alerts(rules, facts).judge(record)
+    # What a run's rules leave alone, as it was so before the run, is what an audit is asked about.
+    findings = Alerts(rules, facts, loaded=False).judge(record)
+    findings += _dead_heads(record, {finding.layer for finding in findings if finding.rule == DeadHeads.name})
     findings.sort(key=lambda one: (-LEVELS.index(one.level), -(one.finding.value or 0)))
     layers = tuple(
         _summarised(known, records[known["name"]], absent.get(f"hdi/{known['name']}", "")) for known in facts
     )
     refused = {users_name(refusal.name): refusal.reason for refusal in found.refused}
     return Audit(printable(source.name), layers, refused, tuple(findings), record, facts)
+
+
+def _dead_heads(record: Record, told: set[str]) -> list[Alert]:
+    """Tell of heads that are all but zero, which the rule of a run gives time to begin."""
+    found = []
+    for name, layer in record.layers.items():
+        heads = dead_heads_of(layer)
+        if heads and name not in told:
+            what = "are dead: their key weights are" if len(heads) > 1 else "is dead: its key weights are"
+            finding = Finding(f"{named_heads(heads)} {what} all but zero", value=float(len(heads)), heads=heads)
+            message = f"step {record.step}, {name}: {finding.what}"
+            found.append(Alert(record.step, name, DeadHeads.name, finding.level, message, finding))
+    return found
+
+
+def dead_heads_of(layer: LayerRecord) -> tuple[int, ...]:
+    """Name the heads that are dead for practical purposes, by one reading alone.
+
+    Args:
+        layer: the numbers of a layer.
+
+    Returns:
+        Heads of rank 0, and those whose norm is at most a hundredth of that of the median head beside them.
+
+    Example:
+        >>> dead_heads_of(LayerRecord(arrays={"rank": [4, 0, 4, 4], "head_norm": [1.0, 0.0, 1.1, 0.001]}))
+        (1, 3)
+    """
+    ranks, norms = (layer.arrays.get(name, []) for name in ("rank", "head_norm"))
+    dead = {head for head, rank in enumerate(ranks) if rank == 0}
+    for head, norm in enumerate(norms):
+        others = [other for place, other in enumerate(norms) if place != head and other is not None]
+        if others and norm is not None and norm <= _SHARE * statistics.median(others):
+            dead.add(head)
+    return tuple(sorted(dead))
+
+
+_SHARE = 0.01  # as the rule of a run has it
 
 
 def _measure(layer: AttentionLayer, name: str, source: Source, step: int) -> tuple[LayerRecord, str]:
@@ -329,7 +371,7 @@ def _summarised(facts: Mapping[str, Any], record: LayerRecord, absent: str) -> L
         values.get("hdi_energy_worst_alignment"),
         pair("energy_worst_alignment_pair"),
         values.get("hdi_effective_heads"),
-        tuple(head for head, rank in enumerate(arrays.get("rank", ())) if rank == 0),
+        dead_heads_of(record),
         absent,
     )
 

@@ -194,6 +194,17 @@ def test_dead_heads_are_counted_by_name():
     assert "dead heads" in {one.rule for one in found.unusual}
 
 
+def test_a_checkpoint_is_judged_as_it_is_whatever_it_was_before():
+    """A run leaves alone what was so in the weights that it loaded; an audit is asked about just that."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(64, 4)})
+    with torch.no_grad():
+        keys = model["attn"].in_proj_weight[64:128].unflatten(0, (4, 16))
+        keys *= torch.logspace(0, -2, 16)[:, None]  # a spectrum as training leaves it
+        keys[3] = keys[0] + 0.01 * keys[3]
+    assert [(one.rule, one.finding.heads) for one in audit(model).unusual] == [("worst pair", (0, 3))]
+
+
 def test_a_single_key_head_has_nothing_to_be_compared_with():
     config = transformers.LlamaConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1, intermediate_size=32,
@@ -254,7 +265,7 @@ def test_a_notebook_shows_the_verdict_and_escapes_names(llama):
     shown = audit(model)._repr_html_()
     assert "&lt;b&gt;" in shown
     assert "<b>:" not in shown
-    assert "heads 1 and 3 are nearly one head" in audit(llama)._repr_html_()
+    assert "model.layers.1.self_attn: heads 1 and 3 are" in audit(llama)._repr_html_()
 
 
 def test_an_audit_as_plain_data_survives_json(folder):

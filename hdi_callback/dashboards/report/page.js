@@ -151,10 +151,16 @@
       const from = usable.length ? usable[usable.length - 1] : null;
       const alert = run.alerted[state.layer];
       const isLast = state.column === run.steps.length - 1;
-      const pair = isLast && alert && alert.heads.length === 2 ? alert.heads : pairAt(state.layer, state.column);
+      const pair = pairAt(state.layer, state.column);
+      // Of an alert that names more than two heads every pair among them is marked, as long as that can be read.
+      const told = isLast && alert ? (alert.groups.length ? alert.groups : [alert.heads]).filter((group) => group.length > 1) : [];
+      const pairs = told.flatMap((group) => group.flatMap((one, place) => group.slice(place + 1).map((other) => [one, other])));
+      const marked = pairs.length && pairs.length <= 15 ? pairs : pair ? [pair] : [];
+      const bold = [...new Set(marked.flat())];
       const value = valueAt(Object.keys(run.quantities)[0], state.layer, state.column);
       const words = state.layer + (run.isAudit ? "" : ", step " + step) + ": " +
-        (pair ? named(pair) + (value >= LIMITS.pair ? " are nearly one head" : " are the closest") + " (alignment " + number(value) + ")." : "no pair of heads was compared.");
+        (pair ? named(pair) + (value >= LIMITS.pair ? " are nearly one head" : " are the closest") + " (alignment " + number(value) + ")." : "no pair of heads was compared.") +
+        (bold.length > 2 ? " Marked are heads " + bold.slice(0, -1).join(", ") + " and " + bold[bold.length - 1] + "." : "");
       const stale = from !== null && from !== step && !run.isAudit ? " The map is of step " + from + ", the last that was kept until then." : "";
       const missing = from === null ? " The overlaps of all pairs were not kept up to this step." : "";
       part("pair").textContent = words + stale + missing;
@@ -163,18 +169,18 @@
       const z = unpack(kept[from], heads);
       const side = Math.min(width(node), 560), margin = 34, room = side - margin - 10;
       const isAlerted = Boolean(alert) && isLast, ring = css(isAlerted ? "--ring" : "--grey");
-      const label = (head) => (pair && pair.includes(head) ? '<b><span style="color:' + css(isAlerted ? "--bad" : "--ink") + '">' + head + "</span></b>" : String(head));
+      const label = (head) => (bold.includes(head) ? '<b><span style="color:' + css(isAlerted ? "--bad" : "--ink") + '">' + head + "</span></b>" : String(head));
       const axis = (pixels) => {
-        const places = ticks(heads, pair || [], pixels / (room / heads));
+        const places = ticks(heads, bold, pixels / (room / heads));
         return { tickvals: places, ticktext: places.map(label), tickangle: 0, fixedrange: true, showgrid: false, zeroline: false };
       };
       const traces = [{
         type: "heatmap", z: z, colorscale: "Cividis", zmin: 0, zmax: 1, showscale: false, hoverongaps: false,
         xgap: heads <= 40 ? 1 : 0, ygap: heads <= 40 ? 1 : 0, hovertemplate: "heads %{y} and %{x}: %{z:.2f}<extra></extra>",
       }];
-      if (pair) {
+      if (marked.length) {
         const size = Math.max(14, Math.min(34, room / heads + 4));
-        const x = [pair[0], pair[1]], y = [pair[1], pair[0]];
+        const x = marked.flatMap((one) => [one[0], one[1]]), y = marked.flatMap((one) => [one[1], one[0]]);
         traces.push({ type: "scatter", mode: "markers", x: x, y: y, hoverinfo: "skip", marker: { symbol: "circle-open", size: size, color: "#ffffff", line: { width: 6 } } });
         traces.push({ type: "scatter", mode: "markers", x: x, y: y, hoverinfo: "skip", marker: { symbol: "circle-open", size: size, color: ring, line: { width: 3 } } });
       }

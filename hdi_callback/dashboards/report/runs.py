@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.audits import Audit
+from hdi_callback.audits.audit import dead_heads_of
 from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
@@ -308,14 +309,15 @@ def _alert(alert: Alert) -> dict[str, Any]:
     since = alert.step if alert.finding.since is None else alert.finding.since
     return {
         "step": alert.step, "layer": alert.layer, "rule": alert.rule, "level": alert.level,
-        "what": alert.finding.what, "message": alert.message, "heads": list(alert.finding.heads), "since": since,
+        "what": alert.finding.what, "message": alert.message, "heads": list(alert.finding.heads),
+        "groups": [list(group) for group in alert.finding.groups], "since": since,
         "remedy": alert.finding.remedy, "isResolved": alert.is_resolved,
     }  # fmt: skip
 
 
 def _row(name: str, layer: LayerRecord) -> dict[str, Any]:
     values = layer.values
-    dead = [head for head, rank in enumerate(layer.arrays.get("rank", ())) if rank == 0]
+    dead = list(dead_heads_of(layer))
     return {
         "layer": name,
         "pair": _pair(layer, WORST),

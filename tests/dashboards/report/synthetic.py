@@ -23,11 +23,11 @@ def write_run(
     features: int = 32,
     steps: int = 8,
     every: int = 100,
-    collapsed: tuple[int, int, int] | None = (2, 1, 3),
+    collapsed: tuple[int, ...] | None = (2, 1, 3),
     name: Callable[[int], str] = "model.blocks.{}.attn".format,
     seed: int = 0,
 ) -> list[str]:
-    """Write the history of a run; of `collapsed`, a layer and two of its heads, one comes close to the other."""
+    """Write the history of a run; of `collapsed`, a layer and heads of it, all come close to the first head."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(layers, heads, width, features, generator=generator)
     names = [name(layer) for layer in range(layers)]
@@ -43,8 +43,8 @@ def write_run(
     alerts = Alerts(choose_rules("default"), facts)
     for place in range(steps):
         if collapsed is not None and place > steps // 3:
-            layer, first, second = collapsed
-            weight[layer, second] += 0.7 * (weight[layer, first] - weight[layer, second])
+            layer, first, *others = collapsed
+            weight[layer, others] += 0.7 * (weight[layer, first] - weight[layer, others])
         weight += 0.02 * torch.randn(weight.shape, generator=generator)
         values = head_diversity(weight)
         reading = Reading(

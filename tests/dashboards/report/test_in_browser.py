@@ -36,7 +36,10 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     write_run(
         folder / "deep" / "history.jsonl", layers=48, heads=32, width=2, features=64, steps=8, collapsed=(17, 3, 21)
     )
-    found = {name: report(folder / name, path=folder / f"{name}.html").path for name in ("small", "good", "deep")}
+    write_run(folder / "three" / "history.jsonl", heads=8, width=2, collapsed=(1, 2, 4, 7))
+    found = {
+        name: report(folder / name, path=folder / f"{name}.html").path for name in ("small", "good", "deep", "three")
+    }
     found["both"] = report(folder / "small", folder / "good", path=folder / "both.html").path
     return found
 
@@ -84,6 +87,18 @@ def test_the_layer_and_the_pair_are_seen_at_once(browser, pages, name, layer, pa
     heads = browser.value("document.querySelector('.heads-map').data[0].z")
     assert heads[pair[0]][pair[1]] > 0.95
     assert sum(value is not None and value > 0.8 for row in heads for value in row) == 2
+
+
+def test_all_heads_that_merge_are_marked(browser, pages):
+    show(browser, pages["three"])
+    mark = "document.querySelector('.heads-map').data.slice(-1)[0]"
+    pairs = {
+        tuple(sorted(pair))
+        for pair in zip(browser.value(f"{mark}.x.concat([])"), browser.value(f"{mark}.y.concat([])"))
+    }
+    assert pairs == {(2, 4), (2, 7), (4, 7)}
+    assert "heads 2, 4 and 7" in browser.value("document.querySelector('.pair').textContent")
+    assert "heads 2, 4 and 7 are nearly one head" in browser.value("document.querySelector('.verdict').innerText")
 
 
 def test_the_collapsed_layer_is_painted_in_another_colour(browser, pages, tmp_path):
