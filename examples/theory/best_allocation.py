@@ -40,9 +40,12 @@ def measured(layer) -> AllocationRanking:
     samples, seen = effective_samples(layer)
     width = layer.key.out_features
     return rank_allocations(
-        width, seen, effective_samples=samples.clamp_max(seen).tolist(), head_dim=width // layer.heads,
+        width,
+        seen,
+        effective_samples=samples.clamp_max(seen).tolist(),
+        head_dim=width // layer.heads,
         spectrum=spectrum(layer).tolist(),
-    )  # fmt: skip
+    )
 
 
 def run(size: Size) -> Claim:
@@ -78,9 +81,9 @@ def run(size: Size) -> Claim:
         name="best_allocation",
         title="The best number of heads, from measured constants",
         words=[
-            "With a fixed total width $D = H d_k$, narrow heads miss part of the input (bias) and wide ones average "
-            "over few tokens (variance). The abstract solves for the pair with the smallest error \"from data "
-            "distribution and regression smoothness\". Our model of it has a closed form; see [the "
+            "With a fixed total width $D = H d_k$, narrow heads miss part of the input (bias) and wide ones "
+            'average over few tokens (variance). The abstract solves for the pair with the smallest error "from '
+            'data distribution and regression smoothness". Our model of it has a closed form; see [the '
             "formulas](../mathematics.md#allocation-of-width-to-heads). First the closed form is held against a "
             "numeric minimum. Then its constants are measured in trained layers: the effective sample size of each "
             "head, and the spectrum of what the layer is given. `rank_allocations` ranks the divisors of $D$ and "
@@ -89,7 +92,7 @@ def run(size: Size) -> Claim:
         parts=[
             Part(
                 "the pair with the smallest error can be solved for",
-                "\"holds if\" if the closed form is within 1 % of the numeric minimum and the whole answer is always "
+                '"holds if" if the closed form is within 1 % of the numeric minimum and the whole answer is always '
                 "the best divisor",
                 "holds if" if worst < 0.01 and wrong == 0 else "fails",
                 f"If the model's constants are known and its regime fits: within {worst:.1e} of the numeric minimum.",
@@ -102,14 +105,19 @@ def run(size: Size) -> Claim:
             ),
         ],
         numbers=numbers,
-        tables={"Layers (the curve's best width, the best widths under all assumptions, and those within 10 % of the "
+        tables={
+            "Layers (the curve's best width, the best widths under all assumptions, and those within 10 % of the "
             "best)": "\n".join(
-            ["| layer | heads | best width | range | within 10 % | growth L | cannot tell, because "
-                "|", "|---|---|---|---|---|---|---|", *rows])},
+                [
+                    "| layer | heads | best width | range | within 10 % | growth L | cannot tell, because |",
+                    "|---|---|---|---|---|---|---|",
+                    *rows,
+                ]
+            )
+        },
         seeds="0 (constants, the GPT), 1 (its text)",
         left="Whether the width that is named trains best is the next claim's matter; noise and smoothness are "
-            "assumed, as no reading "
-        "tells them." + ("" if size == "small" or found_encoder else f" {NO_ENCODER}"),
+        "assumed, as no reading tells them." + ("" if size == "small" or found_encoder else f" {NO_ENCODER}"),
         caption="Modelled error against head width, for the layers of two trained models; dashed: 10 % above the best",
         figure=figure,
-    )  # fmt: skip
+    )

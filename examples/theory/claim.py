@@ -114,8 +114,7 @@ class Claim:
             lines += ["", f"{caption}:", "", table]
         lines += ["", "## What is left", "", self.left, "", "## Run it", "", "```shell"]
         lines += [f"make theory ARGS={self.name}", "```", ""]
-        took = "" if math.isnan(self.seconds) else f" took {self.seconds:.0f} seconds of one core,"
-        lines += [f"made this page and its figure. It{took} with the seeds {self.seeds}.", ""]
+        lines += [f"made this page and its figure, with the seeds {self.seeds}.", ""]
         return "\n".join(lines)
 
 

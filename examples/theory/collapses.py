@@ -49,8 +49,10 @@ def same_heads(model: GPT, share: float) -> None:
 
 
 FAULTS: dict[str, Callable[[GPT, float], None]] = {
-    "rank collapse": collapse_rank, "entropy collapse": collapse_entropy, "same heads": same_heads,
-}  # fmt: skip
+    "rank collapse": collapse_rank,
+    "entropy collapse": collapse_entropy,
+    "same heads": same_heads,
+}
 
 
 def train(seed: int, steps: int, fault: str | None, model: GPT | None = None) -> tuple[GPT, list[dict[str, float]]]:
@@ -152,15 +154,15 @@ def run(size: Size) -> Claim:
                 ", ".join(f"{fault}: {seen[fault, NAMED[fault][0]]:.0%} of runs" for fault in FAULTS),
             ),
             Part(
-                "the index of the key weights sees all "
-                "three", "holds if it does in over 90 % of the runs of each; fails if in under half of the runs of "
-                    "any; else open",
+                "the index of the key weights sees all three",
+                "holds if it does in over 90 % of the runs of each; fails if in under half of the runs of any; else "
+                "open",
                 "holds" if min(hdi.values()) > 0.9 else "fails" if min(hdi.values()) < 0.5 else "open",
                 ", ".join(f"{fault}: {share:.0%} of runs" for fault, share in hdi.items()),
             ),
             Part(
-                "the correlation of heads' contributions sees heads that are the "
-                "same", "holds if in over 90 % of the runs; fails if in under half; else open",
+                "the correlation of heads' contributions sees heads that are the same",
+                "holds if in over 90 % of the runs; fails if in under half; else open",
                 correlation,
                 f"{behind:.0%} of runs",
             ),
@@ -168,10 +170,10 @@ def run(size: Size) -> Claim:
         numbers=numbers,
         tables={"Share of runs that end outside the interval of healthy ones": "\n".join(table)},
         seeds=f"0 to {seeds - 1}",
-        left="Collapses that come of themselves, in large models and over long trainings: these were brought about. "
-            "Blind here: "
-        + "; ".join(f"for {fault}, "
-            f"{', '.join(f'`{name}`' for name in blind[fault]) or 'none'}" for fault in FAULTS) + ".",
+        left="Collapses that come of themselves, in large models and over long trainings: these were brought "
+        "about. Blind here: "
+        + "; ".join(f"for {fault}, {', '.join(f'`{name}`' for name in blind[fault]) or 'none'}" for fault in FAULTS)
+        + ".",
         caption="Six readings of the layer, mean over seeds, in healthy runs and under each fault",
         figure=figure,
-    )  # fmt: skip
+    )

@@ -122,25 +122,28 @@ def run(size: Size) -> Claim:
         ],
         parts=[
             Part(
-                "the error of the mean head is bias, variance and "
-                "covariance", f"holds if the relative gap is below {EXACT:g}",
-                "holds" if bvc < EXACT else "fails", f"The largest relative gap is {bvc:.1e}.",
+                "the error of the mean head is bias, variance and covariance",
+                f"holds if the relative gap is below {EXACT:g}",
+                "holds" if bvc < EXACT else "fails",
+                f"The largest relative gap is {bvc:.1e}.",
             ),
             Part(
                 "the error is the mean error less the ambiguity, at every point",
-                f"holds if the largest gap is below {EXACT:g}", "holds" if ambiguity < EXACT else "fails",
+                f"holds if the largest gap is below {EXACT:g}",
+                "holds" if ambiguity < EXACT else "fails",
                 f"largest gap {ambiguity:.1e}",
             ),
             Part(
                 "orthogonal heads reduce the variance most, aligned heads not at all, along the closed form",
                 f"holds if every interval lies within {NEAR:.0%} of the closed form",
-                "holds" if max(off) < NEAR else "fails", f"the farthest end of an interval is {max(off):.1%} away",
+                "holds" if max(off) < NEAR else "fails",
+                f"the farthest end of an interval is {max(off):.1%} away",
             ),
         ],
         numbers=numbers,
         seeds="0 to 2 (identities), 7 and 11 (variance)",
         left="Attention over tokens that are correlated with each other: keys here are independent.",
         caption="Noise variance of the mean head against the number of heads; points are simulated, with 95 % "
-            "intervals",
+        "intervals",
         figure=figure,
-    )  # fmt: skip
+    )

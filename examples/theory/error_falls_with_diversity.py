@@ -86,9 +86,10 @@ def run(size: Size) -> Claim:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, points, label, color in (
-        (left, noise, "simulated", "tab:blue"), (right, shared, "target in shared directions", "tab:red"),
+        (left, noise, "simulated", "tab:blue"),
+        (right, shared, "target in shared directions", "tab:red"),
         (right, everywhere, "isotropic target", "tab:green"),
-    ):  # fmt: skip
+    ):
         values = [p.value for p in points]
         axis.errorbar(
             index, values, bars(points), fmt="o-" if axis is right else "o", label=label, color=color, capsize=3
@@ -102,13 +103,13 @@ def run(size: Size) -> Claim:
         name="error_falls_with_diversity",
         title="The error falls with HDI, under conditions",
         words=[
-            "The abstract: \"MHA mean squared error is monotonically decreasing in HDI\". Here four heads share some "
+            'The abstract: "MHA mean squared error is monotonically decreasing in HDI". Here four heads share some '
             "directions and have others of their own; one angle turns all of them from identical (HDI 0) to "
             "orthogonal (HDI 1). Every pair has the same principal angles. With a target of 0, the bias is 0 at "
             "every angle, and what is left is noise: the closed form $\\frac{\\sigma^2}{n} [\\frac1H O(1)^k + (1 - "
             "\\frac1H) O(c)^k]$ with $c = \\cos \\theta$, which rises in $c$ and so falls in HDI. Then the same "
-            "heads are given a target. Its mean over all linear targets of length 1 in given directions is taken in "
-            "closed form.",
+            "heads are given a target. Its mean over all linear targets of length 1 in given directions is taken "
+            "in closed form.",
             "Two counterexamples stand beside it. If the target depends only on the directions that the heads share, "
             "turning them apart turns them away from it: the error rises with HDI. And HDI is a mean over angles: "
             "two pairs of heads with the same HDI have different errors.",
@@ -116,43 +117,50 @@ def run(size: Size) -> Claim:
         parts=[
             Part(
                 "the error falls with HDI",
-                "\"holds if\" if the closed form falls at every step, and the simulated ends have intervals that do "
-                "not meet, with bias held at 0; \"holds\" if no counterexample rises besides; else fails",
+                '"holds if" if the closed form falls at every step, and the simulated ends have intervals that do '
+                'not meet, with bias held at 0; "holds" if no counterexample rises besides; else fails',
                 ("holds if" if rises else "holds") if falls else "fails",
                 "If the bias does not move with the angle (here: it is 0), heads have equal kernels, all pairs one "
                 f"overlap, and heads are averaged: noise from {noise[0].value:.2f} to {noise[-1].value:.2f}, over HDI "
                 f"{index[0]:.2f} to 1.",
             ),
             Part(
-                "its closed form is what simulation gives", f"holds if every interval is within {NEAR:.0%} of it",
-                "holds" if off < NEAR else "fails", f"farthest end of an interval: {off:.1%}",
+                "its closed form is what simulation gives",
+                f"holds if every interval is within {NEAR:.0%} of it",
+                "holds" if off < NEAR else "fails",
+                f"farthest end of an interval: {off:.1%}",
             ),
             Part(
-                "it falls with an isotropic target as "
-                "well", "holds if the ends' intervals do not meet, with the orthogonal end "
-                "below; fails if "
-                "above", isotropic, f"{everywhere[0].value:.3f} at HDI {index[0]:.2f}, {everywhere[-1].value:.3f} at 1",
+                "it falls with an isotropic target as well",
+                "holds if the ends' intervals do not meet, with the orthogonal end below; fails if above",
+                isotropic,
+                f"{everywhere[0].value:.3f} at HDI {index[0]:.2f}, {everywhere[-1].value:.3f} at 1",
             ),
             Part(
-                "it falls whatever the "
-                "target", "fails if, with the target in shared directions, the orthogonal end lies above, "
-                "with intervals that do not meet", "fails" if rises else "open",
+                "it falls whatever the target",
+                "fails if, with the target in shared directions, the orthogonal end lies above, with intervals that "
+                "do not meet",
+                "fails" if rises else "open",
                 f"{shared[0].value:.3f} at HDI {index[0]:.2f}, {shared[-1].value:.3f} at 1",
             ),
             Part(
-                "layers of one HDI have one "
-                "error", "fails if two angle profiles of one HDI differ in closed form beyond rounding (changed "
-                    "afterwards: at first by over 1 %)",
+                "layers of one HDI have one error",
+                "fails if two angle profiles of one HDI differ in closed form beyond rounding (changed afterwards: "
+                "at first by over 1 %)",
                 "fails" if apart > 1e-9 and abs(same_index[0] - same_index[1]) < 1e-9 else "holds",
                 f"HDI {same_index[0]:.2f} for both; noise {profile[0]:.3f} and {profile[1]:.3f}, {apart:.1%} apart",
             ),
         ],
-        numbers=[*noise, *[Number(f"closed form, HDI "
-            f"{i:.2f}", c) for i, c in zip(index, closed)], *shared, *everywhere],
+        numbers=[
+            *noise,
+            *[Number(f"closed form, HDI {i:.2f}", c) for i, c in zip(index, closed)],
+            *shared,
+            *everywhere,
+        ],
         seeds="1, 2, 3",
         left="Learned kernels and learned values: what heads of a transformer do about their bias is not fixed. In "
-            "small trained models, holding heads together in training cost little (`make evidence` writes that "
-            "table).",
+        "small trained models, holding heads together in training cost little (`make evidence` writes that "
+        "table).",
         caption="Noise of the mean head (left), and its error with a target (right), against HDI; 95 % intervals",
         figure=figure,
-    )  # fmt: skip
+    )

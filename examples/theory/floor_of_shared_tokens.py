@@ -108,27 +108,29 @@ def run(size: Size) -> Claim:
         ],
         parts=[
             Part(
-                "orthogonal heads are uncorrelated, as \"maximum variance reduction\" may be read",
+                'orthogonal heads are uncorrelated, as "maximum variance reduction" may be read',
                 "fails if the noise correlation of orthogonal heads lies above 0 with its interval at every bandwidth",
                 "fails" if all(r.low > 0 for _, r in points) else "open",
                 f"Their correlation is {points[0][1].value:.2f} to {points[-1][1].value:.2f} over the bandwidths: a "
                 "floor, not 0. No other angle gives less, so that the reduction is the largest there is.",
             ),
             Part(
-                "the floor is ESS / "
-                "n", f"holds if the ratio of both is within {NEAR:.0%} of 1, interval included, at every bandwidth",
-                "holds" if max(off) < NEAR else "fails", f"farthest end of an interval from 1: {max(off):.1%}",
+                "the floor is ESS / n",
+                f"holds if the ratio of both is within {NEAR:.0%} of 1, interval included, at every bandwidth",
+                "holds" if max(off) < NEAR else "fails",
+                f"farthest end of an interval from 1: {max(off):.1%}",
             ),
             Part(
-                "trained heads stay above the "
-                "floor", "holds if in every layer the mean overlap of rows is above ESS / n",
-                "holds" if all(above) else "fails", f"{sum(above)} of {len(above)} layers",
+                "trained heads stay above the floor",
+                "holds if in every layer the mean overlap of rows is above ESS / n",
+                "holds" if all(above) else "fails",
+                f"{sum(above)} of {len(above)} layers",
             ),
         ],
         numbers=numbers,
         seeds=f"0 to {repeats - 1} (draws), 0 and 1 (the GPT and its text)",
-        left="Noise that differs between tokens or is correlated along the "
-            "text." + ("" if size == "small" or measured["trained encoder"] else f" {NO_ENCODER}"),
+        left="Noise that differs between tokens or is correlated along the text."
+        + ("" if size == "small" or measured["trained encoder"] else f" {NO_ENCODER}"),
         caption="Left: noise correlation against ESS / n. Right: how many heads count",
         figure=figure,
-    )  # fmt: skip
+    )

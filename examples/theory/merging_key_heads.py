@@ -83,14 +83,16 @@ def pairs_of(layer: Recorded) -> list[dict[str, float]]:
         index = list(pair)
         mapped, tail = merge((seen[1] - centre)[index], seen[0][index])
         keys = (held[1] - centre)[index]
-        found.append({
-            "closed form": score_error(keys, held[0][index], mapped),
-            "mean pooling": score_error(keys, held[0][index], pooled(keys.shape[-1])),
-            "tail energy": tail,
-            "1 - overlap": 1 - float(diversity.overlap[pair]),
-            "1 - energy overlap": 1 - float(diversity.energy_overlap[pair]),
-            "1 - circuit cosine": 1 - float(circuits[pair]),
-        })  # fmt: skip
+        found.append(
+            {
+                "closed form": score_error(keys, held[0][index], mapped),
+                "mean pooling": score_error(keys, held[0][index], pooled(keys.shape[-1])),
+                "tail energy": tail,
+                "1 - overlap": 1 - float(diversity.overlap[pair]),
+                "1 - energy overlap": 1 - float(diversity.energy_overlap[pair]),
+                "1 - circuit cosine": 1 - float(circuits[pair]),
+            }
+        )
     return found
 
 
@@ -160,15 +162,24 @@ def run(size: Size) -> Claim:
             "HDI's overlap looks at weights alone; the tail energy looks at the queries and keys that come.",
         ],
         parts=[
-            Part("HDI's overlap says which heads may be "
-                "merged", rule, verdict(correlations["1 - overlap"]), why(correlations["1 - overlap"])),
-            Part("the tail energy says "
-                "it", rule, verdict(correlations["tail energy"]), why(correlations["tail energy"])),
-            Part("the circuits' cosine says "
-                "it", rule, verdict(correlations["1 - circuit cosine"]), why(correlations["1 - circuit cosine"])),
             Part(
-                "the closed form is better than mean "
-                "pooling", "holds if for every pair, on sequences that it was not made from; fails if for under half",
+                "HDI's overlap says which heads may be merged",
+                rule,
+                verdict(correlations["1 - overlap"]),
+                why(correlations["1 - overlap"]),
+            ),
+            Part(
+                "the tail energy says it", rule, verdict(correlations["tail energy"]), why(correlations["tail energy"])
+            ),
+            Part(
+                "the circuits' cosine says it",
+                rule,
+                verdict(correlations["1 - circuit cosine"]),
+                why(correlations["1 - circuit cosine"]),
+            ),
+            Part(
+                "the closed form is better than mean pooling",
+                "holds if for every pair, on sequences that it was not made from; fails if for under half",
                 "holds" if beaten == 1 else "fails" if beaten < 0.5 else "open",
                 f"for {beaten:.0%} of pairs; error {numbers[0].value:.3f} against {numbers[1].value:.3f}",
             ),
@@ -179,4 +190,4 @@ def run(size: Size) -> Claim:
         + ("" if size == "small" or of_encoder else f" {NO_ENCODER} The layers are those of a small GPT."),
         caption="Error of merging a pair of key heads, against what was known beforehand",
         figure=figure,
-    )  # fmt: skip
+    )

@@ -146,11 +146,17 @@ def recorded_encoder(sequences: int, length: int = LENGTH) -> list[Recorded]:
     H = model.config.num_attention_heads
     return [
         Recorded(
-            f"encoder layer {i}", x, layer.attention.self.query, layer.attention.self.key, layer.attention.self.value,
-            layer.attention.output.dense, H, False,
+            f"encoder layer {i}",
+            x,
+            layer.attention.self.query,
+            layer.attention.self.key,
+            layer.attention.self.value,
+            layer.attention.output.dense,
+            H,
+            False,
         )
         for i, (layer, x) in enumerate(zip(layers, inputs))
-    ]  # fmt: skip
+    ]
 
 
 def _inputs(linears: list[nn.Linear], run) -> list[Tensor]:

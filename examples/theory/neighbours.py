@@ -157,18 +157,25 @@ def mixture_of_heads() -> Finding:
     even = torch.full((H,), 1 / H, dtype=torch.float64)
     all_heads = 1 / float(even @ K_matrix @ even)
     gap = max(abs(alone - 1), abs(all_heads - float(head_diversity(as_heads(module.k_proj)).effective_heads)))
-    return Finding("mixture-of-head "
-        "attention", "the index of the pool of heads; for a token with gates g the effective heads are 1 / (g' K g)",
-                   "1 for a gate on one head; the package's effective heads for even "
-                   "gates", gap, how_read(module, as_heads(module.k_proj)))  # fmt: skip
+    return Finding(
+        "mixture-of-head attention",
+        "the index of the pool of heads; for a token with gates g the effective heads are 1 / (g' K g)",
+        "1 for a gate on one head; the package's effective heads for even gates",
+        gap,
+        how_read(module, as_heads(module.k_proj)),
+    )
 
 
 def knocking_heads() -> Finding:
     module = KnockingHeads()
     key = as_heads(module.k_proj)
-    return Finding("knocking heads", "the same as without: a map that acts within each head turns no subspace",
-                   "index before and after the shared "
-                   "map", abs(index(key) - index(module.shared.detach() @ key)), how_read(module))  # fmt: skip
+    return Finding(
+        "knocking heads",
+        "the same as without: a map that acts within each head turns no subspace",
+        "index before and after the shared map",
+        abs(index(key) - index(module.shared.detach() @ key)),
+        how_read(module),
+    )
 
 
 def temporal_latent() -> Finding:
@@ -176,28 +183,38 @@ def temporal_latent() -> Finding:
     turn = torch.randn(12, 12) + 4 * torch.eye(12)
     turned = ((module.k_up.weight @ torch.linalg.inv(turn)) @ (turn @ module.down.weight)).detach().view(H, K, D)
     gap = abs(index(module.weight()) - index(turned))
-    return Finding("temporal latent "
-        "attention", "the index of latent and up-projection taken together; merging tokens in time does not enter the "
-            "weights",
-                   "index after another basis of the latent", gap, how_read(module))  # fmt: skip
+    return Finding(
+        "temporal latent attention",
+        "the index of latent and up-projection taken together; merging tokens in time does not enter the weights",
+        "index after another basis of the latent",
+        gap,
+        how_read(module),
+    )
 
 
 def grouped() -> Finding:
     module = Attention(key_heads=2)
     key = as_heads(module.k_proj, 2)
     expanded = index(key.repeat_interleave(2, 0))
-    return Finding("grouped queries", "the index of the key heads that there are; expanded to query heads it is H "
-        "(G-1) / (G (H-1)) times that",
-                   "index of the expanded "
-                   "heads", abs(expanded - index(key) * H / (2 * (H - 1))), how_read(module, key))  # fmt: skip
+    return Finding(
+        "grouped queries",
+        "the index of the key heads that there are; expanded to query heads it is H (G-1) / (G (H-1)) times that",
+        "index of the expanded heads",
+        abs(expanded - index(key) * H / (2 * (H - 1))),
+        how_read(module, key),
+    )
 
 
 def tied_groups() -> Finding:
     module = TiedGroups()
     gap = abs(index(as_heads(module.k_proj, 2)) - index(as_heads(module.v_proj, 2)))
-    return Finding("grouped-tied "
-        "attention", "one index for keys and values, as they are one", "index of values less that of keys", gap,
-                   how_read(module, as_heads(module.k_proj, 2)))  # fmt: skip
+    return Finding(
+        "grouped-tied attention",
+        "one index for keys and values, as they are one",
+        "index of values less that of keys",
+        gap,
+        how_read(module, as_heads(module.k_proj, 2)),
+    )
 
 
 def relu_attention() -> Finding:
@@ -205,9 +222,13 @@ def relu_attention() -> Finding:
     rows = scored(torch.relu)
     gap = float((rows(q, k) - rows(7 * q, k)).abs().max())
     module = ReLUAttention()
-    return Finding("normalised-ReLU "
-        "attention", "the same: it reads weights, and knows no kernel; a temperature changes neither rows nor index",
-                   "rows after queries grew sevenfold", gap, how_read(module, as_heads(module.k_proj)))  # fmt: skip
+    return Finding(
+        "normalised-ReLU attention",
+        "the same: it reads weights, and knows no kernel; a temperature changes neither rows nor index",
+        "rows after queries grew sevenfold",
+        gap,
+        how_read(module, as_heads(module.k_proj)),
+    )
 
 
 def entmax_attention() -> Finding:
@@ -215,10 +236,13 @@ def entmax_attention() -> Finding:
     rows = entmax(1.5)
     shifted = float((rows(q, k) - rows(q, k + torch.randn(K, dtype=torch.float64))).abs().max())
     module = EntmaxAttention()
-    return Finding("entmax attention", "the same; what all keys share moves neither rows nor, through centred keys, "
-        "the index of the data",
-                   "rows after one vector was added to all "
-                   "keys", shifted, how_read(module, as_heads(module.k_proj)))  # fmt: skip
+    return Finding(
+        "entmax attention",
+        "the same; what all keys share moves neither rows nor, through centred keys, the index of the data",
+        "rows after one vector was added to all keys",
+        shifted,
+        how_read(module, as_heads(module.k_proj)),
+    )
 
 
 def symmetric_and_antisymmetric() -> Finding:
@@ -228,10 +252,13 @@ def symmetric_and_antisymmetric() -> Finding:
     norm = B.flatten(1).norm(dim=1)
     parts = torch.einsum("hij,gij->hg", S, S) + torch.einsum("hij,gij->hg", A, A)
     cosine = qk_circuits(query, key).cosine
-    return Finding("symmetric and antisymmetric part of W_Q' "
-        "W_K", "the circuits' cosine splits into both parts exactly: what tokens have in common, and who looks at whom",
-                   "cosine less the sum of both "
-                   "parts", float((cosine - parts / (norm[:, None] * norm)).abs().max()), "weights alone")  # fmt: skip
+    return Finding(
+        "symmetric and antisymmetric part of W_Q' W_K",
+        "the circuits' cosine splits into both parts exactly: what tokens have in common, and who looks at whom",
+        "cosine less the sum of both parts",
+        float((cosine - parts / (norm[:, None] * norm)).abs().max()),
+        "weights alone",
+    )
 
 
 def hopfield() -> Finding:
@@ -244,10 +271,13 @@ def hopfield() -> Finding:
     for _ in range(20):
         new = (beta * memories @ x).softmax(0) @ memories
         rises, x = max(rises, energy(new) - energy(x)), new
-    return Finding("modern Hopfield network with a hidden "
-        "state", "the index of the memories' projections; it does not depend on how often the state is updated",
-                   "largest rise of the energy in 20 updates (Ramsauer et al. "
-                   "2021)", max(rises, 0.0), "weights alone")  # fmt: skip
+    return Finding(
+        "modern Hopfield network with a hidden state",
+        "the index of the memories' projections; it does not depend on how often the state is updated",
+        "largest rise of the energy in 20 updates (Ramsauer et al. 2021)",
+        max(rises, 0.0),
+        "weights alone",
+    )
 
 
 def classification_head() -> Finding:
@@ -259,9 +289,13 @@ def classification_head() -> Finding:
     diversity = head_diversity(torch.randn(1, K, D))
     known = float(diversity.effective_heads) == 1 and bool(diversity.index.isnan())
     gap = float((attention - votes / votes.sum(-1, keepdim=True)).abs().max()) if known else 1.0
-    return Finding("Nadaraya-Watson classification "
-        "head", "one head: no index (NaN), one effective "
-            "head", "class shares by attention over one-hot labels, by kernel votes", gap, "weights alone")  # fmt: skip
+    return Finding(
+        "Nadaraya-Watson classification head",
+        "one head: no index (NaN), one effective head",
+        "class shares by attention over one-hot labels, by kernel votes",
+        gap,
+        "weights alone",
+    )
 
 
 def two_modalities() -> Finding:
@@ -272,11 +306,14 @@ def two_modalities() -> Finding:
     (layer,) = find_attention(nn.ModuleDict({"cross": module}))
     chance = float(head_diversity(layer.weight("key").detach()).chance)
     gap = max(across, abs(chance - (1 - K / (2 * D))))
-    return Finding("cross-attention over two "
-        "modalities", "heads of different modalities are orthogonal by construction; chance is that of the keys' "
-            "width, 1 - d_k / d_kv",
-                   "overlap across modalities; chance of keys of another "
-                   "width", gap, f"{layer.num_heads} heads on {layer.num_key_heads}")  # fmt: skip
+    return Finding(
+        "cross-attention over two modalities",
+        "heads of different modalities are orthogonal by construction; chance is that of the keys' width, 1 - d_k / "
+        "d_kv",
+        "overlap across modalities; chance of keys of another width",
+        gap,
+        f"{layer.num_heads} heads on {layer.num_key_heads}",
+    )
 
 
 def adapters() -> Finding:
@@ -299,17 +336,30 @@ def lottery_tickets(draws: int = 60) -> Finding:
         weight = torch.randn(H, K, D, dtype=torch.float64)
         found.append(index(weight * (torch.rand(H, K, D) < 0.5)) - (1 - K / D))
     mean, error = float(np.mean(found)), float(np.std(found, ddof=1) / draws**0.5)
-    return Finding("strong lottery "
-        "tickets", "heads of a pruned, untrained layer sit at chance: pruning at random makes no diversity and costs "
-            "none",
-                   "mean distance of HDI from chance, beyond three standard "
-                   "errors", max(0.0, abs(mean) - 3 * error), "weights alone")  # fmt: skip
+    return Finding(
+        "strong lottery tickets",
+        "heads of a pruned, untrained layer sit at chance: pruning at random makes no diversity and costs none",
+        "mean distance of HDI from chance, beyond three standard errors",
+        max(0.0, abs(mean) - 3 * error),
+        "weights alone",
+    )
 
 
 NEIGHBOURS: list[Callable[[], Finding]] = [
-    mixture_of_heads, knocking_heads, temporal_latent, grouped, tied_groups, relu_attention, entmax_attention,
-    symmetric_and_antisymmetric, hopfield, classification_head, two_modalities, adapters, lottery_tickets,
-]  # fmt: skip
+    mixture_of_heads,
+    knocking_heads,
+    temporal_latent,
+    grouped,
+    tied_groups,
+    relu_attention,
+    entmax_attention,
+    symmetric_and_antisymmetric,
+    hopfield,
+    classification_head,
+    two_modalities,
+    adapters,
+    lottery_tickets,
+]
 
 
 def run(size: Size) -> Claim:
@@ -337,28 +387,38 @@ def run(size: Size) -> Claim:
         ],
         parts=[
             Part(
-                "what is said of HDI in each design is "
-                "so", f"holds if no check is off by {EXACT:g}", "fails" if off else "holds",
-                f"off: {', '.join(off)}" if off else f"All {len(found)} checks hold; the largest gap is "
-                    f"{max(f.gap for f in found):.1e}.",
+                "what is said of HDI in each design is so",
+                f"holds if no check is off by {EXACT:g}",
+                "fails" if off else "holds",
+                f"off: {', '.join(off)}"
+                if off
+                else f"All {len(found)} checks hold; the largest gap is {max(f.gap for f in found):.1e}.",
             ),
             Part(
-                "the package reads each of these "
-                "modules", "holds if the heads of all are found right; \"holds if\" if the others are left out with a "
-                    "warning; fails if one is "
-                "misread, or left out in silence",
+                "the package reads each of these modules",
+                'holds if the heads of all are found right; "holds if" if the others are left out with a warning; '
+                "fails if one is misread, or left out in silence",
                 "fails" if silent else "holds if" if wrong else "holds",
-                f"misread or silent: "
-                f"{', '.join(silent)}" if silent else f"with the exception of {', '.join(wrong)}, left out with a "
-                    f"warning" if wrong else f"all {len(modules)}",
+                f"misread or silent: {', '.join(silent)}"
+                if silent
+                else f"with the exception of {', '.join(wrong)}, left out with a warning"
+                if wrong
+                else f"all {len(modules)}",
             ),
         ],
         numbers=[Number("largest gap of a check", max(f.gap for f in found), of=f"{len(found)} designs")],
-        tables={"Designs": "\n".join(["| design | what HDI means in it | checked | off by | find_attention "
-            "|", "|---|---|---|---|---|", *rows])},
+        tables={
+            "Designs": "\n".join(
+                [
+                    "| design | what HDI means in it | checked | off by | find_attention |",
+                    "|---|---|---|---|---|",
+                    *rows,
+                ]
+            )
+        },
         seeds="0",
-        left="These are small stand-ins with the structure of the designs, not the published implementations, and are "
-            "not trained.",
+        left="These are small stand-ins with the structure of the designs, not the published implementations, and "
+        "are not trained.",
         caption="How far each design's check is off; dashed: the limit",
         figure=figure,
-    )  # fmt: skip
+    )

@@ -127,12 +127,18 @@ def run(size: Size) -> Claim:
         Number("token sets whose rank a layer norm changes", changed, of=f"{draws} draws"),
         Number("token sets whose affine rank it changes", changed_affine, of=f"{draws} draws"),
         Number("by how much at most", most, of=f"{draws} draws"),
-        start, without, with_them,
-        Number("hidden directions, counted from the Jacobian, less n (H - 1) "
-            "d_k", max(map(abs, gaps)), of="3 layers that average heads"),
-        Number("norm of a movement along hidden directions", moved), Number("how much the layer's output moves", shows),
+        start,
+        without,
+        with_them,
+        Number(
+            "hidden directions, counted from the Jacobian, less n (H - 1) d_k",
+            max(map(abs, gaps)),
+            of="3 layers that average heads",
+        ),
+        Number("norm of a movement along hidden directions", moved),
+        Number("how much the layer's output moves", shows),
         Number("hidden directions of trained layers, largest", max(in_trained), of=f"{len(layers)} layers"),
-    ]  # fmt: skip
+    ]
     hides = "holds" if min(in_trained) > 0 else "fails" if max(in_trained) == 0 else "open"
     obstructs = "fails" if with_them.high < without.low else "open"
     if with_them.low > max(without.high, start.value / 2):
@@ -166,35 +172,45 @@ def run(size: Size) -> Claim:
                 "n (H - 1) d_k directions do not show behind a mean of heads",
                 "holds if counting them in the Jacobian gives that number in every case, and moving along them moves "
                 f"the output by under {EXACT:g}",
-                "holds" if not any(gaps) and shows < EXACT < moved else "fails", f"The counts agree; a movement of "
-                    f"{moved:.1f} moves the output by {shows:.1e}.",
+                "holds" if not any(gaps) and shows < EXACT < moved else "fails",
+                f"The counts agree; a movement of {moved:.1f} moves the output by {shows:.1e}.",
             ),
             Part(
-                "they do not show behind a trained output projection "
-                "either", "holds if every trained layer has them, fails if none has; else open",
-                hides, f"at most {max(in_trained)} in {len(layers)} layers, whose projections are square",
+                "they do not show behind a trained output projection either",
+                "holds if every trained layer has them, fails if none has; else open",
+                hides,
+                f"at most {max(in_trained)} in {len(layers)} layers, whose projections are square",
             ),
             Part(
-                "a layer norm keeps the affine rank of the tokens", "holds if it does in every draw; fails if not",
-                "fails" if changed_affine else "holds", f"changes in {changed_affine} of {draws} draws, by {most} at "
-                    f"most; the rank itself changes in {changed}",
+                "a layer norm keeps the affine rank of the tokens",
+                "holds if it does in every draw; fails if not",
+                "fails" if changed_affine else "holds",
+                f"changes in {changed_affine} of {draws} draws, by {most} at most; the rank itself changes in "
+                f"{changed}",
             ),
             Part(
-                "residuals obstruct rank "
-                "collapse", "holds if, after all layers, the interval with residuals lies above that without, and "
-                    "above half of the rank at the start",
+                "residuals obstruct rank collapse",
+                "holds if, after all layers, the interval with residuals lies above that without, and above half of "
+                "the rank at the start",
                 obstructs,
                 f"effective rank {start.value:.1f} at the start, {with_them.value:.1f} with residuals, "
                 f"{without.value:.1f} without",
             ),
         ],
         numbers=numbers,
-        tables={"Directions of the heads' outputs at one sequence that do not show": "\n".join([
-            "| layer | heads | if it averaged its heads | hidden | nearly hidden: below a tenth of the largest "
-            "singular value |", "|---|---|---|---|---|", *rows])},
+        tables={
+            "Directions of the heads' outputs at one sequence that do not show": "\n".join(
+                [
+                    "| layer | heads | if it averaged its heads | hidden | nearly hidden: below a tenth of the "
+                    "largest singular value |",
+                    "|---|---|---|---|---|",
+                    *rows,
+                ]
+            )
+        },
         seeds=f"0 to {seeds - 1}",
-        left="Trained networks with their feed-forward layers, in which rank falls for other reasons "
-            "too." + ("" if size == "small" or len(layers) > 2 else f" {NO_ENCODER}"),
+        left="Trained networks with their feed-forward layers, in which rank falls for other reasons too."
+        + ("" if size == "small" or len(layers) > 2 else f" {NO_ENCODER}"),
         caption="Effective rank of the tokens over untrained layers; mean and range over seeds",
         figure=figure,
-    )  # fmt: skip
+    )

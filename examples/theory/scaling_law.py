@@ -82,9 +82,13 @@ def in_trained_models(sizes: list[int], seeds: int, steps: int) -> list[dict]:
             layer = recorded_gpt(trained[16][1], 8)[0]
             samples, seen = effective_samples(layer)
             ranking = rank_allocations(
-                64, seen, effective_samples=samples.clamp_max(seen).tolist(), head_dim=16,
-                spectrum=spectrum(layer).tolist(), multiple_of=4,
-            )  # fmt: skip
+                64,
+                seen,
+                effective_samples=samples.clamp_max(seen).tolist(),
+                head_dim=16,
+                spectrum=spectrum(layer).tolist(),
+                multiple_of=4,
+            )
             found.append(
                 {"n": n, "seed": seed, "losses": losses, "model": ranking.choices[0].head_dim, "tells": ranking.tells}
             )
@@ -119,13 +123,15 @@ def run(size: Size) -> Claim:
     best = [(math.log(m["n"]), math.log2(min(m["losses"], key=m["losses"].get))) for m in models]
     of_models = f"{len(models)} trainings"
     numbers = [
-        slope, other, Number("slope of the formula", float(stats.linregress(np.log(sizes), predicted).slope)),
+        slope,
+        other,
+        Number("slope of the formula", float(stats.linregress(np.log(sizes), predicted).slope)),
         Number("best width over the formula's, largest factor either way", ratio, of=f"{len(sizes)} sizes"),
         share_of("hits of the measured model in trained models", sum(by_model), len(models), of_models),
         share_of("hits of the custom d_k = min(64, d/8)", sum(by_custom), len(models), of_models),
         *[Number(f"hits of always taking width {w}", share, of=of_models) for w, share in by_one.items()],
         Number("trainings in which the model says that it can tell", sum(m["tells"] for m in models), of=of_models),
-    ]  # fmt: skip
+    ]
     if len(texts) > 1:
         trend = stats.spearmanr(*zip(*best))
         numbers.append(
@@ -181,7 +187,7 @@ def run(size: Size) -> Claim:
         parts=[
             Part(
                 "the best head width grows with the logarithm of n",
-                "\"holds if\" if the slope lies above 0 with its interval at a fixed bandwidth, and the formula is "
+                '"holds if" if the slope lies above 0 with its interval at a fixed bandwidth, and the formula is '
                 "within a factor of 2 at every n",
                 "holds if" if holds else "fails",
                 f"If the kernel has a fixed bandwidth and heads suffice alone: slope {slope.value:.2f} "
@@ -197,8 +203,8 @@ def run(size: Size) -> Claim:
             Part(
                 "the best width of trained models grows with the amount of text",
                 "holds or fails with the sign of the rank correlation if its p-value is below 0.05, else open",
-                trained, f"{len(models)} trainings, rank correlation in the "
-                    f"table" if len(texts) > 1 else "one amount of text",
+                trained,
+                f"{len(models)} trainings, rank correlation in the table" if len(texts) > 1 else "one amount of text",
             ),
             Part(
                 "the model chooses better than the custom",
@@ -209,8 +215,8 @@ def run(size: Size) -> Claim:
         ],
         numbers=numbers,
         seeds=f"1, 1001, ... (simulation), 0 to {repeats - 1} (trainings)",
-        left="Widths and amounts of text at which people train; deeper models; the linear growth of H with D, which "
-            "is tested on the formula alone (`tests/core/test_allocation.py`).",
+        left="Widths and amounts of text at which people train; deeper models; the linear growth of H with D, "
+        "which is tested on the formula alone (`tests/core/test_allocation.py`).",
         caption="Left: best head width against n. Right: loss of trained models against head width",
         figure=figure,
-    )  # fmt: skip
+    )

@@ -106,26 +106,29 @@ def run(size: Size) -> Claim:
         ],
         parts=[
             Part(
-                "softmax attention is a Nadaraya-Watson "
-                "estimator", f"holds if the largest difference is below {EXACT:g}",
-                "holds" if is_exact else "fails", f"The largest difference is {exponential:.1e}.",
+                "softmax attention is a Nadaraya-Watson estimator",
+                f"holds if the largest difference is below {EXACT:g}",
+                "holds" if is_exact else "fails",
+                f"The largest difference is {exponential:.1e}.",
             ),
             Part(
                 "its kernel is Gaussian",
                 f"holds if, where keys have one norm or the prior weights are kept, the difference is below {EXACT:g}",
-                gaussian, f"keys have one norm, or keep their prior weight: difference {max(even, prior):.1e}",
+                gaussian,
+                f"keys have one norm, or keep their prior weight: difference {max(even, prior):.1e}",
             ),
             Part(
                 "the kernels of trained heads are Gaussian",
                 f"holds if in every model over 90 % of heads are nearer than {NEAR} in total variation, fails if in "
                 "none",
-                trained, "share of such heads: " + ", ".join(f"{share:.0%}" for share in shares),
+                trained,
+                "share of such heads: " + ", ".join(f"{share:.0%}" for share in shares),
             ),
         ],
         numbers=numbers,
         seeds="0 (keys, queries, the GPT), 1 (its text)",
-        left="Rotary positions and norms of queries and keys, with which the kernel also depends on the distance of "
-        "two tokens." + ("" if models["trained encoder"] else f" {NO_ENCODER}"),
+        left="Rotary positions and norms of queries and keys, with which the kernel also depends on the distance "
+        "of two tokens." + ("" if models["trained encoder"] else f" {NO_ENCODER}"),
         caption="How uneven the keys' norms are in each head, and how far its attention is from the Gaussian kernel",
         figure=figure,
-    )  # fmt: skip
+    )

@@ -15,6 +15,10 @@ from torch import Tensor
 from examples.theory.claim import Claim, Number, Part, Size
 
 EXACT = 1e-7  # the oracles of alpha-entmax bisect, some in float32
+HEADINGS = (
+    "| attention | kernel | where | keys without weight | largest difference |",
+    "|---|---|---|---|---|",
+)
 Attention = Callable[[Tensor, Tensor], Tensor]  # queries (q, d), keys (n, d) -> weights (q, n)
 
 
@@ -154,8 +158,8 @@ ENTRIES = [
     Entry("top-k softmax", "Gaussian, cut at the k-th neighbour", "keys of one norm", True, top_k, nearest),
     Entry("normalised ReLU", "$(q^\\top k)_+$, a cone around q", "any keys", True, scored(torch.relu),
           by_kernel(lambda q, k: np.maximum(q @ k.T, 0))),
-    Entry("linear, $\\phi = 1 + "
-        "\\mathrm{elu}$", "$\\phi(q)^\\top \\phi(k)$, of rank $d_k$ at most", "any keys", False, linear_attention,
+    Entry("linear, $\\phi = 1 + \\mathrm{elu}$", "$\\phi(q)^\\top \\phi(k)$, of rank $d_k$ at most", "any keys", False,
+          linear_attention,
           by_kernel(finite_rank)),
 ]  # fmt: skip
 
@@ -218,12 +222,10 @@ def run(size: Size) -> Claim:
             ),
         ],
         numbers=[Number("largest difference of a weight, all entries", worst_of_all, of=f"{draws} draws of 60 keys")],
-        tables={"Which attention is which kernel": "\n".join(
-            ["| attention | kernel | where | keys without weight | largest difference "
-                "|", "|---|---|---|---|---|", *rows])},
+        tables={"Which attention is which kernel": "\n".join([*HEADINGS, *rows])},
         seeds="0",
-        left="Where key norms differ, the kernels of compact support gain prior offsets in the score instead of prior "
-            "weights: the radius then depends on the key as well.",
+        left="Where key norms differ, the kernels of compact support gain prior offsets in the score instead of "
+            "prior weights: the radius then depends on the key as well.",
         caption="The kernels of softmax and of alpha-entmax, for keys of one norm",
         figure=figure,
     )  # fmt: skip

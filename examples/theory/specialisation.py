@@ -12,7 +12,6 @@ from examples.theory.claim import Claim, Number, Part, Size
 from examples.theory.intervals import mean_of, sign_test
 from examples.theory.models import LENGTH, batches
 from examples.train_gpt import GPT, read_standard_library
-from hdi_callback import find_attention
 from hdi_callback.core import head_diversity
 
 # The ordinary training, and one thing changed at a time.
@@ -22,7 +21,8 @@ CHANGED = {"with noise": {"noise": 0.5}, "with 8 heads": {"heads": 8}, "with 5,0
 
 def diversity(model: GPT) -> tuple[float, float]:
     """Mean over layers of the index, and of what it is above chance: minus the alignment."""
-    found = [head_diversity(layer.weight("key").detach()) for layer in find_attention(model)]
+    layers = [block.attention for block in model.blocks]
+    found = [head_diversity(layer.k_proj.weight.detach().unflatten(0, (layer.num_heads, -1))) for layer in layers]
     return float(np.mean([float(d.index) for d in found])), -float(np.mean([float(d.alignment) for d in found]))
 
 
@@ -51,7 +51,7 @@ def train(
 
 
 def run(size: Size) -> Claim:
-    seeds, steps = (2, 6) if size == "small" else (10, 120)
+    seeds, steps = (2, 6) if size == "small" else (8, 100)
     kinds = {"ordinary": {}, **CHANGED}
     runs = {
         kind: [train(seed, steps, **{**ORDINARY, **change}) for seed in range(seeds)] for kind, change in kinds.items()
@@ -66,10 +66,15 @@ def run(size: Size) -> Claim:
     parts = []
     rule = "sign test over seeds at 0.05: holds if HDI rises, fails if it falls; else open"
     verdict = "open" if rises >= 0.05 else "holds" if np.median(index) > 0 else "fails"
-    parts.append(Part("HDI rises in healthy "
-        "training", rule, verdict, f"HDI rises in {sum(v > 0 for v in index)} of {seeds} trainings, by "
-            f"{np.mean(index):+.4f} in the mean: healthy heads "
-            f"{'drift together' if np.mean(index) < 0 else 'move apart'}."))  # fmt: skip
+    parts.append(
+        Part(
+            "HDI rises in healthy training",
+            rule,
+            verdict,
+            f"HDI rises in {sum(v > 0 for v in index)} of {seeds} trainings, by {np.mean(index):+.4f} in the mean: "
+            f"healthy heads {'drift together' if np.mean(index) < 0 else 'move apart'}.",
+        )
+    )
     for kind in CHANGED:
         differences = [a - b for a, b in zip(gains[kind], gains["ordinary"])]
         p = sign_test(differences)
@@ -77,9 +82,14 @@ def run(size: Size) -> Claim:
         numbers.append(Number(f"p-value, {kind}", p, of=f"sign test, {of}"))
         verdict = "open" if p >= 0.05 else "holds" if np.median(differences) > 0 else "fails"
         more = sum(v > 0 for v in differences)
-        parts.append(Part(f"diversity gains more "
-            f"{kind}", "sign test over pairs of seeds at 0.05: holds if more, fails if less; else "
-                "open", verdict, f"more in {more} of {seeds} pairs, p = {p:.3f}"))  # fmt: skip
+        parts.append(
+            Part(
+                f"diversity gains more {kind}",
+                "sign test over pairs of seeds at 0.05: holds if more, fails if less; else open",
+                verdict,
+                f"more in {more} of {seeds} pairs, p = {p:.3f}",
+            )
+        )
 
     figure, axis = plt.subplots(figsize=(6, 3.8), layout="constrained")
     for kind, of_kind in runs.items():
@@ -106,7 +116,7 @@ def run(size: Size) -> Claim:
         numbers=numbers,
         seeds=f"0 to {seeds - 1}",
         left=f"Longer trainings (these have {steps} steps), deeper and larger models, and other ways to measure "
-            f"specialisation than by key weights.",
+        "specialisation than by key weights.",
         caption="Diversity of the key weights above chance over training; mean and range over seeds",
         figure=figure,
-    )  # fmt: skip
+    )

@@ -131,7 +131,8 @@ def run(size: Size) -> Claim:
     alike, alike_verdict, alike_why = compared(seeds, steps, alike=True)
     unlike, unlike_verdict, unlike_why = compared(seeds, steps, alike=False)
     numbers = [
-        Number("HDI, four random heads", index[0]), Number("HDI, the first of them copied six times", index[-1]),
+        Number("HDI, four random heads", index[0]),
+        Number("HDI, the first of them copied six times", index[-1]),
         Number("error of the mean, from none to six copies, relative change", by_mean[-1] / by_mean[0] - 1),
         Number("error under best weights, largest relative change", drift),
         Number("HDI of eight heads at equal angles", index_equal),
@@ -140,8 +141,9 @@ def run(size: Size) -> Claim:
         Number("its best error", best_copied),
         Number("share of pairs of random layers in the wrong order, best weights", wrong / pairs, of=f"{pairs} pairs"),
         Number("the same under the mean", wrong_even / pairs, of=f"{pairs} pairs"),
-        *alike, *unlike,
-    ]  # fmt: skip
+        *alike,
+        *unlike,
+    ]
     is_reversed = index_equal > index_copied and best_equal > 1.01 * best_copied
     order = "fails" if is_reversed else "holds" if wrong == 0 else "open"
 
@@ -164,9 +166,9 @@ def run(size: Size) -> Claim:
             "First heads are copied: HDI falls, the error of the mean rises, and best weights share out among the "
             "copies. Then two layers are shown whose order by HDI is not their order by error. Then weights are "
             "learned from 400 noisy points, by least squares and by Adam.",
-            "What can be said instead of \"falls with HDI\": under best weights the error falls as $C$ falls (if $C' "
-            "- C$ is positive semi-definite, $1 / \\mathbf{1}^\\top C^{-1} \\mathbf{1}$ is no larger). Where all "
-            "pairs have one overlap, best weights are the mean, and the statement in HDI is back.",
+            'What can be said instead of "falls with HDI": under best weights the error falls as $C$ falls (if '
+            "$C' - C$ is positive semi-definite, $1 / \\mathbf{1}^\\top C^{-1} \\mathbf{1}$ is no larger). Where "
+            "all pairs have one overlap, best weights are the mean, and the statement in HDI is back.",
         ],
         parts=[
             Part(
@@ -178,21 +180,28 @@ def run(size: Size) -> Claim:
                 f"{best_copied:.3f}; {wrong / pairs:.0%} of random pairs are in the wrong order.",
             ),
             Part(
-                "a copied head costs nothing under best weights", f"holds if the error changes by less than {EXACT:g}",
+                "a copied head costs nothing under best weights",
+                f"holds if the error changes by less than {EXACT:g}",
                 "holds" if drift < EXACT else "fails",
                 f"changes by {drift:.1e}, while that of the mean changes by {by_mean[-1] / by_mean[0] - 1:+.0%}",
             ),
             Part(
                 "a trained output projection finds better weights than the mean, heads alike",
-                LEARNED, alike_verdict, alike_why,
+                LEARNED,
+                alike_verdict,
+                alike_why,
             ),
-            Part("it does so where one head sees the "
-                "target", LEARNED + " (added after the one above came out open)", unlike_verdict, unlike_why),
+            Part(
+                "it does so where one head sees the target",
+                LEARNED + " (added after the one above came out open)",
+                unlike_verdict,
+                unlike_why,
+            ),
         ],
         numbers=numbers,
         seeds="1 and 3 (layers), 100 onwards (learning)",
         left="Projections that learn directions as well as weights, as those of a transformer do: here every head "
-            "gives one number.",
+        "gives one number.",
         caption="Error against HDI as the first of four heads is copied up to six times",
         figure=figure,
-    )  # fmt: skip
+    )
