@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     # Types of arguments that are no part of the public door.
     (
         r"py:class",
-        r"hdi_callback\.(monitoring\.(history\.(Run)?History|warn_once\.WarnOnce|readings\.Measurement)"
+        r"hdi_callback\.(monitoring\.(history\.(Run)?History|warn_once\.WarnOnce|readings\.Measurement|ranks\.Ranks)"
         r"|audits\.(audit\.LayerAudit|comparison\.LayerComparison)|integrations\.loop\._LoopHost)",
     ),
     # The inventories of other projects would have to be downloaded.
