@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import TYPE_CHECKING, TypeVar
 
 from hdi_callback.errors import HeadCollapseWarning
+from hdi_callback.monitoring.rules import default_rules
 from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
@@ -94,8 +96,10 @@ def _lines(title: str, layers: Sequence[AttentionLayer], refused: Sequence[Refus
 
 
 class AlertLines:
-    """Print alerts and what was done about them, one line for each kind at a reading; critical ones warn as well.
+    """Print alerts and what was done about them, one line for each kind at a reading.
 
+    The first alert of each rule says where to read more. A critical one is a `HeadCollapseWarning` as well where
+    somebody takes warnings: where they are recorded, logged or made errors. Elsewhere it would only be printed twice.
     Notices are left to the dashboards and the history. After 60 lines of alerts it says where the others are, and falls
     silent; what interventions do is always printed.
 
@@ -109,6 +113,7 @@ class AlertLines:
     def __init__(self, say: Callable[[str], None] = print, elsewhere: object = "the history file") -> None:
         self._say, self._elsewhere = say, elsewhere
         self._lines = 0
+        self._explained: set[str] = set()
 
     def write(self, result: Result) -> None:
         """Print what is new at one reading.
@@ -133,17 +138,66 @@ class AlertLines:
             return
         word = "resolved" if alerts[0].is_resolved else alerts[0].level
         told = _gather([alert.message for alert in alerts], [alert.layer for alert in alerts])
-        _say_in_its_letters(self._say, f"hdi_callback {word}: {told}")
+        _say_in_its_letters(self._say, f"hdi_callback {word}: {told}{self._more_on(alerts[0])}")
         if self._lines == _MOST_LINES:
             self._say(f"hdi_callback prints no further alerts; all of them are in {self._elsewhere}.")
+
+    def _more_on(self, alert: Alert) -> str:
+        """Say once for each rule where to read more."""
+        if alert.is_resolved or alert.rule in self._explained:
+            return ""
+        self._explained.add(alert.rule)
+        place = place_to_read(alert.rule)
+        return f" [more: {place}]" if place else ""
 
     def _print_actions(self, actions: Sequence[Action]) -> None:
         told = _gather([action.message for action in actions], [action.layer for action in actions])
         _say_in_its_letters(self._say, f"hdi_callback {told}")
 
 
+def place_to_read(rule: str) -> str:
+    """Give the place that explains a rule: a page of the project, if its metadata name one, or the help of its class.
+
+    Args:
+        rule: its name.
+
+    Returns:
+        An address, or a call of `help`; empty for a rule of the user's own.
+
+    Example:
+        >>> place_to_read("worst pair").endswith(("alerts.html", "help(hdi_callback.rules.WorstPair)"))
+        True
+    """
+    classes = {one.name: type(one).__name__ for one in default_rules()}
+    if rule not in classes:
+        return ""
+    pages = _documentation()
+    return f"{pages.rstrip('/')}/alerts.html" if pages else f"help(hdi_callback.rules.{classes[rule]})"
+
+
+@cache
+def _documentation() -> str:
+    """Find the address of the documentation in the metadata of the installed package."""
+    try:
+        told = metadata("hdi-callback").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    pages = {name.strip().lower(): url.strip() for name, _, url in (line.partition(",") for line in told)}
+    return str(pages.get("documentation", ""))
+
+
+def _is_warning_taken() -> bool:
+    """Tell whether a warning would go elsewhere than to the screen, on which the line stands already."""
+    shows = (warnings.showwarning, getattr(warnings, "_showwarnmsg_impl", None))
+    is_replaced = any(getattr(show, "__module__", None) != "warnings" for show in shows)
+    is_error = any(
+        action == "error" and issubclass(HeadCollapseWarning, category) for action, _, category, *_ in warnings.filters
+    )
+    return is_replaced or is_error
+
+
 def _warn(critical: Sequence[Alert]) -> None:
-    if critical:
+    if critical and _is_warning_taken():
         message = _gather([alert.message for alert in critical], [alert.layer for alert in critical])
         warnings.warn(message, HeadCollapseWarning, stacklevel=2)
 

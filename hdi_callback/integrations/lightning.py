@@ -27,6 +27,7 @@ from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.notebook import run_summary
 from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.ranks import share_within
 from hdi_callback.monitoring.session import Session
@@ -47,7 +48,8 @@ class HDICallback(pl.Callback):
     ``EarlyStopping(monitor="hdi/min")`` works), and into a history file, see `load_history`.
 
     Rules judge every reading. Their alerts are printed, written to TensorBoard as text and as marks on the curves, sent
-    through `wandb.alert` and kept in the history; a critical one is a Python warning too. Nothing is done about them
+    through `wandb.alert` and kept in the history; a critical one is a
+    `HeadCollapseWarning` as well where warnings are recorded, logged or made errors. Nothing is done about them
     unless interventions are given; then the host waits for the numbers of each reading.
 
     Args:
@@ -155,6 +157,11 @@ class HDICallback(pl.Callback):
     def monitor(self) -> HeadDiversityMonitor | None:
         """The monitor of the last fit, `None` before the first."""
         return None if self._session is None else self._session.monitor
+
+    def _repr_html_(self) -> str:
+        monitor = self.monitor
+        layers, refused = ([], []) if monitor is None else (monitor.layers, monitor.refused)
+        return run_summary("HDICallback", layers, refused, self.active_alerts, self.history_path)
 
     @property
     def active_alerts(self) -> list[Alert]:

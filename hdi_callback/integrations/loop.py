@@ -25,6 +25,7 @@ from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.host import PlainHost
 from hdi_callback.monitoring.interventions import Intervention, SaveCheckpoint
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.notebook import run_summary
 from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Method, Settings
@@ -179,6 +180,10 @@ class HeadSession:
     def history_path(self) -> Path | None:
         """Where the history of the run is; `None` before the first step and when there is none."""
         return self._session.history_path
+
+    def _repr_html_(self) -> str:
+        monitor = self.monitor
+        return run_summary("HeadSession", monitor.layers, monitor.refused, self.active_alerts, self.history_path)
 
     @property
     def active_alerts(self) -> list[Alert]:

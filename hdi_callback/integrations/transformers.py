@@ -21,6 +21,7 @@ from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.host import PlainHost
 from hdi_callback.monitoring.interventions import Intervention
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.notebook import run_summary
 from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Method, Settings
@@ -117,6 +118,11 @@ class HDITrainerCallback(transformers.TrainerCallback):
     def history_path(self) -> Path | None:
         """Where the history of the run is; `None` before training and when there is none."""
         return None if self._session is None else self._session.history_path
+
+    def _repr_html_(self) -> str:
+        monitor = None if self._session is None else self._session.monitor
+        layers, refused = ([], []) if monitor is None else (monitor.layers, monitor.refused)
+        return run_summary("HDITrainerCallback", layers, refused, self.active_alerts, self.history_path)
 
     @property
     def active_alerts(self) -> list[Alert]:

@@ -8,6 +8,7 @@ from its history file (`replay`).
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ from torch import Tensor
 from hdi_callback.arguments import one_of, shown, words
 from hdi_callback.attention.names import printable
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.notebook import alert_line
 from hdi_callback.monitoring.origin import has_been_trained
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.warn_once import WarnOnce
@@ -105,6 +107,9 @@ class Alert:
     message: str
     finding: Finding
     is_resolved: bool = False
+
+    def _repr_html_(self) -> str:
+        return alert_line(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Give the alert as plain data, as the history keeps it.
@@ -463,7 +468,13 @@ def check_rule(rule: Any) -> Rule:
             f"`alerts` must hold rules, got the class {rule.__name__}: write {rule.__name__}()."
         )
     if not isinstance(rule, Rule):
-        raise MisconfigurationError(f"`alerts` must hold rules (instances of Rule), got {shown(rule)}.")
+        known = {_plain(one.__name__): one.__name__ for one in Rule.__subclasses__()}
+        known |= {
+            _plain(one.name): one.__name__ for one in Rule.__subclasses__() if isinstance(one.__dict__.get("name"), str)
+        }
+        close = difflib.get_close_matches(_plain(rule), list(known), 1) if isinstance(rule, str) else []
+        remedy = f" Did you mean {known[close[0]]}() of hdi_callback.rules?" if close else ""
+        raise MisconfigurationError(f"`alerts` must hold rules (instances of Rule), got {shown(rule)}.{remedy}")
     kind = type(rule).__name__
     name = getattr(rule, "name", None)
     if not isinstance(name, str) or not name or not name.isprintable():
@@ -524,6 +535,10 @@ def _check_heads(name: str, heads: Any, most: float) -> None:
         raise MisconfigurationError(
             f"`{name}` of a Finding must hold numbers of heads, from 0 to {most - 1} in this layer, got {shown(heads)}."
         )
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _is_whole(value: Any) -> bool:

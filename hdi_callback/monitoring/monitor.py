@@ -22,6 +22,7 @@ from hdi_callback.monitoring.inputs import LayerInputs
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, ROWS
 from hdi_callback.monitoring.movement import LARGEST, LastWeights
+from hdi_callback.monitoring.notebook import layer_table
 from hdi_callback.monitoring.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.pooled import measure_over_ranks
 from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
@@ -171,6 +172,9 @@ class HeadDiversityMonitor:
         for capture in self._captures:
             capture.remove()
         self._layers.suspend()
+
+    def _repr_html_(self) -> str:
+        return layer_table(self.layers, self.refused)
 
     def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
         """Capture the head outputs of the forwards that follow, for the next `measure`.

@@ -9,8 +9,11 @@ import sys
 import pytest
 from torch import nn
 
+from hdi_callback import HDICallback, HeadDiversityMonitor
 from hdi_callback.attention import survey
-from hdi_callback.dashboards.console import print_layers
+from hdi_callback.dashboards.console import place_to_read, print_layers
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert, Finding
 from tests.models import LAYERS, Classifier
 
 CODE = (
@@ -82,3 +85,68 @@ def test_grouped_key_heads_are_shown(capsys, heads, key_heads, shown):
     found = survey(nn.ModuleDict({"attn": Grouped()}))
     print_layers(found.layers, found.refused, every_n_steps=5)
     assert f"attn{shown} of width 8" in capsys.readouterr().out
+
+
+COLLAPSE = """
+import sys
+from hdi_callback.dashboards.console import AlertLines
+from hdi_callback.monitoring.alerts import Alert, Finding
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.sink import Result
+told = Finding("all heads are nearly one", level="critical")
+lines = AlertLines()
+for step in (4, 8):
+    alert = Alert(step, "attn", "mean alignment", "critical", f"step {step}, attn: all heads are nearly one", told)
+    lines.write(Result(Record(step, {"attn": LayerRecord()}), (alert,)))
+"""
+
+
+def test_a_critical_alert_is_printed_once_and_says_once_where_to_read_more(root):
+    done = subprocess.run([sys.executable, "-c", COLLAPSE], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    first, second = done.stdout.splitlines()
+    assert first.startswith("hdi_callback critical: step 4, attn: all heads are nearly one [more: ")
+    assert second == "hdi_callback critical: step 8, attn: all heads are nearly one"
+
+
+@pytest.mark.parametrize("way", ["-W error", "captureWarnings", "record"])
+def test_a_critical_alert_is_a_warning_for_those_who_take_warnings(root, way):
+    before = {
+        "-W error": "import warnings; from hdi_callback.errors import HeadCollapseWarning as W\n"
+        "warnings.simplefilter('error', W)\n",
+        "captureWarnings": "import logging; logging.basicConfig(); logging.captureWarnings(True)\n",
+        "record": "import warnings; warnings.catch_warnings(record=True).__enter__(); import atexit\n"
+        "atexit.register(lambda: print('HeadCollapseWarning' if warnings._showwarnmsg_impl.__self__ else '',"
+        " file=sys.stderr))\n",
+    }[way]
+    done = subprocess.run([sys.executable, "-c", before + COLLAPSE], cwd=root, capture_output=True, text=True)
+    assert "HeadCollapseWarning" in done.stderr
+
+
+def test_what_a_rule_prints_as_the_place_to_read_more_is_there():
+    from hdi_callback import rules
+    from hdi_callback.monitoring.rules import default_rules
+
+    for rule in default_rules():
+        place = place_to_read(rule.name)
+        assert place.startswith(("http", "help(hdi_callback.rules."))
+        if place.startswith("help("):
+            assert (
+                getattr(rules, place.removeprefix("help(hdi_callback.rules.").removesuffix(")")).__doc__ or ""
+            ) != ""
+    assert place_to_read("a rule of one's own") == ""
+
+
+def test_objects_show_themselves_in_a_notebook_and_names_stay_text():
+    alert = Alert(4, "<attn>", "worst pair", "warning", "step 4, <attn>: two heads", Finding("two heads"))
+    assert alert._repr_html_() == ('<p><b style="color:#b35900">warning</b> step 4, &lt;attn&gt;: two heads</p>')
+    monitor = HeadDiversityMonitor(Classifier())
+    shown = monitor._repr_html_()
+    assert all(f"<td>{name}</td><td>4</td>" in shown for name in LAYERS)
+    monitor.close()
+    assert "no run has begun" in HDICallback()._repr_html_()
+
+
+def test_a_rule_that_is_given_by_its_name_is_told_as_what_to_write():
+    with pytest.raises(MisconfigurationError, match=r"Did you mean WorstPair\(\) of hdi_callback\.rules\?"):
+        HDICallback(alerts=["worst_pairs"])
