@@ -88,13 +88,13 @@ def monitor(**arguments):
 
 SHARED = ("every_n_steps", "metrics", "include", "exclude", "max_tokens", "rank_tol", "method", "history", "alerts",
           "thresholds", "on_alert", "interventions", "strict", "check_heads", "process_group", "verbose",
-          "padding", "loaded")  # fmt: skip
+          "padding", "loaded", "memory_budget")  # fmt: skip
 DOORS = {
     HDICallback: (*SHARED, "prog_bar", "name"),
     HDITrainerCallback: SHARED,
     loop: (*SHARED, "log_dir", "tensorboard", "wandb", "save_checkpoint"),
     monitor: ("metrics", "include", "exclude", "max_tokens", "rank_tol", "method", "strict", "check_heads",
-              "process_group", "padding"),
+              "process_group", "padding", "memory_budget"),
 }  # fmt: skip
 OPTIONS = ("on", "rules", "layers", "at_most", "dry_run")
 SMALL_DOORS = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdi_callback.core.diversity import HeadDiversity, head_diversity
 from hdi_callback.core.tensors import require_tensors
-from hdi_callback.core.whitening import gram_matrices
+from hdi_callback.core.whitening import DEFAULT_BUDGET, gram_matrices
 from hdi_callback.errors import ShapeError
 
 
@@ -57,7 +57,9 @@ def head_movement(weight: Tensor, before: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def head_update(weight: Tensor, before: Tensor, *, rank_tol: float = 1e-6) -> HeadUpdate:
+def head_update(
+    weight: Tensor, before: Tensor, *, rank_tol: float = 1e-6, memory_budget: int = DEFAULT_BUDGET
+) -> HeadUpdate:
     """Look at the update of the heads instead of at their weights.
 
     The circuits of updates are ``qk_circuits(weight_update(query, ...), weight_update(key, ...))``.
@@ -66,12 +68,13 @@ def head_update(weight: Tensor, before: Tensor, *, rank_tol: float = 1e-6) -> He
         weight: ``(..., H, d_k, d)``.
         before: the same at an earlier reading; in any type, on any device.
         rank_tol: as in `head_diversity`.
+        memory_budget: as in `head_diversity`.
 
     Returns:
         The movement, diversity and spectral entropy of the updates.
 
     Raises:
-        MisconfigurationError: if `rank_tol` is not in (0, 1).
+        MisconfigurationError: if `rank_tol` is not in (0, 1), or `memory_budget` is not positive.
         ShapeError: if the shapes differ, or `weight` is no head weight.
 
     Example:
@@ -82,7 +85,7 @@ def head_update(weight: Tensor, before: Tensor, *, rank_tol: float = 1e-6) -> He
     """
     require_tensors(3, weight=weight, before=before)
     update = weight_update(weight, before)
-    diversity = head_diversity(update, rank_tol=rank_tol)
+    diversity = head_diversity(update, rank_tol=rank_tol, memory_budget=memory_budget)
     entropy = torch.where(diversity.dead, torch.nan, spectral_entropy(update))
     return HeadUpdate(head_movement(weight, before), diversity, entropy)
 

@@ -31,7 +31,7 @@ from hdi_callback.monitoring.notebook import run_summary
 from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.ranks import share_within
 from hdi_callback.monitoring.session import Session
-from hdi_callback.monitoring.settings import Settings, check_arguments
+from hdi_callback.monitoring.settings import DEFAULT_MEMORY, Settings, check_arguments
 from hdi_callback.monitoring.sink import Result, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
 
@@ -67,6 +67,8 @@ class HDICallback(pl.Callback):
             `None` to count every token.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
+        memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone; less
+            of it is slower.
         history: write the history file, to ``hdi/history.jsonl`` under the run's log directory, or to the path given.
         matrices_every: the history keeps the heads-by-heads matrices of every so many readings, and those of step 0, of
             the end and of alerts besides; 0 for none at all.
@@ -113,6 +115,7 @@ class HDICallback(pl.Callback):
         padding: PaddingChoice = "auto",
         rank_tol: float = 1e-6,
         method: Literal["whiten", "svd", "exact"] = "whiten",
+        memory_budget: int = DEFAULT_MEMORY,
         history: bool | str = True,
         matrices_every: int = 10,
         history_mb: float | None = 200,

@@ -28,7 +28,7 @@ from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.notebook import run_summary
 from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.session import Session
-from hdi_callback.monitoring.settings import Method, Settings
+from hdi_callback.monitoring.settings import DEFAULT_MEMORY, Method, Settings
 from hdi_callback.monitoring.sink import Result, Sink
 from hdi_callback.monitoring.state import sound_state
 from hdi_callback.monitoring.warn_once import WarnOnce
@@ -51,6 +51,7 @@ def watch_heads(
     padding: PaddingChoice = "auto",
     rank_tol: float = 1e-6,
     method: Method = "whiten",
+    memory_budget: int = DEFAULT_MEMORY,
     history: bool | _Path = True,
     matrices_every: int = 10,
     history_mb: float | None = 200,
@@ -88,6 +89,8 @@ def watch_heads(
             `HDICallback`.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
+        memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone; less
+            of it is slower.
         history: write the history file, to its usual place or to the path given.
         matrices_every: the history keeps the heads-by-heads matrices of every so many readings, and those of step 0, of
             the end and of alerts besides; 0 for none at all.

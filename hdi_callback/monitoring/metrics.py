@@ -470,7 +470,8 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
         >>> choose_metrics(["default", "attention_sink"]) == (*choose_metrics(None), "attention_sink")
         True
     """
-    given = [_DEFAULT] if names in (None, _DEFAULT) else words("metrics", names, what="names of metrics")
+    is_default = names is None or (isinstance(names, str) and names == _DEFAULT)
+    given = [_DEFAULT] if is_default else words("metrics", names, what="names of metrics")
     expanded = [DEFAULT_METRICS if name == _DEFAULT else (name,) for name in given or ()]
     chosen = tuple(dict.fromkeys(name for names in expanded for name in names))
     unknown = [name for name in chosen if name not in METRICS]

@@ -28,7 +28,7 @@ from hdi_callback.monitoring.pooled import measure_over_ranks
 from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement, Reading
 from hdi_callback.monitoring.rows import AttentionReadings
-from hdi_callback.monitoring.settings import Method, check_arguments
+from hdi_callback.monitoring.settings import DEFAULT_MEMORY, Method, check_arguments
 from hdi_callback.monitoring.sources import weight_sources
 from hdi_callback.monitoring.warn_once import WarnOnce
 from hdi_callback.monitoring.weights import WeightReader
@@ -50,6 +50,7 @@ class HeadDiversityMonitor:
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
+        memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone.
         strict: make a model without any readable attention layer an error instead of a warning: at once, or at the
             first reading where a real forward may still show the heads of modules that look like attention.
         check_heads: check once, on a few tokens of the first armed forward, that every layer computes attention with
@@ -88,6 +89,7 @@ class HeadDiversityMonitor:
         max_tokens: int = 2048,
         rank_tol: float = 1e-6,
         method: Method = "whiten",
+        memory_budget: int = DEFAULT_MEMORY,
         strict: bool = False,
         check_heads: bool = True,
         process_group: Any = "auto",
@@ -98,6 +100,7 @@ class HeadDiversityMonitor:
         checked = check_arguments(
             metrics=metrics, include=include, exclude=exclude, max_tokens=max_tokens, rank_tol=rank_tol, method=method,
             strict=strict, check_heads=check_heads, process_group=process_group, padding=padding,
+            memory_budget=memory_budget,
         )  # fmt: skip
         include, exclude, max_tokens, rank_tol = (
             checked[name] for name in ("include", "exclude", "max_tokens", "rank_tol")
@@ -108,10 +111,13 @@ class HeadDiversityMonitor:
         self._layers = WatchedLayers(
             model, include=include, exclude=exclude, check_heads=check_heads, strict=strict, warn_once=self.warn_once
         )
-        self._reader = WeightReader(self._layers)
+        memory_budget = checked["memory_budget"]
+        self._reader = WeightReader(self._layers, memory_budget)
         sources = {METRICS[name].source for name in self.metrics}
         self._last_weights = LastWeights()
-        self._weight_sources = weight_sources(sources, self._last_weights, rank_tol=rank_tol, method=method)
+        self._weight_sources = weight_sources(
+            sources, self._last_weights, rank_tol=rank_tol, method=method, memory_budget=memory_budget
+        )
         self._outputs = None
         if sources & set(SOURCES):
             self._outputs = HeadOutputs(

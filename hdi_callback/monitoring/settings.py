@@ -24,6 +24,9 @@ from hdi_callback.monitoring.rules import check_thresholds, choose_rules
 Method = Literal["whiten", "svd", "exact"]
 METHODS: tuple[Method, ...] = ("whiten", "svd", "exact")
 
+DEFAULT_MEMORY = 512 * 2**20
+"""Bytes that reading weights may take at a time."""
+
 LONGEST_NAME = 100
 
 ChosenRules = Sequence[Rule] | Callable[[str], Sequence[Rule]]
@@ -86,6 +89,9 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "padding": _padding,
     "rank_tol": lambda value: number("rank_tol", value, above=0, below=1, example="1e-6"),
     "method": lambda value: one_of("method", value, METHODS),
+    "memory_budget": lambda value: whole_number(
+        "memory_budget", value, least=1, example=DEFAULT_MEMORY, of=" of bytes"
+    ),
     "history": _history,
     "matrices_every": lambda value: whole_number("matrices_every", value, least=0, example=10, of=" of readings"),
     "history_mb": lambda value: (
@@ -119,6 +125,7 @@ class Settings:
             token, a function of the model's arguments, or `None` for none.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count; in (0, 1).
         method: how overlaps are computed: ``"whiten"``, ``"svd"`` or ``"exact"``.
+        memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone.
         history: write the history file, to its usual place or to the path given.
         matrices_every: readings between two whose matrices the history keeps; 0 for none at all.
         history_mb: megabytes that the history may have on the disk; `None` for no limit.
@@ -151,6 +158,7 @@ class Settings:
     padding: PaddingChoice = "auto"
     rank_tol: float = 1e-6
     method: Method = "whiten"
+    memory_budget: int = DEFAULT_MEMORY
     history: bool | str | os.PathLike[str] = True
     matrices_every: int = 10
     history_mb: float | None = 200
@@ -206,6 +214,7 @@ class Settings:
             "padding",
             "rank_tol",
             "method",
+            "memory_budget",
             "strict",
             "check_heads",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from hdi_callback.attention import ROLES, AttentionLayer, Role
 from hdi_callback.core import CircuitSimilarity, HeadDiversity, head_diversity, ov_circuits, qk_circuits
 from hdi_callback.monitoring.metrics import FINITENESS, MOVEMENT, OV, QK, UPDATES, UPDATES_OV, UPDATES_QK
 from hdi_callback.monitoring.movement import LastWeights
-from hdi_callback.monitoring.settings import Method
+from hdi_callback.monitoring.settings import DEFAULT_MEMORY, Method
 from hdi_callback.monitoring.update_lens import UpdateLens
 from hdi_callback.monitoring.weights import WeightSource
 
@@ -30,7 +31,14 @@ class WeightFiniteness:
     not_finite: Tensor
 
 
-def weight_sources(names: Collection[str], last: LastWeights, *, rank_tol: float, method: Method) -> list[WeightSource]:
+def weight_sources(
+    names: Collection[str],
+    last: LastWeights,
+    *,
+    rank_tol: float,
+    method: Method,
+    memory_budget: int = DEFAULT_MEMORY,
+) -> list[WeightSource]:
     """Choose what is computed from weights.
 
     Args:
@@ -38,16 +46,19 @@ def weight_sources(names: Collection[str], last: LastWeights, *, rank_tol: float
         last: the weights of the last reading.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
+        memory_budget: bytes that a reading may take; half of them is for what is computed, the other half for copies
+            of weights, see `WeightReader`.
 
     Returns:
         Sources, in a fixed order.
     """
-    diversity = partial(_diversity, rank_tol=rank_tol, method=method)
-    lens = UpdateLens(last, rank_tol=rank_tol)
+    options: dict[str, Any] = {"rank_tol": rank_tol, "memory_budget": max(1, memory_budget // 2)}
+    diversity = partial(_diversity, method=method, **options)
+    lens = UpdateLens(last, **options)
     chosen = [WeightSource(role, _just(role), diversity) for role in ROLES if role == "key" or role in names]
     others = (
-        WeightSource(QK, _just("query", "key"), partial(_qk, rank_tol=rank_tol)),
-        WeightSource(OV, _just("value", "output"), partial(_ov, rank_tol=rank_tol)),
+        WeightSource(QK, _just("query", "key"), partial(_qk, **options)),
+        WeightSource(OV, _just("value", "output"), partial(_ov, **options)),
         WeightSource(FINITENESS, _all_roles, _finiteness),
         WeightSource(MOVEMENT, _all_roles, last.movement),
         WeightSource(UPDATES, _just("key"), lens.keys),
@@ -68,18 +79,18 @@ def _all_roles(layer: AttentionLayer) -> tuple[Role, ...]:
 
 
 def _diversity(
-    names: Sequence[str], weights: Mapping[Role, Tensor], *, rank_tol: float, method: Method
+    names: Sequence[str], weights: Mapping[Role, Tensor], *, method: Method, **options: Any
 ) -> HeadDiversity:
     (weight,) = weights.values()
-    return head_diversity(weight, rank_tol=rank_tol, method=method)
+    return head_diversity(weight, method=method, **options)
 
 
-def _qk(names: Sequence[str], weights: Mapping[Role, Tensor], *, rank_tol: float) -> CircuitSimilarity:
-    return qk_circuits(weights["query"], weights["key"], rank_tol=rank_tol)
+def _qk(names: Sequence[str], weights: Mapping[Role, Tensor], **options: Any) -> CircuitSimilarity:
+    return qk_circuits(weights["query"], weights["key"], **options)
 
 
-def _ov(names: Sequence[str], weights: Mapping[Role, Tensor], *, rank_tol: float) -> CircuitSimilarity:
-    return ov_circuits(weights["value"], weights["output"], rank_tol=rank_tol)
+def _ov(names: Sequence[str], weights: Mapping[Role, Tensor], **options: Any) -> CircuitSimilarity:
+    return ov_circuits(weights["value"], weights["output"], **options)
 
 
 def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor]) -> WeightFiniteness:

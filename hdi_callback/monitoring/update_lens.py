@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from hdi_callback.attention import Role
 from hdi_callback.core import CircuitSimilarity, head_update, ov_circuits, qk_circuits, weight_update
+from hdi_callback.core.whitening import DEFAULT_BUDGET
 from hdi_callback.monitoring.movement import LastWeights
 
 
@@ -41,10 +43,12 @@ class UpdateLens:
     Args:
         last: the weights of the last reading.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
+        memory_budget: see `head_diversity`.
     """
 
-    def __init__(self, last: LastWeights, *, rank_tol: float) -> None:
-        self._last, self._rank_tol = last, rank_tol
+    def __init__(self, last: LastWeights, *, rank_tol: float, memory_budget: int = DEFAULT_BUDGET) -> None:
+        self._last = last
+        self._options: dict[str, Any] = {"rank_tol": rank_tol, "memory_budget": memory_budget}
 
     def keys(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> KeyUpdates:
         """Compare the updates of the keys of every two heads.
@@ -56,7 +60,7 @@ class UpdateLens:
         Returns:
             What is measured; NaN in layers of which no earlier weight is known.
         """
-        update = head_update(weights["key"], self._last.before(names, weights)["key"], rank_tol=self._rank_tol)
+        update = head_update(weights["key"], self._last.before(names, weights)["key"], **self._options)
         found = update.diversity
         return KeyUpdates(
             found.index,
@@ -79,7 +83,7 @@ class UpdateLens:
             What is measured; NaN in layers of which no earlier weight is known.
         """
         update = self._updates(names, weights)
-        return qk_circuits(update["query"], update["key"], rank_tol=self._rank_tol)
+        return qk_circuits(update["query"], update["key"], **self._options)
 
     def ov(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> CircuitSimilarity:
         """Compare the OV circuits of the updates.
@@ -92,7 +96,7 @@ class UpdateLens:
             What is measured; NaN in layers of which no earlier weight is known.
         """
         update = self._updates(names, weights)
-        return ov_circuits(update["value"], update["output"], rank_tol=self._rank_tol)
+        return ov_circuits(update["value"], update["output"], **self._options)
 
     def _updates(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
         before = self._last.before(names, weights)

@@ -18,8 +18,6 @@ from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.ranks import Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement
 
-_CHUNK_BYTES = 512 * 2**20
-
 Shape = tuple[tuple[Role, torch.Size, torch.device, torch.dtype], ...]
 Heads = tuple[tuple[Role, int], ...]
 
@@ -72,10 +70,11 @@ class WeightReader:
 
     Args:
         layers: the layers that are watched.
+        memory_budget: bytes that a reading may take beyond what one layer needs; half of them is for copies of weights.
     """
 
-    def __init__(self, layers: WatchedLayers) -> None:
-        self._layers = layers
+    def __init__(self, layers: WatchedLayers, memory_budget: int) -> None:
+        self._layers, self._budget = layers, memory_budget // 2
         self._layers_at_once = sys.maxsize
 
     def measure(self, source: WeightSource, absent: Absent, ranks: Ranks) -> list[Measurement]:
@@ -96,7 +95,7 @@ class WeightReader:
                 # On every rank, as it may be a collective call.
                 weights = {role: self.weight(layer, role, ranks) for role in source.roles(layer)}
                 kind = tuple((role, weight.shape, weight.device, weight.dtype) for role, weight in weights.items())
-                limit = min(_layers_per_call(weights.values()), self._layers_at_once)
+                limit = min(_layers_per_call(weights.values(), self._budget), self._layers_at_once)
                 if place % ranks.size == ranks.rank:
                     pending.setdefault(kind, []).append((layer.name, weights))
                 del weights  # else two layers would be whole while the next one is gathered
@@ -173,7 +172,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _layers_per_call(weights: Iterable[Tensor]) -> int:
-    """How many layers are measured at once, so that their stacked copies stay bounded."""
-    # Bases and their product are kept in float32 or wider beside the copy of the weights.
-    return max(1, _CHUNK_BYTES // max(1, sum(weight.numel() for weight in weights) * 16))
+def _layers_per_call(weights: Iterable[Tensor], budget: int) -> int:
+    """How many layers are measured at once, so that the copies of their weights stay within the budget."""
+    # The weights are stacked, and beside it stand two copies in float32 or wider, as of a circuit.
+    each = sum(weight.numel() * (weight.element_size() + 2 * max(4, weight.element_size())) for weight in weights)
+    return max(1, budget // max(1, each))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from tests.core.no_sync import NoSync
+from tests.core.tensor_sizes import TensorSizes
 from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier
 
 
@@ -104,10 +105,28 @@ def test_layers_of_one_shape_are_measured_in_one_call(model, monkeypatch):
     assert shapes == [(len(LAYERS), HEADS, WIDTH // HEADS, WIDTH)]
 
 
-def test_the_stacked_copies_stay_bounded(model, monkeypatch):
+WEIGHTS = ["hdi", "hdi_query", "circuit_qk", "circuit_ov", "update_hdi", "update_circuit_qk"]
+
+
+@pytest.mark.parametrize("share", [4, 1, 0.25])
+def test_reading_weights_keeps_within_its_memory_budget(share):
+    model = Classifier(blocks=6, width=96, num_heads=4)
+    layer = 96 * 96 * 4  # bytes of one weight of one layer
+    budget = int(share * 6 * layer)
+    with HeadDiversityMonitor(model, metrics=WEIGHTS, memory_budget=budget) as monitor:
+        monitor.measure(step=0)
+        with TensorSizes() as sizes:
+            reading = monitor.measure(step=1)
+    # Two weights of the largest layer in float64 go beyond it, as one layer is read however little there is.
+    assert sizes.largest * 4 <= budget + 4 * layer
+    layers_at_once = max(len(measurement.layers) for measurement in reading.measurements)
+    assert layers_at_once == {4: 4, 1: 1, 0.25: 1}[share]
+
+
+def test_the_stacked_copies_stay_bounded(model):
     with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
         whole = monitor.measure(step=0).record()
-        monkeypatch.setattr("hdi_callback.monitoring.weights._CHUNK_BYTES", 1)
+    with HeadDiversityMonitor(model, metrics=["hdi"], memory_budget=1) as monitor:
         reading = monitor.measure(step=0)
     assert [len(measurement.layers) for measurement in reading.measurements] == [1, 1]
     assert reading.record().scalars(["hdi"]) == pytest.approx(whole.scalars(["hdi"]), abs=1e-7)

@@ -113,7 +113,7 @@ def _largest_at_once(monitor: HeadDiversityMonitor) -> int:
         most = max(most, len({name for name, ref in alive if ref() is not None}))  # circuits take two roles of a layer
         return found
 
-    with mock.patch.object(Sharding, "weight", weight), mock.patch("hdi_callback.monitoring.weights._CHUNK_BYTES", 1):
+    with mock.patch.object(Sharding, "weight", weight), mock.patch.object(monitor._reader, "_budget", 1):
         monitor.measure(9)
     return most
 
