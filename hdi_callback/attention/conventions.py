@@ -26,6 +26,7 @@ ROLE_NAMES: dict[Role, tuple[str, ...]] = {
 FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj", "query_key_value", "qkv_linear")
 
 _ATTENTION_NAME = re.compile(r"(?i:attention|attn|attend)|MLA$|MHA$|SA$")
+_ATTENDS = re.compile(r"(?i:attend|attention|attn|softmax)")
 # What the code of attention asks torch for.
 _COMPUTES = frozenset({
     "scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flex_attention",
@@ -91,6 +92,9 @@ def _computes_attention(module: nn.Module) -> bool:
         return any(f"aten::{name}" in str(graph) for name in _COMPUTES | _WEIGHS) if graph is not None else False
     if type(module).forward is nn.MultiheadAttention.forward or isinstance(module, nn.Softmax):
         return False
+    called = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    if any(_ATTENDS.search(str(name)) for name in called):
+        return True
     names = set(code.co_names)
     is_product = _MULTIPLIES & names or any(one.argrepr in ("@", "@=") for one in dis.get_instructions(code))
     return bool(_COMPUTES & names) or bool(_WEIGHS & names and is_product)

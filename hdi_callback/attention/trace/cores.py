@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.trace.run import TracedRun
+from hdi_callback.attention.trace.support import Support
 
 # Node of a product -> the names under which it keeps its factors: `left (N, rows, inner) @ right (N, inner, columns)`.
 _PRODUCTS = {
@@ -80,6 +81,7 @@ class Core:
         softmaxes: how many the weights are made of.
         scores: the products that the weights are made of.
         logits: what each softmax was given.
+        nodes: of the softmaxes.
         path: the module in whose forward it was computed.
     """
 
@@ -91,6 +93,7 @@ class Core:
     softmaxes: int
     scores: tuple[Product, ...]
     logits: tuple[Tensor, ...]
+    nodes: tuple[Any, ...]
     path: str
 
 
@@ -144,7 +147,7 @@ def _core_at(node: Any, run: TracedRun, learned: _Learned) -> Core | None:
         # (N, rows, columns) and (N, columns, width)
         values = values.mT
         softmaxes, products = _made_of(edge, learned)
-        if not softmaxes and not (products and _are_averages(weights)):
+        if not softmaxes and not (products and (_are_averages(weights) or _are_exponentials(edge, weights))):
             continue
         logits = tuple(run.scores[one] for one in softmaxes if one in run.scores)
         scores = [one for one in map(_product_at, products) if one is not None]
@@ -155,7 +158,8 @@ def _core_at(node: Any, run: TracedRun, learned: _Learned) -> Core | None:
         scores = list({id(one.node): one for one in scores}.values())
         output = torch.autograd.graph.GradientEdge(node, 0)
         path = run.path_of(node)
-        return Core(node, output, bool(is_turned), weights, values, len(softmaxes), tuple(scores), logits, path)
+        nodes = tuple(softmaxes)
+        return Core(node, output, bool(is_turned), weights, values, len(softmaxes), tuple(scores), logits, nodes, path)
     return None
 
 
@@ -177,6 +181,88 @@ def _product_at(node: Any) -> Product | None:
 def _are_averages(weights: Tensor) -> bool:
     one = weights.detach()
     return bool(one.min() > -1e-6) and bool(((one.sum(-1) - 1).abs() < _SUMS_TO_ONE).all()) and one.shape[-1] > 1
+
+
+def _are_exponentials(edge: Any, weights: Tensor) -> bool:
+    """Tell a softmax that is written out and leaves a part of its sum to nobody."""
+    one = weights.detach()
+    if one.min() < -1e-6 or one.sum(-1).max() > 1 + _SUMS_TO_ONE or one.shape[-1] < 2:
+        return False
+    todo, seen = [edge], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node.name() in _PRODUCTS:
+            continue
+        if node.name() == "ExpBackward0":
+            return True
+        seen.add(node)
+        todo += [other for other, _ in node.next_functions]
+    return False
+
+
+def products_behind(tensor: Tensor) -> list[Any]:
+    """Find the products that a tensor is made of, those that are met first.
+
+    Args:
+        tensor: made in the run.
+
+    Returns:
+        Their nodes.
+    """
+    if tensor.grad_fn is None:
+        return []
+    todo: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    found = []
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() in _PRODUCTS:
+            found.append(node)
+        else:
+            todo += [other for other, _ in node.next_functions]
+    return found
+
+
+def unread_softmaxes(run: TracedRun, cores: list[Core]) -> list[Any]:
+    """Find softmaxes over tokens by which nothing was seen to be averaged.
+
+    Args:
+        run: the run.
+        cores: those that were found in it.
+
+    Returns:
+        Their nodes.
+    """
+    read = {node for core in cores for node in core.nodes}
+    return [node for node, logits in run.scores.items() if node not in read and is_over_tokens(run, logits)]
+
+
+def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:
+    """Tell scores of pairs of tokens: one depends on two tokens, and its neighbour on another one.
+
+    Args:
+        run: the run.
+        logits: what a softmax was given, columns last.
+
+    Returns:
+        True if so; the scores of a router are those of one token, and learned pooling has one for each.
+    """
+    if not logits.requires_grad or logits.dim() < 2 or logits.shape[-1] < 2 or logits.shape[-2] < 2:
+        return False
+    flat = logits.reshape(-1, *logits.shape[-2:])
+    rows, columns = flat.shape[-2:]
+    seen = []
+    for column in (columns // 2, columns // 2 - 1):
+        weights = torch.zeros(flat.shape)
+        weights[0, rows - 1 if column != rows - 1 else 0, column] = 1.0
+        support = Support.of(logits, weights.reshape(logits.shape), run.tensors)
+        seen.append(
+            {(run.leaves[leaf].taken.shape[:-1], at) for leaf in support.masks for at in support.positions(leaf)}
+        )
+    return len(seen[0]) > 1 and seen[0] != seen[1]
 
 
 def _made_of(node: Any, learned: _Learned) -> tuple[list[Any], list[Any]]:

@@ -24,7 +24,7 @@ from hdi_callback.attention.heads import (
     Centring,
     Role,
 )
-from hdi_callback.attention.trace.cores import Core, cores_of
+from hdi_callback.attention.trace.cores import Core, cores_of, is_over_tokens, products_behind
 from hdi_callback.attention.trace.run import Draw, Traceable, TracedRun
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
 
@@ -66,10 +66,40 @@ class HeadRows:
     """Heads of a core in the order in which they were met, and what holds for all of them."""
 
     rows: dict[Role, list[Rows]]
-    members: list[list[int]]  # rows of the core for each head
+    members: list[list[int]]  # parts of the core for each head: numbers of `units`
     normed: set[Role] = field(default_factory=set)
     remarks: list[str] = field(default_factory=list)
     left_out: str = ""
+    units: Units = field(default_factory=lambda: Units())
+
+
+@dataclass(frozen=True)
+class Units:
+    """Parts of a core, each of which is of one head: its matrices of weights, or some rows of each.
+
+    Attributes:
+        rows: rows of each matrix that belong together; all of them where there is one part.
+    """
+
+    rows: tuple[Tensor, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many parts a matrix has."""
+        return max(1, len(self.rows))
+
+    def of(self, tensor: Tensor, unit: int) -> Tensor:
+        """Choose what of a tensor belongs to a part.
+
+        Args:
+            tensor: ``(N, rows, ...)``.
+            unit: number of the part.
+
+        Returns:
+            ``(rows of the part, ...)``.
+        """
+        matrix = tensor[unit // self.count]
+        return matrix[self.rows[unit % self.count]] if self.rows else matrix
 
 
 class TracedCores:
@@ -142,7 +172,7 @@ class CoreReading:
         """
         core = self.core
         if not core.scores:
-            raise NoHeadsError  # a router, or weights that a map gives directly
+            self._refuse_other_scores()
         if core.softmaxes > 1 and len(core.scores) > 1:
             raise NoHeadsError("the weights of a head are made of several softmaxes")
         values = Support.of(core.values, random_weights(core.values.shape), self.trace.tensors)
@@ -150,8 +180,10 @@ class CoreReading:
             return self._of_no_map()
         N = core.weights.shape[0]
         chosen = range(N) if N <= _MOST_ROWS else sorted(set(torch.linspace(0, N - 1, _MOST_ROWS).long().tolist()))
-        self.where = [self._where(n) for n in chosen]
-        rows = [(n, where) for n, where in zip(chosen, self.where) if where is not None]
+        self.units = self._units(chosen[0])
+        units = [n * self.units.count + part for n in chosen for part in range(self.units.count)]
+        self.where = [self._where(unit) for unit in units]
+        rows = [(unit, where) for unit, where in zip(units, self.where) if where is not None]
         if not rows:
             if core.weights.shape[-1] < 2:
                 raise UndecidedError("every query has a single key in what was run, which tells nothing of keys")
@@ -159,24 +191,77 @@ class CoreReading:
         product = self._product_of_tokens(rows)
         return self._grouped(rows, product)
 
+    def _refuse_other_scores(self) -> None:
+        """Say what the weights are made of, if not of products; nothing of a router or learned pooling."""
+        for logits in self.core.logits:
+            support = Support.of(logits, random_weights(logits.shape), self.trace.tensors)
+            for leaf in support.masks:
+                if self._is_of_scores(leaf, logits):
+                    name = module_of(self.trace.parameter_of(leaf))
+                    raise NoHeadsError(f"its heads mix: `{name}` maps the scores of all of them before the softmax")
+            if is_over_tokens(self.trace.run, logits):
+                raise UndecidedError("its scores are no products of queries and keys")
+        raise NoHeadsError
+
+    def _is_of_scores(self, leaf: int, logits: Tensor) -> bool:
+        """Tell a map that is given scores: for each pair of tokens one number from each head."""
+        taken = self.trace.leaves[leaf].taken
+        if taken.numel() // taken.shape[-1] * self.trace.leaves[leaf].tensor.shape[-1] != logits.numel():
+            return False
+        averages = {core.node for core in self.trace.cores}
+        return any(product not in averages for product in products_behind(taken))
+
     def _of_no_map(self) -> HeadRows:
         others = self.trace.run.others
         made = Support.of(self.core.values, random_weights(self.core.values.shape), list(others.values()))
         names = [list(others)[leaf] for leaf in made.masks]
         if any(name.startswith("input") for name in names):
+            sides = [side for product in self.core.scores for side in (product.left, product.right)]
+            if all(Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides):
+                raise NoHeadsError("its values are its inputs, and no projection of tokens")
             raise NoHeadsError("")  # a part of attention whose projections lie around it
         raise NoHeadsError("its values are learned, and no projection of tokens")
 
     # --- queries and keys
 
-    def _where(self, n: int) -> list[tuple[int, int, Tensor, Tensor]] | None:
-        """For one row of the core: which elements of each score product it is made of.
+    def _units(self, n: int) -> Units:
+        """Tell whether rows of one matrix of weights are of several heads, which share its keys."""
+        count = self.core.weights.shape[1]
+        last = self._where_in_row(n, count - 1)
+        first = self._where_in_row(n, 0)
+        if count < 4 or len(first) != 1 or len(last) != 1 or first[0][:2] != last[0][:2]:
+            return Units()
+        number, keys, *_ = first[0]
+        side = self._side(number, 1 - keys)
+        expected = [[n * count], [n * count + count - 1]]
+        if side.shape[:2] != self.core.weights.shape[:2] or [one[0][2].tolist() for one in (first, last)] != expected:
+            return Units()
+        of_rows: list[set[tuple[str, int]]] = [set() for _ in range(count)]
+        for leaf, codes in columns_of(side[n].mT, self.trace.tensors).items():
+            start, parameter = self.trace.leaves[leaf].start, self.trace.parameter_of(leaf)
+            for feature, code in enumerate(codes.T):
+                for row in set(code[code >= 0].tolist()):
+                    of_rows[row].add((parameter, start + feature))
+        kinds: dict[frozenset[tuple[str, int]], list[int]] = {}
+        for row, features in enumerate(of_rows):
+            kinds.setdefault(frozenset(features), []).append(row)
+        parts = list(kinds.values())
+        maps = {frozenset(name for name, _ in features) for features in kinds}
+        are_apart = sum(map(len, kinds)) == len(frozenset[tuple[str, int]]().union(*kinds))
+        if len(parts) < 2 or len(maps) != 1 or not all(kinds) or not are_apart or len({len(one) for one in parts}) != 1:
+            return Units()
+        return Units(tuple(torch.tensor(one) for one in parts))
+
+    def _where(self, unit: int) -> list[tuple[int, int, Tensor, Tensor]] | None:
+        """For one part of the core: which elements of each score product it is made of.
 
         Returns:
             For each product: its number, on which side the keys are, positions of the query and of the keys.
         """
-        live = (self.core.weights[n] > 1e-12).sum(-1)
-        most = (live == live.max()).nonzero().flatten().tolist()
+        n, part = divmod(unit, self.units.count)
+        own = self.units.rows[part] if self.units.rows else torch.arange(self.core.weights.shape[1])
+        live = (self.core.weights[n][own] > 1e-12).sum(-1)
+        most = own[(live == live.max()).nonzero().flatten()].tolist()
         # The first of the queries that see most keys; where it sees padding alone, others.
         for row in dict.fromkeys((most[0], most[-1], most[len(most) // 2])):
             where = self._where_in_row(n, row)
@@ -203,7 +288,7 @@ class CoreReading:
 
     def _product_of_tokens(self, rows: list[tuple[int, Any]]) -> int:
         """Choose the product whose keys are of tokens; those of positions are not, nor what is learned."""
-        n, where = rows[0]
+        n, where = rows[0][0] // self.units.count, rows[0][1]
         candidates = []
         for number, keys, _, at in where:
             found = self._support(self._side(number, keys), at)
@@ -267,10 +352,10 @@ class CoreReading:
             supports[n] = {
                 "query": self._support(self._side(product, 1 - keys), at_query),
                 "key": self._support(self._side(product, keys), at_keys),
-                "value": self._support(core.values, flat_values[n]),
+                "value": self._support(core.values, flat_values[n // self.units.count]),
             }
         first = next(iter(supports))
-        self._check_tokens(first, product, places[first], flat_values[first])
+        self._check_tokens(first, product, places[first], flat_values[first // self.units.count])
         left_out = self._second_stream(supports, first)
         raw: dict[int, dict[Role, list[Rows]]] = {}
         roles: tuple[Role, ...] = ("query", "key", "value")
@@ -312,7 +397,7 @@ class CoreReading:
         self._centre(heads, members, product, places)
         if "query" not in heads and of_query:
             left_out = " and ".join(one for one in (left_out, "the weights of its queries") if one)
-        return HeadRows(heads, members, normed, remarks, left_out)
+        return HeadRows(heads, members, normed, remarks, left_out, self.units)
 
     def _leave_out_shared(self, of_heads: dict[Role, list[list[Rows]]], product: int, keys: int) -> bool:
         """Leave out a part of keys that all heads share beside their own, and what of queries meets it.
@@ -360,7 +445,8 @@ class CoreReading:
     def _check_tokens(self, n: int, product: int, place: tuple[int, Tensor, Tensor], at_values: Tensor) -> None:
         """Refuse what is averaged, or met, if its positions are features and no tokens."""
         keys, _, at_keys = place
-        live = at_values[[bool(self.core.weights[n][:, i].max() > 0) for i in range(len(at_values))]]
+        weights = self.core.weights[n // self.units.count]
+        live = at_values[[bool(weights[:, i].max() > 0) for i in range(len(at_values))]]
         for what, tensor, at in (("keys", self._side(product, keys), at_keys), ("values", self.core.values, live)):
             chosen = at[torch.linspace(0, len(at) - 1, min(4, len(at))).long()]
             alone = [one for i in sorted(set(chosen.tolist())) if (one := self._support(tensor, torch.tensor([i])))]
@@ -390,7 +476,7 @@ class CoreReading:
         core = self.core
         columns = []
         for i in range(core.values.shape[1]):
-            at = torch.tensor([first * core.values.shape[1] + i])
+            at = torch.tensor([first // self.units.count * core.values.shape[1] + i])
             columns.append({self.trace.parameter_of(leaf) for leaf in self._support(core.values, at).masks})
         live = [one for one in columns if one]
         if any(len(one) != 1 for one in live):
@@ -445,6 +531,8 @@ class CoreReading:
             return ()
         if set(sources) == set(shared) and not self._is_in_front(sources):
             return ()
+        if all(self._takes_attention(source) for source in sources):  # which makes tokens of what heads gave
+            return ()
         name = module_of(trace.parameter_of(leaf))
         given = f"its projection `{name}` is given what another one makes"
         taken = trace.leaves[leaf].taken
@@ -476,14 +564,17 @@ class CoreReading:
 
     def _is_in_front(self, sources: Sequence[int]) -> bool:
         """Tell a map of this attention's own, in front of all projections, from one that makes tokens elsewhere."""
-        taken = self.trace.leaves[sources[0]].taken
         is_own = not self.core.path or self.trace.parameter_of(sources[0]).startswith(f"{self.core.path}.")
-        is_behind = taken.requires_grad and any(
+        return len(sources) == 1 and is_own and not self._takes_attention(sources[0])
+
+    def _takes_attention(self, leaf: int) -> bool:
+        """Tell a map that is given what an attention core gives, with no map in between."""
+        taken = self.trace.leaves[leaf].taken
+        return taken.requires_grad and any(
             bool(found[0].any())
             for core in self.trace.cores
             if (found := derivatives(taken, random_weights(taken.shape), [core.output]))
         )
-        return len(sources) == 1 and is_own and not is_behind
 
     def _refuse_mixed(self, members: list[list[int]], supports: dict[int, dict[Role, Support]]) -> None:
         """Refuse heads of equal rows at the same tokens: they mix, or their heads are made by something else."""
@@ -491,8 +582,12 @@ class CoreReading:
             for one, other in itertools.islice(itertools.pairwise(of_head), 8):
                 if all(
                     _are_equal(supports[one][role], supports[other][role]) for role in ("query", "key", "value")
-                ) and not torch.allclose(self.core.weights[one].detach(), self.core.weights[other].detach()):
+                ) and not self._weigh_alike(one, other):
                     raise NoHeadsError("its heads mix: several of them depend on the same features of the same tokens")
+
+    def _weigh_alike(self, one: int, other: int) -> bool:
+        weights = self.core.weights.detach()
+        return torch.allclose(self.units.of(weights, one), self.units.of(weights, other))
 
     def _spread_keys(self, product: int, place: tuple[int, Tensor, Tensor]) -> list[str]:
         keys, _, at_keys = place
@@ -536,7 +631,7 @@ class CoreReading:
         keys, at_query, at_keys = places[n]
         for role in list(heads):
             if role == "value":
-                tensors = [cores[self.number].values[n] for cores in runs]
+                tensors = [cores[self.number].values[n // self.units.count] for cores in runs]
             else:
                 side = keys if role == "key" else 1 - keys
                 at = at_keys if role == "key" else at_query
@@ -592,7 +687,8 @@ class CoreReading:
             side = keys if role == "key" else 1 - keys
             tensor = core.values if role == "value" else (one.right if side else one.left)
             at = at_keys if role == "key" else at_query
-            at = torch.arange(core.values.shape[1]) + n * core.values.shape[1] if role == "value" else at
+            first_value = n // self.units.count * core.values.shape[1]
+            at = torch.arange(core.values.shape[1]) + first_value if role == "value" else at
             gradient = torch.zeros(tensor.shape)
             gradient.view(-1, tensor.shape[-1])[at] = random_weights(
                 (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hdi_callback.attention import projections
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.trace.cores import Core, cores_of, nodes_between
+from hdi_callback.attention.trace.cores import Core, cores_of, nodes_between, unread_softmaxes
 from hdi_callback.attention.trace.heads import (
     CoreReading,
     HeadRows,
@@ -105,6 +105,12 @@ def layers_in(
                     reason = str(error).replace(f"`{path}.", "`") if path else str(error)
                     is_undecided = isinstance(error, UndecidedError)
                     found.append(Found(path, None, reason, numbers, _maps_of(trace, numbers[0]), is_undecided))
+        told = {one.path for one in found}
+        for node in unread_softmaxes(run, cores):
+            path = run.path_of(node)
+            if path not in told and not is_known(path):
+                told.add(path)
+                found.append(Found(path, None, "its values are weighted by no matrix product", is_undecided=True))
     return run, _named_apart(found, name)
 
 
@@ -114,7 +120,7 @@ def _joined(
     """Join cores of a single head each whose outputs one map takes side by side: together they are one layer."""
     by_receiver: dict[Any, list[int]] = {}
     for place, (numbers, heads) in enumerate(groups):
-        if isinstance(heads, HeadRows) and len(heads.members) == 1:
+        if isinstance(heads, HeadRows) and len(heads.members) == 1 and heads.units.count == 1:
             receiver = _receiver(trace, trace.cores[numbers[0]])
             by_receiver.setdefault(None if receiver is None else receiver, []).append(place)
     joined = list(groups)
@@ -256,8 +262,9 @@ def _outputs_in(trace: TracedCores, cores: list[Core], heads: HeadRows, receiver
         code = codes.get(at)
         if code is None:
             raise NoHeadsError("not every head reaches what comes of it")
-        rows = code.view(cores[at].weights.shape[0], -1, code.shape[-1])[of_head]
-        placed.append(agreed((rows.mT if cores[at].is_turned else rows).reshape(-1, cores[at].values.shape[-1])))
+        matrices = code.view(cores[at].weights.shape[0], -1, code.shape[-1])
+        matrices = matrices.mT if cores[at].is_turned else matrices
+        placed.append(agreed(torch.cat([heads.units.of(matrices, unit) for unit in of_head])))
     features = torch.stack(placed)
     if (features < 0).any():
         raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")

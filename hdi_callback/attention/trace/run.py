@@ -65,6 +65,7 @@ class TracedRun:
         normed: what norms were given.
         convolved: what convolutions that mix positions were given, ``(batch, features, ...)``.
         centred: a LayerNorm, or code that subtracts a mean over features, was passed.
+        ids: inputs of whole numbers: tokens that a table gives vectors for.
         error: the exception that ended the forward, if one did.
     """
 
@@ -77,6 +78,7 @@ class TracedRun:
     normed: list[Tensor] = field(default_factory=list)
     convolved: list[Tensor] = field(default_factory=list)
     centred: bool = False
+    ids: list[Tensor] = field(default_factory=list)
     error: Exception | None = None
 
     @property
@@ -390,6 +392,8 @@ class _Inputs:
             if id(value) not in self.known:
                 dtype = torch.float32 if value.is_floating_point() else None
                 one = value.detach().to(device="cpu", dtype=dtype).clone()
+                if one.dtype in (torch.int32, torch.int64) and one.dim():
+                    self.run.ids.append(one)
                 if one.is_floating_point():
                     leaf = one.requires_grad_()
                     self.run.others[f"input {len(self.known)}"] = leaf
@@ -566,6 +570,17 @@ class _Cut(TorchFunctionMode):
         order = positions + new
         return answer.view(*answer.shape[:-1], *sizes).permute([order.index(i) for i in out])
 
+    def embedding(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Take what a table gives for ids of the inputs for inputs; what it gives for positions is none."""
+        at = 1 if func is torch.embedding else 0
+        ids = args[at] if len(args) > at else kwargs.get("indices" if at else "input")
+        answer = func(*args, **kwargs)
+        if not isinstance(ids, Tensor) or not any(_are_those(ids, known) for known in self.run.ids):
+            return answer
+        leaf = answer.detach().requires_grad_()
+        self.run.others[f"input table {len(self.run.others)}"] = leaf
+        return leaf * 1.0
+
     # --- attention
 
     def softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -692,6 +707,13 @@ class _Cut(TorchFunctionMode):
         return NotImplemented
 
 
+def _are_those(ids: Tensor, known: Tensor) -> bool:
+    """Tell ids of the inputs, in whatever shape; a table of positions is asked for others."""
+    same = ids.numel() == known.numel() and torch.equal(ids.flatten().to(known.dtype), known.flatten())
+    counted = torch.arange(ids.shape[-1], dtype=known.dtype) if ids.dim() else known
+    return same and not torch.equal(ids.reshape(-1)[: ids.shape[-1] if ids.dim() else 1].to(known.dtype), counted)
+
+
 def _given(args: Any, kwargs: Any, *names: str) -> tuple[Any, ...]:
     return tuple(args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(names))
 
@@ -709,6 +731,7 @@ _FUNCTIONS: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
     (_Cut.linear, (F.linear,)),
     (_Cut.matmul, (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm)),
     (_Cut.einsum, (torch.einsum,)),
+    (_Cut.embedding, (F.embedding, torch.embedding)),
     (_Cut.softmax, (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)),
     (_Cut.attention, (F.scaled_dot_product_attention,)),
     (_Cut.torch_attention, (F.multi_head_attention_forward,)),

@@ -277,7 +277,7 @@ class HeadsNarrowerThanTheModel(Four):
         return self.o(join(attend(split(self.q(x)), split(self.k(x)), split(self.v(x)))))
 
 
-@case(Core(rows("q.weight"), rows("k.weight"), None, rows("o.weight", "c (h d)")))
+@case(Core(rows("q.weight"), rows("k.weight"), None, rows("o.weight", "c (h d)")), may_refuse="values are its inputs")
 class ValuesAreTheInput(Four):
     def __init__(self) -> None:
         super().__init__()
