@@ -83,6 +83,18 @@ def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any],
     _REGISTERED.insert(0, (module_type, layout))
 
 
+def is_known_kind(module: nn.Module) -> bool:
+    """Tell whether somebody vouches for modules of a class, so that `known_layer` is worth asking.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True for torch's own attention, and classes with a registered layout.
+    """
+    return isinstance(module, (nn.MultiheadAttention, *(kind for kind, _ in _REGISTERED)))
+
+
 def known_layer(place: Place) -> AttentionLayer | None:
     """Describe a module that a registered layout, or torch's own code, vouches for.
 

@@ -29,7 +29,7 @@ from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.layouts import SeenError, described_by_names, found_by_behaviour
 from hdi_callback.attention.names import printable
 from hdi_callback.attention.observe import AttentionObserver
-from hdi_callback.attention.registry import Place, known_layer
+from hdi_callback.attention.registry import Place, is_known_kind, known_layer
 from hdi_callback.attention.runtime import for_traces, traced_contradictions
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
@@ -72,10 +72,12 @@ class Search:
     def ask_registry(self) -> None:
         """Ask for every module whether somebody vouches for its heads."""
         for name, place in self.places.items():
+            if not is_known_kind(place.module):
+                continue
             try:
                 with isolated(seconds=_MOST_SECONDS):
                     layer = known_layer(place)
-            except RefusedError as error:  # noqa: PERF203
+            except RefusedError as error:
                 self._vouch(name, None, error.reason, error.remedy)
             except Exception as error:  # one odd module costs one refusal
                 self._vouch(name, None, f"looking at it raises {type(error).__name__} ({_first_line(error)})")
@@ -201,6 +203,8 @@ class Search:
             if name in self._vouched or any(is_inside(name, other) for other in self._vouched):
                 continue
             if (name in self._ran and name not in self._open) or self._is_beside(name):
+                continue
+            if not _holds_matrices(self.places[name].module):
                 continue
             self._try(self.places[name])
         told = {*self.layers, *self.reasons, *(name for name in self.places if self._is_explained(name))}

@@ -66,7 +66,7 @@ class UserData:
         Args:
             roots: modules, functions, classes, containers.
         """
-        todo = list(roots)
+        todo = [one for one in roots if id(one) not in self._seen]
         for module in todo:
             if isinstance(module, nn.Module):
                 kinds = {type(part) for part in module.modules()}

@@ -14,7 +14,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,24 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
             if one not in first and one.kind is not one.POSITIONAL_ONLY
         }
         yield Inputs((tokens.clone(),), made)
+
+
+def with_other_tokens(inputs: Inputs) -> Inputs | None:
+    """Make the tokens of each argument different, as for attention from one sequence to another.
+
+    Args:
+        inputs: that were made up.
+
+    Returns:
+        The same with other tokens; `None` if there is a single argument of tokens.
+    """
+    generator = torch.Generator().manual_seed(1)
+    others = {
+        name: torch.randn(one.shape, generator=generator)
+        for name, one in inputs.kwargs.items()
+        if name in _TOKENS_TOO and isinstance(one, Tensor)
+    }
+    return replace(inputs, kwargs={**inputs.kwargs, **others}) if others else None
 
 
 def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:

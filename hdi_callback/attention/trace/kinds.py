@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from torch import nn
 
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs
+from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_other_tokens
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Draw, Traceable, TracedRun
-from hdi_callback.attention.trace.verify import carried_over, compute_the_same
+from hdi_callback.attention.trace.verify import carried_over, compute_the_same, contradiction_of
 
 _MOST_SECONDS = 60.0  # for one module
 _MOST_INPUTS = 32  # that are made up for one module
@@ -41,6 +41,7 @@ class _Traced:
 
 
 _BEST = 3
+_DEPENDS = "its heads are other rows where queries, keys and values are made of different tokens"
 
 
 class KindTracer:
@@ -83,10 +84,32 @@ class KindTracer:
                     if compute_the_same(twin.run, run):
                         return carried_over(twin.found, twin.module, module, twin.name, name)
                 traced = _traced(name, module, recorded or synthetic_inputs(module), is_known)
+                if recorded is None:
+                    traced = _checked(traced, is_known)
         except Exception:  # one odd module costs itself
             return None
         self._known.setdefault(kind, []).append(traced)
         return traced.found
+
+
+def _checked(traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
+    """Leave open what has other heads where the arguments of a module are different tokens."""
+    others = None if traced.inputs is None else with_other_tokens(traced.inputs)
+    if others is None or traced.found is None or not any(one.layer is not None for one in traced.found):
+        return traced
+    try:
+        run, found = layers_in(Traceable(traced.module), others.args, others.kwargs, traced.name, is_known=is_known)
+    except Exception:  # which is no word on the layer
+        return traced
+    if run.error is not None:
+        return traced
+    kept = tuple(
+        Found(one.path, None, _DEPENDS, one.cores, one.maps, True)
+        if one.layer is not None and contradiction_of(one.layer, found, traced.name) is not None
+        else one
+        for one in traced.found
+    )
+    return replace(traced, found=kept)
 
 
 def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Callable[[str], bool]) -> _Traced:

@@ -300,6 +300,10 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
         if owner is not None:
             layer = claims[owner]
             finding = judge(claim_of(layer), seen, computation, batch)
+            if finding.is_right is False and layer.left_out:  # which is said where it is found
+                part = [type(owner).__name__, f"it is read in part: without {layer.left_out}", finding.heads]
+                report["refused"][layer.name] = part
+                continue
             facts = {
                 "class": type(owner).__name__,
                 "kind": layer.kind,
