@@ -321,6 +321,71 @@ def test_a_real_forward_corrects_what_made_up_inputs_showed():
     assert torch.equal(layer.weight("key"), keys.flip(0))
 
 
+@pytest.mark.parametrize("depth", [2, 6])
+def test_a_deeper_model_is_not_read_more_often(depth, monkeypatch):
+    read = []
+    layers_in = kinds.layers_in
+    monkeypatch.setattr(kinds, "layers_in", lambda *args, **more: read.append(args[3]) or layers_in(*args, **more))
+    model = nn.Sequential(
+        nn.Embedding(9, D), *(nn.Sequential(by_hand.NanoGPT(), nn.Linear(D, D)) for _ in range(depth))
+    )
+    assert len(find_attention(model)) == depth
+    assert set(read) <= {"1.0", "1", ""}, "the first attention, what holds it, and the whole"
+    assert read.count("1.0") == 1
+
+
+class FromIds(nn.Module):
+    """Its inputs are ids of tokens, whose attention lies in the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(99, D), nn.Embedding(16, D)
+        self.one, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[-1]))
+        q, k, v = (part.unflatten(-1, (H, -1)) for part in self.one(x).chunk(3, -1))
+        return self.out(attend(q, k, v))
+
+
+def test_attention_that_starts_from_token_ids_is_read():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"whole": FromIds()})
+    ids = torch.randint(99, (2, 7))
+    (layer,) = find_attention(model, forward=lambda: model["whole"](ids))
+    assert (layer.name, layer.num_heads) == ("whole", H)
+    assert torch.equal(layer.weight("key"), model["whole"].one.weight[D : 2 * D].view(H, -1, D))
+
+
+class SelfOrCross(by_hand.Separate):
+    """Cuts the rows of its fused map in one way for attention to itself, in another for attention to others."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(3 * D, D) * 0.1)
+
+    def forward(self, query, key, value):
+        if torch.equal(query, key):
+            q, k, v = F.linear(query, self.rows).unflatten(-1, (H, -1)).chunk(3, -1)
+        else:
+            parts = zip((query, key, value), self.rows.chunk(3))
+            q, k, v = (F.linear(x, rows).unflatten(-1, (H, -1)) for x, rows in parts)
+        return self.out_proj(attend(q, k, v))
+
+
+def test_heads_that_depend_on_which_tokens_are_given_are_left_to_the_real_forward():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": SelfOrCross()})
+    (refusal,) = survey(model).refused
+    assert "where queries, keys and values are made of different tokens" in refusal.reason
+    x, y = torch.randn(2, 7, D), torch.randn(2, 7, D)
+    rows = model["attn"].rows
+    (layer,) = find_attention(model, forward=lambda: model["attn"](x, x, x))
+    assert torch.equal(layer.weight("key"), rows.view(H, 3, -1, D)[:, 1])
+    (layer,) = find_attention(model, forward=lambda: model["attn"](x, y, y))
+    assert torch.equal(layer.weight("key"), rows[D : 2 * D].view(H, -1, D))
+
+
 def test_layers_alike_are_read_once_and_each_has_weights_of_its_own(monkeypatch):
     read = []
     layers_in = kinds.layers_in

@@ -9,7 +9,7 @@ import pytest
 from tests.attention.wild.catalogue import cases
 from tests.attention.wild.proof import contradictions, softmaxes_over_tokens
 from tests.attention.wild.truth import CASES, rows, separate
-from tests.attention.wild.verdict import RIGHT, judge
+from tests.attention.wild.verdict import REFUSED, RIGHT, judge
 
 ALL = cases()
 # One of each kind of proof: rows, strides, groups, windows, other axes, products, filters, norms, refusals.
@@ -64,7 +64,42 @@ def test_all_that_is_written_down_is_proved_row_by_row(name):
 READ = [
     "Plain", "CausalByMask", "Einops", "HeadsLast", "LengthFirst", "ValuesWider", "LearnedQueries", "FusedByReshape",
     "FusedForEachHead", "FusedByGroup", "GroupsRepeated", "OneKeyHead", "RotaryByHalves", "Cosine",
+    # Names, shapes or an attribute say something else than what is computed.
+    "OutputsReversed", "SaysTwoHeadsAndTakesADict", "QueriesAndKeysSwappedOfADict", "LayerNormCalledLn",
+    "FunctionalLayerNorm", "LayerNormOfKeysAlone", "CentredByHand", "UnusedKeyNorm", "NormOfQueriesCalledKNorm",
+    "NormInFrontCalledKNorm",
+    # Heads share one product, a second attention is fed by the first, the softmax is written out, there are no numbers.
+    "GroupsByEinsum", "GroupsTiledByEinsum", "OneKeyHeadByEinsum", "OneKeyHeadInOneProduct", "SelfThenCross",
+    "SoftmaxOffByOne", "KeysOfFewerPixels", "LoopOverHeads", "OnMeta",
+    # Scores that are no matrix products: found by trials.
+    "Additive", "Distances", "ProductByHand",
 ]  # fmt: skip
+REFUSALS = {
+    "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
+    "TalkingAfterSoftmax": "its heads mix: the weights of one depend on the scores of several",
+    "PositionsAddedToKeys": "its keys are sums of what `k` and `kp` give",
+    "ValuesAreTheInput": "its values are its inputs",
+    "Scripted": "compiled by torch.jit.script",
+    "Joint": "without keys and values of a second stream, which `add_k` and `add_v` give",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_modules_by_hand_that_are_not_read_are_refused_with_what_is_true_of_them(name):
+    verdict = judge(ALL[name], "forward")
+    assert verdict.verdict == REFUSED
+    assert REFUSALS[name] in verdict.reason
+
+
+@pytest.mark.parametrize("name", ["LinearAttention", "LinearAttentionQuadratic", "AttentionInNameOnly"])
+def test_what_is_called_attention_and_is_none_is_not_claimed(name):
+    assert judge(ALL[name], "forward").verdict == RIGHT
+
+
+@pytest.mark.parametrize("name", ["RelativeKeys", "KeysOfFewerPixels", "PositionsAddedToKeys"])
+def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
+    verdict = judge(ALL[name], "model")
+    assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with inputs that are made up")
 
 
 @pytest.mark.parametrize("name", READ)
