@@ -372,7 +372,7 @@ class _Tap:
             return self._take_in_graph(query, outputs, args, kwargs)
         if self.is_armed:
             recorded = torch.is_grad_enabled()
-            self._last = self._take(lambda: recompute_head_outputs(module, *args, **kwargs), is_recorded=recorded)  # type: ignore[arg-type]
+            self._last = self._take(lambda: _recompute_unseen(module, args, kwargs), is_recorded=recorded)
         return None
 
     def follow(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -578,6 +578,12 @@ def _features_last(outputs: Tensor, projection: nn.Module | None) -> Tensor:
     """Read what a convolution is given, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
     dim = -1 if projection is None else feature_dim(projection)
     return outputs if dim == -1 else outputs.flatten(dim + 1).mT
+
+
+def _recompute_unseen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Compute head outputs unseen by function modes, such as the one that observes the model's own attention."""
+    with torch._C.DisableTorchFunction():
+        return recompute_head_outputs(module, *args, **kwargs)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hdi_callback.attention.hooks import has_own_forward
 from hdi_callback.attention.isolation import IsolationError, isolated, isolated_copy
 from hdi_callback.attention.weight_reading import read_tensor, shape_of
 from hdi_callback.errors import UnsupportedAttentionError
@@ -168,7 +169,7 @@ def objection(module: nn.Module) -> str | None:
     is_wrapped: bool = is_traceable_wrapper_subclass(weight)  # as torchao's; DTensors can be made whole
     if is_wrapped and not hasattr(weight, "full_tensor"):
         return f"a {name} with a quantised weight ({type(weight.data).__name__})"
-    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # that of accelerate only moves tensors
+    if has_own_forward(module) and not hasattr(module, "_hf_hook"):  # that of accelerate only moves tensors
         return f"a {name} whose forward was replaced"
     # Its weight is the one that is trained; a rounded copy of it is multiplied with.
     is_known = type(module).forward is nn.Linear.forward or name == "Float8Linear" or is_transposed(module)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
 from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSearch, Refusal, survey
+from hdi_callback.attention.observe import AttentionObserver, Unexplained
 from hdi_callback.attention.sharding import Sharding, as_if_whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError, MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning
 from hdi_callback.monitoring.absent import ContradictedError, listed
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.warn_once import WarnOnce
+
+_LOOKS = 3  # armed readings in which claims are judged, for layers that do not run in each of them
 
 
 class WatchedLayers:
@@ -25,7 +29,8 @@ class WatchedLayers:
         model: the model.
         include: patterns of layer names to watch; all by default.
         exclude: patterns of layer names to leave out.
-        check_heads: check the heads against the first forward that is read, and look there again at what was refused.
+        check_heads: judge the heads by the first forward that is read, look there again at what was refused, and say
+            which attention is not watched.
         strict: make it an error if there is nothing to watch.
         warn_once: turns what goes wrong into one warning.
 
@@ -59,11 +64,15 @@ class WatchedLayers:
         self.found_late: frozenset[str] = frozenset()
         self.sharding = Sharding(model)
         self._model, self._is_strict, self._warn_once = model, strict, warn_once
+        self._include, self._exclude = include, exclude
         self._undecided = found.undecided if check_heads else ()
-        self._say_what_is_left_out()
+        self._proposed = tuple(replace(layer, name=users_name(layer.name)) for layer in found.proposed)
         self._check = HeadCheck(self.all) if check_heads else None
         self._search = HeadSearch(self._undecided) if self._undecided else None
-        self._is_checked = False
+        self._say_what_is_left_out()
+        self._looks = 0
+        self._is_armed = False
+        self._unexplained: set[str] = set()
         self._late: list[AttentionLayer] = []
         self._contradicted: dict[str, str] = {}
         self._removed: set[str] = set()
@@ -72,6 +81,11 @@ class WatchedLayers:
     def names(self) -> tuple[str, ...]:
         """Their names, in model order."""
         return tuple(layer.name for layer in self.all)
+
+    @property
+    def watched(self) -> tuple[AttentionLayer, ...]:
+        """Those of them whose heads no forward has contradicted, in model order."""
+        return tuple(layer for layer in self.all if layer.name not in self._contradicted)
 
     @property
     def removed(self) -> set[str]:
@@ -107,10 +121,25 @@ class WatchedLayers:
 
     def arm(self) -> None:
         """Look at the heads in the next forward, if that was not done yet."""
-        if self._check is not None and not self._is_checked:
+        self._is_armed = self._check is not None and self._looks < _LOOKS
+        if self._check is not None and not self._looks:
             self._check.arm()
             if self._search is not None:
                 self._search.arm()
+
+    @property
+    def is_judging(self) -> bool:
+        """Whether the forward that is armed is to be observed for the claims."""
+        return self._is_armed and (not self._looks or bool(self._awaited()))
+
+    @property
+    def claims(self) -> tuple[AttentionLayer, ...]:
+        """The layers that are watched, and those that wait for a forward that confirms them."""
+        return (*self.all, *self._proposed)
+
+    def _awaited(self) -> list[str]:
+        """Names of the claims that no forward has shown yet."""
+        return [layer.name for layer in self._proposed]
 
     def suspend(self) -> None:
         """Take the hooks off."""
@@ -144,40 +173,122 @@ class WatchedLayers:
         if layer.name in self._removed:
             raise HDIError("it is no part of the model any more; a new monitor would see what came in its place")
 
-    def verify(self) -> bool:
-        """Check the heads once a forward was armed, on every rank at the same reading.
+    def verify(self, observer: AttentionObserver) -> bool:
+        """Judge the claims once a forward was armed, on every rank at the same readings.
+
+        Args:
+            observer: which has seen the forward.
 
         Returns:
-            True at that reading.
+            True at the readings where claims were judged.
 
         Raises:
             NothingToWatchError: if nothing is left to watch and `strict` is set.
         """
-        if self._check is None or not self._check.is_armed:
+        if self._check is None or not self._is_armed:
             return False
-        self._is_checked = True
-        with self._warn_once.guard("checking heads"):
-            # A module whose projections are spread over ranks may count the heads of its own rank alone.
-            spread = [one.name for one in self.all if any(self.sharding.is_sharded(one, role) for role in one.slices)]
-            shown_otherwise = self._check.contradictions(leave_out=spread)
-            self._contradicted = {
-                name: f"a trial with the inputs of the first forward contradicts its heads: {shown}"
-                for name, shown in shown_otherwise.items()
-            }
-        if self._search is not None:
+        is_judging, is_first = self.is_judging, not self._looks
+        self._is_armed, self._looks = False, self._looks + 1
+        observer.disarm()
+        if is_judging:
+            with self._warn_once.guard("checking heads"):
+                self._judge(observer, is_first=is_first)
             with self._warn_once.guard("looking for heads"):
-                self._admit(self._search.found())
-        if self._contradicted:
-            shown = "; ".join(f"`{name}`: {reason}" for name, reason in list(self._contradicted.items())[:3])
-            warnings.warn(
-                f"{listed(list(self._contradicted))} left out from now on. {shown}. Describe it with "
-                "`register_layout`.",
-                UnsupportedAttentionWarning,
-                stacklevel=5,
-            )
-        if not self.all:
+                self._admit(self._found_in(observer, is_first=is_first))
+            with self._warn_once.guard("accounting for attention"):
+                self._say_what_is_unexplained(observer)
+        if is_first and not self.watched and (self._is_strict or not self.all):  # else it was said what is left out
             self._say_that_nothing_is_watched()
         return True
+
+    def _judge(self, observer: AttentionObserver, *, is_first: bool) -> None:
+        """Leave out the layers whose heads are not what was claimed."""
+        assert self._check is not None
+        # A module whose projections are spread over ranks may count the heads of its own rank alone.
+        spread = {one.name for one in self.all if any(self.sharding.is_sharded(one, role) for role in one.slices)}
+        verdicts = {name: one for name, one in observer.verdicts(self.all).items() if name not in spread}
+        shown = {name: one.sentence for name, one in verdicts.items() if one.state == "contradicted"}
+        tried: dict[str, str] = {}
+        if is_first:  # what observation leaves open or contradicts is run again, with the same inputs
+            seen = {name for name, one in verdicts.items() if one.state == "established"}
+            tried = self._check.contradictions(leave_out=spread | seen)
+        told = {name: f"a trial with the inputs of the first forward contradicts its heads: {what}"
+                for name, what in tried.items()}  # fmt: skip
+        for name, what in shown.items():
+            # What a traced run has shown is not given up for what looking on alone shows.
+            if name in tried or self.named(name).evidence not in ("trace", "forward"):
+                told[name] = f"the first forward contradicts its heads: {what}"
+        told = {name: why for name, why in told.items() if name not in self._contradicted}
+        self._leave_out(told)
+        if told:
+            said = "; ".join(f"`{name}`: {why}" for name, why in list(told.items())[:3])
+            warnings.warn(
+                f"{listed(list(told))} left out from now on. {said}. Describe it with `register_layout`.",
+                UnsupportedAttentionWarning,
+                stacklevel=6,
+            )
+
+    def _leave_out(self, told: Mapping[str, str]) -> None:
+        self._contradicted |= told
+        kinds = {layer.name: type(layer.module).__name__ for layer in self.all}
+        refusals = [
+            Refusal(name, kinds[name], f"The heads of `{name}` ({kinds[name]}) are left out: {why}. Describe it with "
+                    f"`register_layout`, or skip it with exclude=[{name!r}].")
+            for name, why in told.items()
+        ]  # fmt: skip
+        self.refused = (*self.refused, *refusals)
+
+    def _found_in(self, observer: AttentionObserver, *, is_first: bool) -> list[AttentionLayer]:
+        """Find the layers that the forward shows: claimed by names, refused before it, or looked at by nobody."""
+        verdicts = observer.verdicts(self._proposed)
+        found = [one for one in self._proposed if verdicts[one.name].state == "established"]
+        decided = {name for name, verdict in verdicts.items() if verdict.state != "not seen"}
+        if is_first and self._search is not None:
+            known = {one.module for one in found}
+            looked = [one for one in self._search.found() if one.module not in known]
+            seen = observer.verdicts(looked)
+            found += [one for one in looked if seen[one.name].state != "contradicted"]
+        self._proposed = tuple(one for one in self._proposed if one.name not in decided)
+        for path, layer in observer.proposals([*self.all, *found]).items():
+            if isinstance(layer, AttentionLayer) and self._may_be_watched(path, layer, [*self.all, *found]):
+                found.append(layer)
+        return [replace(layer, evidence="forward") for layer in found]
+
+    def _may_be_watched(self, path: str, layer: AttentionLayer, others: Sequence[AttentionLayer]) -> bool:
+        """Tell whether a layer from observation alone is one that is asked for, beside all others."""
+        inside = set(layer.module.modules())
+        if any(one.module in inside or layer.module in set(one.module.modules()) for one in others):
+            return False
+        is_spread = any(self.sharding.is_sharded(layer, role) for role in layer.slices)
+        return layer.num_heads > 1 and not is_spread and self._is_chosen(users_name(path))
+
+    def _say_what_is_unexplained(self, observer: AttentionObserver) -> None:
+        """Name the attention that ran and is not watched, once for each kind of module."""
+        refused = {refusal.name for refusal in self.refused}
+        told = [path for path, _ in self._model.named_modules() if users_name(path) in refused]
+        seen = [one for one in observer.unexplained(self.all, told=told) if self._is_chosen(users_name(one.name))]
+        found = [one for one in seen if one.name not in self._unexplained]
+        self._unexplained |= {one.name for one in found}
+        kinds: dict[tuple[str, str], list[Unexplained]] = {}
+        for one in found:
+            kinds.setdefault((one.module_type, one.reason), []).append(one)
+        for alike in kinds.values():
+            more = f" The same holds for {listed([one.name for one in alike[1:]])}." if alike[1:] else ""
+            warnings.warn(alike[0].message + more, UnsupportedAttentionWarning, stacklevel=6)
+        self.refused = (
+            *self.refused,
+            *(Refusal(users_name(one.name), one.module_type, one.message) for one in found if not one.layer),
+        )
+
+    def _is_chosen(self, name: str) -> bool:
+        """Tell whether patterns leave a module in; one of a layer chooses all that the layer holds."""
+        parts = name.split(".")
+        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+        def matches(patterns: Collection[str]) -> bool:
+            return any(fnmatchcase(one, pattern) for one in around for pattern in patterns)
+
+        return (self._include is None or matches(self._include)) and not matches(self._exclude or ())
 
     def agree(self, ranks: Ranks, device: torch.device) -> None:
         """Leave out what any rank leaves out, so that all have the same numbers.
@@ -189,8 +300,8 @@ class WatchedLayers:
         mine = torch.tensor([layer.name in self._contradicted for layer in self.all], dtype=torch.float64)
         (found,) = ranks.sum([mine], device)
         for layer, count in zip(self.all, found.tolist()):
-            if count:
-                self._contradicted.setdefault(layer.name, "a trial on another rank contradicts its heads")
+            if count and layer.name not in self._contradicted:
+                self._leave_out({layer.name: "what another rank saw contradicts its heads"})
 
     def take_late(self) -> list[AttentionLayer]:
         """Hand over the layers that were found late, once.
@@ -231,12 +342,13 @@ class WatchedLayers:
             warnings.warn(refusal.message + later, UnsupportedAttentionWarning, stacklevel=5)
         if self.all:
             return
-        if not again:
+        if self._check is None or not (again or _may_attend(self._model)):
             self._say_that_nothing_is_watched()
             return
+        of = f" may show those of {listed(sorted(again))}" if again else " is looked at"
         warnings.warn(
             f"The heads of no attention layer of {type(self._model).__name__} could be read yet. The first forward "
-            f"that is read may show those of {listed(sorted(again))}.",
+            f"that is read{of}.",
             MonitoringWarning,
             stacklevel=5,
         )
@@ -251,6 +363,15 @@ class WatchedLayers:
         if self._is_strict:
             raise NothingToWatchError(message)
         warnings.warn(message, MonitoringWarning, stacklevel=6)
+
+
+def _may_attend(model: nn.Module) -> bool:
+    """Tell whether a forward may attend: torch's own layers do only where they are made for it."""
+    return any(isinstance(one, nn.MultiheadAttention) or not _is_of_torch(one) for one in model.modules())
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _uncountable(layer: AttentionLayer) -> Refusal:

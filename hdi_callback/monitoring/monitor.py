@@ -53,9 +53,11 @@ class HeadDiversityMonitor:
         memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone.
         strict: make a model without any readable attention layer an error instead of a warning: at once, or at the
             first reading where a real forward may still show the heads of modules that look like attention.
-        check_heads: check once, on a few tokens of the first armed forward, that every layer computes attention with
-            the heads that were found; a layer that does not is left out from then on, with a warning that shows why.
-            Modules that were refused are looked at again there, and watched from then on if it shows their heads.
+        check_heads: check, on a few tokens of the first armed forward, that every layer computes attention with the
+            heads that were found; a layer that does not is left out from then on, with a warning that shows why. What
+            is claimed by names alone is watched from the forward on that confirms it. Modules that were refused are
+            looked at again there, and watched from then on if it shows their heads; attention that ran and is not
+            watched is named once.
         process_group: the ranks that measure together, each its share of the weights and its own tokens: ``"auto"`` for
             all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
         padding: how it is known which tokens are padding, whose outputs are left out: ``"auto"`` from the masks that
@@ -125,7 +127,7 @@ class HeadDiversityMonitor:
                 padding=padding, warn_once=self.warn_once,
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
-        self._rows = AttentionReadings(self._layers, model, padding=padding) if ROWS in sources else None
+        self._rows = AttentionReadings(self._layers, model, padding=padding, reads_rows=ROWS in sources)
         self._inputs = None
         if sources & set(OF_INPUTS):
             self._inputs = LayerInputs(
@@ -148,7 +150,7 @@ class HeadDiversityMonitor:
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """The layers that are watched, in model order."""
-        return self._layers.all
+        return self._layers.watched
 
     @property
     def facts(self) -> tuple[dict[str, Any], ...]:
@@ -258,8 +260,7 @@ class HeadDiversityMonitor:
         if self._outputs is not None:
             self._pending_outputs = self._outputs.pending() if alone and not is_last_forward else set()
             self._outputs.collect(self._layers.names, self._pending_outputs, absent)
-        if self._rows is not None:
-            self._rows.collect(absent)
+        self._rows.collect(self._layers.names, self._pending_outputs, absent)
         if self._inputs is not None:
             self._inputs.collect(absent)
         self._last_weights.begin(step)
@@ -294,14 +295,17 @@ class HeadDiversityMonitor:
         """
         pending = self._pending_outputs
         found: list[Measurement] = []
-        known = {absence_of(COVARIANCE, name) for name in pending}
+        known = {absence_of(source, name) for source in (COVARIANCE, ROWS) for name in pending}
         absent = Absent(self.warn_once, {key: reason for key, reason in reading.absent.items() if key not in known})
         if self._outputs is not None:
             self._pending_outputs = set() if is_last_forward else pending & self._outputs.pending()
+            self._verify()
             self._outputs.collect(pending, self._pending_outputs, absent)
+            self._rows.collect(pending, self._pending_outputs, absent)
             with torch.no_grad():
-                found = self._outputs.measure(absent, reading.measurements)
+                found = [*self._outputs.measure(absent, reading.measurements), *self._rows.measure(absent)]
             self._outputs.forget()
+            self._rows.forget()
         if self._pending_outputs:
             self.arm(training_only=self._training_only)
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent.reasons)
@@ -317,7 +321,7 @@ class HeadDiversityMonitor:
 
     def _verify(self) -> bool:
         """Check the heads at the first reading of an armed forward; True at that reading."""
-        has_verified = self._layers.verify()
+        has_verified = self._layers.verify(self._rows.observer)
         if has_verified:
             self._subject = self._subject_of_all()
             if self._outputs is not None:
@@ -334,7 +338,7 @@ class HeadDiversityMonitor:
         for source in self._weight_sources:
             measurements += self._reader.measure(source, absent, Ranks())
         measurements += [] if self._outputs is None else self._outputs.measure(absent, measurements)
-        measurements += [] if self._rows is None else self._rows.measure(absent)
+        measurements += self._rows.measure(absent)
         if self._inputs is not None:
             measurements += self._inputs.measure(Ranks(), self._layers.device(), absent)
         return measurements

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -135,25 +135,35 @@ class RowSums:
 
 
 class AttentionReadings:
-    """Observe attention in the armed forward, and measure what was seen.
+    """Observe attention in the armed forward, for the claims about heads, and measure its rows.
 
     Args:
         layers: the layers that are watched.
         model: the model that is called.
         padding: how padding is known.
+        reads_rows: measure attention rows; else attention is observed for the claims alone.
         max_queries: how many queries of each layer are read.
+
+    Attributes:
+        observer: what observes the armed forward.
     """
 
     def __init__(
-        self, layers: WatchedLayers, model: nn.Module, *, padding: PaddingChoice, max_queries: int = 64
+        self,
+        layers: WatchedLayers,
+        model: nn.Module,
+        *,
+        padding: PaddingChoice,
+        reads_rows: bool = True,
+        max_queries: int = 64,
     ) -> None:
-        self._layers, self._model, self._choice = layers, model, padding
-        self._observer = AttentionObserver(
+        self._layers, self._model, self._choice, self._reads_rows = layers, model, padding, reads_rows
+        self.observer = AttentionObserver(
             model,
-            layers.all,
+            layers.claims,
             max_queries=max_queries,
-            reduce_rows=_reduce,
-            reduce_norms=NormSums.of,
+            reduce_rows=_reduce if reads_rows else None,
+            reduce_norms=NormSums.of if reads_rows else None,
             padding=self._padding,
         )
         self._padding_mask: Tensor | None = None
@@ -169,15 +179,21 @@ class AttentionReadings:
         """
         self._is_armed, self._training_only, self._padding_mask = True, training_only, padding_mask
         if not self._is_suspended:
-            self._observer.arm()
+            self._observe()
+
+    def _observe(self) -> None:
+        is_judging = self._layers.is_judging
+        if self._reads_rows or is_judging:
+            self.observer.layers = self._layers.claims
+            self.observer.arm(keeps_samples=is_judging)
 
     def disarm(self) -> None:
         """Observe nothing more, and keep what was seen."""
-        self._observer.disarm()
+        self.observer.disarm()
 
     def release(self) -> None:
         """Observe nothing more, and let go of what was seen."""
-        self._observer.release()
+        self.observer.release()
         self._is_armed, self._padding_mask = False, None
 
     def rest(self) -> None:
@@ -191,27 +207,31 @@ class AttentionReadings:
     def suspend(self) -> None:
         """Take everything off the model."""
         self._is_suspended = True
-        self._observer.suspend()
+        self.observer.suspend()
 
     def resume(self) -> None:
         """Allow `arm` again; what was armed before `suspend` is not observed any more."""
         self._is_suspended = False
         if self._is_armed:
-            self._observer.arm()
+            self._observe()
 
-    def collect(self, absent: Absent) -> None:
+    def collect(self, names: Collection[str], pending: Collection[str], absent: Absent) -> None:
         """Take over what was seen, for the measurement that follows.
 
         Args:
+            names: of the layers that are asked for.
+            pending: names of those whose forward may still come.
             absent: takes what was not seen.
         """
-        self._observer.disarm()
+        self.observer.disarm()
         self._seen = None
-        if self._is_armed:
+        if self._is_armed and self._reads_rows:
             self._seen = {}
             paths = {id(module): name for name, module in self._model.named_modules()}
             for layer in self._layers.all:
                 if layer.name in self._layers.removed or self._layers.is_contradicted(layer.name):
+                    continue
+                if layer.name in pending or layer.name not in names:
                     continue
                 path = paths.get(id(layer.module), layer.name)
                 found = self._sums_of(layer, path)
@@ -275,19 +295,19 @@ class AttentionReadings:
 
     def _sums_of(self, layer: AttentionLayer, path: str) -> RowSums | str:
         """Find the attention that is a layer's, or say why there is none."""
-        closed = [why for name, why in self._observer.closed.items() if name in ("", path) or _is_in(path, name)]
+        closed = [why for name, why in self.observer.closed.items() if name in ("", path) or _is_in(path, name)]
         if closed:
             return closed[0]
-        if not self._observer.has_run:
-            return self._observer.reason or "no forward of the model ran"
+        if not self.observer.has_run:
+            return self.observer.reason or "no forward of the model ran"
         others = {id(one.module) for one in self._layers.all if one.name != layer.name}
         inner = {name for name, module in self._model.named_modules() if id(module) in others and _is_in(name, path)}
-        cores = [core for core in self._observer.cores if path in core.parts and not inner & set(core.parts)]
+        cores = [core for core in self.observer.cores if path in core.parts and not inner & set(core.parts)]
         if not cores:
-            skipped = [why for name, why in self._observer.skipped.items() if name in ("", path) or _is_in(path, name)]
+            skipped = [why for name, why in self.observer.skipped.items() if name in ("", path) or _is_in(path, name)]
             return skipped[0] if skipped else "no attention was seen in its module"
         trains = [core for core in cores if core.is_recorded]
-        reads_all = not self._training_only and not any(core.is_recorded for core in self._observer.cores)
+        reads_all = not self._training_only and not any(core.is_recorded for core in self.observer.cores)
         if not trains and not reads_all:
             return "it ran only where autograd records nothing, and only forwards that train are read"
         cores = trains or cores

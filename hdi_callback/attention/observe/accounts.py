@@ -40,12 +40,14 @@ class Unexplained:
         module_type: name of its class.
         reason: why it is not watched, as a clause.
         message: the whole sentence for a warning: where, what, why, and what to do.
+        layer: name of the watched layer that explains it in part; empty if none does.
     """
 
     name: str
     module_type: str
     reason: str
     message: str
+    layer: str = ""
 
 
 def account(cores: Sequence[ObservedCore], verdicts: Mapping[str, Verdict]) -> list[CoreAccount]:
@@ -146,6 +148,8 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
     if core.kind == "additive":  # its weights may be those of experts: values that maps gave are those of tokens
         return find_rows(core, maps, "value") is not None
     tokens = {one.tokens for one in core.maps if one.kind == "linear"}
+    if not tokens:  # projections that are products of an odd kind
+        return True
     if core.axes is None:
         return any(count % length == 0 for count in tokens for length in (core.queries, core.keys) if length)
     return bool(tokens & {core.axes.sequences * core.queries, core.axes.sequences * core.keys})
@@ -166,6 +170,8 @@ def _without_numbers(path: str) -> str:
 
 def _unwatched(core: ObservedCore, why: str) -> Unexplained:
     reason = why or "no watched layer explains it"
+    if core.heads == 1:
+        reason = "its heads are computed one by one, each in an attention of its own"
     sentence = (
         f"{_place(core)} is not watched: {reason}. Describe it with `register_layout`, or leave it out with "
         f"exclude=[{core.module!r}]."
@@ -176,7 +182,7 @@ def _unwatched(core: ObservedCore, why: str) -> Unexplained:
 def _in_part(core: ObservedCore, layer: str, why: str) -> Unexplained:
     reason = f"`{layer}` explains it in part: {why}"
     sentence = f"{_place(core)} is watched in part: {why}, so that the curves of `{layer}` do not speak of all of it."
-    return Unexplained(core.module, core.module_type, reason, sentence)
+    return Unexplained(core.module, core.module_type, reason, sentence, layer)
 
 
 def _place(core: ObservedCore) -> str:

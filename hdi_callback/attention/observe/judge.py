@@ -104,7 +104,11 @@ def _judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[
     verdicts = [_judge_core(layer, core, maps, is_alone=len(cores) == 1) for core in cores]
     order: tuple[State, ...] = ("established", "contradicted", "not seen")
     seen = [(order.index(one.state), -sum(r.state == "established" for r in one.roles.values())) for one in verdicts]
-    return verdicts[min(range(len(seen)), key=seen.__getitem__)]
+    best = verdicts[min(range(len(seen)), key=seen.__getitem__)]
+    if best.state == "contradicted" and len(cores) > 1 and best.core is not None and best.core.heads < layer.num_heads:
+        # Heads that are computed one by one, or some at a time, are each a part of what is claimed.
+        return replace(best, state="not seen", sentence=f"its heads are computed in {len(cores)} attentions")
+    return best
 
 
 def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:

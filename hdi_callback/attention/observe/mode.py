@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention.observe.lineage import Lineage, Scores
 from hdi_callback.attention.observe.masks import MaskTerm
+from hdi_callback.attention.observe.mode_stack import take_off
 from hdi_callback.attention.observe.products import PRODUCTS, operands, product_of
 from hdi_callback.attention.observe.quiet import quiet
 from hdi_callback.attention.observe.recorder import Recorder, Taken
@@ -118,7 +119,7 @@ class ObservingMode(TorchFunctionMode):
         finally:
             functional._mha_shape_check = check
             if is_on:
-                torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+                take_off(self)  # another observer may stand above it
 
     # --- maps and norms
 

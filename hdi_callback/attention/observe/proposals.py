@@ -71,7 +71,7 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
     try:
         return check_layer(layer)
     except UnsupportedAttentionError as error:
-        return str(error)
+        return str(error).split(" cannot be told apart: ")[-1].split(". ")[0]
 
 
 def _map_in_front(core: ObservedCore, call: MapCall, maps: Sequence[MapCall]) -> MapCall | None:

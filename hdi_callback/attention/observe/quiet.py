@@ -48,6 +48,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
+def holds_numbers(tensor: torch.Tensor) -> bool:
+    """Tell whether the numbers of a tensor can be compared: it is plain, and not on the meta device.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        True if so.
+    """
+    return is_plain(tensor) and not tensor.is_meta
+
+
 def in_the_way() -> str | None:
     """Say why the forward that begins now cannot be observed.
 

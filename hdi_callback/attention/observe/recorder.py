@@ -14,7 +14,7 @@ from hdi_callback.attention.observe.axes import Axes, resolve
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.lineage import Scores
 from hdi_callback.attention.observe.masks import MaskTerm
-from hdi_callback.attention.observe.quiet import is_plain
+from hdi_callback.attention.observe.quiet import holds_numbers, is_plain
 from hdi_callback.attention.observe.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
 from hdi_callback.attention.observe.samples import MAX_FEATURES, MapCall, arrangements, sample_of_map
 
@@ -141,7 +141,7 @@ class Recorder:
         is_transposed: bool = False,
     ) -> None:
         """Record a product with a parameter."""
-        if not self.reading.keeps_samples or not (is_plain(given) and is_plain(made)):
+        if not self.reading.keeps_samples or not (holds_numbers(given) and holds_numbers(made)):
             return
         module = self.stack[-1][1] if self.stack else None
         keys = (id(parameter),) if module is None else (id(parameter), id(module))
@@ -154,7 +154,8 @@ class Recorder:
 
     def norm_ran(self, weight: Tensor | None, given: Tensor, made: Tensor) -> None:
         """Record a norm, whose features are those that come in."""
-        if not self.reading.keeps_samples or not (is_plain(given) and is_plain(made)) or given.shape != made.shape:
+        is_kept = self.reading.keeps_samples and holds_numbers(given) and holds_numbers(made)
+        if not is_kept or given.shape != made.shape:
             return
         keys = (id(weight),) if weight is not None else ()
         self._add_norm(keys, self._names.get(id(weight), "") or self.owner[0], given, made)
@@ -196,7 +197,7 @@ class Recorder:
     def module_ran(self, module: nn.Module, kind: str, given: Any, made: Any, features_dim: int) -> None:
         """Record what a module took and gave as a whole."""
         tensors = isinstance(given, Tensor) and isinstance(made, Tensor)
-        if not tensors or not self.reading.keeps_samples or not (is_plain(given) and is_plain(made)):
+        if not tensors or not self.reading.keeps_samples or not (holds_numbers(given) and holds_numbers(made)):
             return
         if kind == "norm" and given.shape == made.shape:
             self._add_norm((id(module),), self._names.get(id(module), ""), given, made)
@@ -448,7 +449,7 @@ class Recorder:
             tokens = self._tokens()
             roles = {"query": scores.query, "key": scores.key, "value": value, "output": output}
             for role, tensor in roles.items():
-                if tensor is not None and is_plain(tensor) and tensor.dim() >= 2:
+                if tensor is not None and holds_numbers(tensor) and tensor.dim() >= 2:
                     core.samples.roles[role] = list(arrangements(tensor, tokens[:4]))
         return core
 

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _push_mode
 
 from hdi_callback.attention.fast_path import FAST_PATH, may_take_fast_path
 from hdi_callback.attention.hooks import Handle, observe_calls
+from hdi_callback.attention.observe.mode_stack import put_back, take_off
 from hdi_callback.attention.observe.quiet import in_the_way
 
 
@@ -106,7 +107,7 @@ class Window:
             return
         if may_take_fast_path(module, given) and in_the_way() is None:
             self.skipped[name] = FAST_PATH
-            above = [] if self._outermost is None else _take_off(self._watcher.mode)
+            above = [] if self._outermost is None else take_off(self._watcher.mode)
             self._passed_over.append((module, above))
             return
         if self._outermost is None:
@@ -128,7 +129,7 @@ class Window:
             if self._passed_over[-1][0] is module:
                 _, above = self._passed_over.pop()
                 if self._outermost is not None:
-                    _put_back(self._watcher.mode, above)
+                    put_back(self._watcher.mode, above)
             return
         if self._outermost is None or in_the_way() is not None:
             return
@@ -145,7 +146,7 @@ class Window:
     def _end(self) -> None:
         if self._watcher is not None and self._outermost is not None:
             self._outermost = None
-            _take_off(self._watcher.mode)
+            take_off(self._watcher.mode)
             self._watcher.ended()
 
 
@@ -164,11 +165,11 @@ class _Detour:
         mode = self._window.runs_beside()
         if mode is None:
             return self._run(*args, **kwargs)
-        above = _take_off(mode)
+        above = take_off(mode)
         try:
             return self._run(*args, **kwargs)
         finally:
-            _put_back(mode, above)
+            put_back(mode, above)
 
     def remove(self) -> None:
         """Give the module back what it had."""
@@ -206,27 +207,6 @@ class _Exit:
 def _compiled_frames() -> int:
     """How many frames were compiled so far; nothing is imported for it."""
     return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
-
-
-def _take_off(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
-    """Take a mode out of the stack, wherever it stands; modes above it stay."""
-    if mode not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-        return []
-    above: list[TorchFunctionMode] = []
-    while (top := _pop_mode()) is not mode:  # type: ignore[no-untyped-call]
-        above.append(top)
-    for one in reversed(above):
-        _push_mode(one)  # type: ignore[no-untyped-call]
-    return above
-
-
-def _put_back(mode: TorchFunctionMode, above: list[TorchFunctionMode]) -> None:
-    """Put a mode back to its place under those that stood above it."""
-    for _ in above:
-        _pop_mode()  # type: ignore[no-untyped-call]
-    _push_mode(mode)  # type: ignore[no-untyped-call]
-    for one in reversed(above):
-        _push_mode(one)  # type: ignore[no-untyped-call]
 
 
 def _looks_for_hooks(module: nn.Module) -> bool:

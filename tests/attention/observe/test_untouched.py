@@ -231,6 +231,18 @@ def test_losses_gradients_weights_and_random_states_are_bit_identical(body, auto
     assert [core.unread for core in cores] == [""] * expected
 
 
+def test_two_observers_of_torchs_encoder_see_the_same_and_leave_no_mode_behind():
+    model = nn.Sequential(nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True))
+    observers = [AttentionObserver(model), AttentionObserver(model)]
+    for observer in observers:
+        observer.arm()
+    model(torch.randn(2, LENGTH, WIDTH))
+    assert _get_current_function_mode_stack() == []
+    for observer in observers:
+        observer.disarm()
+        assert [core.module for core in observer.cores] == ["0.self_attn"]
+
+
 def test_the_fast_path_of_a_frozen_encoder_is_taken_as_before_and_named(monkeypatch):
     calls = []
     kernel = torch._transformer_encoder_layer_fwd

@@ -22,6 +22,7 @@ from tests.attention.wild.truth import MODEL, Core, H, case, rows, separate
         number=1,
     ),
     inputs=("b n c", "b m c"),
+    may_refuse="another attention",
 )
 class SelfThenCross(nn.Module):
     """Two attentions in one module."""

@@ -1,0 +1,353 @@
+# ruff: noqa: T201
+"""Hold what the monitor says of attention against the weights that models return, and write the table.
+
+    python -m tests.attention.sweep.rows --output docs/attention-rows.md
+
+Every architecture of transformers that can be built small is run three times: once with `output_attentions=True` under
+its eager attention, and once with the monitor under eager and under sdpa each. From the weights that come back entropy,
+sink, overlap and the largest score are computed here, by the formulas of the docs and nothing of the package.
+
+Results are kept one file per architecture under `runs/rows`; a run that was stopped goes on where it was. With
+``--again`` everything is run anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import resource
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[3]
+MEMORY = 8 * 2**30
+READINGS = ("attention_entropy", "attention_sink", "attention_overlap", "attention_logit")
+TOLERANCE = 1e-5
+WAYS = ("eager", "sdpa")
+
+_HEAD = """\
+# Attention rows against the weights that models return
+
+`attention_entropy`, `attention_sink`, `attention_overlap` and `attention_logit`, read through the whole monitor in one
+forward, against the same numbers computed from the weights that the model returns with `output_attentions=True`. Each
+architecture of transformers is built from a small configuration with random weights, and read under its eager attention
+and under `sdpa`. The largest score is taken from what the softmax was given, where the model subtracts nothing from it.
+
+{summary}
+
+Written by `make zoo`, or by `python -m tests.attention.sweep.rows --output docs/attention-rows.md`, with torch {torch}
+and transformers {transformers}.
+
+{table}
+
+## Not measured
+
+{absent}
+
+## Not compared
+
+{rest}
+"""
+
+
+def truth_of(weights: Tensor) -> dict[str, float]:
+    """The formulas of the docs.
+
+    Args:
+        weights: ``(batch, H, queries, keys)``; a key that no head weighs is one that is not seen.
+
+    Returns:
+        Name of a reading -> number.
+    """
+    a = weights.double()
+    n = (a > 0).any(1).sum(-1)  # (batch, queries)
+    kept = n >= 2
+    if not bool(kept.any()):
+        return {}
+    rows = a.transpose(1, 2)[kept]  # (rows, H, keys)
+    entropy = (torch.special.entr(rows).sum(-1) / n[kept].double().log()[:, None]).mean()
+    product = torch.einsum("rhk,rgk->hg", rows, rows)
+    above = torch.triu(torch.ones_like(product, dtype=torch.bool), 1)
+    size = product.diagonal().sqrt()
+    found = {"attention_entropy": float(entropy), "attention_sink": float(rows.mean(0).max())}
+    if bool(above.any()):
+        found["attention_overlap"] = float((product / size[:, None] / size[None])[above].mean())
+    return found
+
+
+@contextmanager
+def softmaxes() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Keep what every softmax is given and gives."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    places = ((nn.functional, "softmax"), (torch, "softmax"), (Tensor, "softmax"))
+    plain = [getattr(owner, name) for owner, name in places]
+
+    def watching(function: Any) -> Any:
+        def softmax(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result = function(given, *args, **kwargs)
+            kept.append((given.detach(), result.detach()))
+            return result
+
+        return softmax
+
+    for (owner, name), function in zip(places, plain):
+        setattr(owner, name, watching(function))
+    try:
+        yield kept
+    finally:
+        for (owner, name), function in zip(places, plain):
+            setattr(owner, name, function)
+
+
+def largest_score(weights: Tensor, kept: list[tuple[Tensor, Tensor]]) -> float | None:
+    """The largest score of a key that is seen; None where what the softmax was given was shifted before."""
+    for given, result in kept:
+        if given.numel() != result.numel() or result.dim() < 3:
+            continue
+        with suppress(RuntimeError):
+            mine = result.reshape(*weights.shape[:-1], -1)[..., : weights.shape[-1]]
+            if torch.allclose(mine.float(), weights.float(), atol=1e-6):
+                scores = given.reshape(*weights.shape[:-1], -1)
+                if scores.shape[-1] > weights.shape[-1] or bool((scores.amax(-1) == 0).all()):
+                    return None
+                return float(scores[weights > 0].max())
+    return None
+
+
+def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
+    """Build an architecture, run it, and compare.
+
+    Returns:
+        ``verdict`` (``"right"``, ``"wrong"``, ``"not measured"``, ``"returns none"``, ``"computes otherwise"``,
+        ``"does not run"``), ``worst``:
+        reading -> largest difference, ``absent``: reasons, ``layers``: how many were compared under each attention.
+    """
+    from hdi_callback import HeadDiversityMonitor
+    from tests.attention.observe.oracle import returned
+    from tests.attention.sweep import architectures, inputs
+
+    torch.manual_seed(0)
+    model: Any = next(architectures.variants(model_type)).eval()
+    with suppress(Exception):
+        model.set_attn_implementation("eager")
+    for arguments in islice(inputs.for_model(model, batch), 40):
+        with suppress(Exception):
+            alone = model(**arguments)
+            break
+    else:
+        return {"verdict": "does not run", "reason": "no inputs fit"}
+    weights: list[Tensor] = []
+    with softmaxes() as kept, torch.no_grad(), suppress(Exception):
+        asked = model(**arguments, output_attentions=True)
+        weights = [one for one in returned(asked) if _are_weights(one)]
+        if not _are_equal(alone, asked):
+            return {"verdict": "computes otherwise", "reason": "asked for its weights, it computes something else"}
+    if not weights:
+        return {"verdict": "returns none", "reason": "it returns no attention weights"}
+    truths: list[dict[str, Any]] = []
+    for one in weights:
+        truths.append(truth_of(one) | {"heads": one.shape[1]})
+        score = largest_score(one, kept)
+        truths[-1] |= {} if score is None else {"attention_logit": score}
+    report: dict[str, Any] = {"returned": len(weights), "layers": {}, "worst": {}, "wrong": [], "absent": {}}
+    with HeadDiversityMonitor(model, metrics=READINGS, padding=None) as monitor:
+        monitor._rows.observer._max_queries = 10**6  # all queries, as the truth has them
+        for way in WAYS:
+            try:
+                model.set_attn_implementation(way)
+            except Exception:
+                if way == "sdpa":
+                    report["layers"][way] = None  # of a family that has none
+                    continue
+            monitor.arm()
+            model(**arguments)
+            record = monitor.measure(0).record()
+            refused = {refusal.name: refusal.reason for refusal in monitor.refused}
+            _compare_all(record, refused, truths, way, report)
+    measured = sum(count or 0 for count in report["layers"].values())
+    report["verdict"] = "wrong" if report["wrong"] else "right" if measured else "not measured"
+    return report
+
+
+def _are_equal(alone: Any, asked: Any) -> bool:
+    """Compare what a model gives with what it gives when it is asked for its attention weights as well."""
+    pairs = [(alone[name], asked[name]) for name in getattr(alone, "keys", list)() if name in asked]
+    return all(
+        torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for one, other in pairs
+        if isinstance(one, Tensor) and one.is_floating_point() and one.shape == other.shape
+    )
+
+
+def _are_weights(one: Tensor) -> bool:
+    """Leave out scores, and attention of one head, which some models return under the name of attentions."""
+    return one.dim() == 4 and bool((one >= 0).all()) and bool((one.sum(-1) < 1 + 1e-3).all()) and bool(one.any())
+
+
+def _compare_all(
+    record: Any, refused: dict[str, str], truths: list[dict[str, Any]], way: str, report: dict[str, Any]
+) -> None:
+    """Put layers and returned weights together, those that agree best first; each is taken once."""
+    found = {name: layer for name, layer in record.layers.items() if "attention_entropy" in layer.values}
+    pairs = []
+    for name, layer in found.items():
+        for place, truth in enumerate(truths):
+            if truth["heads"] == len(layer.arrays["attention_entropy"]):
+                apart = {key: _apart(layer.values[key], truth[key]) for key in READINGS if key in truth}
+                pairs.append((max(apart.values(), default=math.inf), name, place, apart))
+    layers, places = set(found), set(range(len(truths)))
+    agreed = 0
+    for worst, name, place, apart in sorted(pairs, key=lambda pair: pair[:3]):
+        if worst < TOLERANCE and name in layers and place in places:
+            layers.remove(name)
+            places.remove(place)
+            agreed += 1
+            for key, value in apart.items():
+                report["worst"][key] = max(report["worst"].get(key, 0.0), value)
+    for _, name, place, apart in sorted(pairs, key=lambda pair: pair[:3]):
+        if name in layers and place in places:  # both are left, and do not agree
+            layers.remove(name)
+            places.remove(place)
+            report["wrong"].append([way, name, apart])
+    report["layers"][way] = agreed
+    report.setdefault("not returned", {})[way] = sorted(layers)
+    if places:
+        report["absent"].update({f"{name} [{way}]": why for name, why in {**record.absent, **refused}.items()})
+        report.setdefault("weights without a layer", {})[way] = len(places)
+
+
+def _apart(one: float, other: float) -> float:
+    return abs(one - other) / max(1.0, abs(other))
+
+
+# --- all of them
+
+
+def _run(name: str, path: Path) -> None:
+    """Run in a process of its own."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        report = compare(name)
+    except BaseException as error:
+        report = {"verdict": "does not run", "reason": f"{type(error).__name__}: {error}"[:200]}
+    path.write_text(json.dumps({"name": name, **report}, indent=1))
+    os._exit(0)
+
+
+def run(names: list[str], folder: Path, timeout: float, *, again: bool, until: float) -> None:
+    """Compare the architectures that have no result yet, one after the other."""
+    import transformers  # noqa: F401  # once, before the forks
+
+    import hdi_callback  # noqa: F401
+    from tests.attention.observe import oracle  # noqa: F401
+    from tests.attention.sweep import architectures, inputs  # noqa: F401
+
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    for name in names:
+        path = folder / f"{name}.json"
+        if (path.exists() and not again) or time.monotonic() > until:
+            continue
+        process = context.Process(target=_run, args=(name, path))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        if not path.exists():
+            reason = f"it took over {timeout:.0f} s, or more memory than there is"
+            path.write_text(json.dumps({"name": name, "verdict": "does not run", "reason": reason}))
+        report = json.loads(path.read_text())
+        print(name, report["verdict"], report.get("wrong") or report.get("reason", ""), flush=True)
+
+
+def table(reports: list[dict[str, Any]]) -> str:
+    """Write the page."""
+    import transformers
+
+    counts = Counter(report["verdict"] for report in reports)
+    compared = [report for report in reports if report["verdict"] in ("right", "wrong")]
+    lines = ["| architecture | layers: eager | sdpa | " + " | ".join(_short(key) for key in READINGS) + " |"]
+    lines.append("|---" * (3 + len(READINGS)) + "|")
+    for report in compared:
+        cells = [str("-" if report["layers"].get(way) is None else report["layers"][way]) for way in WAYS]
+        cells += [f"{report['worst'][key]:.0e}" if key in report["worst"] else "-" for key in READINGS]
+        mark = " (**wrong**)" if report["verdict"] == "wrong" else ""
+        lines.append(f"| {report['name']}{mark} | " + " | ".join(cells) + " |")
+    reasons: dict[str, list[str]] = {}
+    for report in reports:
+        for name, reason in report.get("absent", {}).items():
+            reasons.setdefault(_cell(reason), []).append(f"{report['name']}: `{name.removeprefix('attention rows/')}`")
+    absent = [
+        f"- {reason} ({'; '.join(where[:6])}{'; ...' if len(where) > 6 else ''})" for reason, where in reasons.items()
+    ]
+    rest = [
+        f"- {verdict} ({counts[verdict]}): "
+        + ", ".join(report["name"] for report in reports if report["verdict"] == verdict)
+        for verdict in ("not measured", "computes otherwise", "returns none", "does not run")
+        if counts[verdict]
+    ]
+    worst = max((value for report in compared for value in report["worst"].values()), default=0.0)
+    summary = (
+        f"Of {len(reports)} architectures, {len(compared) + counts['not measured']} return attention weights. All "
+        f"layers that are measured agree in {counts['right']} of them, to {worst:.0e} at most; wrong: "
+        f"{counts['wrong'] or 'none'}; in {counts['not measured']} no layer is measured."
+    )
+    versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+    return _HEAD.format(
+        summary=summary, table="\n".join(lines), absent="\n".join(absent) or "None.", rest="\n".join(rest) or "None.",
+        **versions,
+    )  # fmt: skip
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("attention_")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="model types; all of them if none is given")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/rows")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for one architecture")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin with no further one after this time")
+    parser.add_argument("--again", action="store_true", help="compare again what is known")
+    parser.add_argument("--as-is", action="store_true", help="compare nothing, write the table from what is there")
+    parser.add_argument("--output", type=Path, help="where to write the table")
+    arguments = parser.parse_args()
+    from tests.attention.sweep.architectures import architectures
+
+    names = arguments.names or list(architectures())
+    if not arguments.as_is:
+        until = time.monotonic() + 60 * arguments.minutes
+        run(names, arguments.folder, arguments.timeout, again=arguments.again, until=until)
+    paths = [arguments.folder / f"{name}.json" for name in names]
+    reports = [json.loads(path.read_text()) for path in paths if path.exists()]
+    print(dict(Counter(report["verdict"] for report in reports)))
+    if arguments.output is not None:
+        arguments.output.write_text(table(reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
