@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -179,7 +179,8 @@ def _survey(search: Search, include: Sequence[str] | None, exclude: Sequence[str
     refused = [Refusal(name, _type_of(search, name), *search.why(name)) for name in names]
     known = [layer.name for layer in layers] + names
     _check_patterns("include", include, known)
-    _check_patterns("exclude", exclude, known)
+    # What a forward showed to attend may be left out, though nothing is known of it before one.
+    _check_patterns("exclude", exclude, known, others=search.places)
 
     def is_chosen(name: str) -> bool:
         return (include is None or _matches(name, include)) and not _matches(name, exclude or ())
@@ -211,9 +212,11 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_patterns(argument: str, patterns: Sequence[str] | None, names: list[str]) -> None:
+def _check_patterns(
+    argument: str, patterns: Sequence[str] | None, names: list[str], others: Iterable[str] = ()
+) -> None:
     for pattern in patterns or ():
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fnmatchcase(name, pattern) for name in (*names, *others)):
             listed = ", ".join(names) or "none"
             raise MisconfigurationError(
                 f"`{argument}` has the pattern {pattern!r}, which matches no attention layer. There are: {listed}."

@@ -231,12 +231,7 @@ class WatchedLayers:
     def _leave_out(self, told: Mapping[str, str]) -> None:
         self._contradicted |= told
         kinds = {layer.name: type(layer.module).__name__ for layer in self.all}
-        refusals = [
-            Refusal(name, kinds[name], f"The heads of `{name}` ({kinds[name]}) are left out: {why}. Describe it with "
-                    f"`register_layout`, or skip it with exclude=[{name!r}].")
-            for name, why in told.items()
-        ]  # fmt: skip
-        self.refused = (*self.refused, *refusals)
+        self.refused = (*self.refused, *(Refusal(name, kinds[name], why) for name, why in told.items()))
 
     def _found_in(self, observer: AttentionObserver, *, is_first: bool) -> list[AttentionLayer]:
         """Find the layers that the forward shows: claimed by names, refused before it, or looked at by nobody."""
@@ -277,7 +272,7 @@ class WatchedLayers:
             warnings.warn(alike[0].message + more, UnsupportedAttentionWarning, stacklevel=6)
         self.refused = (
             *self.refused,
-            *(Refusal(users_name(one.name), one.module_type, one.message) for one in found if not one.layer),
+            *(Refusal(users_name(one.name), one.module_type, one.reason) for one in found if not one.layer),
         )
 
     def _is_chosen(self, name: str) -> bool:

@@ -152,6 +152,7 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
         return True
     if core.axes is None:
         return any(count % length == 0 for count in tokens for length in (core.queries, core.keys) if length)
+    tokens |= {one + other for one in tokens for other in tokens}  # two streams attend together
     return bool(tokens & {core.axes.sequences * core.queries, core.axes.sequences * core.keys})
 
 

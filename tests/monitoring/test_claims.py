@@ -1,0 +1,180 @@
+"""Claims about heads are judged by the first forward that is read, and attention that is not watched is named."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hdi_callback import HeadDiversityMonitor
+from hdi_callback.errors import MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning
+from tests.models import Attention
+
+H, D, B, T = 4, 16, 2, 6
+
+
+class TakesAnObject(nn.Module):
+    """Attention under usual names, of inputs that nobody can make up, with the heads that it is told to have."""
+
+    def __init__(self, heads: int = H, claimed: int = H) -> None:
+        super().__init__()
+        self.num_heads, self.heads = claimed, heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, batch):
+        x = batch["states"].tensor
+        q, k, v = (
+            one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+
+class States:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module, runs: int | None = None) -> None:
+        super().__init__()
+        self.blocks, self.runs = nn.ModuleList(blocks), runs
+
+    def forward(self, states):
+        x = states.tensor
+        for block in self.blocks[: self.runs]:
+            x = x + block({"states": States(x)} if isinstance(block, (TakesAnObject, Mixing)) else x)
+        return x
+
+
+def step(monitor: HeadDiversityMonitor, model: nn.Module, number: int):
+    monitor.arm()
+    model(States(torch.randn(B, T, D))).sum().backward()
+    return monitor.measure(number).record()
+
+
+def test_a_claim_by_names_is_published_from_the_forward_on_that_confirms_it():
+    model = Model(TakesAnObject(), TakesAnObject(), runs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = HeadDiversityMonitor(model)
+        assert "could not be run" in str(caught[0].message)
+    with monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert monitor.layers == ()
+        assert monitor.measure(0).record().layers == {}, "nothing is published before a forward"
+        record = step(monitor, model, 1)
+        assert list(record.layers) == ["blocks.0"]
+        assert "hdi" in record.layers["blocks.0"].values
+        model.runs = 2
+        record = step(monitor, model, 2)
+        assert list(record.layers) == ["blocks.0", "blocks.1"]
+        assert all("hdi" in layer.values for layer in record.layers.values())
+        assert [layer.name for layer in monitor.layers] == ["blocks.0", "blocks.1"]
+        assert monitor.refused == ()
+
+
+def test_a_claim_by_names_that_the_forward_contradicts_is_never_published():
+    model = Model(TakesAnObject(heads=2, claimed=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with HeadDiversityMonitor(model, metrics=["hdi", "hdi_query"]) as monitor:
+            record = step(monitor, model, 0)
+            heads = [layer.num_heads for layer in monitor.layers]
+    assert heads == [2], "as the forward shows"
+    assert len(record.layers) == 1
+
+
+class Mixing(nn.Module):
+    """Attention whose heads mix before they reach the softmax, in a module that is called otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(D, D) for _ in range(4))
+        self.mix = nn.Linear(H, H)
+
+    def forward(self, batch):
+        x = batch["states"].tensor
+        q, k, v = (one(x).unflatten(-1, (H, -1)).transpose(1, 2) for one in (self.a, self.b, self.c))
+        scores = self.mix((q @ k.mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.d((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def told(model: nn.Module, **options) -> tuple[list[str], HeadDiversityMonitor]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with HeadDiversityMonitor(model, **options) as monitor:
+            for number in range(2):
+                step(monitor, model, number)
+    return [str(one.message) for one in caught if issubclass(one.category, UnsupportedAttentionWarning)], monitor
+
+
+def test_attention_that_is_not_watched_is_named_once_with_its_module():
+    messages, monitor = told(Model(Attention(D, H), Mixing()))
+    assert [layer.name for layer in monitor.layers] == ["blocks.0"]
+    (message,) = messages
+    assert "blocks.1" in message
+    assert any(refusal.name.startswith("blocks.1") for refusal in monitor.refused)
+
+
+@pytest.mark.parametrize("patterns", [{"include": ["blocks.0"]}, {"exclude": ["blocks.1*"]}])
+def test_nothing_is_said_of_attention_that_was_left_out(patterns):
+    messages, _ = told(Model(Attention(D, H), Mixing()), **patterns)
+    assert messages == []
+
+
+def test_nothing_is_said_where_all_attention_is_watched():
+    messages, monitor = told(Model(Attention(D, H), nn.Sequential(Attention(D, H))))
+    assert messages == []
+    assert len(monitor.layers) == 2
+
+
+class Unnamed(nn.Module):
+    """Attention under names that say nothing, of inputs that nobody can make up: nothing is found before a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, states):
+        q, k, v = (one.unflatten(-1, (H, -1)).transpose(1, 2) for one in self.a(states.tensor).chunk(3, -1))
+        return self.b(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_heads_that_only_the_first_forward_shows_are_no_reason_to_end(is_strict):
+    model = Unnamed()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with HeadDiversityMonitor(model, strict=is_strict) as monitor:
+            assert monitor.layers == ()
+            record = step(monitor, model, 0)
+    (layer,) = monitor.layers
+    assert layer.num_heads == H
+    assert torch.equal(layer.weight("key").flatten(0, 1), model.a.weight[D : 2 * D])
+    assert "hdi" in record.layers[layer.name].values
+    assert not any("nothing to watch" in str(one.message) for one in caught)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, states):
+        return self.b(self.a(states.tensor).relu())
+
+
+def test_a_model_that_attends_nowhere_is_told_of_at_the_first_forward():
+    model = Mlp()
+    with pytest.warns(MonitoringWarning, match="The first forward that is read is looked at"):
+        monitor = HeadDiversityMonitor(model)
+    with monitor, pytest.warns(MonitoringWarning, match="nothing to watch"):
+        step(monitor, model, 0)
+    with pytest.warns(MonitoringWarning, match="is looked at"):
+        monitor = HeadDiversityMonitor(model, strict=True)
+    with monitor, pytest.raises(NothingToWatchError):
+        step(monitor, model, 0)
