@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSearch, Refusal, survey
+from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.observe import AttentionObserver, Unexplained
 from hdi_callback.attention.sharding import Sharding, as_if_whole
 from hdi_callback.attention.wrappers import inner_model, users_name
@@ -194,7 +195,9 @@ class WatchedLayers:
             with self._warn_once.guard("checking heads"):
                 self._judge(observer, is_first=is_first)
             with self._warn_once.guard("looking for heads"):
-                self._admit(self._found_in(observer, is_first=is_first))
+                with isolated(self._model, keeps_defaults=True):
+                    found = self._found_in(observer, is_first=is_first)
+                self._admit(found)
             with self._warn_once.guard("accounting for attention"):
                 self._say_what_is_unexplained(observer)
         if is_first and not self.watched and (self._is_strict or not self.all):  # else it was said what is left out
@@ -206,7 +209,8 @@ class WatchedLayers:
         assert self._check is not None
         # A module whose projections are spread over ranks may count the heads of its own rank alone.
         spread = {one.name for one in self.all if any(self.sharding.is_sharded(one, role) for role in one.slices)}
-        verdicts = {name: one for name, one in observer.verdicts(self.all).items() if name not in spread}
+        with isolated(self._model, keeps_defaults=True):
+            verdicts = {name: one for name, one in observer.verdicts(self.all).items() if name not in spread}
         shown = {name: one.sentence for name, one in verdicts.items() if one.state == "contradicted"}
         tried: dict[str, str] = {}
         if is_first:  # what observation leaves open or contradicts is run again, with the same inputs
@@ -261,7 +265,8 @@ class WatchedLayers:
         """Name the attention that ran and is not watched, once for each kind of module."""
         refused = {refusal.name for refusal in self.refused}
         told = [path for path, _ in self._model.named_modules() if users_name(path) in refused]
-        seen = [one for one in observer.unexplained(self.all, told=told) if self._is_chosen(users_name(one.name))]
+        with isolated(self._model, keeps_defaults=True):
+            seen = [one for one in observer.unexplained(self.all, told=told) if self._is_chosen(users_name(one.name))]
         found = [one for one in seen if one.name not in self._unexplained]
         self._unexplained |= {one.name for one in found}
         kinds: dict[tuple[str, str], list[Unexplained]] = {}

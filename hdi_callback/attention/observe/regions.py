@@ -28,19 +28,19 @@ def closed_reason(module: nn.Module) -> str | None:
     Returns:
         The reason; None if it can be observed.
     """
-    kind = type(module)
-    if getattr(module, "_compiler_ctx", None) is not None:  # Lightning's name for what was compiled
+    kind, own = type(module), vars(module)  # a `__getattr__` of the user's is not asked
+    if own.get("_compiler_ctx") is not None:  # Lightning's name for what was compiled
         return _COMPILED
-    if getattr(module, "_compiled_call_impl", None) is not None or kind.__name__ == "OptimizedModule":
+    if own.get("_compiled_call_impl") is not None or kind.__name__ == "OptimizedModule":
         return _COMPILED
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted, and what TorchScript runs cannot be seen"
     if isinstance(module, nn.DataParallel):
         return "nn.DataParallel runs copies of it in other threads"
-    forward: Any = vars(module).get("forward", kind.forward)
+    forward: Any = own.get("forward", kind.forward)
     if _is_compiled(forward):
         return _COMPILED
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    implementation = getattr(own.get("config"), "_attn_implementation", None)
     if implementation == "flex_attention" and _calls_attention_interface(kind):
         return "its attention is flex_attention, which is compiled"
     name = _compiled_function_of(kind)

@@ -154,7 +154,7 @@ class _Detour:
     """A `forward` of one instance that runs with the mode taken off; a copy of the module is without it."""
 
     def __init__(self, window: Window, module: nn.Module) -> None:
-        has_compiled = getattr(module, "_compiled_call_impl", None) is not None
+        has_compiled = vars(module).get("_compiled_call_impl") is not None
         self._window, self._module = window, module
         self._name = "_compiled_call_impl" if has_compiled else "forward"
         self._is_own, self._was = self._name in module.__dict__, module.__dict__.get(self._name)
