@@ -447,7 +447,8 @@ class WithoutAttention(LitClassifier):
 
 
 def test_a_model_without_attention_is_a_warning_or_an_error_when_strict(tmp_path):
-    with pytest.raises(MisconfigurationError, match=r"WithoutAttention.*Embedding"):
+    looks = pytest.warns(MonitoringWarning, match="The first forward that is read is looked at")
+    with looks, pytest.raises(MisconfigurationError, match=r"WithoutAttention.*Embedding"):
         trainer_for(tmp_path, HDICallback(strict=True)).fit(WithoutAttention(), batches(count=2))
     with pytest.warns(MonitoringWarning, match=r"nothing to watch.*Embedding"):
         trainer_for(tmp_path, HDICallback()).fit(WithoutAttention(), batches(count=2))
