@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Of the same release as the torch in constraints.txt; only the zoo needs them.
 VISION := timm==1.0.31 torchvision==0.28.0
 
-.PHONY: demo test slow lint types docs check theory bench evidence zoo promise lower-bounds clean
+.PHONY: demo test slow lint types docs check theory bench evidence faults zoo promise lower-bounds clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -57,6 +57,11 @@ evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that 
 	done
 	$(BIN)/python -m tests.experiments.collapse.interventions --output docs/benchmarks/interventions.md
 	$(BIN)/python -m tests.experiments.low_diversity --output docs/benchmarks/low-diversity.md
+
+faults: $(INSTALLED)  ## Try 40 faults on small trainings, side by side with other monitors (hours; resumable).
+	$(BIN)/python -m tests.experiments.faults.run --part looked-at
+	$(BIN)/python -m tests.experiments.faults.run --part confirming $(or $(ARGS),--rounds 3 --healthy 40)
+	$(BIN)/python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz
 
 zoo: $(INSTALLED)  ## Examine transformers, timm and packages of others; writes docs/supported-models.md (resumable).
 	$(BIN)/python -m pip install --quiet --no-deps $(VISION) --requirement tests/attention/sweep/packages.txt

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -160,12 +161,14 @@ class DiversityPenalty(WhileItStands):
 
 
 class ReviveHeads(Intervention):
-    """Give the redundant head of a pair a new subspace to look in.
+    """Give the redundant heads of a group a new subspace to look in.
 
-    Of the two heads the one that contributes less gets fresh key and query weights, as far from the other heads' as
-    there is room, and at their scale. What it contributed is given to the other head, and its own output slice set to
-    zero, so that the layer computes what it did if the two attended alike. Its entries in the optimizer's state are
-    cleared. Under grouped-query attention a key head is revived together with its query heads.
+    Of each group of heads that are alike all but the one that contributes most get fresh key and query weights, as far
+    from the other heads' as there is room, and at their scale. What they contributed is given to that head, and their
+    own output slices are set to zero, so that the layer computes what it did if they attended alike. Their entries in
+    the optimizer's state are cleared. Under grouped-query attention a key head is revived together with its query
+    heads, and query heads that score alike (the rule "merged scores") are given fresh queries alone. It goes on at
+    later readings for as long as the alert stands.
 
     Before anything is written the share of the head's output that would be lost is estimated from the weights, see
     `handover_loss`: what the other head's values cannot express, and what it does not look at. A head that would lose
@@ -175,7 +178,7 @@ class ReviveHeads(Intervention):
     Args:
         seed: of the random numbers, which come from a generator of its own, the same on every rank.
         max_loss: largest share of a head's output, in [0, 1], that may be lost in the hand-over; 1 for any.
-        options: see `Intervention`; by default it answers the rule "worst pair".
+        options: see `Intervention`; by default it answers the rules "worst pair" and "merged scores".
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -183,7 +186,7 @@ class ReviveHeads(Intervention):
 
     name = "ReviveHeads"
     waits_for_change = True
-    rules = ("worst pair",)
+    rules = ("worst pair", "merged scores")
     at_most = 16
     _ROLES: ClassVar[tuple[Role, ...]] = ("query", "key", "value", "output")
 
@@ -191,6 +194,7 @@ class ReviveHeads(Intervention):
         super().__init__(**options)
         self.seed = whole_number("seed of ReviveHeads", seed, least=0, example=0)
         self.max_loss = number("max_loss of ReviveHeads", max_loss, above=0, below=1, includes="[]", example=0.1)
+        self._refused: set[tuple[str, str, tuple[int, ...]]] = set()
 
     def check(self) -> None:
         """Refuse layers whose heads cannot be written in place."""
@@ -212,35 +216,60 @@ class ReviveHeads(Intervention):
 
     @torch.no_grad()
     def act(self, alert: Alert) -> Action | None:
-        """Revive one head of the pair; of heads that are all alike, all but one."""
+        """Revive, of each group of heads that are alike, all but the one that contributes most."""
         layer = self.training.layers.get(alert.layer)
-        if layer is None or layer.num_key_heads < 2:
+        if layer is None:
             return None
-        heads = alert.finding.heads or tuple(range(layer.num_key_heads))
+        of_queries = _names_query_heads(alert, layer)
+        heads = layer.num_heads if of_queries else layer.num_key_heads
+        if heads < 2:
+            return None
+        groups = alert.finding.groups or (alert.finding.heads or tuple(range(heads)),)
         strength = self._strength(layer)
-        stays = max(heads, key=lambda head: float(strength[head]))
-        losses = {head: self._loss(layer, head, stays) for head in heads if head != stays}
-        leaving = [head for head, lost in losses.items() if lost <= self.max_loss]  # NaN is not
-        kept = {head: lost for head, lost in losses.items() if head not in leaving}
-        if not leaving:
-            return self._refusal(alert, self._left(kept, stays), heads=list(kept), stays=stays, lost=max(kept.values()))
-        lost = max(losses[head] for head in leaving)
-        left = f"; {self._left(kept, stays)}" if kept else ""
-        done = f"assigned fresh key and query weights to head {_listed(leaving)}"
+        if of_queries:
+            strength = self._strength_of_members(layer)
+        parts: list[_Part] = []
+        for group in groups:
+            stays = max(group, key=lambda head: float(strength[head]))
+            losses = {head: self._loss(layer, head, stays, of_queries) for head in group if head != stays}
+            leaving = [head for head, lost in losses.items() if lost <= self.max_loss]  # NaN is not
+            kept = {head: lost for head, lost in losses.items() if head not in leaving}
+            parts.append(_Part(stays, leaving, max((losses[head] for head in leaving), default=0.0), kept))
+        left = "; ".join(self._left(part.kept, part.stays) for part in parts if part.kept)
+        acting = [part for part in parts if part.leaving]
+        if not acting:
+            self._refused.add((alert.layer, alert.rule, alert.finding.heads))
+            first = parts[0]
+            kept = {head: lost for part in parts for head, lost in part.kept.items()}
+            return self._refusal(alert, left, heads=list(kept), stays=first.stays, lost=max(kept.values()))
+        leaving = [head for part in acting for head in part.leaving]
+        lost = max(part.lost for part in acting)
+        stays = acting[0].stays
+        what = "query" if of_queries else "key and query"
+        done = f"assigned fresh {what} weights to head {_listed(leaving)}"
+        after = f"; {left}" if left else ""
         if self.dry_run:
-            return self._action(alert, f"{done}{left}", heads=leaving, stays=stays, lost=lost)
+            return self._action(alert, f"{done}{after}", heads=leaving, stays=stays, lost=lost)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {alert.step} {alert.layer}".encode()))
         with self._all_or_nothing(layer):
-            for head in leaving:
-                self._revive(layer, head, stays, generator)
+            for part in acting:
+                for head in part.leaving:
+                    self._revive(layer, head, part.stays, generator, of_queries)
+        taken = _listed(list(dict.fromkeys(part.stays for part in acting)))
         return self._action(
             alert,
-            f"{done}, and its part in the output to head {stays} (about {100 * lost:.0f} % of it could not be handed "
-            f"over){left}",
+            f"{done}, and its part in the output to head {taken} (about {100 * lost:.0f} % of it could not be handed "
+            f"over){after}",
             heads=leaving,
             stays=stays,
             lost=lost,
         )
+
+    def go_on(self, alert: Alert) -> Action | None:
+        """Revive again while the alert stands, unless it was refused for these heads."""
+        if (alert.layer, alert.rule, alert.finding.heads) in self._refused:
+            return None
+        return self.answer(alert)
 
     def _left(self, losses: Mapping[int, float], stays: int) -> str:
         shares = ", ".join(f"{100 * lost:.0f} %" for lost in losses.values())
@@ -257,15 +286,20 @@ class ReviveHeads(Intervention):
         maps = values.repeat_interleave(group, 0).mT @ outputs  # (H, d_in, d)
         return maps.square().sum((-2, -1)).view(-1, group).sum(-1)
 
-    def _loss(self, layer: AttentionLayer, head: int, stays: int) -> float:
-        """Estimate the share of a key head's output that is lost if another takes it over; that of its worst member."""
+    def _strength_of_members(self, layer: AttentionLayer) -> Tensor:
+        """How much each query head can contribute."""
+        group = layer.num_heads // layer.num_key_heads
+        maps = layer.weight("value").double().repeat_interleave(group, 0).mT @ layer.weight("output").double()
+        return maps.square().sum((-2, -1))
+
+    def _loss(self, layer: AttentionLayer, head: int, stays: int, of_queries: bool = False) -> float:
+        """Estimate the share of a head's output that is lost if another takes it over; that of its worst member."""
         queries, keys = layer.weight("query"), layer.weight("key")
         biases = _query_biases(layer)
         normed = is_normed(layer, "query") or is_normed(layer, "key")
         group = layer.num_heads // layer.num_key_heads
         losses = []
-        for member in range(group):
-            leaving, staying = head * group + member, stays * group + member
+        for leaving, staying in _members(head, stays, group, of_queries):
             if not layer.weight("output")[leaving].any():
                 losses.append(0.0)  # it gives nothing
                 continue
@@ -273,7 +307,7 @@ class ReviveHeads(Intervention):
                 return 1.0
             agreement = attention_agreement(
                 (queries[staying], queries[leaving]),
-                (keys[stays], keys[head]),
+                (keys[staying // group], keys[leaving // group]),
                 None if biases is None else (biases[staying], biases[leaving]),
                 is_normed=normed,
             )
@@ -287,11 +321,12 @@ class ReviveHeads(Intervention):
         both = None if biases is None else (biases[stays], biases[head])
         return fold_head((values[stays], values[head]), (outputs[staying], outputs[leaving]), both)
 
-    def _revive(self, layer: AttentionLayer, head: int, stays: int, generator: torch.Generator) -> None:
+    def _revive(
+        self, layer: AttentionLayer, head: int, stays: int, generator: torch.Generator, of_queries: bool = False
+    ) -> None:
         outputs, constant = layer.weight("output"), _output_bias(layer)
         group = layer.num_heads // layer.num_key_heads
-        for member in range(group):
-            leaving, staying = head * group + member, stays * group + member
+        for leaving, staying in _members(head, stays, group, of_queries):
             folded = self._fold(layer, leaving, staying)
             outputs[staying] = folded.output
             if constant is not None:
@@ -301,6 +336,8 @@ class ReviveHeads(Intervention):
             queries = layer.weight("query")
             queries[leaving] = fresh_head(queries, leaving, generator=generator)
             self._forget(layer, queries[leaving])
+        if of_queries:
+            return
         keys = layer.weight("key")
         keys[head] = fresh_head(keys, head, generator=generator)
         self._forget(layer, keys[head])
@@ -334,6 +371,29 @@ class ReviveHeads(Intervention):
                 if isinstance(kept, Tensor) and _lie_alike(kept, owner):
                     offset = kept.storage_offset() + part.storage_offset() - owner.storage_offset()
                     kept.as_strided(part.shape, part.stride(), offset).zero_()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is done to one group: which head stays, which leave, what is lost, and which are kept with their loss."""
+
+    stays: int
+    leaving: list[int]
+    lost: float
+    kept: dict[int, float]
+
+
+def _names_query_heads(alert: Alert, layer: AttentionLayer) -> bool:
+    """Whether an alert counts the query heads of a layer whose keys are shared."""
+    is_grouped = layer.num_heads != layer.num_key_heads
+    return is_grouped and (alert.finding.metric or "").startswith(("circuit_", "attention_"))
+
+
+def _members(head: int, stays: int, group: int, of_queries: bool) -> list[tuple[int, int]]:
+    """Pair the query heads that leave with those that stay."""
+    if of_queries:
+        return [(head, stays)]
+    return [(head * group + member, stays * group + member) for member in range(group)]
 
 
 def _query_biases(layer: AttentionLayer) -> Tensor | None:

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback import find_attention
-from hdi_callback.core import diversity_penalty, head_diversity
+from hdi_callback.core import diversity_penalty, head_diversity, qk_circuits
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts import Alert, Finding
 from hdi_callback.monitoring.interventions import DiversityPenalty, ReviveHeads
 from tests.attention.models import Grouped as LlamaLike
 from tests.experiments.collapse.models import Attention as GroupedAttention
@@ -519,3 +520,73 @@ def test_heads_whose_values_are_normed_are_refused_before_training():
     model.attn.v_proj = nn.Sequential(model.attn.v_proj, nn.RMSNorm(64, elementwise_affine=False))
     with pytest.raises(MisconfigurationError, match="a norm follows its values"):
         ReviveHeads().attach(Open(model))
+
+
+# --- groups
+
+
+def grouped_alert(layer: str, groups, rule="worst pair", metric="hdi_worst_alignment", step=100) -> Alert:
+    heads = tuple(sorted(head for group in groups for head in group))
+    return Alert(step, layer, rule, "warning", "", Finding("", heads=heads, groups=groups, metric=metric))
+
+
+def test_of_each_group_one_head_stays_and_takes_over():
+    torch.manual_seed(0)
+    model = nn.Sequential(GroupedAttention(Shape(heads=8, key_heads=8, width=64)))
+    (layer,) = find_attention(model)
+    with torch.no_grad():
+        for role in ("query", "key", "value"):
+            weight = layer.weight(role)
+            weight[[4, 6]] = weight[1].clone()
+            weight[7] = weight[2]
+    x = torch.randn(2, 12, 64)
+    before = model(x)
+    revive = ReviveHeads()
+    revive.attach(Open(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    action = revive.answer(grouped_alert(layer.name, ((1, 4, 6), (2, 7))))
+    assert len(action.facts["heads"]) == 3
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    cosine = qk_circuits(layer.weight("query"), layer.weight("key"))
+    assert float(cosine.worst) < 0.3, "none of them attends like another any more"
+    assert head_diversity(layer.weight("key")).worst_alignment < 0.3
+
+
+def test_query_heads_that_score_alike_under_one_key_get_queries_of_their_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(GroupedAttention(Shape(heads=8, key_heads=2, width=64)))
+    (layer,) = find_attention(model)
+    with torch.no_grad():
+        layer.weight("query")[[1, 3]] = layer.weight("query")[0].clone()
+    x, keys = torch.randn(2, 12, 64), layer.weight("key").detach().clone()
+    before = model(x)
+    assert float(qk_circuits(layer.weight("query"), layer.weight("key")).worst) > 0.99
+    revive = ReviveHeads()
+    revive.attach(Open(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    action = revive.answer(grouped_alert(layer.name, ((0, 1, 3),), "merged scores", "circuit_qk_worst"))
+    assert "fresh query weights" in action.message
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    assert torch.equal(layer.weight("key"), keys)
+    assert float(qk_circuits(layer.weight("query"), layer.weight("key")).worst) < 0.5
+
+
+def test_it_goes_on_while_an_alert_stands_and_not_where_it_was_refused():
+    torch.manual_seed(0)
+    model = nn.Sequential(GroupedAttention(Shape(heads=8, key_heads=8, width=64)))
+    (layer,) = find_attention(model)
+    with torch.no_grad():
+        for role in ("query", "key", "value"):
+            layer.weight(role)[1] = layer.weight(role)[0]
+    revive = ReviveHeads()
+    revive.attach(Open(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    told = grouped_alert(layer.name, ((0, 1),))
+    assert not revive.answer(told).is_refusal
+    with torch.no_grad():  # training has pulled them together again
+        for role in ("query", "key", "value"):
+            layer.weight(role)[1] = layer.weight(role)[0]
+    assert not revive.go_on(told).is_refusal
+    assert revive.count == 2
+    with torch.no_grad():
+        for role in ("query", "key", "value", "output"):
+            layer.weight(role)[:2] = torch.randn_like(layer.weight(role)[:2])
+    assert revive.go_on(told).is_refusal
+    assert revive.go_on(told) is None

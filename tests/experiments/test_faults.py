@@ -1,0 +1,109 @@
+"""The comparison of monitors does what it says, on a few steps and on runs whose answer is known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.experiments.faults import plan, report, run
+from tests.experiments.faults.faults import FAULTS
+from tests.experiments.faults.monitors import MONITORS, alarm_of, alarm_of_rules
+from tests.experiments.faults.plan import HEALTHY, Job
+from tests.experiments.faults.trainings import BASES, PROVOKED
+
+
+def test_the_plan_holds_what_is_asked_of_it_and_looked_at_seeds_confirm_nothing():
+    looked_at, confirming = plan.plan("looked-at"), plan.plan("confirming", rounds=3, healthy=40)
+    assert not {job.seed for job in looked_at} & {job.seed for job in confirming}
+    assert len({job.name for job in confirming}) == len(confirming)
+    assert sum(job.kind == HEALTHY for job in confirming) >= 300
+    assert len(FAULTS) >= 25
+    assert sum(fault.is_cause for fault in FAULTS.values()) >= 10
+    assert {base.task for base in BASES.values()} == {"text", "digits", "table", "reversal"}
+    assert {base.optimizer for base in BASES.values()} == {"adamw", "sgd", "muon"}
+    for kind in FAULTS:
+        assert sum(job.kind == kind for job in confirming) == 3
+
+
+def test_an_early_end_leaves_no_kind_out():
+    first_round = plan.plan("confirming")[: len(BASES) + len(PROVOKED) + len(FAULTS)]
+    assert {job.kind for job in first_round} == {HEALTHY, *FAULTS}
+    assert {job.base for job in first_round if job.kind == HEALTHY} == {*BASES, *PROVOKED}
+
+
+def test_a_run_is_made_once_and_holds_what_the_report_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "STEPS", 4)
+    calls = []
+    short = run.train
+    monkeypatch.setattr(run, "train", lambda job: calls.append(job) or short(job, 12))
+    job = Job("queries merge", "table", 3)
+    assert run.run(job, tmp_path)
+    assert not run.run(job, tmp_path)
+    assert len(calls) == 1
+    (result,) = report.read(tmp_path)
+    assert (result["kind"], result["base"], len(result["losses"])) == ("queries merge", "table", 12)
+    assert [reading["step"] for reading in result["readings"]] == [0, 5, 10]
+    for name in MONITORS:
+        assert all(len(pair) == 2 for pair in MONITORS[name](result)), name
+    assert dict(MONITORS["attention: largest score"](result))[10] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_every_fault_acts_and_is_written(kind, monkeypatch, tmp_path):
+    from tests.experiments.faults import faults
+
+    monkeypatch.setattr(faults, "START", 2)
+    base = next(name for name in BASES if any(word in name for word in FAULTS[kind].bases))
+    healthy = run.train(Job(HEALTHY, base, 5), 6)
+    fault = FAULTS[kind]
+    monkeypatch.setitem(run.FAULTS, kind, faults.Fault(**{**vars(fault), "start": min(2, fault.start)}))
+    faulty = run.train(Job(kind, base, 5), 6)
+    assert json.dumps(faulty)
+    assert faulty["losses"] != healthy["losses"]
+
+
+def twin(validation, **more):
+    return {"kind": HEALTHY, "base": "text", "seed": 0, "validation": validation, "losses": [1.0] * 30, "alerts": [],
+            "gradients": [1.0] * 30, "norms": [1.0] * 6, "readings": [], **more}  # fmt: skip
+
+
+def test_the_loss_has_left_when_it_is_above_all_twins_twice():
+    twins = [twin([6.0, 5.0, 4.0, 3.0, 3.0, 3.0]), twin([6.0, 5.0, 4.2, 3.1, 3.0, 3.0])]
+    assert report.departure(twin([9.0, 5.0, 4.24, 3.16, 3.0, 3.04]), twins, 0) is None
+    assert report.departure(twin([6.0, 5.0, 4.5, 3.1, 3.2, None]), twins, 0) == 20
+    assert report.departure(twin([6.0, 5.0, 9.0, 9.0, 9.0, 9.0]), twins, 20) == 20
+
+
+def test_alarms_come_at_the_first_score_beyond_the_limit_and_after_the_fault():
+    scores = [(0, 3.0), (5, 0.0), (10, 2.0), (15, 5.0)]
+    assert alarm_of(scores, 2.0, 0) == 0
+    assert alarm_of(scores, 2.0, 5) == 15
+    assert alarm_of(scores, 9.0, 0) is None
+    alerts = [(5, "a", "trend", "notice"), (10, "a", "logit growth", "warning"), (15, "a", "worst pair", "warning")]
+    one = twin([], alerts=alerts)
+    assert alarm_of_rules(one, 0, default_metrics=True) == 15
+    assert alarm_of_rules(one, 0, default_metrics=False) == 10
+
+
+def test_a_loss_spike_is_one_against_its_past():
+    losses = [1.0 + 0.01 * (step % 2) for step in range(30)]
+    losses[22] = 3.0
+    scores = dict(MONITORS["loss spike"](twin([], losses=losses)))
+    assert scores[20] < 5
+    assert scores[25] > 50
+    assert dict(MONITORS["loss spike"](twin([], losses=[*losses[:22], None, *losses[23:]])))[25] == float("inf")
+
+
+def test_false_alarms_and_leads_are_counted():
+    healthy = [twin([3.0] * 6), twin([3.0] * 6, alerts=[(5, "a", "worst pair", "warning")])]
+    kind = "keys merge"
+    fault = twin([3.0] * 5 + [9.0, 9.0, 9.0, 9.0, 9.0, 9.0], kind=kind, alerts=[(40, "a", "worst pair", "warning")])
+    healthy = [{**one, "validation": [3.0] * 11} for one in healthy]
+    found = report.judge(healthy, [fault], healthy[:1])
+    assert found["false"]["rules as they ship, default metrics"] == 1
+    (row,) = found["rows"]
+    assert (row["left"], row["cost"]) == (40, 6.0)
+    text = "\n".join(report.report(found, 1))
+    assert "| rules as they ship, default metrics | 1/1 | 1/1 | 0/1 | +0 | 1/2 (below 97 %) |" in text
