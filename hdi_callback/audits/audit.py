@@ -138,8 +138,7 @@ class Audit:
             "verdict": self.verdict,
             "is_unusual": bool(self.unusual),
             "findings": [
-                {"layer": one.layer, "rule": one.rule, "level": one.level, **_plain(asdict(one.finding))}
-                for one in self.findings
+                {"layer": one.layer, "rule": one.rule, "level": one.level, **_finding(one)} for one in self.findings
             ],
             "layers": [_plain(asdict(layer)) for layer in self.layers],
             "refused": dict(self.refused),
@@ -378,6 +377,11 @@ def _summarised(facts: Mapping[str, Any], record: LayerRecord, absent: str) -> L
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _finding(alert: Alert) -> dict[str, Any]:
+    of_runs = ("since", "is_from_start")  # an audit has no time
+    return _plain({name: value for name, value in asdict(alert.finding).items() if name not in of_runs})
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,7 +148,8 @@ def load_plain(file: Path) -> dict[str, Any]:
         MisconfigurationError: if it cannot be read so.
     """
     try:
-        held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        # Files of torch before 1.6 are no archives, and cannot be mapped.
+        held = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     except Exception as error:
         said = str(error)
         if "Unsupported global" in said or "weights_only" in said.lower():

@@ -132,6 +132,12 @@ def test_a_checkpoint_of_lightning_is_built_from_its_hyperparameters(tmp_path):
     assert found.record.step == 7
 
 
+def test_a_file_of_an_early_torch_is_read_as_well(tmp_path):
+    model = Encoder()
+    torch.save(model.state_dict(), tmp_path / "a.bin", _use_new_zipfile_serialization=False)
+    assert audit(tmp_path / "a.bin", model_class=Encoder).layers == audit(model).layers
+
+
 def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     class Trap:
         def __reduce__(self):

@@ -94,6 +94,19 @@ def test_a_narrow_terminal_cuts_no_name_off():
     assert "…" not in shown
 
 
+def test_pages_are_written_where_they_are_asked_for(bad_run, good_run, tmp_path):
+    audited = run("audit", f"{__name__}:collapsed", "--html", tmp_path / "audit.html")
+    assert audited.exit_code == 1
+    assert "heads 1 and 3 are nearly one head" in (tmp_path / "audit.html").read_text()
+    both = run("report", bad_run, good_run, "-o", tmp_path / "both.html", "--title", "Two runs")
+    assert both.exit_code == 1
+    assert "<title>Two runs</title>" in (tmp_path / "both.html").read_text()
+    assert "written: " in both.stderr
+    alone = run("report", good_run, "--json", "-o", tmp_path / "good.html")
+    assert alone.exit_code == 0
+    assert json.loads(alone.stdout)["path"] == str(tmp_path / "good.html")
+
+
 def test_alerts_are_listed_from_a_step_on(bad_run):
     all_of_them = json.loads(run("alerts", bad_run, "--json").stdout)
     later = json.loads(run("alerts", bad_run, "--json", "--since", 400).stdout)

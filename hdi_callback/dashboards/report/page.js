@@ -60,6 +60,7 @@
     slider.max = Math.max(0, run.steps.length - 1);
     slider.value = state.column;
 
+    const headWord = () => (run.shared[rowOf(state.layer)] ? "key head, shared by several heads" : "head");
     const rowOf = (name) => run.layers.indexOf(name);
     const valueAt = (quantity, layer, column) => run.maps[quantity].values[rowOf(layer)][column];
     const pairAt = (layer, column) => {
@@ -186,7 +187,7 @@
       }
       Plotly.react(node, traces, base({
         width: side, height: side + 16, margin: { l: margin, r: 10, t: 6, b: margin + 16 },
-        xaxis: Object.assign({ range: [-0.5, heads - 0.5], title: { text: "head", standoff: 4 } }, axis(10 + 8 * String(heads).length)),
+        xaxis: Object.assign({ range: [-0.5, heads - 0.5], title: { text: headWord(), standoff: 4 } }, axis(10 + 8 * String(heads).length)),
         yaxis: Object.assign({ range: [heads - 0.5, -0.5] }, axis(16)),
       }), CONFIG);
       node.setAttribute("aria-label", "Map of heads by heads. " + words);
@@ -206,11 +207,11 @@
       Plotly.react(node, [{ type: "bar", x: values.map((_, head) => head), y: values, marker: { color: values.map((_, head) => (pair.includes(head) ? css(run.alerted[state.layer] ? "--ring" : "--other") : css("--accent"))) },
         hovertemplate: "head %{x}: %{y} directions<extra></extra>" }], base({
         plot_bgcolor: "rgba(0,0,0,0)", width: width(node), height: 220, margin: { l: 44, r: 14, t: 8, b: 48 }, bargap: 0.25,
-        xaxis: { tickvals: places, ticktext: places.map(String), tickangle: 0, fixedrange: true, title: { text: "head", standoff: 4 }, zeroline: false },
+        xaxis: { tickvals: places, ticktext: places.map(String), tickangle: 0, fixedrange: true, title: { text: headWord(), standoff: 4 }, zeroline: false },
         yaxis: { fixedrange: true, rangemode: "tozero", gridcolor: css("--line"), zeroline: false, nticks: 5 },
       }), CONFIG);
       const low = values.indexOf(Math.min(...values.filter((value) => value !== null)));
-      const words = state.layer + ", step " + from + ": head " + low + " uses the fewest directions (" + number(values[low], 1) + " of " + (run.widths[rowOf(state.layer)] || "its width") + ").";
+      const words = state.layer + (run.isAudit ? "" : ", step " + from) + ": head " + low + " uses the fewest directions (" + number(values[low], 1) + " of " + (run.widths[rowOf(state.layer)] || "its width") + ").";
       part("spectra-note").textContent = words;
       node.setAttribute("aria-label", "Directions over which each head spreads its energy. " + words);
     }

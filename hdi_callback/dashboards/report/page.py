@@ -125,7 +125,8 @@ def _pairs(run: RunPage) -> str:
         more = (
             f"<details><summary>{len(rows) - _MOST_ROWS} more layers</summary><table>{_HEADING}{rest}</table></details>"
         )
-    return f"<h3>The closest heads of each layer, at the end</h3><table>{_HEADING}{cells}</table>{more}"
+    when = "" if run.data["isAudit"] else ", at the end"
+    return f"<h3>The closest heads of each layer{when}</h3><table>{_HEADING}{cells}</table>{more}"
 
 
 _HEADING = (
@@ -157,7 +158,14 @@ def _spectra() -> str:
 
 def _events(data: dict[str, Any]) -> str:
     found = ""
-    if data["alerts"]:
+    if data["alerts"] and data["isAudit"]:
+        rows = "".join(
+            f"<tr><td>{_e(one['level'])}</td><td>{_e(one['layer'])}: {_e(one['what'])}{_remedy(one)}</td></tr>"
+            for one in data["alerts"]
+        )
+        count = len(data["alerts"])
+        found += f"<details><summary>Every finding ({count})</summary><table>{rows}</table></details>"
+    elif data["alerts"]:
         shown = data["alerts"]
         rows = "".join(
             f"<tr><td class='number'>{alert['step']}</td>"
@@ -176,6 +184,10 @@ def _events(data: dict[str, Any]) -> str:
         count = len(data["actions"])
         found += f"<details><summary>Every intervention ({count})</summary><table>{heading}{rows}</table></details>"
     return found
+
+
+def _remedy(finding: dict[str, Any]) -> str:
+    return f"; try {_e(finding['remedy'])}" if finding["remedy"] else ""
 
 
 def _differences(runs: Sequence[RunPage], differences: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -242,6 +242,7 @@ def _data(
         "layers": layers,
         "labels": short_names(layers),
         "heads": [_heads(last.get(name), counts.get(name, {})) for name in layers],
+        "shared": [_is_shared(counts.get(name, {})) for name in layers],
         "widths": [counts.get(name, {}).get("head_dim") for name in layers],
         "steps": [records[column[-1]].step for column in columns],
         "readings": [record.step for record in records],
@@ -303,6 +304,11 @@ def _heads(layer: LayerRecord | None, facts: Mapping[str, Any]) -> int:
     if layer is not None and "rank" in layer.arrays:
         return len(layer.arrays["rank"])
     return int(facts.get("num_key_heads") or facts.get("num_heads") or 0)
+
+
+def _is_shared(facts: Mapping[str, Any]) -> bool:
+    """Tell whether several heads have one key, so that key heads are compared."""
+    return facts.get("num_key_heads") not in (None, facts.get("num_heads"))
 
 
 def _alert(alert: Alert) -> dict[str, Any]:

@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from hdi_callback import report
+from hdi_callback import audit, report
 from tests.browser import Browser
 from tests.dashboards.report.synthetic import write_run
 
@@ -22,6 +24,22 @@ TEXTS = Path(__file__).parents[2].joinpath("texts.js").read_text()
 def browser():
     with Browser() as one:
         yield one
+
+
+def _grouped() -> nn.Module:
+    """Sixteen heads that share eight keys, of which two are nearly one in layer 5."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8, intermediate_size=32,
+        vocab_size=16,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        keys = model.model.layers[5].self_attn.k_proj.weight
+        keys[8:12] = keys[20:24] + 1e-4 * torch.randn(4, 64)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +58,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     found = {
         name: report(folder / name, path=folder / f"{name}.html").path for name in ("small", "good", "deep", "three")
     }
+    found["audit"] = report(audit(_grouped()), path=folder / "audit.html").path
     found["both"] = report(folder / "small", folder / "good", path=folder / "both.html").path
     return found
 
@@ -49,7 +68,7 @@ def show(browser: Browser, page: Path, width: int = 1440, *, dark: bool = False)
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("name", ["small", "good", "deep", "both"])
+@pytest.mark.parametrize("name", ["small", "good", "deep", "both", "audit"])
 def test_no_text_is_cut_off_or_covered_and_nothing_goes_wrong(browser, pages, name, width):
     show(browser, pages[name], width)
     assert browser.value(f"(() => {{ {TEXTS} return texts.cutOff(); }})()") == []
@@ -87,6 +106,15 @@ def test_the_layer_and_the_pair_are_seen_at_once(browser, pages, name, layer, pa
     heads = browser.value("document.querySelector('.heads-map').data[0].z")
     assert heads[pair[0]][pair[1]] > 0.95
     assert sum(value is not None and value > 0.8 for row in heads for value in row) == 2
+
+
+def test_the_page_of_an_audit_shows_the_layer_and_the_pair(browser, pages):
+    show(browser, pages["audit"], 390)
+    assert "layers.5.self_attn: heads 2 and 5" in browser.value("document.querySelector('.verdict').innerText")
+    rows = browser.value("document.querySelector('.layers-map').data[0].z.map((row) => row[0])")
+    assert [row for row, value in enumerate(rows) if value > 0.8] == [5]
+    assert sorted(browser.value("document.querySelector('.heads-map').data.slice(-1)[0].x.concat([])")) == [2, 5]
+    assert browser.value("getComputedStyle(document.querySelector('.slider').closest('label')).display") == "none"
 
 
 def test_all_heads_that_merge_are_marked(browser, pages):
