@@ -17,7 +17,7 @@ def test_a_benchmark_writes_its_command_and_a_ratio_with_its_spread(bench, rows,
     path = tmp_path / "deep" / "report.md"
     bench.main(["--small", "--rounds", "3", "--output", str(path)])
     text = path.read_text()
-    assert f"python -m {bench.__name__} --output" in text.splitlines()[0]
+    assert f"python -m {bench.__name__} " in text.splitlines()[0]
     found = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) - ([\d.]+) \|", text, flags=re.M)
     assert len(found) == rows
     for median, low, high in found:
