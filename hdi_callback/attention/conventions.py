@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import re
+import types
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -86,12 +87,18 @@ def _holds_hidden_maps(module: nn.Module) -> bool:
 
 
 def _computes_attention(module: nn.Module) -> bool:
-    code = getattr(type(module).forward, "__code__", None)
-    if code is None:  # compiled, as by torch.jit.script
+    forward: object = type(module).forward
+    if not isinstance(forward, types.FunctionType):  # compiled, as by torch.jit.script
         graph = getattr(module, "inlined_graph", None)
         return any(f"aten::{name}" in str(graph) for name in _COMPUTES | _WEIGHS) if graph is not None else False
     if type(module).forward is nn.MultiheadAttention.forward or isinstance(module, nn.Softmax):
         return False
+    # A layer of a graph network sends its messages in methods beside its forward.
+    own = [forward, *(one for one in vars(type(module)).values() if isinstance(one, types.FunctionType))]
+    return any(_asks_for_attention(one.__code__) for one in own)
+
+
+def _asks_for_attention(code: types.CodeType) -> bool:
     called = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     if any(_ATTENDS.search(str(name)) for name in called):
         return True

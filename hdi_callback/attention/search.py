@@ -285,10 +285,21 @@ class Search:
                 self.layers[name] = replace(layer, evidence="forward")
                 self._settle(name)
         for one in observer.accounts():
+            read = self.layers.get(one.layer)
+            if one.part == "in part" and read is not None and not read.left_out:
+                self.layers[one.layer] = replace(
+                    read, left_out=self._rest_of(read, for_traces(ways.get(one.layer, ())))
+                )
             name = users_name(printable(one.core.module))
             known = (*self.reasons, *self.layers)
             if not one.layer and not any(name == o or is_inside(name, o) or is_inside(o, name) for o in known):
                 self.reasons[name] = "it computes attention whose queries, keys and values are traced to no weights", ""
+
+    def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
+        """Say what else a layer attends to, with the inputs with which it does."""
+        found = self._tracer.found_in(layer.name, layer.module, ways) or ()
+        said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
+        return said[0] if said else "tokens that other maps give"
 
     def _correct(self, layer: AttentionLayer, ways: Sequence[Inputs], seen: str) -> None:
         """Read a layer again with the inputs with which something else was seen."""

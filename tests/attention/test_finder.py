@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from hdi_callback.attention import HeadSlice, Survey, find_attention, survey
 from hdi_callback.attention.trace import kinds
+from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend
 from tests.attention.sweep.judge import Finding, claim_of, judge, merged
@@ -332,6 +333,30 @@ def test_a_deeper_model_is_not_read_more_often(depth, monkeypatch):
     assert len(find_attention(model)) == depth
     assert set(read) <= {"1.0", "1", ""}, "the first attention, what holds it, and the whole"
     assert read.count("1.0") == 1
+
+
+class TwoStreams(by_hand.Separate):
+    """Attends to tokens of a second stream, by maps of their own, where there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_k, self.add_v = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x, second=None):
+        q, k, v = self.heads(x)
+        if second is not None:
+            more = (part(second).unflatten(-1, (H, -1)) for part in (self.add_k, self.add_v))
+            k, v = (torch.cat(both, 1) for both in zip((k, v), more))
+        return self.out_proj(attend(q, k, v))
+
+
+def test_a_second_stream_that_only_a_real_forward_has_is_said_to_be_left_out():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": TwoStreams()})
+    x, second = torch.randn(2, 7, D), torch.randn(2, 5, D)
+    with pytest.warns(UnsupportedAttentionWarning, match="read in part: without .*second stream.*`add_k` and `add_v`"):
+        (layer,) = find_attention(model, forward=lambda: model["attn"](x, second))
+    assert torch.equal(layer.weight("key"), model["attn"].k_proj.weight.view(H, -1, D))
 
 
 class FromIds(nn.Module):

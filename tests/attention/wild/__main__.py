@@ -30,14 +30,14 @@ What is true of each is written down as data: the rows of each head in each weig
 one element of a weight is changed, and the softmax of the real module shows which head's scores change, of which query
 and of which key; values and outputs by silencing heads. What must be refused is disproved in the same way.
 
-The truth is held against what the package says in three ways: `find_attention(model)`; the same with `forward=`; and at
-the end of three steps of a training with `HDICallback`. *Refused* gives a reason that is true of the module;
+The truth is held against what the package says: *model* is `find_attention(model)`, *forward* the same with `forward=`,
+*training* the end of three steps of a training with `HDICallback`. *Refused* gives a reason that is true of the module;
 *refused, untrue* gives one that is not known to be; *half read* leaves a role or a stream out and does not say so;
 *missed* is neither read nor refused.
 
 {table}
 
-Written by `python -m tests.attention.wild --output docs/modules-by-hand.md` with torch {torch}.
+Written by `python -m tests.attention.wild --ways {ways} --output docs/modules-by-hand.md` with torch {torch}.
 
 ## What is not read
 """
@@ -49,7 +49,8 @@ def page(verdicts: list[Verdict], count: int) -> str:
         counts = Counter(one.verdict for one in verdicts if one.way == way)
         if counts:
             lines.append(f"| {way} | " + " | ".join(str(counts[verdict]) for verdict in VERDICTS) + " |")
-    text = _HEAD.format(count=count, table="\n".join(lines), torch=torch.__version__.split("+")[0])
+    used = ",".join(way for way in WAYS if any(one.way == way for one in verdicts))
+    text = _HEAD.format(count=count, table="\n".join(lines), ways=used, torch=torch.__version__.split("+")[0])
     rest = [one for one in verdicts if one.verdict != RIGHT]
     same: dict[tuple[str, str, str], list[str]] = {}
     for one in rest:

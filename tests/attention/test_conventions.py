@@ -1,0 +1,59 @@
+"""What looks like attention, so that it is owed a word if nothing is read of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention import find_attention, survey
+from hdi_callback.errors import UnsupportedAttentionWarning
+from tests.attention.models import D, H, attend
+
+
+class Messages(nn.Module):
+    """As a layer of a graph network: attention in a method beside the forward, and inputs that nobody can make up."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin_a, self.lin_b, self.lin_c = (nn.Linear(D, D) for _ in range(3))
+
+    def message(self, a, b, edges):
+        weights = torch.softmax((a[edges[0]] * b[edges[1]]).sum(-1), 0)
+        return torch.matmul(weights, b[edges[1]])
+
+    def forward(self, x, edges):
+        return self.message(self.lin_a(x), self.lin_b(x), edges["all"])
+
+
+class Helped(nn.Module):
+    """Attention in a function of the module's file, maps under names of its own, a dictionary for an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, batch):
+        return self.two(attend(*(part.unflatten(-1, (H, -1)) for part in self.one(batch["x"] * 1.0).chunk(3, -1)), 0))
+
+
+class Mixes(nn.Module):
+    """No attention: two maps and an input that nobody can make up."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, batch):
+        return self.two(torch.relu(self.one(batch["x"])))
+
+
+@pytest.mark.parametrize("kind", [Messages, Helped])
+def test_what_asks_for_a_softmax_and_cannot_be_run_is_not_passed_over(kind):
+    model = nn.ModuleDict({"odd": kind()})
+    with pytest.warns(UnsupportedAttentionWarning, match="`odd`.*could not be run with inputs that are made up"):
+        assert find_attention(model) == []
+
+
+def test_what_asks_for_none_is_not_reported():
+    assert survey(nn.ModuleDict({"other": Mixes()})).refused == ()
