@@ -177,7 +177,7 @@ def test_allocation_says_what_the_run_must_measure(bad_run, tmp_path):
     [
         (["audit", "no/such/place"], "There is no file or folder `no/such/place`"),
         (["audit"], "Missing argument 'MODEL'"),
-        (["audit", "x", "--jsn"], "Did you mean '--json'?"),
+        (["audit", "x", "--jsn"], "--json"),
         (["audti"], "No such command 'audti'"),
         (["alerts", "no/such/run"], "There is no file or folder `no/such/run`"),
         (["alerts", ".", "--since", "-3"], "-3 is not in the range"),
