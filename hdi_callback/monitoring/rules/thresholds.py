@@ -31,14 +31,14 @@ class Thresholds:
         trend: rise of ``-log(1 - alignment)`` that is worth a notice.
         scores: cosine of the QK circuits of two heads that is a warning. This and the following are asked only where
             their metric is measured: ``metrics=[...]``.
-        messages: cosine of the OV circuits of two heads.
+        messages: cosine of the OV circuits of two heads; off, as it told nothing that others did not.
         alike: cosine of the attention of two heads, with the uniform part taken out; off, as the heads of a healthy
             cross-attention all come to look at the same tokens.
         entropy: mean entropy of attention over log n, below which it is a warning.
         logit: largest score.
         sink: attention to one position, of the head that gives it least.
         tokens: mean cosine of two of the tokens that the layer is given.
-        contribution: share of a head in the output, below which it is a warning.
+        contribution: share of a head in the output, below which it is a warning; off, as it told nothing.
     """
 
     mean: float | None = 0.5
@@ -52,13 +52,13 @@ class Thresholds:
     tied: float | None = 1e-6
     trend: float | None = 0.05
     scores: float | None = 0.9
-    messages: float | None = 0.9
+    messages: float | None = None
     alike: float | None = None
     entropy: float | None = 0.01
     logit: float | None = 50.0
     sink: float | None = 0.9
     tokens: float | None = 0.995
-    contribution: float | None = 0.001
+    contribution: float | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
