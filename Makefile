@@ -66,6 +66,7 @@ faults: $(INSTALLED)  ## Try 40 faults on small trainings, side by side with oth
 zoo: $(INSTALLED)  ## Examine transformers, timm and packages of others; writes docs/supported-models.md (resumable).
 	$(BIN)/python -m pip install --quiet --no-deps $(VISION) --requirement tests/attention/sweep/packages.txt
 	$(BIN)/python -m tests.attention.sweep --output docs/supported-models.md $(ARGS)
+	$(BIN)/python -m tests.attention.sweep.rows --output docs/attention-rows.md
 
 lower-bounds:  ## Run the tests against the oldest dependencies that pyproject.toml admits (Python 3.10 or 3.11).
 	$(PYTHON) -m venv .venv-lower

@@ -447,10 +447,13 @@ class WithoutAttention(LitClassifier):
 
 
 def test_a_model_without_attention_is_a_warning_or_an_error_when_strict(tmp_path):
-    looks = pytest.warns(MonitoringWarning, match="The first forward that is read is looked at")
-    with looks, pytest.raises(MisconfigurationError, match=r"WithoutAttention.*Embedding"):
+    looks = "The first forward that is read is looked at"
+    with (
+        pytest.warns(MonitoringWarning, match=looks),
+        pytest.raises(MisconfigurationError, match=r"WithoutAttention.*Embedding"),
+    ):
         trainer_for(tmp_path, HDICallback(strict=True)).fit(WithoutAttention(), batches(count=2))
-    with pytest.warns(MonitoringWarning, match=r"nothing to watch.*Embedding"):
+    with pytest.warns(MonitoringWarning, match=r"nothing to watch.*Embedding"), pytest.warns(match=looks):
         trainer_for(tmp_path, HDICallback()).fit(WithoutAttention(), batches(count=2))
 
 

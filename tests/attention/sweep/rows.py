@@ -193,8 +193,10 @@ def _are_equal(alone: Any, asked: Any) -> bool:
 
 
 def _are_weights(one: Tensor) -> bool:
-    """Leave out scores, and attention of one head, which some models return under the name of attentions."""
-    return one.dim() == 4 and bool((one >= 0).all()) and bool((one.sum(-1) < 1 + 1e-3).all()) and bool(one.any())
+    """Leave out scores, and means over heads, which some models return under the name of attentions."""
+    if one.dim() != 4 or (one.shape[1] > 1 and torch.equal(one, one[:, :1].expand_as(one))):  # a mean over heads
+        return False
+    return bool((one >= 0).all()) and bool((one.sum(-1) < 1 + 1e-3).all()) and bool(one.any())
 
 
 def _compare_all(
@@ -217,8 +219,10 @@ def _compare_all(
             agreed += 1
             for key, value in apart.items():
                 report["worst"][key] = max(report["worst"].get(key, 0.0), value)
+    # Where fewer come back than are read, what is left may be of other layers.
+    returns_all = len(found) <= len(truths)
     for _, name, place, apart in sorted(pairs, key=lambda pair: pair[:3]):
-        if name in layers and place in places:  # both are left, and do not agree
+        if returns_all and name in layers and place in places:  # both are left, and do not agree
             layers.remove(name)
             places.remove(place)
             report["wrong"].append([way, name, apart])
