@@ -3,7 +3,12 @@
     python examples/train_gpt.py
 
 takes a few minutes on two CPU cores. It shows how `HDICallback` is added to a Lightning trainer (one line, in `main`),
-writes a TensorBoard log and an offline W&B run, and ends with a table of the layers and a figure of their trajectories.
+writes a TensorBoard log and an offline W&B run, and ends with a table of the layers, figures and a report.
+
+    python examples/train_gpt.py --collapse
+
+adds a force that draws two heads of one layer together, as a fault would. The alert names them; `ReviveHeads` gives
+one of them fresh weights, and the force ends.
 """
 
 from __future__ import annotations
@@ -27,8 +32,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hdi_callback import HDICallback, load_history
-from hdi_callback.dashboards.figures import plot_trajectories
+from hdi_callback import Alert, HDICallback, load_history, read_alerts, report
+from hdi_callback.dashboards.figures import plot_heads, plot_layers, plot_trajectories
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.interventions import ReviveHeads
 
 VOCABULARY = 256  # one token per byte
 
@@ -119,10 +126,28 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.bytes(tokens) + self.positions(places))))
 
 
+class Merging:
+    """A fault to look at: from a step on, one head's key and query weights move towards those of another."""
+
+    def __init__(self, attention: CausalSelfAttention, heads: tuple[int, int], *, begin: int, steps: int) -> None:
+        self.attention, self.heads, self.begin, self.steps = attention, heads, begin, steps
+        self.is_mended = False
+
+    @torch.no_grad()
+    def pull(self, step: int) -> None:
+        if self.is_mended or step < self.begin:
+            return
+        moved, goal = self.heads
+        for project in (self.attention.k_proj, self.attention.q_proj):
+            heads = project.weight.unflatten(0, (self.attention.num_heads, -1))
+            heads[moved].lerp_(heads[goal], min(1.0, 4 / self.steps))
+
+
 class LitGPT(L.LightningModule):
     def __init__(self, model: GPT, *, steps: int, learning_rate: float = 2e-3) -> None:
         super().__init__()
         self.model, self.steps, self.learning_rate = model, steps, learning_rate
+        self.fault: Merging | None = None
 
     def loss(self, window: Tensor) -> Tensor:
         return F.cross_entropy(self.model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
@@ -146,6 +171,10 @@ class LitGPT(L.LightningModule):
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_after_backward(self) -> None:
+        if self.fault is not None:
+            self.fault.pull(self.global_step)
 
     @torch.no_grad()
     def continue_text(self, beginning: str, count: int = 160) -> str:
@@ -224,6 +253,9 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="stretches of text per step")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of the run")
+    parser.add_argument(
+        "--collapse", action="store_true", help="draw two heads together, to see the alert and the cure"
+    )
     parser.add_argument("--no-wandb", action="store_true", help="write no offline W&B run")
     return parser.parse_args(argv)
 
@@ -254,6 +286,17 @@ def main(argv: list[str] | None = None) -> None:
         loggers.append(WandbLogger(save_dir=board.log_dir, project="hdi_callback", offline=True))
 
     callback = HDICallback(every_n_steps=options.every_n_steps)  # this is the line to add
+    if options.collapse:
+        attention = lit.model.blocks[options.layers // 2].attention
+        lit.fault = Merging(attention, (0, options.heads - 1), begin=options.steps // 4, steps=options.steps // 4)
+
+        def mend(alert: Alert) -> None:
+            """Whatever the cause was, somebody has to find it: here it ends with the first alert."""
+            if not alert.is_resolved and alert.level != "notice":
+                lit.fault.is_mended = True
+
+        cure = ReviveHeads(max_loss=1, rules=["worst pair"], at_most=1)
+        callback = HDICallback(every_n_steps=options.every_n_steps, on_alert=mend, interventions=[cure])
     trainer = L.Trainer(
         max_steps=options.steps,
         max_epochs=math.ceil(options.steps / len(train_batches)),
@@ -275,12 +318,25 @@ def main(argv: list[str] | None = None) -> None:
     figure = Path(board.log_dir) / "head_diversity.png"
     plot_trajectories(history).savefig(figure, dpi=110)
 
+    maps = Path(board.log_dir) / "alignment.png"
+    plot_layers(callback.history_path).savefig(maps, dpi=110)
+    pairs = maps.with_name("heads.png")
+    alerted = [alert.step for alert in read_alerts(callback.history_path) if alert.rule == "worst pair"]
+    plot_heads(callback.history_path, step=alerted[0] if alerted else None).savefig(pairs, dpi=110)
+
     print()
     print_layers(history)
+    for alert in read_alerts(callback.history_path):
+        if alert.level != "notice":
+            print(f"{'resolved' if alert.is_resolved else alert.level}: {alert.message}")
     loss, unigram = float(trainer.callback_metrics["val_loss"]), unigram_loss(train, validation)
     print(f"\nvalidation loss {loss:.3f} nats per byte; untrained {untrained:.3f}; byte frequencies give {unigram:.3f}")
     print(f"the model writes: {lit.continue_text('def ')!r}\n")
-    print(f"figure            {figure}")
+    print(f"figures           {figure}, {maps}, {pairs}")
+    try:
+        print(f"report            {report(callback.history_path).path}")
+    except MisconfigurationError as error:  # without plotly
+        print(f"no report         {error}")
     print(f"every reading     {callback.history_path}")
     programs = Path(os.path.relpath(sys.executable)).parent
     print(f"TensorBoard       {programs}/tensorboard --logdir {options.out}   (see its page Custom Scalars)")
