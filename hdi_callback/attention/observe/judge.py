@@ -146,6 +146,8 @@ def find_rows(
     for call in reversed(calls):
         for arrangement in core.samples.roles.get(role, ()):
             x = _distinct(arrangement.features)
+            if not _lie_in_groups(arrangement.features, x):
+                continue
             length = core.queries if role == "query" else core.keys
             if of_all_tokens and core.axes is not None and arrangement.tokens != core.axes.sequences * length:
                 continue
@@ -184,6 +186,12 @@ def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | Non
             if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
                 return FoundRows("output", call.name, rows, "as they are", call.is_transposed)
     return None
+
+
+def _lie_in_groups(features: Tensor, distinct: Tensor) -> bool:
+    """Tell whether heads that share a key lie side by side, which is what fewer key heads than heads say."""
+    heads, groups = features.shape[1], distinct.shape[1]
+    return heads % groups == 0 and torch.equal(features, distinct.repeat_interleave(heads // groups, 1))
 
 
 def _distinct(features: Tensor) -> Tensor:
