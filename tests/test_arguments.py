@@ -305,3 +305,13 @@ def test_what_came_is_shown_in_one_short_line_whatever_it_is():
     assert shown(Stubborn()) == "a Stubborn"
     assert shown(torch.ones(100, 100)) == "a Tensor"
     assert shown("x") == "'x'"
+
+
+def test_default_rules_in_a_list_are_passed_over_where_they_are_not_measured_and_others_are_refused():
+    assert any("circuit_qk_worst" in rule.needs for rule in rules.default_rules())
+    mine = Needy()
+    chosen = Settings(alerts=[*rules.default_rules(), mine], metrics=["default", "hdi_query"]).rules
+    assert [rule.name for rule in chosen] == [*(rule.name for rule in rules.default_rules()), "needy"]
+    with pytest.raises(MisconfigurationError, match="needs 'circuit_qk_worst', which is not measured"):
+        Settings(alerts=[rules.MergedScores()])
+    assert Settings(alerts=[rules.MergedScores()], metrics=["default", "circuit_qk_worst"]).rules

@@ -266,6 +266,8 @@ class Rule(ABC):
         name: what it looks for, in a few words; there is one alert for each layer and rule until it is over.
         needs: metrics without which it is not asked, and then neither begins nor ends an alert.
         layers: patterns of layer names that it is for; all by default.
+        is_optional: whether a callback passes it over where what it needs is not measured, as it does with what
+            `default_rules` makes; it refuses others before training.
 
     Example:
         >>> class FewEffectiveHeads(Rule):
@@ -281,6 +283,7 @@ class Rule(ABC):
     name: ClassVar[str]
     needs: Sequence[str] = ()
     layers: Sequence[str] | None = None
+    is_optional: bool = False
 
     @abstractmethod
     def judge(self, series: Series, active: Alert | None) -> Finding | None:

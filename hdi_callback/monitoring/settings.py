@@ -195,7 +195,8 @@ class Settings:
             if not callable(rules):
                 assert self.metrics is not None
                 for rule in rules:
-                    check_needs(rule.name, rule.needs, self.metrics)
+                    if not rule.is_optional:
+                        check_needs(rule.name, rule.needs, self.metrics)
             self._set("rules", rules)
         elif self.thresholds:
             raise MisconfigurationError(

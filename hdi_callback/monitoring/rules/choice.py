@@ -26,7 +26,7 @@ from hdi_callback.monitoring.rules.worst_pair import WorstPair
 
 
 def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
-    """Make the rules that are asked by default.
+    """Make the rules that are asked by default; each where what it needs is measured.
 
     Args:
         thresholds: their limits.
@@ -75,6 +75,8 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
     ]
     rules += [make(limit) for limit, make in on_levels if limit is not None]
     rules.append(FrozenHeads())
+    for rule in rules:
+        rule.is_optional = True
     return rules
 
 
