@@ -36,6 +36,20 @@ def _reports(terminalreporter, kind):
     return terminalreporter.stats.get(kind, ())
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    """Spread the quick cases of a test that is marked ``some_slow`` evenly over all of them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some_slow") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in cases.values():
+        quick = group[0].get_closest_marker("some_slow").kwargs["quick"]
+        for place, item in enumerate(group):
+            if place * quick // len(group) == (place - 1) * quick // len(group):
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield

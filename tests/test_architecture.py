@@ -161,6 +161,7 @@ def test_importing_the_callback_loads_nothing_that_lightning_does_not_load():
     assert printed.strip() == "['hdi_callback']"
 
 
+@pytest.mark.slow
 def test_nothing_in_the_package_uses_a_name_that_is_deprecated(root):
     modules = [".".join(path.relative_to(root).with_suffix("").parts) for path in source_files(root)]
     quiet = (

@@ -610,6 +610,7 @@ def test_no_tensor_is_larger_than_the_weight_or_the_budget():
     assert sizes.largest <= weight.numel()
 
 
+@pytest.mark.slow
 def test_the_peak_of_memory_is_one_copy_of_the_weight_and_the_budget():
     setup = (
         "import torch\nfrom hdi_callback.core import head_diversity\n"

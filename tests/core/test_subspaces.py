@@ -261,6 +261,7 @@ def sized_cases() -> dict[str, tuple[Tensor, float, float]]:
 SIZED = sized_cases()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SIZED)
 def test_a_layer_of_full_size_is_read_to_ten_times_the_documented_error(case):
     weight, single, double = SIZED[case]

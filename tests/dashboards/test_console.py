@@ -33,6 +33,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
     assert [line.split(":")[0].strip() for line in lines[1:]] == LAYERS
 
 
+@pytest.mark.slow
 def test_a_table_on_a_terminal(root):
     controller, terminal = pty.openpty()
     done = subprocess.Popen(
@@ -109,6 +110,7 @@ def test_a_critical_alert_is_printed_once_and_says_once_where_to_read_more(root)
     assert second == "hdi_callback critical: step 8, attn: all heads are nearly one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["-W error", "captureWarnings", "record"])
 def test_a_critical_alert_is_a_warning_for_those_who_take_warnings(root, way):
     before = {

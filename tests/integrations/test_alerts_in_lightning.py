@@ -257,6 +257,7 @@ def test_the_penalty_is_in_the_step_under_accumulation_and_clipping(tmp_path):
     assert not torch.allclose(keys(untouched), keys(acted), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_driven_collapse_is_held_off_by_the_penalty(tmp_path):
     ends = {}
     for name, chosen in (("alone", []), ("pushed", [DiversityPenalty(20.0)])):

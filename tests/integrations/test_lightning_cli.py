@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 from hdi_callback import load_history
 
 
+@pytest.mark.slow
 def test_every_argument_works_from_yaml(tmp_path, root):
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -86,6 +87,7 @@ def test_padding_and_process_group_arrive_as_yaml_writes_them(written, arrives, 
     assert (getattr(padding, "__name__", padding), measuring["process_group"]) == arrives
 
 
+@pytest.mark.slow
 def test_a_mistake_in_yaml_is_refused_before_training(tmp_path, root):
     config = tmp_path / "config.yaml"
     config.write_text("callback:\n  class_path: hdi_callback.HDICallback\n  init_args: {every_n_steps: 0}\n")

@@ -389,6 +389,7 @@ def test_a_compiled_model_is_read_at_every_due_step_with_evaluations_between(tmp
     assert list(records[0].layers) == LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_compiled_optimizer_is_read_before_its_step_if_it_is_told_and_says_so_if_not(tmp_path, dynamo, is_told):
     def run(heads, trained):

@@ -77,6 +77,7 @@ def steps(path) -> list[int]:
     return [line["step"] for line in read_lines(path) if line["kind"] == "reading"]
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_it_reads_at_step_zero_every_n_steps_and_the_end(tmp_path, accumulate):
     callback = HDITrainerCallback(every_n_steps=5)
@@ -184,6 +185,7 @@ def checkpointed(tmp_path, **options) -> HDITrainerCallback:
     return callback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_state", [True, False], ids=["with its state", "killed before the state was written"])
 def test_a_renamed_checkpoint_goes_on_in_the_history_and_the_alerts_of_its_run(tmp_path, has_state):
     first = checkpointed(tmp_path)
@@ -198,6 +200,7 @@ def test_a_renamed_checkpoint_goes_on_in_the_history_and_the_alerts_of_its_run(t
     assert [[row["step"] for row in series[name][1:]] for name in LAYERS] == [[0, 2, 4, 6, 8, 10, 12]] * 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_of_the_same_step_is_not_taken_for_it(tmp_path):
     checkpointed(tmp_path / "a")
     checkpointed(tmp_path / "b")
@@ -213,6 +216,7 @@ def test_a_checkpoint_of_another_run_of_the_same_step_is_not_taken_for_it(tmp_pa
     assert parent["history"] == str(tmp_path / "a" / "hdi" / "history.jsonl")
 
 
+@pytest.mark.slow
 def test_each_run_has_a_directory_of_tensorboard_and_a_resumed_one_goes_on_in_its_own(tmp_path):
     def curve(name: str) -> list[int]:
         return [e.step for e in EventAccumulator(str(tmp_path / "runs" / name)).Reload().Scalars("hdi/mean")]

@@ -95,6 +95,7 @@ def run(folder, *callbacks, monkeypatch, **options):
     return model, len(fast), (losses, measured, torch.stack(asks.seen).tolist(), predicted.tolist())
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("every", [1, 4])
 def test_evaluation_has_no_hook_and_the_kernels_and_numbers_of_a_run_without_the_callback(

@@ -137,6 +137,7 @@ def test_whatever_is_taken_from_a_state_is_sound(loop_state, data):
         assert sound_state(whole, step=5, warn_once=WarnOnce()) == whole, "looked at again it is sound as a whole"
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=25, **SLOW)
 def test_a_loop_goes_on_from_any_state_and_reads(loop_state, tmp_path_factory, data):
@@ -216,6 +217,7 @@ TORN = {
 }
 
 
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("tear", TORN.values(), ids=TORN)
 def test_a_torn_or_odd_state_file_costs_one_warning_and_the_run_goes_on(trainer_folder, tear):
     file = trainer_folder / "checkpoint-5" / "hdi_state.json"

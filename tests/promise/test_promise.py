@@ -8,7 +8,7 @@ from tests.promise.faults import FAULTS, PLAINEST, Fault, broken, leaving_hooks
 from tests.promise.plan import FAMILIES, SHELLS, TRAITS, Training, draw
 from tests.promise.run import compare, report, run, shrink
 
-RUNS, MORE = 24, 24  # in every run of the tests, and with the slow ones
+RUNS, MORE = 10, 38  # in every run of the tests, and with the slow ones
 _MAY_BE_REFUSED = ("linear per head", "bare parameters")
 
 
@@ -45,6 +45,7 @@ def test_a_hook_that_stays_is_seen():
     assert any(one.startswith("hooks of modules: head None alone, 1 watched") for one in result.differences)
 
 
+@pytest.mark.slow
 def test_a_failing_training_is_reported_with_the_fewest_traits_that_still_fail():
     drawn = Training.parse("separate / loop / clipping, counter of a class / 7")
     fault = next(fault for fault in FAULTS if fault.name == "counts a class up")

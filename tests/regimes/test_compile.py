@@ -93,6 +93,7 @@ def test_a_compiled_model_reads_as_the_eager_one_under_the_users_names(dynamo, w
     assert not dynamo["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [classifier, torch_classifier])
 def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make):
     """Else a monitor would use up the compiler's limit of recompilations, and the model would run uncompiled."""

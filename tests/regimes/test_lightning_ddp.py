@@ -232,6 +232,7 @@ def test_tensor_parallel_weights_are_read_as_those_of_one_process(tmp_path, two_
     check_alike(records_of(told), read_records(callback.history_path))
 
 
+@pytest.mark.slow
 def test_a_sharded_run_resumes_without_a_gap_or_a_double_point(tmp_path, two_ranks):
     """Lightning restores callbacks later here than elsewhere."""
     told = two_ranks(fit_spread, tmp_path, Sharded, SIZES, True)

@@ -49,6 +49,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.some_slow(quick=2)
 @pytest.mark.parametrize(
     ("backend", "precision", "accumulate"),
     [*itertools.product([None], ["32-true", "bf16-mixed"], [1, 2]), *COMPILED],

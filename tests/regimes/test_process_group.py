@@ -48,6 +48,7 @@ def test_ranks_that_leave_at_different_steps_do_not_wait_for_each_other(two_rank
     assert [one.warnings for one in told] == [[], []]
 
 
+@pytest.mark.slow
 def test_interventions_are_refused_where_ranks_cannot_agree_on_them(two_ranks):
     for one in two_ranks(refused):
         assert "cannot agree on interventions (StopTraining)" in one.answer

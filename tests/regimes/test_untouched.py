@@ -89,6 +89,7 @@ def test_eager_training_is_bit_identical(kind, precision, accumulate):
     require_equal(kind, backend=None, precision=precision, accumulate=accumulate)
 
 
+@pytest.mark.slow
 @SOME_ABSENT
 @pytest.mark.parametrize(("kind", "precision"), [(Classifier, "32"), (TorchClassifier, "bf16-mixed")])
 def test_compiled_training_is_bit_identical(kind, precision):

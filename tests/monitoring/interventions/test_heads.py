@@ -381,6 +381,7 @@ def test_what_could_not_be_given_over_is_said():
     assert "could not be handed over" in action.message
 
 
+@pytest.mark.some_slow(quick=17)
 @pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
 @pytest.mark.parametrize("gain", [0.5, 1.0, 2.0, 3.0])  # scores with a spread from 0.1 to 5
 @pytest.mark.parametrize(
