@@ -94,7 +94,10 @@ def main(argv: list[str] | None = None) -> None:
     done = [json.loads(path.read_text()) for path in stored if path.is_file()]
     for plain in done:
         plain.pop("source")
-    (pages / "index.md").write_text(index([Claim.from_json(plain) for plain in done]))
+    if len(done) == len(CLAIMS) or not (pages / "index.md").is_file():
+        (pages / "index.md").write_text(index([Claim.from_json(plain) for plain in done]))
+    else:  # the rows of others would be lost
+        print(f"the table of verdicts is written once all {len(CLAIMS)} claims have been tried; {len(done)} have")
 
 
 if __name__ == "__main__":

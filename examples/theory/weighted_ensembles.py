@@ -168,7 +168,9 @@ def run(size: Size) -> Claim:
             "learned from 400 noisy points, by least squares and by Adam.",
             'What can be said instead of "falls with HDI": under best weights the error falls as $C$ falls (if '
             "$C' - C$ is positive semi-definite, $1 / \\mathbf{1}^\\top C^{-1} \\mathbf{1}$ is no larger). Where "
-            "all pairs have one overlap, best weights are the mean, and the statement in HDI is back.",
+            "all pairs have one overlap, best weights are the mean, and the statement in HDI is back. The pair of "
+            "layers that is shown was chosen after a first one had not reversed the order: that such pairs exist is "
+            "what it proves, and the random pairs below say how common they are.",
         ],
         parts=[
             Part(
