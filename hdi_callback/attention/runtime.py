@@ -155,27 +155,39 @@ class HeadSearch(ArgumentRecorder):
         self._tracer = KindTracer()
         super().__init__({place.name: place.module for place in places})
 
-    def found(self) -> list[AttentionLayer]:
-        """Look, and let go of the arguments.
+    def recorded(self) -> dict[str, list[Inputs | Given]]:
+        """Stop recording, and hand over the arguments with which heads can be looked for.
+
+        Not to be called where the model is isolated, which would put back the hooks that leave here.
 
         Returns:
-            The layers that were found.
+            Name of a module -> its arguments, in each of the ways in which they may be cut.
         """
-        # Where a projection is spread over ranks, a module may count the heads of its own rank alone.
-        ways = {name: ways for name, ways in self.take().items() if ways and not _is_spread(self._places[name].module)}
-        with isolated(*(self._places[name].module for name in ways)):
-            return self.found_with(ways)
+        ways = self.take()
+        for name in [name for name in ways if _is_spread(self._places[name].module)]:
+            # The module may count the heads of its own rank alone.
+            self.reasons[name] = "its projections are spread over ranks"
+            del ways[name]
+        for name in [name for name, of_one in ways.items() if not of_one]:
+            self.reasons[name] = "what it received in the first forward that was read cannot be copied"
+            del ways[name]
+        return ways
 
-    def found_with(self, ways: Mapping[str, Sequence[Inputs | Given]]) -> list[AttentionLayer]:
+    def found(self, ways: Mapping[str, Sequence[Inputs | Given]]) -> list[AttentionLayer]:
         """Look with arguments that were recorded.
 
         Args:
-            ways: name of a module -> its arguments, in each of the ways in which they may be cut.
+            ways: what `recorded` gave.
 
         Returns:
             The layers that were found.
         """
         layers: list[AttentionLayer] = []
+        with isolated(*(self._places[name].module for name in ways)):
+            self._look(ways, layers)
+        return layers
+
+    def _look(self, ways: Mapping[str, Sequence[Inputs | Given]], layers: list[AttentionLayer]) -> None:
         for name in sorted(ways, key=lambda name: len(name.split(".")), reverse=True):
             try:
                 with isolated(seconds=_MOST_SECONDS):
@@ -184,7 +196,6 @@ class HeadSearch(ArgumentRecorder):
                 self.reasons.setdefault(name, str(error))
             except Exception as error:  # what fails in one is no word on others
                 self.reasons.setdefault(name, f"looking at it raises {type(error).__name__} ({error})")
-        return layers
 
     def _found(self, place: Place, ways: Sequence[Inputs | Given]) -> list[AttentionLayer]:
         found = self._tracer.found_in(place.name, place.module, for_traces(ways))

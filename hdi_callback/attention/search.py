@@ -363,7 +363,8 @@ def _holds_matrices(module: nn.Module) -> bool:
         module, (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
     ):
         return False
-    return any(one.dim() >= 2 for one in module.parameters()) or any(
+    # What knows its sizes only after the first forward may hold any.
+    return any(is_lazy(one) or one.dim() >= 2 for one in module.parameters()) or any(
         type(getattr(part, "in_features", None)) is int for part in module.modules()
     )
 

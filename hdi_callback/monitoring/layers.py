@@ -11,15 +11,19 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSearch, Refusal, survey
+from hdi_callback.attention.behaviour.given import Given
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.observe import AttentionObserver, Unexplained
+from hdi_callback.attention.search import is_inside
 from hdi_callback.attention.sharding import Sharding, as_if_whole
+from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError, MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning
 from hdi_callback.monitoring.absent import ContradictedError, listed
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.warn_once import WarnOnce
 
+_DECIDES = "; the first forward that is read decides"
 _LOOKS = 3  # armed readings in which claims are judged, for layers that do not run in each of them
 
 
@@ -70,12 +74,19 @@ class WatchedLayers:
         self._proposed = tuple(replace(layer, name=users_name(layer.name)) for layer in found.proposed)
         self._check = HeadCheck(self.all) if check_heads else None
         self._search = HeadSearch(self._undecided) if self._undecided else None
-        self._say_what_is_left_out()
+        again = {place.name for place in self._undecided}
+        self._held = {one.name: one for one in self.refused if one.name in again}
+        self.refused = tuple(
+            replace(one, reason=one.reason + _DECIDES) if one.name in again else one for one in self.refused
+        )
+        self._has_said_what_is_open = False
+        self._say_what_is_left_out({place.name for place in found.undecided} - again)
         self._looks = 0
         self._is_armed = False
         self._unexplained: set[str] = set()
         self._late: list[AttentionLayer] = []
         self._contradicted: dict[str, str] = {}
+        self._shown: dict[str, str] = {}  # what contradicts claims by names, in a forward
         self._removed: set[str] = set()
 
     @property
@@ -186,7 +197,11 @@ class WatchedLayers:
         Raises:
             NothingToWatchError: if nothing is left to watch and `strict` is set.
         """
-        if self._check is None or not self._is_armed:
+        if self._check is None:
+            return False
+        if not self._is_armed:
+            if not self._looks:
+                self._say_what_is_open()
             return False
         is_judging, is_first = self.is_judging, not self._looks
         self._is_armed, self._looks = False, self._looks + 1
@@ -195,9 +210,13 @@ class WatchedLayers:
             with self._warn_once.guard("checking heads"):
                 self._judge(observer, is_first=is_first)
             with self._warn_once.guard("looking for heads"):
+                # Hooks leave as it stops recording, which isolation would undo.
+                recorded = self._search.recorded() if is_first and self._search is not None else {}
                 with isolated(self._model, keeps_defaults=True):
-                    found = self._found_in(observer, is_first=is_first)
+                    found = self._found_in(observer, recorded)
                 self._admit(found)
+            with self._warn_once.guard("saying what stays refused"):
+                self._say_what_stays_refused()
             with self._warn_once.guard("accounting for attention"):
                 self._say_what_is_unexplained(observer)
         if is_first and not self.watched and (self._is_strict or not self.all):  # else it was said what is left out
@@ -237,15 +256,19 @@ class WatchedLayers:
         kinds = {layer.name: type(layer.module).__name__ for layer in self.all}
         self.refused = (*self.refused, *(Refusal(name, kinds[name], why) for name, why in told.items()))
 
-    def _found_in(self, observer: AttentionObserver, *, is_first: bool) -> list[AttentionLayer]:
+    def _found_in(
+        self, observer: AttentionObserver, recorded: Mapping[str, Sequence[Inputs | Given]]
+    ) -> list[AttentionLayer]:
         """Find the layers that the forward shows: claimed by names, refused before it, or looked at by nobody."""
         verdicts = observer.verdicts(self._proposed)
         found = [one for one in self._proposed if verdicts[one.name].state == "established"]
         decided = {name for name, verdict in verdicts.items() if verdict.state != "not seen"}
-        if is_first and self._search is not None:
+        self._shown |= {name: one.sentence for name, one in verdicts.items() if one.state == "contradicted"}
+        if self._search is not None and recorded:
             known = {one.module for one in found}
-            looked = [one for one in self._search.found() if one.module not in known]
+            looked = [one for one in self._search.found(recorded) if one.module not in known]
             seen = observer.verdicts(looked)
+            self._shown |= {name: one.sentence for name, one in seen.items() if one.state == "contradicted"}
             found += [one for one in looked if seen[one.name].state != "contradicted"]
         self._proposed = tuple(one for one in self._proposed if one.name not in decided)
         for path, layer in observer.proposals([*self.all, *found]).items():
@@ -335,23 +358,66 @@ class WatchedLayers:
         names = {layer.name for layer in layers}
         self.refused = tuple(refusal for refusal in self.refused if refusal.name not in names)
 
-    def _say_what_is_left_out(self) -> None:
-        again = {place.name for place in self._undecided}
+    def _say_what_is_left_out(self, unchecked: Collection[str]) -> None:
+        """Warn about what no forward will decide; `unchecked` names what one would."""
         for refusal in self.refused:
-            later = " It is looked at again in the first forward that is read." if refusal.name in again else ""
-            warnings.warn(refusal.message + later, UnsupportedAttentionWarning, stacklevel=5)
-        if self.all:
-            return
-        if self._check is None or not (again or _may_attend(self._model)):
+            if refusal.name not in self._held:
+                later = " With check_heads=True the first forward that is read may show them."
+                message = refusal.message + (later if refusal.name in unchecked else "")
+                warnings.warn(message, UnsupportedAttentionWarning, stacklevel=5)
+        if not (self.all or (self._check is not None and (self._held or _may_attend(self._model)))):
             self._say_that_nothing_is_watched()
+
+    def _say_what_is_open(self) -> None:
+        """Warn, at a reading before any forward was armed, about what awaits one."""
+        if self._has_said_what_is_open or not (self._held or not self.all):
             return
-        of = f" may show those of {listed(sorted(again))}" if again else " is looked at"
+        self._has_said_what_is_open = True
+        of = f" may show those of {listed(sorted(self._held))}" if self._held else " is looked at"
+        heads = "The heads of some attention layers" if self.all else "The heads of no attention layer"
+        could = "could not be read yet" if self.all else "could be read yet"
         warnings.warn(
-            f"The heads of no attention layer of {type(self._model).__name__} could be read yet. The first forward "
-            f"that is read{of}.",
+            f"{heads} of {type(self._model).__name__} {could}. The first forward that is read{of}.",
             MonitoringWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
+
+    def _say_what_stays_refused(self) -> None:
+        """Warn about what a forward was to decide and did not, once for each kind of module, with what it showed."""
+        waiting = set(self._awaited()) if self._looks < _LOOKS else set()
+        decided = {name: one for name, one in self._held.items() if name not in waiting}
+        self._held = {name: one for name, one in self._held.items() if name in waiting}
+        kept: dict[str, Refusal] = {}
+        for name, refusal in decided.items():
+            reason = self._reason_of_forward(refusal)
+            if reason is not None:
+                kept[name] = Refusal(name, refusal.module_type, reason)
+        self.refused = tuple(
+            kept.get(one.name, one) for one in self.refused if one.name not in decided or one.name in kept
+        )
+        kinds: dict[tuple[str, str], list[Refusal]] = {}
+        for one in kept.values():
+            kinds.setdefault((one.module_type, one.reason), []).append(one)
+        for alike in kinds.values():
+            more = f" The same holds for {listed([one.name for one in alike[1:]])}." if alike[1:] else ""
+            warnings.warn(alike[0].message + more, UnsupportedAttentionWarning, stacklevel=6)
+
+    def _reason_of_forward(self, refusal: Refusal) -> str | None:
+        """Say why a module stays refused after a forward; `None` where its heads are read by now."""
+        name, search = refusal.name, self._search
+        assert search is not None
+        if any(layer.name == name for layer in self.all):
+            return None
+        if name in search.reasons:
+            return search.reasons[name]
+        shown = [said for other, said in self._shown.items() if other == name or is_inside(other, name)]
+        if shown:
+            return f"in the first forward that was read, {shown[0]}"
+        if any(is_inside(late, name) for late in self.found_late):
+            return None
+        if name not in search.ran:
+            return f"{refusal.reason}, and no call of it in Python was seen in the first forward that was read"
+        return "no softmax-weighted sum over tokens was seen in the first forward that was read"
 
     def _say_that_nothing_is_watched(self) -> None:
         kinds = sorted({type(module).__name__ for module in self._model.modules()})

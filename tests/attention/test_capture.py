@@ -191,7 +191,7 @@ def test_an_unexpected_width_is_absent_with_the_reason():
 
 def test_a_shared_output_projection_is_absent_with_the_reason():
     """A tap on it could not tell whose input it sees."""
-    first, second, own = by_hand.Separate(), by_hand.LengthFirst(), by_hand.LengthFirst()
+    first, second, own = (by_hand.LengthFirst() for _ in range(3))
     second.out_proj = first.out_proj
     model = nn.ModuleList([first, second, own])
     with tap(model) as taps:

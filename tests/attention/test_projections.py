@@ -279,25 +279,28 @@ class NeedsMore(by_hand.Grouped):
 
 
 @pytest.mark.parametrize("config", [{"num_attention_heads": 8}, {"num_key_value_heads": 4}])
-def test_counts_that_contradict_the_config_are_refused_unless_a_trial_tells(config):
+def test_counts_that_contradict_the_config_are_settled_by_a_run(config):
     unclear, clear = NeedsMore(), by_hand.Grouped()
     unclear.config = clear.config = Config(**config)
-    found = survey(nn.ModuleList([unclear, clear]))
-    (refusal,) = found.refused
-    assert refusal.name == "0"
-    assert "which of them holds could not be seen in a trial forward" in refusal.reason
-    (layer,) = found.layers
-    with witness(clear) as seen:
-        clear(torch.randn(2, 5, D))
-    (really,) = seen.computations
-    assert (layer.num_heads, layer.head_dim) == (really.query.shape[1], really.query.shape[-1])
+    model, x = nn.ModuleList([unclear, clear]), torch.randn(2, 5, D)
+    (refusal,) = survey(model).refused
+    assert (refusal.name, refusal.reason) == ("0", "it could not be run with inputs that are made up")
+    layers = find_attention(model, forward=lambda: clear(unclear(x, {"position": 0})))
+    for layer, run in zip(layers, (lambda: unclear(x, {"position": 0}), lambda: clear(x)), strict=True):
+        with witness(layer.module) as seen:
+            run()
+        (really,) = seen.computations
+        assert (layer.num_heads, layer.head_dim) == (really.query.shape[1], really.query.shape[-1])
 
 
-def test_key_heads_by_name_that_contradict_the_rows_are_refused():
-    module = NeedsMore(key_heads=4)
+def test_key_heads_by_name_that_contradict_the_rows_are_settled_by_a_forward():
+    module, x = NeedsMore(key_heads=4), torch.randn(2, 5, D)
     module.num_kv_heads = 2
-    (refusal,) = survey(nn.Sequential(module)).refused
-    assert "it has 4 key heads by its rows, and num_kv_heads=2" in refusal.reason
+    model = nn.Sequential(module)
+    (refusal,) = survey(model).refused
+    assert refusal.reason == "it could not be run with inputs that are made up"
+    (layer,) = find_attention(model, forward=lambda: module(x, {"position": 0}))
+    assert (layer.num_key_heads, layer.evidence) == (4, "trace")
 
 
 def test_a_config_that_raises_is_read_around():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hdi_callback import HDICallback, HeadDiversityMonitor, load_history, replay
 from hdi_callback.core import head_diversity
-from hdi_callback.errors import UnsupportedAttentionWarning
+from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
 from tests.attention import models as by_hand
 from tests.attention.models import D
 
@@ -38,10 +38,12 @@ class Model(nn.Module):
 def test_refused_layers_are_found_in_the_first_armed_forward():
     torch.manual_seed(0)
     model = Model()
-    with pytest.warns(UnsupportedAttentionWarning, match="looked at again in the first forward"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         monitor = HeadDiversityMonitor(model, metrics=["hdi", "head_correlation"])
-    assert [layer.name for layer in monitor.layers] == ["second"]
-    assert [refusal.name for refusal in monitor.refused] == ["first", "third"]
+        assert [layer.name for layer in monitor.layers] == ["second"]
+        assert [refusal.name for refusal in monitor.refused] == ["first", "third"]
+        assert all("the first forward that is read decides" in refusal.reason for refusal in monitor.refused)
     with monitor, warnings.catch_warnings():
         warnings.simplefilter("error")
         tags = []
@@ -63,12 +65,65 @@ def test_without_the_check_nothing_is_looked_for():
     model = Model()
     with pytest.warns(UnsupportedAttentionWarning) as told:
         monitor = HeadDiversityMonitor(model, check_heads=False)
-    assert not any("looked at again" in str(warning.message) for warning in told)
+    said = [str(warning.message) for warning in told]
+    assert [("`first`" in one, "`third`" in one) for one in said] == [(True, False), (False, True)]
+    assert all("With check_heads=True the first forward that is read may show them." in one for one in said)
     with monitor:
         monitor.arm()
         model({"x": torch.randn(2, 5, D)})
         monitor.measure(0)
         assert [layer.name for layer in monitor.layers] == ["second"]
+
+
+class TalkingHeads(by_hand.Interleaved):
+    """Heads that mix behind the softmax, and inputs that nobody can make up."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x, tables):
+        query, key, value = self.qkv_proj(x * tables["scale"]).unflatten(-1, (4, 3, -1)).permute(3, 0, 2, 1, 4)
+        rows = (query @ key.transpose(-2, -1)).softmax(-1)
+        rows = self.mix(rows.movedim(1, -1)).movedim(-1, 1)
+        return self.o_proj((rows @ value).transpose(1, 2).flatten(2))
+
+
+def test_what_the_first_forward_does_not_settle_is_said_once_after_it_with_its_reason():
+    torch.manual_seed(0)
+    model = Model()
+    model.first, model.third = TalkingHeads(), TalkingHeads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor = HeadDiversityMonitor(model, metrics=["hdi"])
+    told = []
+    with monitor:
+        for step in range(4):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                monitor.arm()
+                model({"x": torch.randn(2, 5, D)})
+                monitor.measure(step)
+            told.append([str(one.message) for one in seen])
+    assert [len(messages) for messages in told] == [1, 0, 0, 0]
+    assert "`first`" in told[0][0]
+    assert "The same holds for `third`." in told[0][0]
+    assert [refusal.name for refusal in monitor.refused] == ["first", "third"]
+    for refusal in monitor.refused:
+        assert refusal.reason in told[0][0]
+        assert "made up" not in refusal.reason
+
+
+def test_a_reading_before_any_forward_says_once_what_awaits_one():
+    model = Model()
+    monitor = HeadDiversityMonitor(model, metrics=["hdi"])
+    with monitor:
+        with pytest.warns(
+            MonitoringWarning, match="first forward that is read may show those of `first`, `third`"
+        ) as told:
+            monitor.measure(0)
+            monitor.measure(1)
+        assert len(told) == 1
 
 
 class Lit(L.LightningModule):
@@ -91,7 +146,9 @@ def fit(folder, max_steps, checkpoint=None):
         max_steps=max_steps, callbacks=[callback], logger=False, accelerator="cpu", enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, enable_checkpointing=False,
     )  # fmt: skip
-    with pytest.warns(UnsupportedAttentionWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsupportedAttentionWarning)
+        warnings.simplefilter("error", MonitoringWarning)
         trainer.fit(lit, DataLoader(torch.randn(40, 5, D), batch_size=4), ckpt_path=checkpoint)
     trainer.save_checkpoint(folder / "last.ckpt")
     return callback
