@@ -40,6 +40,7 @@ _MOST_SECONDS = 60.0  # for one module
 _MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention beside that of its parts
 _NO_SOFTMAX = "no softmax-weighted sum over tokens was seen when it was run with inputs that are made up"
 _NOT_RUN = "it could not be run with inputs that are made up"
+_SLOW = "running it with inputs that are made up takes too long"
 _WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
 
 
@@ -109,6 +110,8 @@ class Search:
         for name in self._from_the_inside(recorded):
             if (name in self._ran and name not in self._open) or not recorded[name]:
                 continue
+            if self._tracer.is_slow(self.places[name].module):
+                continue
             place = self.places[name]
             try:
                 with isolated(place.module, seconds=_MOST_SECONDS):
@@ -147,7 +150,13 @@ class Search:
             return False
         if any(is_lazy(one) for one in place.module.parameters()) or not _holds_matrices(place.module):
             return False
+        if self._is_slow(name):
+            return False
         return sum(is_inside(other, name) for other in self.layers) <= _MOST_LAYERS_WITHIN
+
+    def _is_slow(self, name: str) -> bool:
+        """Tell what took too long to run, and what holds such a module."""
+        return any(self._tracer.is_slow(part) for part in self.places[name].module.modules())
 
     def _is_known(self, path: str, around: str) -> bool:
         """Tell whether the cores of a module are explained by a layer that leaves nothing open."""
@@ -204,7 +213,7 @@ class Search:
                 continue
             if (name in self._ran and name not in self._open) or self._is_beside(name):
                 continue
-            if not _holds_matrices(self.places[name].module):
+            if not _holds_matrices(self.places[name].module) or self._is_slow(name):
                 continue
             self._try(self.places[name])
         told = {*self.layers, *self.reasons, *(name for name in self.places if self._is_explained(name))}
@@ -331,6 +340,8 @@ class Search:
             return "it is compiled by torch.jit.script, through which nothing can be followed", ""
         if any(is_lazy(one) for one in module.parameters()):
             return "it knows its sizes only after the first forward", ""
+        if self._tracer.is_slow(module):
+            return _SLOW, _WITH_FORWARD.format(name=name)
         return _NOT_RUN, _WITH_FORWARD.format(name=name)
 
     def _is_explained(self, name: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_other_tokens
@@ -49,6 +51,18 @@ class KindTracer:
 
     def __init__(self) -> None:
         self._known: dict[Any, list[_Traced]] = {}
+        self._slow: set[Any] = set()
+
+    def is_slow(self, module: nn.Module) -> bool:
+        """Tell whether modules of this kind took all the time that they are given, and showed nothing.
+
+        Args:
+            module: the module.
+
+        Returns:
+            True if so; such a module is run no further.
+        """
+        return bool(self._slow) and _kind_of(module) in self._slow
 
     def found_in(
         self,
@@ -69,8 +83,10 @@ class KindTracer:
         Returns:
             What was found; `None` if it could not be run.
         """
-        shapes = tuple((path, tuple(one.shape)) for path, one in module.named_parameters())
-        kind = (type(module), shapes, recorded is not None)
+        if self.is_slow(module):
+            return None
+        kind = (*_kind_of(module), recorded is not None)
+        end = time.monotonic() + _MOST_SECONDS
         try:
             with isolated(module, seconds=_MOST_SECONDS):
                 traceable: Traceable | None = None
@@ -87,9 +103,19 @@ class KindTracer:
                 if recorded is None:
                     traced = _checked(traced, is_known)
         except Exception:  # one odd module costs itself
+            if time.monotonic() > end:
+                self._slow.add(_kind_of(module))
             return None
+        if traced.found is None and time.monotonic() > end:
+            self._slow.add(_kind_of(module))
         self._known.setdefault(kind, []).append(traced)
         return traced.found
+
+
+def _kind_of(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), tuple(
+        (path, None if is_lazy(one) else tuple(one.shape)) for path, one in module.named_parameters()
+    )
 
 
 def _checked(traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
