@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback import HDICallback, find_attention
+from hdi_callback import HDICallback, HeadDiversityMonitor, find_attention
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.errors import UnsupportedAttentionError, UnsupportedAttentionWarning
 from tests.attention.wild.proof import first_tensor, make_inputs, randomize, run
@@ -74,6 +74,12 @@ def _read(case: Case, holder: Holder, way: str, folder: Path | None) -> Sequence
         return find_attention(holder)
     if way == "forward":
         return find_attention(holder, forward=lambda: holder(*inputs))
+    if any(one.is_meta for one in inputs):  # which no trainer moves to its device
+        with HeadDiversityMonitor(holder) as monitor:
+            monitor.arm()
+            holder(*inputs)
+            monitor.measure(0)
+            return monitor.layers
     return _trained(holder, inputs, folder)
 
 
