@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hdi_callback.attention.user_data import UserData, attributes_of
+from hdi_callback.attention.user_data import UserData, attributes_of, has_memory
 from hdi_callback.errors import HDIError
 
 _MOST_BYTES = 2 * 2**30  # of parameters and buffers in one copy
@@ -478,6 +478,8 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
             if isinstance(one, nn.Module):
                 todo.append(one)
             elif isinstance(one, Tensor):
+                if id(one) not in memo and not is_lazy(one) and not has_memory(one):
+                    raise IsolationError("the memory of its weights was let go, as FSDP does between forwards")
                 size += 0 if id(one) in memo or is_lazy(one) else one.nbytes
                 if one.grad_fn is not None:  # as the loss of the last forward, which cannot be copied with its graph
                     memo[id(one)] = one.detach().clone()

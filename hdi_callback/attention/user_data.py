@@ -139,12 +139,14 @@ class UserData:
         # A parameter is trained, and nothing that counts. Other kinds of tensors may call back when they are read.
         if type(one) is not Tensor or one.is_meta or one.layout is not torch.strided or one.numel() > _MOST_ELEMENTS:
             return
+        if not has_memory(one):
+            return
         with torch.no_grad():
             before, version = one.detach().clone(), None if one.is_inference() else one._version
 
         def undo() -> None:
             # Unchanged, nothing may be written: autograd may have saved the tensor.
-            if version is None or one._version != version:
+            if (version is None or one._version != version) and has_memory(one):
                 with torch.no_grad(), torch.inference_mode(one.is_inference()):
                     one.detach().copy_(before)
 
@@ -285,6 +287,28 @@ def attributes_of(one: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Tell whether the elements of a tensor may be read.
+
+    FSDP1 lets go of the memory of whole weights between forwards, while modules still hold views of it. Reading one ends
+    the process with a segmentation fault.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        False if its memory was let go; True for tensors that keep their elements elsewhere, such as sparse ones.
+    """
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # wrappers around other tensors have no storage
+        return True
+    return held >= (last + 1) * tensor.element_size()
 
 
 @cache

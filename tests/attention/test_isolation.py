@@ -374,3 +374,30 @@ def test_a_tensor_that_did_not_change_is_not_written():
     assert module.mean._version == version
     loss.backward()
     assert torch.equal(weight.grad, torch.zeros(4))
+
+
+class Emptied(nn.Module):
+    """Holds a view of memory that was let go, as FSDP1's flat parameters leave it between forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.ones(12)
+        self.whole, self.weight = flat, flat[4:].view(2, 4)
+        flat.untyped_storage().resize_(0)
+
+
+def test_memory_that_was_let_go_is_neither_read_nor_written():
+    module = Emptied()
+    with isolated(module):
+        module.calls = 1
+    assert not hasattr(module, "calls"), "everything else is put back"
+    with pytest.raises(IsolationError, match="let go"):
+        isolated_copy(module)
+
+
+def test_memory_that_is_let_go_meanwhile_is_not_written():
+    module = Restless()
+    with isolated(module):
+        module.mean += 1
+        module.mean.untyped_storage().resize_(0)
+    assert module.mean.untyped_storage().nbytes() == 0
