@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -83,6 +84,8 @@ class WatchedLayers:
         self._say_what_is_left_out({place.name for place in found.undecided} - again)
         self._looks = 0
         self._is_armed = False
+        self._at_first = self.names  # the same on every rank, whatever its forwards show
+        self._others_await = False
         self._unexplained: set[str] = set()
         self._late: list[AttentionLayer] = []
         self._contradicted: dict[str, str] = {}
@@ -141,8 +144,13 @@ class WatchedLayers:
 
     @property
     def is_judging(self) -> bool:
-        """Whether the forward that is armed is to be observed for the claims."""
-        return self._is_armed and (not self._looks or bool(self._awaited()))
+        """Whether the forward that is armed is to be observed for the claims, on this rank or on another."""
+        return self._is_armed and (not self._looks or bool(self._awaited()) or self._others_await)
+
+    @property
+    def is_first_look(self) -> bool:
+        """Whether claims were judged by one forward alone so far, the one that `ran` is of."""
+        return self._looks == 1
 
     @property
     def claims(self) -> tuple[AttentionLayer, ...]:
@@ -221,7 +229,7 @@ class WatchedLayers:
                 self._say_what_is_unexplained(observer)
         if is_first and not self.watched and (self._is_strict or not self.all):  # else it was said what is left out
             self._say_that_nothing_is_watched()
-        return True
+        return is_judging
 
     def _judge(self, observer: AttentionObserver, *, is_first: bool) -> None:
         """Leave out the layers whose heads are not what was claimed."""
@@ -313,18 +321,28 @@ class WatchedLayers:
 
         return (self._include is None or matches(self._include)) and not matches(self._exclude or ())
 
-    def agree(self, ranks: Ranks, device: torch.device) -> None:
+    def agree(self, ranks: Ranks, device: torch.device) -> bool:
         """Leave out what any rank leaves out, so that all have the same numbers.
 
         Args:
             ranks: those that measure together.
             device: where they add up.
+
+        Returns:
+            False, on every rank, if their forwards have shown them different layers.
         """
-        mine = torch.tensor([layer.name in self._contradicted for layer in self.all], dtype=torch.float64)
+        # Of one length on every rank, also where forwards have shown them different layers.
+        left_out = [name in self._contradicted for name in self._at_first]
+        late = [(name, name in self._contradicted) for name in self.names if name not in self._at_first]
+        digest = int(hashlib.sha256(repr(late).encode()).hexdigest()[:4], 16)
+        mine = torch.tensor([*left_out, bool(self._awaited()), digest, digest**2], dtype=torch.float64)
         (found,) = ranks.sum([mine], device)
-        for layer, count in zip(self.all, found.tolist()):
-            if count and layer.name not in self._contradicted:
-                self._leave_out({layer.name: "what another rank saw contradicts its heads"})
+        *counts, awaited, total, squares = found.tolist()
+        self._others_await = bool(awaited)
+        for name, count in zip(self._at_first, counts):
+            if count and name not in self._contradicted:
+                self._leave_out({name: "what another rank saw contradicts its heads"})
+        return int(squares) * ranks.size == int(total) ** 2  # the digests do not vary; sums of whole numbers are exact
 
     def take_late(self) -> list[AttentionLayer]:
         """Hand over the layers that were found late, once.

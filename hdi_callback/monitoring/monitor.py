@@ -324,7 +324,7 @@ class HeadDiversityMonitor:
         has_verified = self._layers.verify(self._rows.observer)
         if has_verified:
             self._subject = self._subject_of_all()
-            if self._outputs is not None:
+            if self._outputs is not None and self._layers.is_first_look:
                 self._outputs.verified()
         return has_verified
 
@@ -349,8 +349,14 @@ class HeadDiversityMonitor:
             ranks = self._meeting.attend(self._subject, self.warn_once.warn)
             if ranks.size == 1:
                 return None
-            if has_verified:
-                self._layers.agree(ranks, self._layers.device())
+            if has_verified and not self._layers.agree(ranks, self._layers.device()):
+                self._meeting.part()
+                self.warn_once.warn(
+                    "measuring together",
+                    "This rank measures head diversity alone: the forwards of the ranks have shown different attention "
+                    "layers. Its readings are of its own tokens. Describe the attention with `register_layout`.",
+                )
+                return None
             measurements = measure_over_ranks(
                 ranks,
                 self._layers,

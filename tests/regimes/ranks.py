@@ -46,7 +46,11 @@ class TwoRanks:
             if not pipe.poll(PATIENCE):
                 self.stop()
                 raise AssertionError(f"rank {rank} hangs in {function.__name__}")
-            answer = pipe.recv()
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                self.stop()
+                raise AssertionError(f"the process of rank {rank} ended in {function.__name__}") from None
             if isinstance(answer, str):
                 self.stop()
                 raise AssertionError(f"rank {rank} failed in {function.__name__}:\n{answer}")

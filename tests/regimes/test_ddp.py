@@ -51,6 +51,11 @@ def reading_alone() -> dict[str, float]:
         return monitor.measure(0).record().scalars(METRICS)
 
 
+def by_layer(tags: dict[str, float]) -> dict[str, float]:
+    """Leave out what is over all layers."""
+    return {tag: value for tag, value in tags.items() if tag.rpartition("/")[2] not in ("mean", "min", "max")}
+
+
 # --- what the ranks do
 
 
@@ -126,6 +131,22 @@ def read_different_models(rank: int) -> dict:
     torch.manual_seed(rank)
     with monitor_of(Classifier(blocks=1 + rank)) as monitor:
         return monitor.measure(0).record().scalars(["hdi"])
+
+
+def read_what_the_forward_of_one_rank_shows(rank: int, on_both: bool) -> list[list[str]]:
+    from tests.attention.test_search import D, Model
+
+    torch.manual_seed(0)
+    model = Model()
+    with monitor_of(model, metrics=["hdi"]) as monitor:
+        monitor.measure(0)  # the ranks have met before the forward
+        seen = []
+        for step in (1, 2):
+            monitor.arm()
+            if on_both or rank == 0:
+                model({"x": torch.randn(2, 5, D)})
+            seen.append(sorted(monitor.measure(step).record().scalars(["hdi"])))
+    return seen
 
 
 def read_alone_on_request(rank: int) -> int:
@@ -209,7 +230,7 @@ def test_attention_and_inputs_over_ranks_are_those_of_the_joined_batch(two_ranks
         monitor.arm()
         model(batch()[: 2 if lone_forward else 3])
         alone = monitor.measure(0).record()
-    assert len(alone.scalars(ROWS)) == 3 * len(ROWS)
+    assert len(by_layer(alone.scalars(ROWS))) == 3 * len(ROWS)
     for rank in two_ranks(read_rows, lone_forward):
         assert rank.answer["tags"] == pytest.approx(alone.scalars(ROWS), rel=1e-5, abs=1e-6)
         assert rank.answer["absent"] == {}
@@ -243,7 +264,7 @@ def test_a_reading_over_ranks_is_that_of_the_joined_batch(two_ranks):
 
 def test_updates_over_ranks_are_those_of_one_process(two_ranks):
     alone = read_updates(0)
-    assert len(alone) == 3 * len(UPDATES)
+    assert len(by_layer(alone)) == 3 * len(UPDATES)
     for rank in two_ranks(read_updates):
         assert rank.warnings == []
         assert rank.answer == pytest.approx(alone, abs=1e-6)
@@ -276,9 +297,11 @@ def test_what_fails_on_one_rank_does_not_hold_up_the_other(two_ranks):
     lost = {f"{metric}/blocks.1.attn" for metric in of_keys}
     whole = reading_alone()
     assert set(whole) - set(first) == lost
-    for tag, value in second.items():
-        if tag not in ("hdi/mean", "hdi/min"):
-            assert value == pytest.approx(whole[tag], abs=1e-6)
+    for tag, value in by_layer(second).items():
+        assert value == pytest.approx(whole[tag], abs=1e-6)
+    # Over the layers that are left.
+    largest = max(value for tag, value in second.items() if tag.startswith("circuit_qk/blocks."))
+    assert second["circuit_qk/max"] == largest
     assert "hdi/blocks.2.attn" in second
 
 
@@ -294,6 +317,19 @@ def test_ranks_with_different_models_say_so_and_read_alone(two_ranks):
     for rank, told in enumerate(two_ranks(read_different_models)):
         assert len(told.answer) == 1 + rank + 2
         assert ["do not watch the same layers" in line for line in told.warnings] == [True]
+
+
+@pytest.mark.parametrize("on_both", [True, False])
+def test_layers_that_only_the_forward_of_one_rank_shows_hold_up_no_rank(two_ranks, on_both):
+    first, second = two_ranks(read_what_the_forward_of_one_rank_shows, on_both)
+    over_layers = ["hdi/mean", "hdi/min"]
+    named = sorted(["hdi/second", *over_layers])
+    all_layers = sorted(["hdi/first", "hdi/third", *named])
+    assert first.answer == [all_layers] * 2
+    assert second.answer == [all_layers if on_both else named] * 2
+    for rank in (first, second):
+        alone = [line for line in rank.warnings if "have shown different attention layers" in line]
+        assert len(alone) == (0 if on_both else 1)
 
 
 def test_a_collective_that_fails_costs_one_warning(two_ranks):
