@@ -80,7 +80,7 @@ class WatchedLayers:
         self.refused = tuple(
             replace(one, reason=one.reason + _DECIDES) if one.name in again else one for one in self.refused
         )
-        self._has_said_what_is_open = False
+        self._has_said_what_is_open = self._has_looked = False
         self._say_what_is_left_out({place.name for place in found.undecided} - again)
         self._looks = 0
         self._is_armed = False
@@ -223,6 +223,7 @@ class WatchedLayers:
                 with isolated(self._model, keeps_defaults=True):
                     found = self._found_in(observer, recorded)
                 self._admit(found)
+                self._has_looked = True
             with self._warn_once.guard("saying what stays refused"):
                 self._say_what_stays_refused()
             with self._warn_once.guard("accounting for attention"):
@@ -435,6 +436,8 @@ class WatchedLayers:
             return None
         if name not in search.ran:
             return f"{refusal.reason}, and no call of it in Python was seen in the first forward that was read"
+        if not self._has_looked:  # which was said
+            return refusal.reason
         return "no softmax-weighted sum over tokens was seen in the first forward that was read"
 
     def _say_that_nothing_is_watched(self) -> None:

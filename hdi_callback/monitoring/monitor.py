@@ -56,8 +56,8 @@ class HeadDiversityMonitor:
         check_heads: check, on a few tokens of the first armed forward, that every layer computes attention with the
             heads that were found; a layer that does not is left out from then on, with a warning that shows why. What
             is claimed by names alone is watched from the forward on that confirms it. Modules that were refused are
-            looked at again there, and watched from then on if it shows their heads; attention that ran and is not
-            watched is named once.
+            looked at again there, watched from then on if it shows their heads, and warned of if it does not;
+            attention that ran and is not watched is named once.
         process_group: the ranks that measure together, each its share of the weights and its own tokens: ``"auto"`` for
             all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
         padding: how it is known which tokens are padding, whose outputs are left out: ``"auto"`` from the masks that
