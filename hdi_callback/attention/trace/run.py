@@ -424,13 +424,18 @@ class _Cut(TorchFunctionMode):
     def __init__(self, run: TracedRun, traceable: Traceable, draw: Draw, keeps_means: bool) -> None:
         super().__init__()
         self.run, self.draw, self.keeps_means = run, draw, keeps_means
+        self.before: _Cut | None = None
         self.calls: dict[str, int] = {}
         self.weights: dict[int, _Stub] = {id(stub.weight): stub for stub in traceable.stubs}
         self.names = {id(one): name for name, one in traceable.parameters.items()}
 
     def __enter__(self) -> Any:
-        _Cut.current = self
+        self.before, _Cut.current = _Cut.current, self
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        _Cut.current, self.before = self.before, None  # else the last run, with its model, would live on
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
