@@ -14,6 +14,7 @@ from hdi_callback.attention import survey
 from hdi_callback.dashboards.console import place_to_read, print_layers
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Finding
+from hdi_callback.rules import Rule
 from tests.models import LAYERS, Classifier
 
 CODE = (
@@ -150,5 +151,11 @@ def test_objects_show_themselves_in_a_notebook_and_names_stay_text():
 
 
 def test_a_rule_that_is_given_by_its_name_is_told_as_what_to_write():
+    class WorstPairs(Rule):  # one of the user's own is none of `hdi_callback.rules`
+        name = "worst pairs"
+
+        def judge(self, series, active):
+            return None
+
     with pytest.raises(MisconfigurationError, match=r"Did you mean WorstPair\(\) of hdi_callback\.rules\?"):
         HDICallback(alerts=["worst_pairs"])
