@@ -473,7 +473,7 @@ def test_weights_that_are_not_finite_are_critical_at_once():
     keys(model)[0, 0, 0] = math.nan
     (alert,) = judge(NonFinite(), [before, measured(model, 20)])
     assert alert.level == "critical"
-    assert "they were at step 10" in alert.message
+    assert "they did not at step 10" in alert.message
     assert measured(model).absent["hdi/attn"] == NOT_FINITE
 
 
