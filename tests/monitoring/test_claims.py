@@ -127,6 +127,40 @@ def test_nothing_is_said_of_attention_that_was_left_out(patterns):
     assert messages == []
 
 
+class CallsForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention(D, H)
+
+    def forward(self, x):
+        return self.attn.forward(x)
+
+
+def test_a_layer_whose_forward_is_called_without_its_module_is_no_other_attention():
+    model = CallsForward()
+    with warnings.catch_warnings(), HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
+        warnings.simplefilter("error", UnsupportedAttentionWarning)
+        monitor.arm()
+        model(torch.randn(B, T, D))
+        assert "hdi" in monitor.measure(0).record().layers["attn"].values
+
+
+class AttendsItself(CallsForward):
+    def forward(self, x):
+        y = x.unflatten(-1, (H, -1)).transpose(1, 2)
+        return self.attn(x) + F.scaled_dot_product_attention(y, y, y).transpose(1, 2).flatten(2)
+
+
+def test_attention_of_the_models_own_forward_is_named_without_an_empty_name():
+    model = AttendsItself()
+    with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
+        monitor.arm()
+        model(torch.randn(B, T, D))
+        with pytest.warns(UnsupportedAttentionWarning, match="in the model's own forward") as told:
+            monitor.measure(0)
+    assert [word for one in told for word in ("``", "exclude=") if word in str(one.message)] == []
+
+
 def test_nothing_is_said_where_all_attention_is_watched():
     messages, monitor = told(Model(Attention(D, H), nn.Sequential(Attention(D, H))))
     assert messages == []

@@ -124,6 +124,8 @@ def unexplained(
             continue
         around = [watched[part] for part in parts if part in watched]
         if not around:
+            if _is_of_a_layer(core, maps, watched):  # whose forward was called without the module's own call
+                continue
             if core.heads != 1 or _is_one_of_several(core, cores):
                 found[core.module] = _unwatched(core, reasons.get(core.module, ""))
             continue
@@ -156,6 +158,15 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
     return bool(tokens & {core.axes.sequences * core.queries, core.axes.sequences * core.keys})
 
 
+def _is_of_a_layer(core: ObservedCore, maps: Sequence[MapCall], watched: Collection[str]) -> bool:
+    """Tell whether projections of one watched layer gave what an attention outside of its module received."""
+    for path in watched:
+        inside = [one for one in maps if one.name == path or one.name.startswith(f"{path}." if path else "")]
+        if find_rows(core, inside, "query") is not None and find_rows(core, inside, "key") is not None:
+            return True
+    return False
+
+
 def _is_one_of_several(core: ObservedCore, cores: Sequence[ObservedCore]) -> bool:
     """Tell whether an attention of one head is a head among others: in its module, or in modules beside it."""
     place = _without_numbers(core.module)
@@ -173,10 +184,8 @@ def _unwatched(core: ObservedCore, why: str) -> Unexplained:
     reason = why or "no watched layer explains it"
     if core.heads == 1:
         reason = "its heads are computed one by one, each in an attention of its own"
-    sentence = (
-        f"{_place(core)} is not watched: {reason}. Describe it with `register_layout`, or leave it out with "
-        f"exclude=[{core.module!r}]."
-    )
+    leave_out = f", or leave it out with exclude=[{core.module!r}]" if core.module else ""  # the model has no name
+    sentence = f"{_place(core)} is not watched: {reason}. Describe it with `register_layout`{leave_out}."
     return Unexplained(core.module, core.module_type, reason, sentence)
 
 
@@ -188,4 +197,5 @@ def _in_part(core: ObservedCore, layer: str, why: str) -> Unexplained:
 
 def _place(core: ObservedCore) -> str:
     size = f", {core.queries} queries and {core.keys} keys" if core.queries else ""
-    return f"The attention in `{core.module}` ({core.module_type}, {_kind(core)}{size})"
+    where = f"`{core.module}`" if core.module else "the model's own forward"
+    return f"The attention in {where} ({core.module_type}, {_kind(core)}{size})"
