@@ -9,7 +9,6 @@ from its history file (`replay`).
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -472,9 +471,12 @@ def check_rule(rule: Any) -> Rule:
             f"`alerts` must hold rules, got the class {rule.__name__}: write {rule.__name__}()."
         )
     if not isinstance(rule, Rule):
-        public = importlib.import_module("hdi_callback.rules")  # which imports this module
-        own = [one for one in map(vars(public).get, public.__all__) if isinstance(one, type) and issubclass(one, Rule)]
-        known = {_plain(one.__name__): one.__name__ for one in own if one is not Rule}
+        package = f"{__name__.partition('.')[0]}."  # the user's own are no rules of the package
+        own = [
+            one for one in Rule.__subclasses__()
+            if one.__module__.startswith(package) and not one.__name__.startswith("_")
+        ]  # fmt: skip
+        known = {_plain(one.__name__): one.__name__ for one in own}
         known |= {_plain(one.name): one.__name__ for one in own if isinstance(one.__dict__.get("name"), str)}
         close = difflib.get_close_matches(_plain(rule), list(known), 1) if isinstance(rule, str) else []
         remedy = f" Did you mean {known[close[0]]}() of hdi_callback.rules?" if close else ""
