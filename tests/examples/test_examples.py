@@ -135,7 +135,7 @@ def check_same(written: dict[str, Curve], wanted: dict[str, Curve]) -> None:
 def test_the_history_has_every_tag_at_every_due_step(example):
     tags = {f"{metric}/{layer}" for metric in OF_WEIGHTS + OF_OUTPUTS for layer in example.layers}
     curves = example.history()
-    assert set(curves) == tags | {"hdi/mean", "hdi/min"}
+    assert set(curves) == tags | {f"{metric}/max" for metric in WORST} | {"hdi/mean", "hdi/min"}
     for tag, points in curves.items():
         # No forward follows the last step, so that its reading has the weights alone.
         due = example.due[:-1] if tag.split("/")[0] in OF_OUTPUTS else example.due

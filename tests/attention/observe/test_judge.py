@@ -429,7 +429,7 @@ def test_heads_of_sharded_parameters_are_established(kind):
     model = Around(built(kind)).train()
     fully_shard(model.inner)
     fully_shard(model)
-    layers = find_attention(model)
+    layers = find_attention(model, forward=lambda: model(torch.randn(B, T, D)))
     assert len(layers) == 1
     observer = AttentionObserver(model, layers, reduce_rows=lambda chunk: chunk.weights.sum())
     observer.arm()
