@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from hdi_callback.errors import UnsupportedAttentionWarning
+from hdi_callback.errors import HDIWarning
 from tests.experiments.faults import plan, report, run
 from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.monitors import MONITORS, alarm_of, alarm_of_rules
@@ -62,7 +62,7 @@ def test_every_fault_acts_and_is_written(kind, monkeypatch, tmp_path):
     fault = FAULTS[kind]
     monkeypatch.setitem(run.FAULTS, kind, faults.Fault(**{**vars(fault), "start": min(2, fault.start)}))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnsupportedAttentionWarning)  # some faults leave no attention over tokens
+        warnings.simplefilter("ignore", HDIWarning)  # some faults leave no attention over tokens
         faulty = run.train(Job(kind, base, 5), 6)
     assert json.dumps(faulty)
     shown = ("losses", "gradients", "norms", "readings")
