@@ -123,7 +123,8 @@ def _quantise(values: Tensor) -> tuple[Tensor, list[float]]:
     if not len(finite):
         return torch.full(values.shape, _NOT_FINITE), [0.0, 0.0]
     low, high = (float(f"{bound:.9g}") for bound in torch.aminmax(finite))
-    codes = ((values - low) * ((LEVELS - 1) / (high - low) if high > low else 0)).round().clamp(0, LEVELS - 1)
+    shares = (values - low) / (high - low) if high > low else torch.zeros_like(values)
+    codes = (shares * (LEVELS - 1)).round().clamp(0, LEVELS - 1)
     return codes.where(is_finite, torch.full_like(codes, _NOT_FINITE)).long(), [low, high]
 
 

@@ -63,7 +63,7 @@ def test_the_same_training_run_twice_without_the_monitor_is_the_same():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_few_dozen_have_every_model_and_shell_and_nearly_every_trait(seed):
-    drawn = draw(seed, 2 * RUNS)
+    drawn = draw(seed, RUNS + MORE)
     assert {one.family for one in drawn} == set(FAMILIES)
     assert {one.shell for one in drawn} == set(SHELLS)
     assert len(set().union(*(one.traits for one in drawn))) > 0.85 * len(TRAITS)
