@@ -32,7 +32,7 @@ class Trait:
     is_slow: bool = False
 
 
-_COMPILED = ("compiled eager", "compiled aot_eager")
+COMPILED = ("compiled eager", "compiled aot_eager")
 _PRECISIONS = ("bf16 autocast", "loss scale", "bf16 weights")
 _WEIGHTS = ("spectral norm", "spectral norm by hook", "weight norm", "weight norm by hook")
 _PARAMETRIZED = ("spectral norm", "weight norm", "parametrization that counts", "parametrization that draws")
@@ -75,7 +75,7 @@ TRAITS: dict[str, Trait] = {
     "tied blocks": Trait(HAND_WRITTEN),
     "tied head": Trait((*HAND_WRITTEN, "torch encoder"), conflicts=("lazy head",)),
     "teacher in evaluation mode": Trait(),
-    "attention on meta": Trait(shells=PLAIN, conflicts=("bf16 weights", *_COMPILED)),
+    "attention on meta": Trait(shells=PLAIN, conflicts=("bf16 weights", *COMPILED)),
     "attention of one token": Trait(),
     "padding": Trait(),
     # how it is trained
@@ -90,10 +90,10 @@ TRAITS: dict[str, Trait] = {
     "rollout in training mode": Trait(),
     "two forwards": Trait(),
     "checkpointing": Trait((*HAND_WRITTEN, "torch encoder"), conflicts=_CHECKPOINTING),
-    "reentrant checkpointing": Trait((*HAND_WRITTEN, "torch encoder"), conflicts=(*_CHECKPOINTING, *_COMPILED)),
+    "reentrant checkpointing": Trait((*HAND_WRITTEN, "torch encoder"), conflicts=(*_CHECKPOINTING, *COMPILED)),
     "copied while training": Trait(),
-    "saved whole while training": Trait(conflicts=(*_PARAMETRIZED, *_COMPILED)),
-    "anomaly detection": Trait(conflicts=_COMPILED),
+    "saved whole while training": Trait(conflicts=(*_PARAMETRIZED, *COMPILED)),
+    "anomaly detection": Trait(conflicts=COMPILED),
     "deterministic algorithms": Trait(),
     "resumed": Trait(conflicts=("lazy head", "lazy attention", "attention on meta", "tied head", "tied blocks")),
     "interrupted": Trait(),
@@ -143,7 +143,7 @@ class Training:
 
     @property
     def is_compiled(self) -> bool:
-        return bool(self.traits & set(_COMPILED))
+        return bool(self.traits & set(COMPILED))
 
     @classmethod
     def parse(cls, text: str) -> Training:
@@ -160,7 +160,7 @@ def fits(trait: str, family: str, shell: str, others: Collection[str]) -> bool:
         return False
     if any(trait != other and (trait in TRAITS[other].conflicts or other in one.conflicts) for other in others):
         return False
-    compiled, uncompiled = {trait, *others} & set(_COMPILED), {trait, *others} & set(_NOT_COMPILED)
+    compiled, uncompiled = {trait, *others} & set(COMPILED), {trait, *others} & set(_NOT_COMPILED)
     return len(compiled) < 2 and not (compiled and uncompiled)
 
 
@@ -174,7 +174,7 @@ def draw(seed: int, count: int) -> list[Training]:
         chosen: list[str] = []
         if place % 12 == 11:  # a handful is compiled
             family, shell = chance.choice(_QUICKLY_COMPILED), chance.choice((*PLAIN, *PLAIN, *LIGHTNING))
-            chosen.append(chance.choice(_COMPILED))
+            chosen.append(chance.choice(COMPILED))
         for _ in range(chance.randint(0, 3 if chosen else _MOST)):
             trait = traits.deal()
             if trait not in chosen and fits(trait, family, shell, chosen):

@@ -74,3 +74,20 @@ def test_a_few_dozen_have_every_model_and_shell_and_nearly_every_trait(seed):
 def test_a_training_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"unknown traits \['seldom'\]"):
         Training.parse("fused / loop / seldom / 1")
+
+
+def test_a_compiled_training_that_cannot_run_alone_is_compared_uncompiled(monkeypatch):
+    from tests.promise import run as runs
+
+    kept = runs.run
+
+    def fails_compiled(training, *, is_watched):
+        if training.is_compiled:
+            raise RuntimeError("view size is not compatible")
+        return kept(training, is_watched=is_watched)
+
+    monkeypatch.setattr(runs, "run", fails_compiled)
+    result = compare(Training.parse("separate / loop / compiled eager / 3"))
+    assert not result.training.is_compiled
+    assert result.differences == ()
+    assert result.measurements
