@@ -75,10 +75,8 @@ def validation_loss(model: nn.Module, text: Tensor, length: int = LENGTH, count:
         return float(F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
 
 
-@cache
-def trained_gpt(steps: int, seed: int = 0, heads: int = 4, width: int = 64, layers: int = 2) -> GPT:
-    """A small decoder, trained on the sources of the standard library."""
-    text, _ = read_standard_library()
+def train(text: torch.Tensor, steps: int, seed: int, *, heads: int, width: int, layers: int) -> GPT:
+    """A small decoder, trained on bytes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT(layers=layers, heads=heads, width=width, length=LENGTH)
@@ -91,6 +89,12 @@ def trained_gpt(steps: int, seed: int = 0, heads: int = 4, width: int = 64, laye
         optimizer.zero_grad()
         rate.step()
     return model
+
+
+@cache
+def trained_gpt(steps: int, seed: int = 0, heads: int = 4, width: int = 64, layers: int = 2) -> GPT:
+    """A small decoder, trained on the sources of the standard library."""
+    return train(read_standard_library()[0], steps, seed, heads=heads, width=width, layers=layers)
 
 
 def recorded_gpt(model: GPT, sequences: int, seed: int = 1) -> list[Recorded]:

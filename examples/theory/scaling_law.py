@@ -8,13 +8,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from scipy import stats
-from torch import nn
-from torch.nn import functional as F
 
 from examples.theory.claim import Claim, Number, Part, Size
 from examples.theory.estimators import overlap_factor
 from examples.theory.intervals import mean_of, share_of
-from examples.theory.models import LENGTH, batches, recorded_gpt, validation_loss
+from examples.theory.models import recorded_gpt, train, validation_loss
 from examples.theory.readings import effective_samples, spectrum
 from examples.train_gpt import GPT, read_standard_library
 from hdi_callback.core import allocate_heads, rank_allocations
@@ -57,17 +55,7 @@ def slopes(sizes: list[int], seeds: int, *, scaled: bool) -> tuple[list[list[flo
 
 
 def trained_loss(text: torch.Tensor, validation: torch.Tensor, heads: int, seed: int, steps: int) -> tuple[float, GPT]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = GPT(layers=1, heads=heads, width=64, length=LENGTH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / (steps + 1)))
-    for _, x in zip(range(steps), batches(text, seed, 16)):
-        F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        rate.step()
+    model = train(text, steps, seed, heads=heads, width=64, layers=1)
     return validation_loss(model, validation), model
 
 

@@ -82,25 +82,6 @@ def found_by_behaviour(place: Place, ways: Sequence[MadeUp] | None = None) -> At
     return replace(layer, slices=slices, output_projection=output.module)
 
 
-def found_alike(place: Place, other: AttentionLayer) -> AttentionLayer | None:
-    """Take over what was found in a module of the same class and shapes, if a trial forward confirms it.
-
-    Args:
-        place: the module and where it stands.
-        other: the layer that was found.
-
-    Returns:
-        The layer; `None` if it is not confirmed.
-    """
-    path = next((path for path, part in other.module.named_modules() if part is other.output_projection), None)
-    if other.output_projection is not None and path is None:  # it lies beside the module
-        return None
-    output = None if path is None else place.module.get_submodule(path)
-    slices = {role: part.moved_to(place.module) for role, part in other.slices.items()}
-    layer = replace(other, name=place.name, module=place.module, slices=slices, output_projection=output)
-    return layer if acts_as_claimed(layer) else None
-
-
 # --- one linear map per role
 
 _HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads", "num_head", "nheads", "n_h")

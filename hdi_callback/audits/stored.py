@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,21 +29,11 @@ class StoredTensors(Protocol):
         """Read some tensors; they stay mapped to the file until they are let go."""
 
 
-class Safetensors:
-    """Tensors in safetensors files.
-
-    Args:
-        files: the files, shards of one model.
-
-    Raises:
-        MisconfigurationError: if safetensors is not installed, or a file is none.
-    """
+class _InFiles(ABC):
+    """Tensors of which each lies in one of several files; each file is opened once for what is wanted of it."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._file_of: dict[str, Path] = {}
-        for file in files:
-            with _opened(file) as stored:
-                self._file_of.update(dict.fromkeys(stored.keys(), file))
+        self._file_of = {name: file for file in files for name in self._names(file)}
 
     def names(self) -> frozenset[str]:
         """Give the names of all tensors.
@@ -60,13 +52,39 @@ class Safetensors:
         Returns:
             Name -> tensor, of the type that is stored.
         """
-        found: dict[str, Tensor] = {}
         wanted = sorted(names, key=lambda name: str(self._file_of[name]))
-        for file in dict.fromkeys(self._file_of[name] for name in wanted):
-            # Opened anew each time: what was read stays resident as long as the file is mapped.
-            with _opened(file) as stored:
-                found.update({name: stored.get_slice(name)[...] for name in wanted if self._file_of[name] == file})
+        found: dict[str, Tensor] = {}
+        for file, of_file in groupby(wanted, self._file_of.__getitem__):
+            found.update(self._tensors(file, list(of_file)))
         return found
+
+    @abstractmethod
+    def _names(self, file: Path) -> Iterable[str]:
+        """Give the names of the tensors in a file."""
+
+    @abstractmethod
+    def _tensors(self, file: Path, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read tensors of one file."""
+
+
+class Safetensors(_InFiles):
+    """Tensors in safetensors files.
+
+    Args:
+        files: the files, shards of one model.
+
+    Raises:
+        MisconfigurationError: if safetensors is not installed, or a file is none.
+    """
+
+    def _names(self, file: Path) -> Iterable[str]:
+        with _opened(file) as stored:
+            return list(stored.keys())
+
+    def _tensors(self, file: Path, names: Sequence[str]) -> dict[str, Tensor]:
+        # Opened anew each time: what was read stays resident as long as the file is mapped.
+        with _opened(file) as stored:
+            return {name: stored.get_slice(name)[...] for name in names}
 
 
 @contextmanager
@@ -87,7 +105,7 @@ def _opened(file: Path) -> Iterator[Any]:
         yield opened
 
 
-class PickledTensors:
+class PickledTensors(_InFiles):
     """Tensors in files that `torch.save` wrote; nothing that such a file says is executed.
 
     Args:
@@ -100,35 +118,16 @@ class PickledTensors:
 
     def __init__(self, files: Iterable[Path], key: str = "state_dict") -> None:
         self._key = key
-        self._file_of: dict[str, Path] = {}
-        for file in files:
-            self._file_of.update(dict.fromkeys(self._tensors(file), file))
+        super().__init__(files)
 
-    def names(self) -> frozenset[str]:
-        """Give the names of all tensors.
+    def _names(self, file: Path) -> Iterable[str]:
+        return self._held(file)
 
-        Returns:
-            The names.
-        """
-        return frozenset(self._file_of)
+    def _tensors(self, file: Path, names: Sequence[str]) -> dict[str, Tensor]:
+        held = self._held(file)
+        return {name: held[name] for name in names}
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read some tensors.
-
-        Args:
-            names: their names.
-
-        Returns:
-            Name -> tensor, of the type that is stored.
-        """
-        wanted = list(names)
-        found: dict[str, Tensor] = {}
-        for file in dict.fromkeys(self._file_of[name] for name in wanted):
-            tensors = self._tensors(file)
-            found.update({name: tensors[name] for name in wanted if self._file_of[name] == file})
-        return found
-
-    def _tensors(self, file: Path) -> dict[str, Tensor]:
+    def _held(self, file: Path) -> dict[str, Tensor]:
         held = load_plain(file)
         inner = held.get(self._key, held)
         tensors = inner if isinstance(inner, Mapping) else {}

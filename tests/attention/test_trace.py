@@ -325,8 +325,8 @@ def test_supports_are_sets():
     assert (other.positions(0), other.features(0)) == ((0, 1, 2), (1, 2))
     assert ((one & other).positions(0), (one & other).features(0)) == ((0,), (1, 2))
     assert (one - other).features(0) == (0, 3)
-    assert one.intersects(other)
-    assert not (one - other).intersects(other)
+    assert one & other
+    assert not (one - other) & other
 
 
 def test_columns_are_read_from_few_derivatives():

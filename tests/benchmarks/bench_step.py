@@ -51,8 +51,12 @@ def report(sizes: dict[str, int], rounds: int, device: str, *, armed_alone: bool
     else:
         work = {"callback off": Steps(device=device, monitored=False, **sizes), "on, unarmed": on, **armed_step}
     ratios = measure(work, rounds=rounds, device=device)
-    armed, unarmed = ratios[-1].median, ratios[-2].median
-    share = 100 * ((armed - 1) / 50 + (unarmed - 1) * 49 / 50)
+    armed, unarmed = ratios[-1], ratios[-2]
+    least, most = (
+        100 * ((one - 1) / 50 + (other - 1) * 49 / 50)
+        for one, other in ((armed.low, unarmed.low), (armed.high, unarmed.high))
+    )
+    unknown = ", which is too wide to tell the cost from none" if least < 0 < most else ""
     described = ", ".join(f"{key} {value}" for key, value in sizes.items())
     return [
         f"Made by `{command}`",
@@ -61,7 +65,7 @@ def report(sizes: dict[str, int], rounds: int, device: str, *, armed_alone: bool
         f"{'Time on the clock' if device == 'cuda' else 'CPU time'}, the default curves.",
         "",
         *table("a training step of the GPT example", ratios, absolute=device == "cuda"),
-        f"At one reading in 50 steps that is {share:+.1f} % of the time of a step, as the medians stand.",
+        f"At one reading in 50 steps that is {least:+.1f} % to {most:+.1f} % of the time of a step{unknown}.",
         "",
     ]
 

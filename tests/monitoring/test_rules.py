@@ -109,7 +109,7 @@ def test_a_pair_that_becomes_one_is_named_with_its_past():
 
 def test_the_past_of_another_pair_is_not_passed_off_as_that_of_this_one():
     (alert,) = judge(WorstPair(), [pair(1100, 0.61, (0, 1)), pair(1200, 0.93)])
-    assert "no pair above 0.61 100 steps ago" in alert.message
+    assert "100 steps ago no pair was above 0.61" in alert.message
     assert alert.finding.since == 1200
 
 

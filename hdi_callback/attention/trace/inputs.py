@@ -21,9 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import projections
-from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.kept_lengths import kept_lengths
-from hdi_callback.attention.recorder import Recorder
 
 _TOKENS = 8
 _LARGEST = 2**20  # elements of recorded inputs that are kept whole
@@ -187,14 +185,6 @@ def _rotary_widths(module: nn.Module) -> Iterator[int]:
 
 
 # --- recorded
-
-
-class InputRecorder(Recorder["Inputs"]):
-    """Keeps the arguments of the next forward of some modules, cut to a few sequences and tokens."""
-
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Inputs]:
-        with isolated(module):
-            return list(recorded_inputs(args, kwargs))
 
 
 def recorded_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Inputs]:

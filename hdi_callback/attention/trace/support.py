@@ -57,17 +57,6 @@ class Support:
     def __bool__(self) -> bool:
         return bool(self.masks)
 
-    def intersects(self, other: Support) -> bool:
-        """Tell whether both have an element.
-
-        Args:
-            other: another support.
-
-        Returns:
-            True if so.
-        """
-        return bool(self & other)
-
     def only(self, leaves: Iterable[int]) -> Support:
         """Keep some leaves.
 

@@ -179,7 +179,7 @@ def _facts_of(
     if starts:
         found.append(("resumed at", f"step {', '.join(starts)}"))
     told = [alert for alert in alerts if not alert.is_resolved]
-    found.append(("alerts", f"{len(told)} told, {len(standing_alerts(alerts))} standing"))
+    found.append(("alerts", f"{len(told)} raised, {len(standing_alerts(alerts))} active"))
     if actions:
         found.append(("interventions", str(len(actions))))
     found.append(("history", str(path)))

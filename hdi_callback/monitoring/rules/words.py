@@ -84,7 +84,9 @@ def pair_earlier(series: Series, lens: Lens, pair: tuple[int, ...]) -> str:
     value, steps = decimal(row.values[WORST[lens]]), series.latest.step - row.step
     # The pair's own value is known where it was the worst already; elsewhere the worst bounds it.
     return (
-        f", {value} {steps} steps ago" if pair_of(row, lens) == pair else f", no pair above {value} {steps} steps ago"
+        f", {value} {steps} steps ago"
+        if pair_of(row, lens) == pair
+        else f", {steps} steps ago no pair was above {value}"
     )
 
 
