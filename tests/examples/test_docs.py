@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
 from hdi_callback import watch_heads
+from hdi_callback.command.commands import hdi
 from hdi_callback.monitoring.metrics import DEFAULT_METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +117,32 @@ def test_every_make_target_that_is_named_exists(page):
     assert set(re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", page.read_text(), flags=re.M)) <= {
         pair for target in targets for pair in ((target, ""), ("", target))
     }
+
+
+HDI_COMMANDS = [
+    (page.stem, line)
+    for page in PAGES
+    for language in ("shell", "bash")
+    for block in code_blocks(page, language)
+    for line in block.splitlines()
+    if line.startswith("hdi ")
+]
+
+
+@pytest.mark.parametrize(("page", "line"), HDI_COMMANDS)
+def test_every_command_that_is_shown_has_these_options(page, line):
+    words = shlex.split(line.partition(" | ")[0], comments=True)
+    command = hdi.commands[words[1]]
+    context = click.Context(command, info_name=words[1])
+    given = command.parse_args(context, words[2:])
+    assert given == [], "no word is left over"
+
+
+@page_by_page
+def test_every_program_that_is_named_exists(page):
+    named = set(re.findall(r"python -m ((?:tests|examples|hdi_callback)[\w.]*\w)", page.read_text()))
+    missing = [name for name in named if importlib.util.find_spec(name) is None]
+    assert missing == []
 
 
 @pytest.mark.parametrize("tag", [*(f"{metric}/<layer>" for metric in DEFAULT_METRICS), "hdi/mean", "hdi/min"])
