@@ -2,13 +2,13 @@
 
     python examples/train_gpt.py
 
-takes a few minutes on two CPU cores. It shows how `HDICallback` is added to a Lightning trainer (one line, in `main`),
-writes a TensorBoard log and an offline W&B run, and ends with a table of the layers, figures and a report.
+takes under three minutes on two CPU cores. It shows how `HDICallback` is added to a Lightning trainer (one line, in
+`main`), writes a TensorBoard log and an offline W&B run, and ends with a table of the layers, figures and a report.
 
     python examples/train_gpt.py --collapse
 
 adds a force that draws two heads of one layer together, as a fault would. The alert names them; `ReviveHeads` gives
-one of them fresh weights, and the force ends.
+one of them fresh weights, and the force ends. What the heads were before and after is printed and drawn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hdi_callback import Alert, HDICallback, load_history, read_alerts, report
+from hdi_callback import Alert, HDICallback, load_history, read_alerts, read_history, report
 from hdi_callback.dashboards.figures import plot_heads, plot_layers, plot_trajectories
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import ReviveHeads
@@ -191,7 +191,7 @@ class LitGPT(L.LightningModule):
 
 def build(
     *,
-    steps: int = 600,
+    steps: int = 450,
     layers: int = 4,
     heads: int = 6,
     width: int = 192,
@@ -227,6 +227,20 @@ def print_layers(history) -> None:
     Console(width=110).print(table)
 
 
+def describe_collapse(history: Path) -> str:
+    """Say what the first two heads that an alert named were then, and what they are at the end."""
+    told = next((one for one in read_alerts(history) if one.level != "notice" and len(one.finding.heads) == 2), None)
+    if told is None:
+        return "No pair of heads was named by an alert: the run was too short for the collapse."
+    run, (a, b) = read_history(history), told.finding.heads
+    steps = [told.step, run.matrix_steps(told.layer)[-1]]
+    before, after = (float(run.matrices(step, told.layer)["pair_alignment"][a, b]) for step in steps)
+    return (
+        f"{told.layer}, heads {a} and {b}: alignment {before:.2f} at step {steps[0]}, when the alert came, "
+        f"and {after:.2f} at step {steps[1]} (0 is chance, 1 the same head)"
+    )
+
+
 def quiet() -> None:
     """Leave out what concerns a cluster, or somebody else's future."""
     elsewhere = ("TPU available", "litlogger", "litmodels", "Tip:")
@@ -242,7 +256,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         description="Train a small GPT on the text of the Python standard library and watch its attention heads.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=450, help="optimizer steps")
     parser.add_argument(
         "--every-n-steps", type=int, default=20, help="optimizer steps between two readings of the heads"
     )
@@ -315,34 +329,39 @@ def main(argv: list[str] | None = None) -> None:
         offline_run = Path(os.path.relpath(loggers[1].experiment.dir)).parent
         loggers[1].experiment.finish()
     history = load_history(callback.history_path)
-    figure = Path(board.log_dir) / "head_diversity.png"
-    plot_trajectories(history).savefig(figure, dpi=110)
-
-    maps = Path(board.log_dir) / "alignment.png"
-    plot_layers(callback.history_path).savefig(maps, dpi=110)
-    pairs = maps.with_name("heads.png")
+    folder = Path(board.log_dir)
     alerted = [alert.step for alert in read_alerts(callback.history_path) if alert.rule == "worst pair"]
-    plot_heads(callback.history_path, step=alerted[0] if alerted else None).savefig(pairs, dpi=110)
+    figures = {
+        "head_diversity.png": plot_trajectories(history),
+        "alignment.png": plot_layers(callback.history_path),
+        "heads.png": plot_heads(callback.history_path, step=alerted[0] if alerted else None),
+    }
+    if alerted:
+        figures["heads_at_the_end.png"] = plot_heads(callback.history_path)
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=110)
 
     print()
     print_layers(history)
     for alert in read_alerts(callback.history_path):
         if alert.level != "notice":
             print(f"{'resolved' if alert.is_resolved else alert.level}: {alert.message}")
+    if options.collapse:
+        print(describe_collapse(callback.history_path))
     loss, unigram = float(trainer.callback_metrics["val_loss"]), unigram_loss(train, validation)
     print(f"\nvalidation loss {loss:.3f} nats per byte; untrained {untrained:.3f}; byte frequencies give {unigram:.3f}")
     print(f"the model writes: {lit.continue_text('def ')!r}\n")
-    print(f"figures           {figure}, {maps}, {pairs}")
-    try:
-        print(f"report            {report(callback.history_path).path}")
-    except MisconfigurationError as error:  # without plotly
-        print(f"no report         {error}")
+    print(f"figures           {', '.join(str(folder / name) for name in figures)}")
     print(f"every reading     {callback.history_path}")
     programs = Path(os.path.relpath(sys.executable)).parent
     print(f"TensorBoard       {programs}/tensorboard --logdir {options.out}   (see its page Custom Scalars)")
     if not options.no_wandb:
         print(f"W&B               {programs}/wandb leet {board.log_dir}/wandb   (in the terminal, without an account)")
         print(f"                  {programs}/wandb sync {offline_run}   (to the website, with an account)")
+    try:
+        print(f"report            {report(callback.history_path).path}   (open it in a browser)")
+    except MisconfigurationError as error:  # without plotly
+        print(f"no report         {error}")
 
 
 if __name__ == "__main__":

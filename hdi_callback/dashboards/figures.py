@@ -124,8 +124,18 @@ def plot_layers(history: str | os.PathLike[str] | RunHistory) -> Figure:
     curves = {name: [_worst(record, name) for record in records] for name in names}
     measured = {name: curve for name, curve in curves.items() if any(map(math.isfinite, curve))}
     pairs = {name: _pair(record.layers[name]) for record in records for name in record.layers}
-    alerts = [(one.step, one.layer) for one in _alerts(run) if one.level != "notice" and not one.is_resolved]
-    return draw_layers([record.step for record in records], measured, pairs=pairs, alerts=alerts)
+    told = [one for one in _alerts(run) if one.level != "notice" and not one.is_resolved]
+    return draw_layers(
+        [record.step for record in records],
+        measured,
+        pairs=pairs,
+        alerts=[(one.step, one.layer, one.finding.heads) for one in told],
+        interventions=[
+            (line["step"], line["layer"])
+            for line in run.lines
+            if line["kind"] == "intervention" and not line.get("is_dry_run") and not line.get("is_refusal")
+        ],
+    )
 
 
 def plot_heads(

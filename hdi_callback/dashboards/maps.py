@@ -68,7 +68,8 @@ def draw_layers(
     worst: Mapping[str, Sequence[float]],
     *,
     pairs: Mapping[str, tuple[int, ...]] | None = None,
-    alerts: Sequence[tuple[int, str]] = (),
+    alerts: Sequence[tuple[int, str, tuple[int, ...]]] = (),
+    interventions: Sequence[tuple[int, str]] = (),
 ) -> Figure:
     """Draw the worst alignment of two heads, a row for each layer and a column for each reading.
 
@@ -76,7 +77,8 @@ def draw_layers(
         steps: optimizer steps of the readings.
         worst: layer -> worst alignment at each reading, NaN where it was not measured.
         pairs: layer -> the two heads, at the last reading.
-        alerts: step and layer of the alerts to mark.
+        alerts: step, layer and heads of the alerts to mark.
+        interventions: step and layer of what was done about them, marked as well.
 
     Returns:
         A matplotlib figure, not attached to any window.
@@ -99,7 +101,7 @@ def draw_layers(
     panel.set_facecolor(_NOT_MEASURED)
     last = {name: _last(curve) for name, curve in worst.items()}
     order = sorted((name for name in names if math.isfinite(last[name])), key=lambda name: -last[name])
-    told = {name for _, name in alerts}
+    told = {name for _, name, _ in alerts}
     named = set(names if rows <= _MOST_ROWS_NAMED else _spread(names, 12))
     named = {name for name in named if not _is_near(names, name, told | set(order[:1]))} if rows > 24 else named
     shown = [name for name in names if name in named | told or name in order[:1]]
@@ -108,13 +110,16 @@ def draw_layers(
         if name in told:
             label.set_fontweight("bold")
             label.set_color(_MARK)
-    marks = [(step, names.index(name) + 0.5) for step, name in alerts if name in worst]
-    if marks:
-        x, y = zip(*marks)
-        panel.scatter(x, y, marker="v", s=46, color=_MARK, edgecolors="white", linewidths=0.8, zorder=3)
-    panel.set_xlabel("optimizer step" + ("; triangles: alerts" if marks else ""), fontsize=9)
+    is_tall = rows > _MOST_ROWS_NAMED  # then a mark is as high as a row, and one is drawn in the other
+    red = {"marker": "v", "color": _MARK, "edgecolors": "white", "s": 46, "zorder": 3}
+    white = {"marker": "^", "color": "white", "edgecolors": "black", "s": 14 if is_tall else 46, "zorder": 4}
+    has_alerts = _mark(panel, [(step, name) for step, name, _ in alerts], names, 0 if is_tall else -0.12, red)
+    has_actions = _mark(panel, interventions, names, 0 if is_tall else 0.22, white)
+    said = ["alerts" if has_alerts else "", "white ones: interventions" if has_actions else ""]
+    legend = ", ".join(filter(None, said))
+    panel.set_xlabel("optimizer step" + (f"; triangles: {legend}" if legend else ""), fontsize=9)
     panel.tick_params(axis="x", labelsize=8)
-    panel.set_title(_sentence(order, last, pairs or {}), loc="left", fontsize=10)
+    panel.set_title(_sentence(order, last, pairs or {}, alerts), loc="left", fontsize=10)
     _bar(figure, mesh, panel)
     return figure
 
@@ -220,14 +225,37 @@ def _last(curve: Sequence[float]) -> float:
     return next((value for value in reversed(curve) if math.isfinite(value)), math.nan)
 
 
-def _sentence(order: Sequence[str], last: Mapping[str, float], pairs: Mapping[str, tuple[int, ...]]) -> str:
+def _mark(
+    panel: Any, places: Sequence[tuple[int, str]], names: Sequence[str], shift: float, style: Mapping[str, Any]
+) -> bool:
+    """Mark steps in the rows of layers; tells whether there are any."""
+    marks = [(step, names.index(name) + 0.5 + shift) for step, name in places if name in names]
+    if marks:
+        x, y = zip(*marks)
+        panel.scatter(x, y, linewidths=0.8, **style)
+    return bool(marks)
+
+
+def _sentence(
+    order: Sequence[str],
+    last: Mapping[str, float],
+    pairs: Mapping[str, tuple[int, ...]],
+    alerts: Sequence[tuple[int, str, tuple[int, ...]]],
+) -> str:
     title = "Worst alignment of two heads, by layer"
     if not order:
         return title
     name = order[0]
-    pair = pairs.get(name, ())
-    heads = f", heads {pair[0]} and {pair[1]}" if len(pair) == 2 else ""
-    return f"{title}\nnow highest: {_short(name)}{heads}: {last[name]:.2f}"
+    if alerts and alerts[-1][1] != name:  # what the mark is about, where it is not what is highest now
+        step, layer, heads = alerts[-1]
+        title += f"\nalert at step {step}: {_short(layer)}{_of_heads(heads)}"
+    return f"{title}\nnow highest: {_short(name)}{_of_heads(pairs.get(name, ()))}: {last[name]:.2f}"
+
+
+def _of_heads(heads: Sequence[int]) -> str:
+    if len(heads) < 2:
+        return f", head {heads[0]}" if heads else ""
+    return f", heads {', '.join(map(str, heads[:-1]))} and {heads[-1]}" if len(heads) < 7 else f", {len(heads)} heads"
 
 
 def _edges(steps: Sequence[int]) -> list[float]:

@@ -132,7 +132,8 @@ class Pictures:
         self._readings, self._is_due = 0, False
         self._steps: list[int] = []
         self._curves: dict[str, list[float]] = {}
-        self._alerts: list[tuple[int, str]] = []
+        self._alerts: list[tuple[int, str, tuple[int, ...]]] = []
+        self._actions: list[tuple[int, str]] = []
 
     def write(self, result: Result) -> None:
         """Take one reading, and draw if it is time to.
@@ -143,7 +144,9 @@ class Pictures:
         record = result.record
         self._add(record)
         told = [alert for alert in result.alerts if alert.level != "notice" and not alert.is_resolved]
-        self._alerts += [(alert.step, alert.layer) for alert in told]
+        self._alerts += [(alert.step, alert.layer, alert.finding.heads) for alert in told]
+        done = [action for action in result.actions if not action.is_dry_run and not action.is_refusal]
+        self._actions += [(record.step, action.layer) for action in done]
         self._is_due = self._is_due or bool(told) or self._readings % self._every == 0
         self._readings += 1
         share = self._share_at_end if result.is_last else self._share
@@ -178,7 +181,7 @@ class Pictures:
             name: tuple(int(head) for head in layer.arrays.get("worst_alignment_pair", ()))
             for name, layer in result.record.layers.items()
         }
-        return draw_layers(self._steps, curves, pairs=pairs, alerts=self._alerts)
+        return draw_layers(self._steps, curves, pairs=pairs, alerts=self._alerts, interventions=self._actions)
 
     def _heads(self, result: Result) -> Figure | None:
         alerted = heads_of(result.active or ())

@@ -21,6 +21,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -472,14 +473,19 @@ class RunHistory:
         Returns:
             Steps in order.
         """
-        lines = self._readings.items()
-        in_lines = {
-            step
-            for step, line in lines
-            for name, one in line["layers"].items()
-            if one.get("matrices") and (layer is None or printable(name) == layer)
-        }
-        return sorted(in_lines.union(self._matrices.steps(layer)))
+        if layer is None:
+            return sorted(set().union(*self._steps_in_lines.values()).union(self._matrices.steps()))
+        return sorted(self._steps_in_lines.get(layer, set()).union(self._matrices.steps(layer)))
+
+    @cached_property
+    def _steps_in_lines(self) -> dict[str, set[int]]:
+        """Find once of which layers earlier versions wrote matrices into lines, and at which steps."""
+        found: dict[str, set[int]] = {}
+        for step, line in self._readings.items():
+            for name, layer in line["layers"].items():
+                if layer.get("matrices"):
+                    found.setdefault(printable(name), set()).add(step)
+        return found
 
     def matrices(self, step: int, layer: str) -> dict[str, Tensor]:
         """Read the matrices of a layer at a step.

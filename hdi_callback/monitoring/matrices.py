@@ -328,14 +328,14 @@ class Matrices:
 
     def __init__(self, path: Path, times: Mapping[int, float]) -> None:
         self._path = path
-        self._places: dict[tuple[int, str], int] = {}
+        self._places: dict[str, dict[int, int]] = {}  # layer -> step -> where its line begins
         with suppress(FileNotFoundError), path.open("rb") as file:
             for place in list(_places(file)):
                 if times.get(place.step) != place.time:
                     continue
                 with suppress(MatrixError):
                     for name in _layers_at(file, place.start, place.step):
-                        self._places[place.step, name] = place.start
+                        self._places.setdefault(name, {})[place.step] = place.start
 
     def steps(self, layer: str | None = None) -> list[int]:
         """Give the steps at which there are matrices.
@@ -346,7 +346,9 @@ class Matrices:
         Returns:
             Steps in order.
         """
-        return sorted({step for step, name in self._places if layer is None or name == layer})
+        if layer is not None:
+            return sorted(self._places.get(layer, ()))
+        return sorted(set().union(*self._places.values()))
 
     def at(self, step: int, layer: str) -> dict[str, Tensor]:
         """Read the matrices of a layer at a step.
@@ -358,7 +360,7 @@ class Matrices:
         Returns:
             Name -> ``(H, H)``; empty if none are kept, or they cannot be read.
         """
-        start = self._places.get((step, layer))
+        start = self._places.get(layer, {}).get(step)
         if start is None:
             return {}
         try:

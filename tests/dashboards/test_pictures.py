@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,10 +174,28 @@ def test_the_map_of_layers_has_the_values_of_the_history_on_a_fixed_scale(run):
 def test_the_map_of_layers_marks_the_alert_and_names_layer_and_heads(run):
     figure = plot_layers(run)
     panel = figure.axes[0]
-    assert panel.collections[1].get_offsets().tolist() == [[100, 1.5]]
+    assert panel.collections[1].get_offsets().tolist() == [[100, pytest.approx(1.38)]]
     assert "blocks.1.attn, heads 2 and 5: 0.95" in panel.get_title(loc="left")
     bold = [text.get_text() for text in panel.get_yticklabels() if text.get_fontweight() == "bold"]
     assert bold == ["blocks.1.attn"]
+
+
+def test_a_collapse_that_was_mended_is_still_named_with_its_heads_and_with_what_was_done(run):
+    history = History(run)
+    history.note("alert", **replace(alert(110), is_resolved=True).to_dict())
+    for step, is_dry in ((100, False), (50, True)):
+        message = {"intervention": "ReviveHeads", "message": "", "is_dry_run": is_dry}
+        history.note("intervention", step=step, layer="blocks.1.attn", **message)
+    history.write(record(150, bad=0, worst=0.2))
+    panel = plot_layers(run).axes[0]
+    assert panel.get_title(loc="left").splitlines()[1:] == [
+        "alert at step 100: blocks.1.attn, heads 2 and 5",
+        "now highest: blocks.0.attn, heads 2 and 5: 0.20",
+    ]
+    alerts, actions = (marks.get_offsets().tolist() for marks in panel.collections[1:3])
+    assert [step for step, _ in alerts] == [step for step, _ in actions] == [100]
+    assert alerts != actions, "the two marks do not hide each other"
+    assert "white ones: interventions" in panel.get_xlabel()
 
 
 def test_the_map_of_heads_begins_with_the_alerted_layer_and_rings_its_pair(run):

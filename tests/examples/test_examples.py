@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hdi_callback import load_history
+from hdi_callback import load_history, read_alerts
 from tests.wandb_files import read_wandb
 
 pytestmark = pytest.mark.slow  # `make slow` runs these
@@ -201,6 +201,31 @@ def test_the_gpt_example_names_the_run_that_can_be_sent_to_wandb(gpt):
 def test_the_vit_learns_digits(vit):
     accuracy = float(re.search(r"validation accuracy ([\d.]+)", vit.printed).group(1))
     assert accuracy > 0.6, "ten classes, so guessing gives 0.1"
+
+
+def test_the_collapse_is_told_mended_and_drawn_and_the_report_is_named_last(tmp_path, root):
+    printed = run(
+        root, tmp_path, "train_gpt.py", "--collapse", "--no-wandb", "--steps", "120", "--every-n-steps", "10",
+        "--layers", "2", "--heads", "4", "--width", "64", "--length", "64", "--batch-size", "8",
+    )  # fmt: skip
+    folder = tmp_path / "run" / "version_0"
+    told = [alert for alert in read_alerts(folder / "hdi" / "history.jsonl") if alert.rule == "worst pair"]
+    assert [(alert.layer, alert.finding.heads, alert.is_resolved) for alert in told[:2]] == [
+        ("model.blocks.1.attention", (0, 3), False),
+        ("model.blocks.1.attention", (0, 3), True),
+    ]
+    assert "ReviveHeads assigned fresh key and query weights" in printed
+    numbers = re.search(r"heads 0 and 3: alignment ([\d.]+) at step (\d+).*and (-?[\d.]+) at step 120", printed)
+    before, step, after = (float(number) for number in numbers.groups())
+    assert step == told[0].step
+    assert before >= 0.8
+    assert after < 0.3
+    for name in ("alignment.png", "heads.png", "heads_at_the_end.png"):
+        assert str(folder / name) in printed
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    last = next(line for line in reversed(printed.splitlines()) if re.match(r"\w[\w& ]+ {3}", line))
+    assert last.split()[:2] == ["report", str(folder / "hdi" / "report.html")]
+    assert "heads 0 and 3" in (folder / "hdi" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -192,6 +192,23 @@ def test_matrices_in_the_lines_of_earlier_versions_are_read(tmp_path):
     assert run.matrices(5, "attn")["overlap"][0, 1] == pytest.approx(0.3)
 
 
+def test_asking_for_the_steps_of_every_layer_walks_the_lines_once(tmp_path, monkeypatch):
+    path = tmp_path / "history.jsonl"
+    old = {"values": {}, "matrices": {"overlap": [[1.0, 0.5], [0.5, 1.0]]}}
+    lines = [
+        {"kind": "reading", "step": step, "time": 0.0, "layers": {"a": old, "b": {"values": {}}}} for step in (0, 10)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    History(path).write(record_at(20))
+    run = read_history(path)
+    walked: list[str] = []
+    monkeypatch.setattr("hdi_callback.monitoring.history.printable", lambda name: walked.append(name) or name)
+    for _ in range(5):
+        assert [run.matrix_steps(layer) for layer in ("a", "b", "c")] == [[0, 10, 20], [20], []]
+        assert run.matrix_steps() == [0, 10, 20]
+    assert walked == ["a", "a"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
