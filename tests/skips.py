@@ -4,6 +4,7 @@ NEEDS_GPU = "needs a CUDA device: run on a machine with one"
 NEEDS_CUDA_BUILD = "needs the CUDA build of torch (a GPU is not needed): run in an environment with plain torch"
 NEEDS_TORCHVISION = "needs torchvision (which the CPU build of torch lacks): run in an environment with plain torch"
 NEEDS_CHROMIUM = "needs a headless Chromium: apt-get install chromium"
-NEEDS_MLFLOW = "needs mlflow: pip install mlflow-skinny"
+NEEDS_AIM = "needs aim, which is large: pip install aim"
+NEEDS_COMET = "needs comet_ml: pip install comet_ml"
 
-REASONS = frozenset({NEEDS_CHROMIUM, NEEDS_MLFLOW, NEEDS_CUDA_BUILD, NEEDS_GPU, NEEDS_TORCHVISION})
+REASONS = frozenset({NEEDS_AIM, NEEDS_CHROMIUM, NEEDS_COMET, NEEDS_CUDA_BUILD, NEEDS_GPU, NEEDS_TORCHVISION})

@@ -74,6 +74,10 @@ class LoggerSink:
             return self._log_image
         if self._is_mlflow(experiment):
             return self._log_artifact
+        if _is_comet(experiment):
+            return self._log_to_comet
+        if _is_aim(experiment):
+            return self._track_image
         return None
 
     @property
@@ -91,6 +95,10 @@ class LoggerSink:
             return _WandbExtra(self._logger, experiment, self._metrics, self._prefix).write
         if self._is_mlflow(experiment):
             return _AlertText(experiment, self._logger.run_id, self._prefix).write
+        if _is_comet(experiment):
+            return self._log_text_to_comet
+        if _is_aim(experiment):
+            return self._track_text
         return lambda result: None
 
     def _log_image(self, picture: Picture) -> None:
@@ -99,6 +107,46 @@ class LoggerSink:
     def _log_artifact(self, picture: Picture) -> None:
         place = f"{self._prefix}attention_heads/{picture.name}_step_{picture.step}.png"
         self._experiment.log_image(self._logger.run_id, picture.pixels, place)
+
+    def _log_to_comet(self, picture: Picture) -> None:
+        # As an image: of an array Comet would stretch the colours to those that happen to be in it.
+        self._experiment.log_image(_image(picture), name=self._prefix + picture.tag, step=picture.axis)
+
+    def _log_text_to_comet(self, result: Result) -> None:
+        if lines := _lines(result):
+            self._experiment.log_text("\n".join(lines), step=result.record.axis)
+
+    def _track_image(self, picture: Picture) -> None:
+        import aim
+
+        self._experiment.track(aim.Image(_image(picture)), name=self._prefix + picture.tag, step=picture.axis)
+
+    def _track_text(self, result: Result) -> None:
+        if lines := _lines(result):
+            import aim
+
+            name = f"{self._prefix}attention_heads/alert_text"
+            self._experiment.track(aim.Text("\n".join(lines)), name=name, step=result.record.axis)
+
+
+def _is_comet(experiment: Any) -> bool:
+    return all(hasattr(experiment, name) for name in ("log_text", "log_image", "log_other"))
+
+
+def _is_aim(experiment: Any) -> bool:
+    return all(hasattr(experiment, name) for name in ("track", "get_image_sequence", "get_text_sequence"))
+
+
+def _image(picture: Picture) -> Any:
+    from PIL import Image  # which matplotlib brings, and without it there is no picture
+
+    return Image.fromarray(picture.pixels)
+
+
+def _lines(result: Result) -> list[str]:
+    """Say what is new at a reading, a line each."""
+    lines = [f"{'resolved' if item.is_resolved else item.level}: {item.message}" for item in result.alerts]
+    return [*lines, *(item.message for item in result.actions)]
 
 
 class _WandbExtra:
@@ -124,9 +172,7 @@ class _AlertText:
         self._lines: list[str] = []
 
     def write(self, result: Result) -> None:
-        lines = [f"{'resolved' if item.is_resolved else item.level}: {item.message}" for item in result.alerts]
-        lines += [item.message for item in result.actions]
-        if lines:
+        if lines := _lines(result):
             self._lines += lines
             text = "\n".join(self._lines) + "\n"
             self._client.log_text(self._run_id, text, f"{self._prefix}attention_heads/alerts.txt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import zipfile
 from pathlib import Path
 
 import lightning as L
@@ -17,7 +18,7 @@ from hdi_callback import HDICallback, read_alerts
 from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.monitoring.history import read_records
 from tests.models import LIT_LAYERS, LitClassifier, batches
-from tests.skips import NEEDS_MLFLOW
+from tests.skips import NEEDS_AIM, NEEDS_COMET
 from tests.wandb_files import read_wandb
 
 DEFAULTS = [
@@ -184,7 +185,6 @@ def test_the_summary_of_wandb_has_the_highest_alignment_of_all_layers(run):
 
 
 def test_csv_and_mlflow_get_the_curves_and_mlflow_the_alerts_and_pictures(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason=NEEDS_MLFLOW)
     from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
     from mlflow.tracking import MlflowClient
 
@@ -211,6 +211,83 @@ def test_csv_and_mlflow_get_the_curves_and_mlflow_the_alerts_and_pictures(tmp_pa
     assert [line.split(": ", 1)[1] for line in text.splitlines()] == [
         alert.message for alert in read_alerts(callback.history_path)
     ]
+
+
+def train_with(logger, folder: Path, monkeypatch) -> HDICallback:
+    monkeypatch.setattr(Pictures, "_is_affordable", lambda self, share: True)
+    callback = HDICallback(every_n_steps=4, thresholds={"*": {"pair": 0.01}}, history=str(folder / "h.jsonl"))
+    L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=logger, callbacks=[callback], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(LitClassifier(), batches(count=6))  # fmt: skip
+    return callback
+
+
+def test_comet_gets_the_curves_the_alerts_and_the_pictures(tmp_path, monkeypatch):
+    # `CometLogger(online=False)` of Lightning 2.6 switches Comet off; this is an offline experiment.
+    monkeypatch.setenv("COMET_START_ONLINE", "false")
+    pytest.importorskip("comet_ml", reason=NEEDS_COMET)
+    from lightning.pytorch.loggers import CometLogger
+
+    logger = CometLogger(project="heads", offline_directory=str(tmp_path))
+    callback = train_with(logger, tmp_path, monkeypatch)
+    logger.experiment.end()
+    (path,) = tmp_path.glob("*.zip")
+    curves: dict[str, list[tuple[int, float]]] = {}
+    texts: dict[int, str] = {}
+    pictures: dict[str, list[int]] = {}
+    with zipfile.ZipFile(path) as written:
+        for line in written.read("messages.json").decode().splitlines():
+            message = json.loads(line)
+            payload = message["payload"]
+            if message["type"] == "metric_msg":
+                metric = payload["metric"]
+                curves.setdefault(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
+            told = payload.get("additional_params") or {}
+            if told.get("type") == "text-sample":
+                texts[told["step"]] = written.read(payload["file_path"]).decode()
+            elif payload.get("upload_type") == "visualization":
+                pictures.setdefault(told["figName"], []).append(told["step"])
+                assert written.read(payload["file_path"]).startswith(b"\x89PNG")
+    check_curves(curves, callback)
+    check_alerts(texts, callback)
+    assert pictures == {f"attention_heads/{name}": [0, 4, 6] for name in ("layers", "heads")}
+
+
+def test_aim_gets_the_curves_the_alerts_and_the_pictures(tmp_path, monkeypatch):
+    pytest.importorskip("aim", reason=NEEDS_AIM)
+    from aim.pytorch_lightning import AimLogger
+
+    options = {"system_tracking_interval": None, "log_system_params": False, "capture_terminal_logs": False}
+    logger = AimLogger(repo=str(tmp_path), experiment="heads", **options)
+    callback = train_with(logger, tmp_path, monkeypatch)
+    logger.finalize("success")
+    run = logger.experiment  # opened again, from the disk
+    curves = {}
+    for name, context, _ in run.iter_metrics_info():
+        rows = run.get_metric(name, context).dataframe()
+        curves[name] = [(int(step), value) for step, value in zip(rows["step"], rows["value"])]
+    check_curves(curves, callback)
+    kept = run.collect_sequence_info(("texts", "images"))
+    assert {one["name"] for one in kept["images"]} == {"attention_heads/layers", "attention_heads/heads"}
+    texts = run.get_text_sequence("attention_heads/alert_text", context).data
+    check_alerts({step: text.data for step, (text,) in texts.view("val").items()}, callback)
+    run.close()
+
+
+def check_curves(curves: dict[str, list[tuple[int, float]]], callback: HDICallback) -> None:
+    wanted = expected(callback)
+    assert [step for step, _ in wanted["hdi/min"]] == [0, 4, 6]
+    for tag, points in wanted.items():
+        assert curves[tag] == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], tag
+
+
+def check_alerts(texts: dict[int, str], callback: HDICallback) -> None:
+    told: dict[int, list[str]] = {}
+    for alert in read_alerts(callback.history_path):
+        told.setdefault(alert.step, []).append(alert.message)
+    assert told
+    assert {step: [line.split(": ", 1)[1] for line in text.splitlines()] for step, text in texts.items()} == told
 
 
 def test_the_history_is_plain_json_lines(run):
