@@ -47,7 +47,7 @@ nitpick_ignore_regex = [
     (
         r"py:class",
         r"hdi_callback\.(monitoring\.(history\.(Run)?History|warn_once\.WarnOnce|readings\.Measurement|ranks\.Ranks)"
-        r"|audits\.(audit\.LayerAudit|comparison\.LayerComparison)|integrations\.loop\._LoopHost)",
+        r"|audits\.(audit\.LayerAudit|comparison\.LayerComparison)|integrations\.loop_host\.Loop(Settings|Host))",
     ),
     # The inventories of other projects would have to be downloaded.
     (

@@ -6,6 +6,8 @@ import importlib
 import inspect
 from pathlib import Path
 
+from hdi_callback.integrations.shell import Shell
+
 PAGE = Path(__file__).with_name("api.md")
 MODULES = (
     "hdi_callback",
@@ -42,7 +44,8 @@ def entry(module: str, name: str) -> str:
         # A callback's hooks are called by its trainer, and are its business.
         is_callback = any(base.__module__.startswith(("lightning", "transformers")) for base in thing.__mro__)
         members = "history_path, active_alerts" if is_callback else ""
-        return f".. autoclass:: {module}.{name}\n   :members:{' ' + members if members else ''}\n"
+        inherited = "   :inherited-members:\n" if not is_callback and issubclass(thing, Shell) else ""
+        return f".. autoclass:: {module}.{name}\n   :members:{' ' + members if members else ''}\n{inherited}"
     return f".. auto{'function' if callable(thing) else 'data'}:: {module}.{name}\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from fractions import Fraction
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from docstring_parser import parse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from hdi_callback import (
     HDICallback,
+    HDIHandler,
     HDITrainerCallback,
     HeadDiversityMonitor,
     Rule,
@@ -258,13 +261,46 @@ def test_numbers_of_numpy_are_numbers():
     assert made.rank_tol == pytest.approx(1e-3)
 
 
-def test_every_callback_has_the_same_defaults_as_the_settings():
-    import inspect
+SHELLS = {
+    HDICallback: (["every_n_steps"], {"prog_bar", "name"}),
+    HDITrainerCallback: (["every_n_steps"], set()),
+    watch_heads: (["model", "optimizer"], {"log_dir", "tensorboard", "wandb", "save_checkpoint"}),
+    HDIHandler: (["model", "optimizer"], {"log_dir", "tensorboard", "wandb", "save_checkpoint"}),
+}
+"""Shell -> what may come without a name, and what is its own."""
 
-    expected = {name: getattr(Settings, name) for name in SHARED}
-    for door in (HDICallback, HDITrainerCallback, watch_heads):
-        found = {name: item.default for name, item in inspect.signature(door).parameters.items() if name in SHARED}
-        assert found == expected, door
+
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell.__name__)
+def test_every_shell_takes_the_arguments_of_the_settings_with_their_defaults_and_its_own(shell):
+    expected = {name: item.default for name, item in inspect.signature(Settings).parameters.items()}
+    found = inspect.signature(shell).parameters
+    assert set(SHARED) <= set(expected)
+    assert {name: found[name].default for name in expected} == expected
+    first, own = SHELLS[shell]
+    assert [name for name, item in found.items() if item.kind is not item.KEYWORD_ONLY] == first
+    assert set(found) - set(expected) - set(first) == own
+    assert all(item.annotation is not item.empty and not isinstance(item.annotation, str) for item in found.values())
+
+
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell.__name__)
+def test_every_shell_documents_each_of_its_arguments_once(shell):
+    described = {item.arg_name: item.description for item in parse(inspect.getdoc(shell)).params}
+    assert list(described) == list(inspect.signature(shell).parameters)
+    assert all(len(text) > 15 for text in described.values())
+
+
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell.__name__)
+def test_every_shell_refuses_what_the_settings_refuse_and_names_an_unknown_argument(shell):
+    first = () if shell in (HDICallback, HDITrainerCallback) else (MODEL, OPTIMIZER)
+    with pytest.raises(MisconfigurationError, match=r"got 2\.5: write 50"):
+        shell(*first, every_n_steps=2.5)
+    with pytest.raises(TypeError, match=rf"{shell.__name__}\(\) got an unexpected keyword argument 'every_step'"):
+        shell(*first, every_step=5)
+
+
+def test_the_name_of_a_state_in_a_checkpoint_has_patterns_as_they_were_written():
+    written = HDICallback(include=("a.*",), exclude=["b"], name="left").state_key
+    assert written == "HDICallback{'name': 'left', 'include': ('a.*',), 'exclude': ['b']}"
 
 
 def test_a_choice_that_leaves_no_layer_is_refused():

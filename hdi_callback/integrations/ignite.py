@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from ignite.engine import Engine, Events
-from torch import nn
 
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.integrations.loop import HeadSession, watch_heads
+from hdi_callback.integrations.loop import HeadSession
+from hdi_callback.integrations.loop_host import LoopSettings
+from hdi_callback.integrations.signature import documented_by, method_of
 
 
+@documented_by(LoopSettings)
 class HDIHandler:
     """Watch the diversity of the attention heads of a model that a pytorch-ignite `Engine` trains.
 
@@ -25,15 +26,14 @@ class HDIHandler:
     exception ended, call `close`, or hooks stay on the model until the next run if the failing step was a read one.
 
     Args:
-        model: any module that contains attention layers; compiled or wrapped ones as they are trained.
-        optimizer: the optimizer, or a list of those that together make a step.
-        arguments: those of `watch_heads`: ``every_n_steps``, ``log_dir``, ``tensorboard``, ``wandb``, ...
+        settings: the arguments of `watch_heads`, by their names; ``model`` and ``optimizer`` come first.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> handler = HDIHandler(model, optimizer, every_n_steps=50, verbose=False)
@@ -41,9 +41,10 @@ class HDIHandler:
         >>> handler.attach(trainer)  # before trainer.run(...)
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, **arguments: Any) -> None:
-        self._open: Callable[[], HeadSession] = partial(watch_heads, model, optimizer, **arguments)
-        self.heads: HeadSession = self._open()
+    @method_of(LoopSettings)
+    def __init__(self, settings: LoopSettings) -> None:
+        self._settings = settings
+        self.heads = HeadSession(settings)
         self._step: AbstractContextManager[None] | None = None
         self._has_ended = False
 
@@ -82,7 +83,7 @@ class HDIHandler:
     def _begin(self, engine: Engine) -> None:
         self._leave(RuntimeError("the step did not come to its end"))
         if self._has_ended:  # the trainer is run for further epochs
-            state, self.heads, self._has_ended = self.heads.state_dict(), self._open(), False
+            state, self.heads, self._has_ended = self.heads.state_dict(), HeadSession(self._settings), False
             self.heads.load_state_dict(state)
 
     def _begin_step(self, engine: Engine) -> None:

@@ -7,71 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hdi_callback.dashboards import console, tensorboard, wandb
+from hdi_callback.dashboards.loggers import LoggerSink
 from hdi_callback.dashboards.pictures import Outlet, Pictures, can_draw, save_in
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.session import Session
 from hdi_callback.monitoring.settings import Settings
 from hdi_callback.monitoring.sink import OnAlert, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
-
-
-def print_layers(session: Session, settings: Settings, say: Callable[[str], Any] | None = None) -> None:
-    """Print once which layers were found.
-
-    Args:
-        session: a session that has started.
-        settings: with ``verbose``; nothing is printed without.
-        say: prints a line.
-    """
-    options: dict[str, Any] = {} if say is None else {"say": say}
-    if settings.verbose:
-        with session.warn_once.guard("printing the layers"):
-            console.print_layers(
-                session.monitor.layers,
-                session.monitor.refused,
-                every_n_steps=settings.every_n_steps,
-                interventions=session.interventions,
-                **options,
-            )
-
-
-def alert_sinks(settings: Settings, history: History | None, say: Callable[[str], Any], otherwise: str) -> list[Sink]:
-    """Print alerts, and call the user's function with them.
-
-    Args:
-        settings: with ``on_alert``.
-        history: where all alerts are kept.
-        say: prints a line.
-        otherwise: where they are kept without a history.
-
-    Returns:
-        The sinks.
-    """
-    sinks: list[Sink] = [console.AlertLines(say, otherwise if history is None else history)]
-    return sinks if settings.on_alert is None else [*sinks, OnAlert(settings.on_alert)]
-
-
-def picture_sinks(
-    settings: Settings, history: History | None, outlets: Iterable[Outlet | None], *, is_resumed: bool
-) -> list[Sink]:
-    """Draw pictures, for those who take them and into a folder beside the history.
-
-    Args:
-        settings: with ``figures_every``.
-        history: where readings are kept.
-        outlets: what takes pictures; `None` for what cannot.
-        is_resumed: the readings that the history holds are drawn as well.
-
-    Returns:
-        The sink; none if no pictures are wanted, nobody takes them, or matplotlib is not installed.
-    """
-    chosen = [outlet for outlet in outlets if outlet is not None]
-    if history is not None:
-        chosen.append(save_in(lambda: history.path.with_name(_folder_of(history.path))))
-    if settings.figures_every == 0 or not chosen or not can_draw():
-        return []
-    before = history.path if history is not None and is_resumed else None
-    return [Pictures(chosen, every=settings.figures_every, before=before)]
 
 
 def _folder_of(history: Path) -> str:
@@ -80,26 +21,41 @@ def _folder_of(history: Path) -> str:
 
 
 class Dashboards:
-    """TensorBoard and W&B beside a trainer that has no loggers of its own.
+    """What the results of a run are written to besides its history: loggers, TensorBoard, W&B, pictures, the console.
+
+    Each is opened for the run, or joined; `sinks` gives them all.
 
     Args:
-        metrics: names of the curves to log.
+        settings: with ``metrics``, ``figures_every`` and ``on_alert``.
         warn_once: takes what goes wrong.
 
     Attributes:
         folder: directory of the TensorBoard run that was opened here; a checkpoint keeps it.
-        outlets: what takes pictures.
     """
 
-    def __init__(self, metrics: Sequence[str] | None, warn_once: WarnOnce) -> None:
-        self._metrics, self._warn_once = list(metrics or ()), warn_once
+    def __init__(self, settings: Settings, warn_once: WarnOnce) -> None:
+        self._settings, self._warn_once = settings, warn_once
         self._writer: Any = None
-        self.outlets: list[Outlet] = []
+        self._opened: list[Sink] = []
+        self._outlets: list[Outlet] = []  # what takes pictures
         self.folder: str | None = None
 
-    def tensorboard(
-        self, writer: Any, wished: Path, state: Mapping[str, Any] | None, layers: Sequence[str] = ()
-    ) -> list[Sink]:
+    def loggers(self, loggers: Iterable[Any], prefix: str, layers: Sequence[str]) -> None:
+        """Write to the loggers of a Lightning trainer.
+
+        Args:
+            loggers: those loggers.
+            prefix: what stands before every tag.
+            layers: names of layers.
+        """
+        for logger in loggers:
+            sink = LoggerSink(logger, self._settings.curves, prefix)
+            with self._warn_once.guard(f"laying out the charts of {sink.logger_type}"):
+                sink.lay_out(layers)
+                self._outlets += filter(None, [sink.pictures()])
+            self._opened.append(sink)
+
+    def tensorboard(self, writer: Any, wished: Path, state: Mapping[str, Any] | None, layers: Sequence[str]) -> None:
         """Write to TensorBoard.
 
         Args:
@@ -107,19 +63,14 @@ class Dashboards:
             wished: directory of the run, if no other run has it.
             state: what is resumed.
             layers: names of layers.
-
-        Returns:
-            The sink, if it could be opened.
         """
-        sinks: list[Sink] = []
         with self._warn_once.guard("opening TensorBoard"):
             opened = self._open(wished, state) if writer is True else writer
-            sinks.append(tensorboard.Board(opened, self._metrics, layers))
+            self._opened.append(tensorboard.Board(opened, self._settings.curves, layers))
             if hasattr(opened, "add_image"):
-                self.outlets.append(tensorboard.add_picture(opened))
-        return sinks
+                self._outlets.append(tensorboard.add_picture(opened))
 
-    def wandb(self, run: Any, layers: Sequence[str], axis: str, *, is_guest: bool = False) -> list[Sink]:
+    def wandb(self, run: Any, layers: Sequence[str], axis: str, *, is_guest: bool = False) -> None:
         """Log to a W&B run.
 
         Args:
@@ -127,27 +78,55 @@ class Dashboards:
             layers: names of layers.
             axis: the axis of the curves.
             is_guest: somebody else logs the rows, see `RunLog`.
+        """
+        with self._warn_once.guard("joining the W&B run"):
+            self._opened.append(wandb.RunLog(run, self._settings.curves, layers, axis, is_guest=is_guest))
+            self._outlets.append(wandb.add_picture(run, axis))
+
+    def sinks(
+        self, history: History | None, say: Callable[[str], Any], otherwise: str, *, is_resumed: bool
+    ) -> list[Sink]:
+        """Give all of them: what was opened, the pictures, the lines on the console, the user's function.
+
+        Args:
+            history: where all alerts are kept; a folder beside it takes pictures as well.
+            say: prints a line.
+            otherwise: where alerts are kept without a history.
+            is_resumed: the readings that the history holds are drawn as well.
 
         Returns:
-            The sink, if the run can be joined.
+            The sinks.
         """
-        sinks: list[Sink] = []
-        with self._warn_once.guard("joining the W&B run"):
-            sinks.append(wandb.RunLog(run, self._metrics, layers, axis, is_guest=is_guest))
-            self.outlets.append(wandb.add_picture(run, axis))
-        return sinks
+        called = self._settings.on_alert
+        lines = console.AlertLines(say, otherwise if history is None else history)
+        return [
+            *self._opened,
+            *self._pictures(history, is_resumed),
+            lines,
+            *([] if called is None else [OnAlert(called)]),
+        ]
 
     def close(self) -> None:
         """Close the writer, unless it is the user's."""
-        self.outlets.clear()
+        self._opened.clear()
+        self._outlets.clear()
         if self._writer is not None:
             with self._warn_once.guard("closing TensorBoard"):
                 self._writer.close()
+            self._writer = None
+
+    def _pictures(self, history: History | None, is_resumed: bool) -> list[Sink]:
+        """Draw pictures, if they are wanted, somebody takes them, and matplotlib is installed."""
+        chosen, every = list(self._outlets), self._settings.figures_every
+        if history is not None:
+            chosen.append(save_in(lambda: history.path.with_name(_folder_of(history.path))))
+        if every == 0 or not chosen or not can_draw():
+            return []
+        return [Pictures(chosen, every=every, before=history.path if history is not None and is_resumed else None)]
 
     def _open(self, wished: Path, state: Mapping[str, Any] | None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.close()
         folder = tensorboard.place_board(wished, state)
         self.folder = str(folder)
         # What an interrupted run has written beyond its checkpoint is to be hidden.

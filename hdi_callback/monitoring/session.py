@@ -103,8 +103,7 @@ class Session:
         Raises:
             MisconfigurationError: if the settings cannot work on this model.
         """
-        acting = [item.name for item in settings.interventions or () if not item.dry_run]
-        refuse_apart(settings.process_group, acting)
+        refuse_apart(settings.process_group, [item.name for item in settings.acting])
         monitor = HeadDiversityMonitor(model, **settings.measuring)
         try:
             names = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]

@@ -1,7 +1,7 @@
 """`Settings`: what every trainer's callback is asked for, in one place, and checked once, before training.
 
-`HDICallback`, `HDITrainerCallback` and `watch_heads` spell the same arguments out, so that editors and YAML know them,
-and hand them to a `Settings`. The monitor takes those that concern the measurement.
+`HDICallback`, `HDITrainerCallback`, `HDIHandler` and `watch_heads` have these arguments and this text about them from
+here. The monitor takes those that concern the measurement.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal
 
 from hdi_callback.arguments import flag, function, number, one_of, path, shown, whole_number, words
@@ -111,34 +111,50 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
 """Argument -> what checks it: takes what came, gives what is used, raises a `MisconfigurationError`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Settings:
     """What a run is watched with; the arguments that all callbacks share.
 
     Attributes:
-        every_n_steps: optimizer steps between readings, at least 1.
-        metrics: names of the curves to log, see `METRICS`; ``"default"`` or `None` for the default ones.
-        include: patterns of layer names to watch; `None` for all.
+        every_n_steps: optimizer steps between readings, as the trainer counts them.
+        metrics: names of the curves to log; ``"default"`` or `None`, also as one of the names, for ``hdi``,
+            ``hdi_alignment``, ``hdi_energy_alignment``, ``hdi_worst_pair``, ``hdi_effective_heads``,
+            ``head_correlation``, ``head_output_overlap`` and ``head_covariance``. The history keeps everything that was
+            measured.
+        include: patterns of layer names to watch (``"encoder.*"``); all by default.
         exclude: patterns of layer names to leave out.
-        max_tokens: largest number of tokens kept per layer for one reading of the head outputs, at least 2.
-        padding: which tokens are left out of head outputs: ``"auto"`` for those that masks tell of, the number of a
-            token, a function of the model's arguments, or `None` for none.
+        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` for what the masks tell that the
+            attention and the modules around it receive; the number of the token that is padding; a function that takes
+            the arguments of the model by their names and returns ``(batch, length)``, true where a token is padding;
+            `None` to count every token.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count; in (0, 1).
-        method: how overlaps are computed: ``"whiten"``, ``"svd"`` or ``"exact"``.
-        memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone.
-        history: write the history file, to its usual place or to the path given.
-        matrices_every: readings between two whose matrices the history keeps; 0 for none at all.
-        history_mb: megabytes that the history may have on the disk; `None` for no limit.
-        figures_every: readings between two sets of pictures; 0 for none.
-        alerts: ``"default"``, rules, or `None` for no alerts.
-        thresholds: limits of the default rules by pattern of layer names.
+        method: how overlaps are computed, see `head_diversity`.
+        memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone; less
+            of it is slower.
+        history: write the history file, to ``hdi/history.jsonl`` in the folder of the run, or to the path given.
+        matrices_every: the history keeps the heads-by-heads matrices of every so many readings, and those of step 0, of
+            the end and of alerts besides; 0 for none at all.
+        history_mb: megabytes that the history may have on the disk; when it has more, the matrices of older readings
+            are thinned. `None` for no limit.
+        figures_every: draw the worst alignment of all layers and the heads of the worst ones at every so many readings,
+            for the loggers that take pictures and into ``figures`` beside the history; 0 for none. Drawing takes at
+            most 2% of the run's time while it goes on, and needs matplotlib.
+        alerts: ``"default"``, rules of your own (see `Rule`), or `None` for no alerts.
+        thresholds: limits of the default rules by pattern of layer names: ``{"decoder.*": {"mean": 0.7, "pair":
+            None}}``; see `Thresholds`.
         loaded: whether the weights had been trained before this run, so that what they are at its start is no alarm;
             ``"auto"`` tells it from the weights of each layer.
         on_alert: a function that is called with each `Alert`, on the first rank.
-        interventions: what to do about alerts.
-        strict: make warnings about the model and the checkpoint errors.
-        check_heads: check the heads that were found against the first forward that is read.
-        process_group: the ranks that measure together: ``"auto"`` for all, a process group, or `None` for each alone.
+        interventions: what to do about alerts; nothing by default.
+        strict: make two warnings errors: that the model has no readable attention layer, and that the checkpoint to
+            resume from knows layers that are not there or have other heads. Without it the history, alerts and
+            interventions start anew after such a checkpoint.
+        check_heads: check once, on a few tokens of the first forward that is read, that every layer computes attention
+            with the heads that were found; a layer that does not is left out, with a warning that shows why.
+        process_group: the ranks that measure together: ``"auto"`` for all of them, or `None` for each rank alone, as is
+            needed where ranks leave training at different steps; then the first rank writes what it measures of its own
+            tokens, and interventions are refused. A `torch.distributed` process group as well.
         verbose: print once at start which layers were found.
         rules: what `Alerts` takes; `None` for no alerts.
 
@@ -151,7 +167,8 @@ class Settings:
     """
 
     every_n_steps: int = 50
-    metrics: Sequence[str] | None = None
+    _: KW_ONLY
+    metrics: Sequence[str] | Literal["default"] | None = None
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
     max_tokens: int = 2048
@@ -174,18 +191,6 @@ class Settings:
     verbose: bool = True
     rules: ChosenRules | None = field(init=False, repr=False, default=None)
 
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Take the shared arguments out of those of a callback.
-
-        Args:
-            arguments: all that it was called with, by name.
-
-        Returns:
-            The settings.
-        """
-        return cls(**{item.name: arguments[item.name] for item in fields(cls) if item.init})
-
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.name in CHECKS:
@@ -193,16 +198,25 @@ class Settings:
         if self.alerts is not None:
             rules = choose_rules(self.alerts, self.thresholds)
             if not callable(rules):
-                assert self.metrics is not None
                 for rule in rules:
                     if not rule.is_optional:
-                        check_needs(rule.name, rule.needs, self.metrics)
+                        check_needs(rule.name, rule.needs, self.curves)
             self._set("rules", rules)
         elif self.thresholds:
             raise MisconfigurationError(
                 '`thresholds` are limits of rules, and alerts=None asks none: write alerts="default".'
             )
         self._set("interventions", check_interventions(self.interventions, self.alerts))
+
+    @property
+    def curves(self) -> tuple[str, ...]:
+        """The names of the curves to log."""
+        return tuple(self.metrics or ())
+
+    @property
+    def acting(self) -> list[Intervention]:
+        """The interventions that do more than say what they would do."""
+        return [item for item in self.interventions or () if not item.dry_run]
 
     @property
     def measuring(self) -> dict[str, Any]:

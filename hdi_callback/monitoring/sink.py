@@ -71,6 +71,34 @@ class Sink(Protocol):
         """
 
 
+class Latest:
+    """Hands on the curves of every reading: to what stops early, and to those who ask for the last ones.
+
+    Args:
+        metrics: names of metrics.
+        take: takes tag -> number.
+        prefix: what stands before every tag.
+        name: what it does, for the warning if it fails.
+    """
+
+    def __init__(
+        self,
+        metrics: Sequence[str],
+        take: Callable[[dict[str, float]], Any],
+        prefix: str = "",
+        name: str = "keeping the latest reading",
+    ) -> None:
+        self._metrics, self._take, self._prefix, self.name = list(metrics), take, prefix, name
+
+    def write(self, result: Result) -> None:
+        """Hand on the curves of a result.
+
+        Args:
+            result: a reading and what came of it.
+        """
+        self._take({self._prefix + tag: value for tag, value in result.scalars(self._metrics).items()})
+
+
 class OnAlert:
     """Calls a function of the user's with every alert.
 

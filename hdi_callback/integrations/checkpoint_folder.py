@@ -1,0 +1,64 @@
+"""Where a transformers trainer keeps its checkpoints, and the state of a session in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hdi_callback.monitoring.state import read_state
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+STATE = "hdi_state.json"
+KEY = "hdi_callback"  # in the trainer's own state; no name of a class, or the trainer would make one anew
+
+
+def restored_from(args: Any, state: Any, warn_once: WarnOnce) -> Any:
+    """Find the state of the run: of its identity the trainer's own file tells, of all else ours.
+
+    Args:
+        args: of the trainer.
+        state: of the trainer.
+        warn_once: takes what goes wrong.
+
+    Returns:
+        What the checkpoint holds; `None` for a training from the start.
+    """
+    if state.global_step == 0:
+        return None
+    held = (state.stateful_callbacks or {}).get(KEY)
+    identity = held.get("attributes") if isinstance(held, Mapping) else None
+    run = identity.get("run") if isinstance(identity, Mapping) else None
+    named = getattr(args, "resume_from_checkpoint", None)
+    places = [Path(named) / STATE] if isinstance(named, str) else []
+    places.append(checkpoint_of(args, state) / STATE)
+    # A checkpoint may have been renamed, and another run may have left one of this step.
+    renamed = sorted(Path(args.output_dir).glob(f"*/{STATE}")) if run is not None else []
+    for place in dict.fromkeys([*places, *renamed]):
+        found = read_state(place, warn_once) if place.is_file() else None
+        if found is None or (run is not None and found.get("run") != run):
+            continue
+        if place in places or (identity is not None and found.get("last_step") == identity.get("last_step")):
+            return found
+    if identity is None:
+        warn_once.warn("no state", f"The checkpoint at step {state.global_step} holds no {STATE}; alerts start anew.")
+    return identity
+
+
+def checkpoint_of(args: Any, state: Any) -> Path:
+    """Find where the trainer keeps its checkpoint of this step.
+
+    Args:
+        args: of the trainer.
+        state: of the trainer.
+
+    Returns:
+        The folder.
+    """
+    name = f"checkpoint-{state.global_step}"
+    usual = Path(args.output_dir) / name
+    if not getattr(state, "is_hyper_param_search", False):
+        return usual
+    # Each trial has a folder of its own, whose name no callback is told: that which was written last.
+    places = [place for place in Path(args.output_dir).glob(f"*/{name}") if place.is_dir()]
+    return max(places, key=lambda place: place.stat().st_mtime_ns, default=usual)

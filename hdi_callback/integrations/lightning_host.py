@@ -1,0 +1,136 @@
+"""`LightningHost`: what a Lightning trainer offers to a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from hdi_callback.integrations.outlets import Dashboards
+from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.position import Position
+from hdi_callback.monitoring.ranks import share_within
+from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.sink import Latest, Sink
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+
+class LightningHost:
+    """What a Lightning trainer offers.
+
+    Args:
+        trainer: the trainer.
+        settings: what the run is watched with.
+        prefix: what stands before every tag.
+        warn_once: takes what goes wrong.
+
+    Attributes:
+        broadcast: gives every rank the value of the first.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: Settings, prefix: str, warn_once: WarnOnce) -> None:
+        self.trainer, self._curves, self._prefix = trainer, settings.curves, prefix
+        self._dashboards = Dashboards(settings, warn_once)
+        self._last_step: int | None = None
+        is_whole = settings.process_group == "auto"
+        self.broadcast: Callable[[Any], Any] = (
+            trainer.strategy.broadcast if is_whole else share_within(settings.process_group)
+        )
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes."""
+        return self.trainer.is_global_zero
+
+    @cached_property
+    def folder(self) -> Path:
+        """The directory of the trainer's first logger."""
+        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+
+    @property
+    def position(self) -> Position:
+        """Where the training is; no step counts after `end_training`."""
+        # With several optimizers the trainer logs its own curves under another step than `global_step`.
+        axis = getattr(self.trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
+        step = self.trainer.global_step
+        return Position(step, self.trainer.current_epoch, step if axis is None else int(axis))
+
+    @property
+    def end(self) -> Position:
+        """Where the training has ended, in which every step trained."""
+        return self.position if self._last_step is None else replace(self.position, step=self._last_step)
+
+    def end_training(self) -> None:
+        """Count no further step."""
+        if self._last_step is None:
+            self._last_step = self.trainer.global_step
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the run."""
+        return self.trainer.optimizers
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        """Give the factor that is on the gradients before a step, 1 where they have been unscaled."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        # Such optimizers take the scale off themselves, inside their step.
+        takes_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return float(scaler.get_scale()) if scaler is not None and takes_scaled else 1.0
+
+    def stop(self) -> None:
+        """End the training after this step."""
+        self.trainer.should_stop = True
+
+    def save(self, name: str) -> str:
+        """Save a checkpoint into the folder of the history; say where."""
+        path = self.folder / "hdi" / f"{name}.ckpt"
+        self.trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
+        return str(path)
+
+    def say(self, text: str) -> None:
+        """Print a line to the user."""
+        self.trainer.print(text)
+
+    def sinks(
+        self, monitor: HeadDiversityMonitor, history: History | None, state: Mapping[str, Any] | None
+    ) -> list[Sink]:
+        """Give the trainer's loggers, and on every rank `callback_metrics`: early stopping decides on every rank."""
+        latest = Latest(self._curves, self._keep, self._prefix, "updating callback_metrics")
+        if not self.is_first_rank:
+            return [latest]
+        self._dashboards.close()
+        self._dashboards.loggers(self.trainer.loggers, self._prefix, [layer.name for layer in monitor.layers])
+        is_resumed = state is not None
+        return [latest, *self._dashboards.sinks(history, self.say, "the loggers", is_resumed=is_resumed)]
+
+    def _keep(self, curves: Mapping[str, float]) -> None:
+        # `log_dict` would recompute all of these at each refresh of the progress bar, and is forbidden after the last
+        # batch.
+        self.trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in curves.items()})
+
+
+def other_callbacks_act_on_train_end(trainer: pl.Trainer, own: type[pl.Callback]) -> bool:
+    """Tell whether callbacks that do not only look on do something at the end of training.
+
+    Args:
+        trainer: the trainer.
+        own: the class of the callback that asks.
+
+    Returns:
+        True if one does.
+    """
+    onlookers = (own, pl.callbacks.Checkpoint, pl.callbacks.ProgressBar)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(
+        # By its name, as there are two packages with a base class, and callbacks that take functions.
+        getattr(callback.on_train_end, "__qualname__", "") != pl.Callback.on_train_end.__qualname__
+        for callback in callbacks
+        if not isinstance(callback, onlookers)
+    )

@@ -1,0 +1,134 @@
+"""`Shell`: what the callbacks of all trainers have in common, whose own hooks stand on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hdi_callback.dashboards.console import print_layers
+from hdi_callback.monitoring.alerts import Alert
+from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.notebook import run_summary
+from hdi_callback.monitoring.session import Session
+from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+
+class Shell:
+    """One session after another on one trainer, and what is shown of it.
+
+    Args:
+        settings: what runs are watched with.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings, self._warn_once = settings, WarnOnce()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Leave the run behind, and be as new."""
+        self._host: Any = None
+        self._session: Session | None = None  # of the last training whose layers were found
+        self._opened: Session | None = None  # of the last training that has begun
+        self._history: History | None = None
+        self._restored: Any = None  # what a checkpoint held, until the session is opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the run behind: a copy is as new, and can be given to another trainer or process."""
+        kept = {
+            "_restored": None if self._opened is not None else self._restored,
+            **dict.fromkeys(("_host", "_session", "_opened", "_history")),
+            "_warn_once": WarnOnce(),
+        }
+        return {**self.__dict__, **kept}
+
+    @property
+    def history_path(self) -> Path | None:
+        """Where the history of the run is; `None` before training and when there is none."""
+        return None if self._history is None else self._history.path
+
+    @property
+    def monitor(self) -> HeadDiversityMonitor | None:
+        """The monitor of the last training, `None` before the first."""
+        return None if self._session is None else self._session.monitor
+
+    @property
+    def active_alerts(self) -> list[Alert]:
+        """The alerts that are active now."""
+        return [] if self._opened is None else self._opened.active_alerts
+
+    def _repr_html_(self) -> str:
+        monitor = self.monitor
+        layers, refused = ([], []) if monitor is None else (monitor.layers, monitor.refused)
+        return run_summary(type(self).__name__, layers, refused, self.active_alerts, self.history_path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs.
+
+        Returns:
+            Plain data.
+        """
+        if self._opened is not None:
+            return self._opened.state_dict()
+        return dict(self._restored) if isinstance(self._restored, Mapping) else {"last_step": None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up where a checkpoint left off.
+
+        Args:
+            state_dict: what `state_dict` gave.
+        """
+        self._restored = state_dict  # examined in `_open`, when layers and step are known
+        if self._opened is not None:
+            self._opened.flush()
+            self._opened = None
+        run = state_dict.get("run") if isinstance(state_dict, Mapping) else None
+        if self._history is not None and run != self._history.run:
+            self._history = None
+
+    def _start(
+        self,
+        model: nn.Module,
+        host: Any,
+        settings: Settings,
+        *,
+        name: str | None = None,
+        say: Callable[[str], Any] = print,
+        attaches: bool = False,
+    ) -> Session:
+        """Find the layers, install the hooks, and print once which layers there are."""
+        self._host = host
+        session = self._session = Session.start(model, host, settings, name=name, warn_once=self._warn_once)
+        if attaches:  # the trainer has its optimizers already
+            session.attach()
+        if host.is_first_rank and settings.verbose:
+            with self._warn_once.guard("printing the layers"):
+                monitor, doing, every = session.monitor, session.interventions, settings.every_n_steps
+                print_layers(monitor.layers, monitor.refused, every_n_steps=every, interventions=doing, say=say)
+        return session
+
+    def _open(self) -> None:
+        """Open the history and the sinks of a session that has been started, and take up what was restored."""
+        assert self._session is not None, "a session is started first"
+        before = self._restored if self._opened is None else self._opened.state_dict()
+        state = self._session.accept(before, step=self._host.position.step)
+        if state is None:
+            self._restored = self._history = None
+        self._session.open(state, history=self._history)
+        self._opened, self._history = self._session, self._session.history
+
+    def close(self) -> None:
+        """Publish what was read, and leave no hook behind, after a training that an exception ended.
+
+        Calling it again does nothing.
+        """
+        if self._opened is not None:
+            with self._warn_once.guard("closing the session"):
+                self._opened.flush(is_broken=True)
+        if self._session is not None:
+            self._session.close()
