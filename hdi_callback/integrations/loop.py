@@ -239,7 +239,8 @@ def watch_heads(settings: LoopSettings) -> HeadSession:
         MisconfigurationError: if an argument cannot work.
 
     Example:
-        >>> model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> import torch
+        >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> with watch_heads(model, optimizer, every_n_steps=2, history=False, verbose=False) as heads:
         ...     for batch in torch.randn(3, 8, 10, 32):
