@@ -25,14 +25,14 @@ from hdi_callback.core import allocate_heads, head_covariance, head_diversity, p
 from hdi_callback.dashboards.report import Report, report
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule
 from hdi_callback.monitoring.history import load_history, read_history
-from hdi_callback.monitoring.host import Host
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.readings import LayerRecord, Reading, Record
-from hdi_callback.monitoring.replay import read_alerts, replay
-from hdi_callback.monitoring.session import Session
-from hdi_callback.monitoring.settings import Settings
-from hdi_callback.monitoring.sink import Result, Sink
+from hdi_callback.monitoring.rules.replay import read_alerts, replay
+from hdi_callback.monitoring.session.host import Host
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.session import Session
+from hdi_callback.monitoring.session.settings import Settings
+from hdi_callback.monitoring.session.sink import Result, Sink
 
 if TYPE_CHECKING:
     from hdi_callback.integrations.ignite import HDIHandler

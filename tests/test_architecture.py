@@ -38,6 +38,17 @@ ARROWS: dict[str, set[str]] = {
         "interventions",
     },
 }
+# Which folders of its own room each folder may import. A folder and its parent do not import each other.
+FOLDERS: dict[str, set[str]] = {
+    "attention/behaviour": {"attention"},
+    "attention/observe": {"attention"},
+    "attention/trace": {"attention"},
+    "monitoring/rules": {"monitoring"},
+    "monitoring/interventions": {"monitoring", "monitoring/rules"},
+    "monitoring/session": {"monitoring", "monitoring/rules", "monitoring/interventions"},
+}
+# Not mended yet: the search for heads stands in the folder of what it searches with.
+MUTUAL = {("attention", "attention/behaviour"), ("attention", "attention/observe"), ("attention", "attention/trace")}
 # What may be imported from outside when a module is loaded; functions may import more when they are called.
 OUTSIDE = {
     "errors": set(),
@@ -117,6 +128,113 @@ def test_imports_run_one_way(root):
     files = source_files(root)
     assert {room_of(path, root / PACKAGE) for path in files} == set(ARROWS), "a new room needs its arrows here"
     assert [line for path in files for line in wrong_arrows(path, root / PACKAGE)] == []
+
+
+def name_of(path: Path, package: Path) -> str:
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def folder_of(path: Path, package: Path) -> str:
+    return path.relative_to(package).parent.as_posix()
+
+
+def imports_between(package: Path) -> dict[Path, set[Path]]:
+    """Give the files that each file imports, when it is loaded or when its functions are called.
+
+    What only type checkers read is left out: it cannot fail, and types may refer to each other.
+    """
+    files = {name_of(path, package): path for path in sorted(package.rglob("*.py"))}
+    found: dict[Path, set[Path]] = {}
+    for path in files.values():
+        todo: list[ast.AST] = [ast.parse(path.read_text())]
+        names: set[str] = set()
+        while todo:
+            node = todo.pop()
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                todo += node.orelse
+                continue
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {name if name in files else str(node.module) for name in whole}
+            todo += ast.iter_child_nodes(node)
+        found[path] = {files[name] for name in names if name in files} - {path}
+    return found
+
+
+def cycle_in(graph: dict[Path, set[Path]]) -> list[Path]:
+    """Find nodes that reach each other: what is left when all that lead nowhere are taken away, from both ends."""
+    left = {node: set(targets) for node, targets in graph.items()}
+    while True:
+        inner = {node for node, targets in left.items() if targets & set(left)}
+        inner &= {target for targets in left.values() for target in targets}
+        if inner == set(left):
+            return sorted(left)
+        left = {node: left[node] for node in inner}
+
+
+def test_no_files_import_each_other_in_a_circle(root):
+    assert cycle_in(imports_between(root / PACKAGE)) == []
+
+
+def wrong_folders(package: Path) -> list[str]:
+    wrong = []
+    arrows: dict[tuple[str, str], str] = {}
+    for path, targets in imports_between(package).items():
+        for target in targets:
+            folder, other = folder_of(path, package), folder_of(target, package)
+            if folder != other and folder.split("/")[0] == other.split("/")[0] != ".":
+                arrows[folder, other] = f"{name_of(path, package)} -> {name_of(target, package)}"
+    for (folder, other), shown in arrows.items():
+        pair = (min(folder, other, key=len), max(folder, other, key=len))
+        is_allowed = other in FOLDERS.get(folder, set()) and (other, folder) not in arrows
+        if not is_allowed and pair not in MUTUAL:
+            wrong.append(shown)
+    return wrong
+
+
+def test_folders_of_a_room_import_one_way(root):
+    assert wrong_folders(root / PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "is_wrong"),
+    [
+        ({"monitoring/rules/a.py": "import hdi_callback.monitoring.b", "monitoring/b.py": ""}, False),
+        ({"monitoring/rules/a.py": "", "monitoring/b.py": "from hdi_callback.monitoring.rules import a"}, True),
+        (
+            {"monitoring/rules/a.py": "", "monitoring/b.py": "def f():\n    import hdi_callback.monitoring.rules.a"},
+            True,
+        ),
+        ({"monitoring/rules/a.py": "", "monitoring/session/b.py": "import hdi_callback.monitoring.rules.a"}, False),
+        ({"monitoring/session/a.py": "", "monitoring/rules/b.py": "import hdi_callback.monitoring.session.a"}, True),
+        ({"dashboards/new/a.py": "import hdi_callback.dashboards.b", "dashboards/b.py": ""}, True),
+    ],
+)
+def test_an_arrow_between_folders_that_runs_the_wrong_way_is_noticed(tmp_path, files, is_wrong):
+    for name, text in files.items():
+        path = tmp_path / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert bool(wrong_folders(tmp_path / PACKAGE)) == is_wrong
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_circle"),
+    [
+        ("import hdi_callback.other", "import hdi_callback.one", True),
+        ("def later():\n    from hdi_callback import other", "from hdi_callback.one import later", True),
+        ("import typing\nif typing.TYPE_CHECKING:\n    import hdi_callback.other", "import hdi_callback.one", False),
+        ("import hdi_callback.other", "import torch", False),
+    ],
+)
+def test_files_that_import_each_other_are_noticed(tmp_path, one, other, is_circle):
+    package = tmp_path / PACKAGE
+    package.mkdir()
+    for name, text in {"__init__": "", "one": one, "other": other, "third": "import hdi_callback.one"}.items():
+        (package / f"{name}.py").write_text(text + "\n")
+    assert [path.stem for path in cycle_in(imports_between(package))] == (["one", "other"] if is_circle else [])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from hdi_callback import (
 from hdi_callback.arguments import shown
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring import interventions, rules
-from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.session.settings import Settings
 from tests.models import Classifier
 
 

@@ -23,14 +23,20 @@ def old(path: str):
         return getattr(importlib.import_module(module), name)
 
 
+SESSION = "hdi_callback.monitoring.session"
+
+
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ("hdi_callback.monitoring.watch.Outcome", "hdi_callback.monitoring.sink.Result"),
-        ("hdi_callback.monitoring.watch.Follower", "hdi_callback.monitoring.sink.Sink"),
-        ("hdi_callback.monitoring.watch.OnAlert", "hdi_callback.monitoring.sink.OnAlert"),
-        ("hdi_callback.monitoring.watch.check_patterns", "hdi_callback.monitoring.session.check_patterns"),
-        ("hdi_callback.monitoring.watch.state_of_this_model", "hdi_callback.monitoring.resume.state_of_this_model"),
+        ("hdi_callback.monitoring.watch.Outcome", f"{SESSION}.sink.Result"),
+        ("hdi_callback.monitoring.watch.Follower", f"{SESSION}.sink.Sink"),
+        ("hdi_callback.monitoring.watch.OnAlert", f"{SESSION}.sink.OnAlert"),
+        ("hdi_callback.monitoring.watch.check_patterns", f"{SESSION}.session.check_patterns"),
+        (
+            "hdi_callback.monitoring.watch.state_of_this_model",
+            f"{SESSION}.resume.state_of_this_model",
+        ),
         ("hdi_callback.integrations.loop.HeadWatch", "hdi_callback.integrations.loop.HeadSession"),
     ],
 )

@@ -198,7 +198,7 @@ def alerts(run: str, since: int, level: str, as_json: bool) -> int:
     Example:
       hdi alerts lightning_logs/version_0 --since 1000 --json
     """
-    from hdi_callback.monitoring.replay import read_alerts
+    from hdi_callback.monitoring.rules.replay import read_alerts
     from hdi_callback.monitoring.run_folder import find_history
 
     return _tell_alerts(read_alerts(find_history(run)), since, level, as_json)
@@ -218,7 +218,7 @@ def replay(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
       hdi replay lightning_logs/version_0 --threshold pair=0.9 --threshold trend=off
     """
     from hdi_callback.command.limits import parse_limits
-    from hdi_callback.monitoring.replay import replay as judge_again
+    from hdi_callback.monitoring.rules.replay import replay as judge_again
     from hdi_callback.monitoring.run_folder import find_history
 
     return _tell_alerts(judge_again(find_history(run), thresholds=parse_limits(thresholds)), since, level, as_json)
@@ -248,7 +248,7 @@ def allocate(run: str, keys: int, multiple_of: int, as_json: bool) -> int:
 def _tell_alerts(found: list[Any], since: int, level: str, as_json: bool) -> int:
     from hdi_callback.command import terminal
     from hdi_callback.monitoring.alerts import is_at_least
-    from hdi_callback.monitoring.replay import standing_alerts
+    from hdi_callback.monitoring.rules.replay import standing_alerts
 
     standing = standing_alerts(found)
     shown = [one for one in found if one.step >= since and is_at_least(one.level, level)]  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
 from hdi_callback.monitoring.readings import Record
-from hdi_callback.monitoring.replay import standing_alerts
+from hdi_callback.monitoring.rules.replay import standing_alerts
 from hdi_callback.monitoring.run_folder import find_history
 
 if TYPE_CHECKING:

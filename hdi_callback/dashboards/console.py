@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hdi_callback.attention import AttentionLayer, Refusal
     from hdi_callback.monitoring.alerts import Alert
     from hdi_callback.monitoring.interventions import Action, Intervention
-    from hdi_callback.monitoring.sink import Result
+    from hdi_callback.monitoring.session.sink import Result
 
 _Item = TypeVar("_Item")
 _MOST_LINES = 60

@@ -11,7 +11,7 @@ from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.dashboards.pictures import Outlet, Picture
-    from hdi_callback.monitoring.sink import Result
+    from hdi_callback.monitoring.session.sink import Result
 
 
 class LoggerSink:

@@ -21,7 +21,7 @@ from hdi_callback.monitoring.warn_once import attempt_each
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from hdi_callback.monitoring.sink import Result
+    from hdi_callback.monitoring.session.sink import Result
 
 SHARE = 0.02
 """Of the run's time that drawing may take while it goes on."""

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdi_callback.monitoring.sink import ALERTS, WORST
+from hdi_callback.monitoring.session.sink import ALERTS, WORST
 from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.dashboards.pictures import Outlet, Picture
     from hdi_callback.monitoring.alerts import Alert
-    from hdi_callback.monitoring.sink import Result
+    from hdi_callback.monitoring.session.sink import Result
 
 # The curve on which an alert is marked: the index, unless the rule judges pairs.
 _MARKED = {"hdi_worst_alignment": "hdi_worst_pair", "hdi_energy_worst_alignment": "hdi_worst_pair"}

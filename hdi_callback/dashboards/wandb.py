@@ -8,12 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hdi_callback.monitoring.metrics import METRICS
-from hdi_callback.monitoring.sink import ALERTS, WORST
+from hdi_callback.monitoring.session.sink import ALERTS, WORST
 from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.dashboards.pictures import Outlet, Picture
-    from hdi_callback.monitoring.sink import Result
+    from hdi_callback.monitoring.session.sink import Result
 
 _EXTREMES = {
     "hdi": "min",

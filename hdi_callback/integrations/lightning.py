@@ -18,8 +18,8 @@ from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.integrations.lightning_host import LightningHost, other_callbacks_act_on_train_end
 from hdi_callback.integrations.shell import Shell
 from hdi_callback.integrations.signature import documented_by, method_of
-from hdi_callback.monitoring.session import Session
-from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.session.session import Session
+from hdi_callback.monitoring.session.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from hdi_callback.integrations.outlets import Dashboards
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.ranks import share_within
-from hdi_callback.monitoring.settings import Settings
-from hdi_callback.monitoring.sink import Latest, Sink
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.settings import Settings
+from hdi_callback.monitoring.session.sink import Latest, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 

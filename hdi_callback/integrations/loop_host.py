@@ -16,12 +16,12 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.integrations.optimizers import inner_optimizers
 from hdi_callback.integrations.outlets import Dashboards
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.host import PlainHost
 from hdi_callback.monitoring.interventions import SaveCheckpoint
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.position import Position
-from hdi_callback.monitoring.settings import Settings
-from hdi_callback.monitoring.sink import Latest, Sink
+from hdi_callback.monitoring.session.host import PlainHost
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.settings import Settings
+from hdi_callback.monitoring.session.sink import Latest, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _Path = str | os.PathLike[str]

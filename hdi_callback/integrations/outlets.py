@@ -10,8 +10,8 @@ from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.dashboards.loggers import LoggerSink
 from hdi_callback.dashboards.pictures import Outlet, Pictures, can_draw, save_in
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.settings import Settings
-from hdi_callback.monitoring.sink import OnAlert, Sink
+from hdi_callback.monitoring.session.settings import Settings
+from hdi_callback.monitoring.session.sink import OnAlert, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 

@@ -13,8 +13,8 @@ from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.notebook import run_summary
-from hdi_callback.monitoring.session import Session
-from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.session.session import Session
+from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 

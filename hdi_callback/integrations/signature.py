@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
-from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.session.settings import Settings
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=Settings)

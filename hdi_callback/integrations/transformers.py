@@ -19,11 +19,11 @@ from hdi_callback.integrations.shell import Shell
 from hdi_callback.integrations.signature import documented_by, method_of
 from hdi_callback.monitoring.atomic import write_atomically
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.host import PlainHost
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.position import Position
-from hdi_callback.monitoring.settings import Settings
-from hdi_callback.monitoring.sink import Sink
+from hdi_callback.monitoring.session.host import PlainHost
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.settings import Settings
+from hdi_callback.monitoring.session.sink import Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 

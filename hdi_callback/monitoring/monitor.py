@@ -20,6 +20,7 @@ from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.inputs import LayerInputs
 from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.measuring import DEFAULT_MEMORY, Method, check_arguments
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, ROWS
 from hdi_callback.monitoring.movement import LARGEST, LastWeights
 from hdi_callback.monitoring.notebook import layer_table
@@ -28,7 +29,6 @@ from hdi_callback.monitoring.pooled import measure_over_ranks
 from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement, Reading
 from hdi_callback.monitoring.rows import AttentionReadings
-from hdi_callback.monitoring.settings import DEFAULT_MEMORY, Method, check_arguments
 from hdi_callback.monitoring.sources import weight_sources
 from hdi_callback.monitoring.warn_once import WarnOnce
 from hdi_callback.monitoring.weights import WeightReader

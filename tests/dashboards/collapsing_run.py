@@ -10,7 +10,7 @@ import torch
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.rules import WorstPair
-from hdi_callback.monitoring.sink import Result
+from hdi_callback.monitoring.session.sink import Result
 
 
 def collapsing_run(

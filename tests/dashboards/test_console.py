@@ -94,7 +94,7 @@ import sys
 from hdi_callback.dashboards.console import AlertLines
 from hdi_callback.monitoring.alerts import Alert, Finding
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.sink import Result
+from hdi_callback.monitoring.session.sink import Result
 told = Finding("all heads are nearly one", level="critical")
 lines = AlertLines()
 for step in (4, 8):

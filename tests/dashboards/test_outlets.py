@@ -13,7 +13,7 @@ from hdi_callback.dashboards.wandb import RunLog
 from hdi_callback.errors import HeadCollapseWarning
 from hdi_callback.monitoring.alerts import Alert, Finding
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.sink import OnAlert, Result
+from hdi_callback.monitoring.session.sink import OnAlert, Result
 from hdi_callback.monitoring.warn_once import WarnOnce
 from tests.wandb_files import read_wandb
 

@@ -18,7 +18,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Finding
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.sink import Result
+from hdi_callback.monitoring.session.sink import Result
 
 
 def layer(heads: int, pair: tuple[int, int], worst: float) -> LayerRecord:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from hdi_callback import replay, watch_heads
 from hdi_callback.monitoring.history import read_lines, read_records
-from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules.replay import read_alerts
 from tests.models import LAYERS, Classifier, batches
 
 pytestmark = pytest.mark.slow  # `make slow` runs these

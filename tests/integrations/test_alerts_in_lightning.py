@@ -23,7 +23,7 @@ from hdi_callback.monitoring.interventions import (
     ScaleLearningRate,
     StopTraining,
 )
-from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules.replay import read_alerts
 from tests.models import LIT_LAYERS, LitClassifier, batches
 from tests.wandb_files import read_wandb
 

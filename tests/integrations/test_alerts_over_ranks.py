@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hdi_callback.monitoring.history import read_lines
-from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules.replay import read_alerts
 
 pytestmark = pytest.mark.slow  # `make slow` runs these
 

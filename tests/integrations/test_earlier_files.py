@@ -12,7 +12,7 @@ import torch
 
 from hdi_callback.errors import HeadCollapseWarning
 from hdi_callback.monitoring.history import read_lines, read_records
-from hdi_callback.monitoring.replay import read_alerts, replay
+from hdi_callback.monitoring.rules.replay import read_alerts, replay
 from tests.fixtures.write import STEPS, lightning_run, loop_run, transformers_run
 
 VERSIONS = sorted(Path(__file__).parent.parent.joinpath("fixtures").glob("v*"))

@@ -23,7 +23,7 @@ from hdi_callback.core import diversity_penalty, head_covariance, head_diversity
 from hdi_callback.errors import HDIWarning, HeadCollapseWarning, MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.interventions import DiversityPenalty, SaveCheckpoint, ScaleLearningRate, StopTraining
-from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules.replay import read_alerts
 from tests.models import CLASSES, HEADS, LAYERS, LENGTH, Classifier
 from tests.wandb_files import read_wandb
 
@@ -294,8 +294,9 @@ def test_evaluation_between_steps_is_neither_read_nor_touched(tmp_path):
 @pytest.mark.parametrize(
     "broken",
     ["hdi_callback.monitoring.monitor.HeadDiversityMonitor.measure", "hdi_callback.monitoring.history.History.write",
-     "hdi_callback.monitoring.session.Session.before_forward", "hdi_callback.monitoring.session.Session.after_step",
-     "hdi_callback.monitoring.session.place_history"],
+     "hdi_callback.monitoring.session.session.Session.before_forward",
+     "hdi_callback.monitoring.session.session.Session.after_step",
+     "hdi_callback.monitoring.session.session.place_history"],
 )  # fmt: skip
 def test_an_error_in_the_watch_costs_one_warning_and_training_goes_on_as_without_it(tmp_path, broken):
     plain = train(None, fresh()).state()

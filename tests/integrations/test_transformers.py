@@ -16,7 +16,7 @@ from hdi_callback.core import diversity_penalty
 from hdi_callback.errors import HeadCollapseWarning, MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.interventions import DiversityPenalty, SaveCheckpoint, StopTraining
-from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules.replay import read_alerts
 
 LAYERS = ["transformer.h.0.attn", "transformer.h.1.attn"]
 

@@ -11,8 +11,8 @@ from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.replay import read_alerts
 from hdi_callback.monitoring.rules import MeanAlignment, choose_rules
+from hdi_callback.monitoring.rules.replay import read_alerts
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 

@@ -17,7 +17,7 @@ from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import History, load_history, read_history, read_lines, read_records
 from hdi_callback.monitoring.place import place_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules.replay import read_alerts
 
 
 def record_at(step: int, hdi: float = 0.5) -> Record:

@@ -23,7 +23,7 @@ from hdi_callback import HDICallback
 from hdi_callback.errors import HeadCollapseWarning
 from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.readings import Record
-from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules.replay import read_alerts
 from tests.integrations.test_alerts_in_lightning import Collapse
 from tests.models import CLASSES, HEADS, LENGTH, LIT_LAYERS, WIDTH, Classifier
 from tests.regimes.trainings import Losses, Module, Witness, trainer_for

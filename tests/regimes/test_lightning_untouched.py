@@ -14,7 +14,7 @@ import torch._dynamo
 from hdi_callback import HDICallback
 from hdi_callback.errors import HeadCollapseWarning
 from hdi_callback.monitoring.history import read_records
-from hdi_callback.monitoring.replay import read_alerts
+from hdi_callback.monitoring.rules.replay import read_alerts
 from tests.integrations.test_alerts_in_lightning import Collapse
 from tests.models import LIT_LAYERS, batches
 from tests.regimes.trainings import Losses, Module, trainer_for

@@ -18,7 +18,7 @@ from hdi_callback import HDICallback
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import load_history, read_lines, read_records
 from hdi_callback.monitoring.readings import Readout
-from hdi_callback.monitoring.replay import read_alerts, replay
+from hdi_callback.monitoring.rules.replay import read_alerts, replay
 from tests.models import LIT_LAYERS, Classifier, batches
 from tests.regimes.killed_run import LIMITS, STEPS, Moment, run
 from tests.regimes.trainings import Module, in_a_process, told, trainer_for

@@ -20,7 +20,7 @@ from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.replay import standing_alerts
+from hdi_callback.monitoring.rules.replay import standing_alerts
 from hdi_callback.monitoring.run_folder import find_history
 
 WORST = "hdi_worst_alignment"

@@ -18,8 +18,8 @@ from scipy.stats import binomtest
 from hdi_callback.monitoring.alerts import Alert, is_at_least
 from hdi_callback.monitoring.history import read_records
 from hdi_callback.monitoring.readings import Record
-from hdi_callback.monitoring.replay import replay
 from hdi_callback.monitoring.rules import default_rules
+from hdi_callback.monitoring.rules.replay import replay
 from tests.experiments.collapse.forces import KINDS
 from tests.experiments.collapse.plan import EVERY, HEALTHY, PARTS
 from tests.experiments.collapse.run import RESULTS

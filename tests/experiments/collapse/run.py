@@ -19,11 +19,11 @@ import torch
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.monitoring.alerts import Rule
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.host import PlainHost
 from hdi_callback.monitoring.interventions import Intervention
-from hdi_callback.monitoring.position import Position
-from hdi_callback.monitoring.session import Session
-from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.session.host import PlainHost
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.session import Session
+from hdi_callback.monitoring.session.settings import Settings
 from tests.experiments.collapse.forces import Force
 from tests.experiments.collapse.models import Data, Model
 from tests.experiments.collapse.plan import EVERY, HEALTHY, PARTS, Spec, plan

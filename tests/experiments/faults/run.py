@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.monitoring.position import Position
-from hdi_callback.monitoring.session import Session
-from hdi_callback.monitoring.settings import Settings
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.session import Session
+from hdi_callback.monitoring.session.settings import Settings
 from tests.experiments.collapse.run import Loop
 from tests.experiments.faults.faults import FAULTS, Fault, Run
 from tests.experiments.faults.plan import EVERY, HEALTHY, PARTS, STEPS, Job, plan

@@ -11,7 +11,7 @@ from hdi_callback.monitoring.alerts import Alert, Alerts
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Action, Intervention
 from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Readout, Record
-from hdi_callback.monitoring.sink import Result, Sink
+from hdi_callback.monitoring.session.sink import Result, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
 
 

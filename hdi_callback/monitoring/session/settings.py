@@ -6,26 +6,19 @@ here. The monitor takes those that concern the measurement.
 
 from __future__ import annotations
 
-import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal
 
-from hdi_callback.arguments import flag, function, number, one_of, path, shown, whole_number, words
+from hdi_callback.arguments import flag, function, number, path, shown, whole_number
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.interventions import Intervention, check_interventions
-from hdi_callback.monitoring.metrics import check_needs, choose_metrics
-from hdi_callback.monitoring.ranks import check_process_group
+from hdi_callback.monitoring.measuring import DEFAULT_MEMORY, MEASURING, Method
+from hdi_callback.monitoring.metrics import check_needs
 from hdi_callback.monitoring.rules import check_thresholds, choose_rules
-
-Method = Literal["whiten", "svd", "exact"]
-METHODS: tuple[Method, ...] = ("whiten", "svd", "exact")
-
-DEFAULT_MEMORY = 512 * 2**20
-"""Bytes that reading weights may take at a time."""
 
 LONGEST_NAME = 100
 
@@ -68,30 +61,10 @@ def _loaded(value: Any) -> bool | Literal["auto"]:
     )
 
 
-def _padding(value: Any) -> Any:
-    if value is None or callable(value) or (isinstance(value, str) and value == "auto"):
-        return value
-    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
-        return int(value)
-    raise MisconfigurationError(
-        f'`padding` must be "auto", the number of the token that is padding, a function or None, got {shown(value)}: '
-        'write "auto" to know it from masks.'
-    )
-
-
 # One line for each argument that stands for itself; what depends on others is in `Settings.__post_init__`.
 CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    **MEASURING,
     "every_n_steps": lambda value: whole_number("every_n_steps", value, least=1, example=50, of=" of optimizer steps"),
-    "metrics": choose_metrics,
-    "include": lambda value: words("include", value, what="patterns of layer names", may_be_empty=False),
-    "exclude": lambda value: words("exclude", value, what="patterns of layer names"),
-    "max_tokens": lambda value: whole_number("max_tokens", value, least=2, example=2048),
-    "padding": _padding,
-    "rank_tol": lambda value: number("rank_tol", value, above=0, below=1, example="1e-6"),
-    "method": lambda value: one_of("method", value, METHODS),
-    "memory_budget": lambda value: whole_number(
-        "memory_budget", value, least=1, example=DEFAULT_MEMORY, of=" of bytes"
-    ),
     "history": _history,
     "matrices_every": lambda value: whole_number("matrices_every", value, least=0, example=10, of=" of readings"),
     "history_mb": lambda value: (
@@ -103,9 +76,6 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "on_alert": lambda value: function("on_alert", value, "an Alert"),
     "prog_bar": lambda value: flag("prog_bar", value),
     "name": _name,
-    "strict": lambda value: flag("strict", value),
-    "check_heads": lambda value: flag("check_heads", value),
-    "process_group": check_process_group,
     "verbose": lambda value: flag("verbose", value),
 }
 """Argument -> what checks it: takes what came, gives what is used, raises a `MisconfigurationError`."""
@@ -221,19 +191,7 @@ class Settings:
     @property
     def measuring(self) -> dict[str, Any]:
         """The arguments of `HeadDiversityMonitor`."""
-        names = (
-            "metrics",
-            "include",
-            "exclude",
-            "max_tokens",
-            "padding",
-            "rank_tol",
-            "method",
-            "memory_budget",
-            "strict",
-            "check_heads",
-        )
-        return {name: getattr(self, name) for name in (*names, "process_group")}
+        return {name: getattr(self, name) for name in MEASURING}
 
     @property
     def keeping(self) -> dict[str, Any]:
@@ -253,18 +211,3 @@ class Settings:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-
-def check_arguments(**given: Any) -> dict[str, Any]:
-    """Check arguments that are not those of a whole `Settings`.
-
-    Args:
-        given: argument -> what came.
-
-    Returns:
-        The same, as they are used.
-
-    Raises:
-        MisconfigurationError: if one of them cannot work.
-    """
-    return {name: CHECKS[name](value) for name, value in given.items()}

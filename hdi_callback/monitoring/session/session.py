@@ -17,16 +17,17 @@ from torch.optim import Optimizer
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Alerts
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.host import Host, HostTraining
 from hdi_callback.monitoring.interventions import Intervention, Training
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.pending import Pending
 from hdi_callback.monitoring.place import place_history
-from hdi_callback.monitoring.position import Position
-from hdi_callback.monitoring.publisher import Publisher
 from hdi_callback.monitoring.ranks import number_of_processes, refuse_apart
 from hdi_callback.monitoring.readings import Readout
-from hdi_callback.monitoring.resume import (
+from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.session.host import Host, HostTraining
+from hdi_callback.monitoring.session.pending import Pending
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.publisher import Publisher
+from hdi_callback.monitoring.session.resume import (
     end_what_is_resolved,
     judge_again,
     last_step_in,
@@ -35,9 +36,8 @@ from hdi_callback.monitoring.resume import (
     state_of,
     state_of_this_model,
 )
-from hdi_callback.monitoring.schedule import Schedule
-from hdi_callback.monitoring.settings import Settings
-from hdi_callback.monitoring.sink import Result, Sink
+from hdi_callback.monitoring.session.settings import Settings
+from hdi_callback.monitoring.session.sink import Result, Sink
 from hdi_callback.monitoring.state import FORMAT
 from hdi_callback.monitoring.warn_once import WarnOnce
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.position import Position
 from hdi_callback.monitoring.ranks import is_first_rank, share_within
-from hdi_callback.monitoring.sink import Sink
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.sink import Sink
 
 
 class Host(Protocol):
