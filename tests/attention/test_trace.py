@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.trace.layers import Found, layers_in
@@ -264,6 +265,33 @@ def test_padding_of_blocks_has_no_key():
 )
 def test_other_modules_have_no_attention(module):
     assert read(module) == []
+
+
+class UnderCheckpoint(by_hand.NanoGPT):
+    """Recomputed in backward, and whenever what it saved is read."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_under_activation_checkpointing_is_read_as_without(reentrant):
+    torch.manual_seed(0)
+    module = UnderCheckpoint(reentrant)
+    with torch.compiler.set_stance("force_eager"):
+        (layer,) = layers_of(module)
+    assert set(layer.slices) == {"query", "key", "value", "output"}
+    require_right(module, [layer])
+    # Checkpoints of the user's are what they were.
+    x = torch.randn(2, 3, D, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        module(x)
+    assert len(kept) <= 1, "a checkpoint keeps its input alone"
 
 
 def test_no_weight_is_needed():

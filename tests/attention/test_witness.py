@@ -432,3 +432,53 @@ def test_keys_that_are_filtered_over_time_are_of_several_tokens_of_their_own_hea
         assert judged(module, swapped).is_right is False, role
         cut = replace(claim, weight=lambda r, role=role: _rolled(claim.weight(r)) if r == role else claim.weight(r))
         assert judged(module, cut).is_right is False, role
+
+
+class BesideAFilter(nn.Module):
+    """The output projection takes the heads, and behind them what a filter gives, as ConvBERT's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.filter, self.o = nn.Linear(D, D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (H, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(torch.cat([softly(q, k, v).transpose(1, 2).flatten(2), self.filter(x).relu()], -1))
+
+
+def test_an_output_projection_that_takes_more_than_the_heads_is_compared_where_it_takes_them():
+    torch.manual_seed(0)
+    module = BesideAFilter()
+    columns = module.o.weight.detach().mT
+    rows = {role: getattr(module, role[0]).weight.detach() for role in ("query", "key", "value")}
+    right = claimed_by_rows(module, rows | {"output": columns[:D]})
+    assert judged(module, right).is_right, judged(module, right).reason
+    for untrue in (columns[D:], columns[:D].flip(0), columns[1 : D + 1]):
+        assert judged(module, claimed_by_rows(module, rows | {"output": untrue})).is_right is False
+
+
+class AsksWhetherTheyAreOne(nn.Module):
+    """Other rows where queries and keys are made of one tensor, as in speechbrain."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, query, key):
+        same = query is key or torch.equal(query, key)
+        mixed = self.qkv(key)
+        q, k, v = mixed.unflatten(-1, (H, 24)).chunk(3, -1) if same else mixed.unflatten(-1, (3, H, 8)).unbind(-3)
+        return self.o(softly(*(part.transpose(1, 2) for part in (q, k, v))).transpose(1, 2).flatten(2))
+
+
+def test_what_is_one_tensor_stays_one_where_inputs_are_disturbed():
+    torch.manual_seed(0)
+    module = AsksWhetherTheyAreOne()
+    parts = module.qkv.weight.detach().view(H, 3, 8, D)
+    rows = {role: parts[:, i].flatten(0, 1) for i, role in enumerate(("query", "key", "value"))}
+    x = torch.randn(B, T, D)
+    with torch.no_grad(), witness(module, shake={module: 0.5}) as seen:
+        module(x, x)
+    (computation,) = merged(seen.computations, B)
+    assert judge(claimed_by_rows(module, rows), seen, computation, B).is_right

@@ -92,12 +92,14 @@ def witness(
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if shake and module in shake:
             names = list(inspect.signature(module.forward).parameters)
+            # What is one tensor stays one: some code asks whether queries and keys are made of the same.
+            known: dict[int, Tensor] = {}
             args = tuple(
-                _shaken(value, shake[module], noise) if not _is_rotation(names[place : place + 1]) else value
+                _shaken(value, shake[module], noise, known) if not _is_rotation(names[place : place + 1]) else value
                 for place, value in enumerate(args)
             )
             rotations = {name: value for name, value in kwargs.items() if _is_rotation([name])}
-            kwargs = _shaken(kwargs, shake[module], noise) | rotations
+            kwargs = _shaken(kwargs, shake[module], noise, known) | rotations
         inputs = [copy_of(tensor) for tensor in _tensors((args, kwargs))] if keep is None or module in keep else []
         call = Call(module, inputs, seen.tick())
         seen.calls.append(call)
@@ -147,20 +149,23 @@ def _is_rotation(names: list[str]) -> bool:
     return any(re.search("cos|sin|rope|rotary|freqs", name) for name in names)
 
 
-def _shaken(values: Any, size: float, noise: torch.Generator) -> Any:
+def _shaken(values: Any, size: float, noise: torch.Generator, known: dict[int, Tensor]) -> Any:
     """Disturb what may be a sequence of vectors; rotations come as tuples, masks have one head or none."""
     if isinstance(values, Tensor) and values.is_floating_point() and values.dim() in (2, 3, 4) and values.shape[-1] > 1:
         if (values.dim() == 4 and 1 in values.shape[:2]) or _is_mask(values):
             return values
-        scale = float(values.float().std()) or 1.0
-        return values + (size * scale * torch.randn(values.shape, generator=noise)).to(values.dtype)
+        if id(values) not in known:
+            scale = float(values.float().std()) or 1.0
+            drawn = size * scale * torch.randn(values.shape, generator=noise)
+            known[id(values)] = values + drawn.to(values.dtype)
+        return known[id(values)]
     if type(values) is dict:
         return {
-            name: _shaken(value, size, noise) if isinstance(value, Tensor) and "mask" not in name else value
+            name: _shaken(value, size, noise, known) if isinstance(value, Tensor) and "mask" not in name else value
             for name, value in values.items()
         }
     if type(values) is tuple:
-        return tuple(_shaken(value, size, noise) if isinstance(value, Tensor) else value for value in values)
+        return tuple(_shaken(value, size, noise, known) if isinstance(value, Tensor) else value for value in values)
     return values
 
 

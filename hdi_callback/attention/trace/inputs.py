@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hdi_callback.attention import projections
 from hdi_callback.attention.kept_lengths import kept_lengths
 
-_TOKENS = 8
+_TOKENS, _FEW_TOKENS = 8, 5
 _LARGEST = 2**20  # elements of recorded inputs that are kept whole
 
 # Names of arguments are asked for nothing but what a forward may want to be given.
@@ -129,6 +129,7 @@ def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:
         tables = (*module.buffers(recurse=False), *module.parameters(recurse=False))
         for length in dict.fromkeys(kept_lengths(module, tables)):
             yield tokens(2, length, width)
+        yield tokens(2, _FEW_TOKENS, width)  # a table of positions may hold no more
         yield tokens(2, 1, _TOKENS, width)
         yield tokens(2, 4, 4, width)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from hdi_callback.attention import projections
 from hdi_callback.attention.dot_product import dot_product_scores, repeated_for_queries
@@ -200,7 +203,7 @@ class Traceable:
             mode = _Cut(run, self, draw, keeps_means)
             handles = list(_mark_spans(self.trial, run))
             try:
-                with mode:
+                with _without_checkpoints(), mode:
                     output = self._called(args, kwargs, mode)
             except Exception as error:
                 output, run.error = None, error
@@ -289,6 +292,36 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
             items = vars(value).values()
         for one in list(items):
             yield from tensors_in(one, depth - 1)
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    """Let activation checkpoints of this thread run plainly: what they compute again is in no graph of the run."""
+    thread = threading.get_ident()
+    again, reentrant = (getattr(checkpoint, name) for name in _CHECKPOINTS)
+
+    def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if threading.get_ident() == thread:
+            yield
+        else:
+            yield from again(*args, **kwargs)
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            here = threading.get_ident() == thread
+            return function(*args) if here else reentrant.apply(function, preserve, *args)
+
+    for name, value in zip(_CHECKPOINTS, (plainly, Plain)):
+        setattr(checkpoint, name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(_CHECKPOINTS, (again, reentrant)):
+            setattr(checkpoint, name, value)
+
+
+_CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
 
 
 # --- parts of a copy

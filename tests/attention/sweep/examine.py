@@ -80,6 +80,9 @@ def _examine_package(name: str) -> dict[str, Any]:
         return {"verdict": "does not build", "reason": _first_line(error)}
     report = examine_model(model, BATCH, run) | {"class": type(model.part).__name__}
     if report["verdict"] == "not attention" and packages.EXAMPLES[name.removeprefix(packages.PREFIX)].attends:
+        if report["said"]:
+            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in dict(report["said"].values()).items())
+            return report | {"verdict": "refused", "reason": reasons}
         # A softmax written in another way than the witness can follow; nothing was said of it all the same.
         report |= {"verdict": "missed", "reason": f"{report['class']}: nothing is said of it"}
     return report
@@ -158,6 +161,7 @@ def _examined(
     # So is a single head.
     # So is attention over features: it has no keys of tokens.
     rest = [r for r in found.refused if r.name not in report["refused"] and r.name not in report["one_head"]]
+    report["said"] = {r.name: [r.module_type, r.reason] for r in rest}
     over_features = {type(parts[name]).__name__ for name in report["over_features"]}
     report["no_attention"] = sorted({r.module_type for r in rest if parts[r.name] in called} | over_features)
     # One that has not run is as its twin that has.
@@ -183,6 +187,8 @@ def _compared(model: nn.Module, claims: Mapping[nn.Module, Any]) -> set[nn.Modul
     """Collect what claims are compared with: what is in a layer, beside it, and around it. The rest would be large."""
     kept = {part for module in claims for part in module.modules()}
     kept |= {layer.output_projection for layer in claims.values() if layer.output_projection is not None}
+    outputs = [layer.slices["output"] for layer in claims.values() if "output" in layer.slices]
+    kept |= {one.module.get_submodule(one.parameter.rpartition(".")[0]) for one in outputs}
     for module in model.modules():
         if any(child in claims for child in module.children()):
             kept |= {module, *module.children()}
@@ -299,6 +305,9 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
         owner = next((module for module in reversed(modules) if module in claims), None)
         if owner is not None:
             layer = claims[owner]
+            if layer.num_heads == 1 and heads_of(computation, batch, inputs.LENGTH) == 1:  # nothing to compare
+                report["single"].append(type(owner).__name__)
+                continue
             finding = judge(claim_of(layer), seen, computation, batch)
             if finding.is_right is False and layer.left_out:  # which is said where it is found
                 part = [type(owner).__name__, f"it is read in part: without {layer.left_out}", finding.heads]

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -133,12 +134,12 @@ def _by_head(one: Computation, batch: int, wanted: int = 0) -> Iterator[_Heads]:
     yield from _heads_in_queries(pairs, one, batch, wanted)
     tiles = lead[at] // batch // wanted if wanted > 1 else 1
     if tiles > 1 and lead[at] == batch * tiles * wanted:
-        with suppress(RuntimeError):
-            yield _Heads(
-                [(_untiled(q, at, tiles, batch), _untiled(k, at, tiles, batch)) for q, k in pairs],
-                _untiled(alike(one.value), at, tiles, batch),
-                _untiled(one.output, at, tiles, batch),
-            )
+        for are_last in (False, True):
+            untiled = partial(_untiled, at=at, tiles=tiles, batch=batch, are_last=are_last)
+            with suppress(RuntimeError):
+                yield _Heads(
+                    [(untiled(q), untiled(k)) for q, k in pairs], untiled(alike(one.value)), untiled(one.output)
+                )
 
 
 def _heads_in_queries(
@@ -162,11 +163,12 @@ def _heads_in_queries(
             yield _Heads([(queries(q), keys(k)) for q, k in pairs], keys(one.value), queries(one.output))
 
 
-def _untiled(tensor: Tensor, at: int, tiles: int, batch: int) -> Tensor:
-    """``(*, batch * tiles * heads, *, length, width)`` -> ``(batch, * tiles * length, heads, width)``"""
+def _untiled(tensor: Tensor, at: int, tiles: int, batch: int, are_last: bool) -> Tensor:
+    """``(*, batch * tiles * heads, *, length, width)`` -> ``(batch, * tiles * length, heads, width)``."""
     *lead, length, width = tensor.shape
-    apart = tensor.reshape(*lead[:at], batch, tiles, -1, *lead[at + 1 :], length, width)
-    apart = apart.movedim((at, at + 2), (0, -2))
+    sizes = (batch, -1, tiles) if are_last else (batch, tiles, -1)
+    apart = tensor.reshape(*lead[:at], *sizes, *lead[at + 1 :], length, width)
+    apart = apart.movedim((at, at + 1 if are_last else at + 2), (0, -2))
     return apart.reshape(batch, -1, *apart.shape[-2:])
 
 
@@ -562,20 +564,50 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
         if heads is None:
             return Finding(False, "its output projection does not take the heads' outputs side by side")
         gives = [call]
+    summed = torch.einsum("bthv,hvd->btd", heads, weight)
+    offs = []
     for call in gives[:1]:
         for given in call.outputs:
-            for tokens in _tokens(given, batch, features):
-                summed = torch.einsum("bthv,hvd->btd", heads, weight)
-                if summed.shape != tokens.shape:
-                    continue
-                rest = tokens - summed
-                off = float((rest - rest.mean((0, 1))).norm() / (tokens - rest.mean((0, 1))).norm())
-                if off > SAME and claim.output_projection is None and _ends_with_a_norm(claim.module):
-                    return Finding(True, remarks=("output not compared",))
-                if off > SAME:
-                    return Finding(False, f"its output weight does not give what the layer gives (off by {off:.1g})")
-                return Finding(True, remarks=() if claim.output_projection is None or not remark else (remark,))
-    return Finding(True, remarks=("output not compared",))
+            for tokens in _tokens(given, batch, features):  # a square one may be read in two ways
+                if summed.shape == tokens.shape:
+                    rest = tokens - summed
+                    offs.append(float((rest - rest.mean((0, 1))).norm() / (tokens - rest.mean((0, 1))).norm()))
+    if not offs:
+        return Finding(True, remarks=("output not compared",))
+    if min(offs) < SAME:
+        return Finding(True, remarks=() if claim.output_projection is None or not remark else (remark,))
+    if claim.output_projection is None:
+        if _ends_with_a_norm(claim.module):
+            return Finding(True, remarks=("output not compared",))
+        if _is_taken_beside_others(seen, computation, weight, output, batch):
+            return Finding(True, remarks=("the output projection takes more than the heads",))
+    return Finding(False, f"its output weight does not give what the layer gives (off by {min(offs):.1g})")
+
+
+def _is_taken_beside_others(
+    seen: Witness, computation: Computation, weight: Tensor, output: Tensor, batch: int
+) -> bool:
+    """Tell whether a map takes the heads' outputs where its columns are the claimed weight, and more beside."""
+    heads, width, features = weight.shape
+    claimed = weight.flatten(0, 1)
+    for call in seen.calls:
+        matrix = getattr(call.module, "weight", None)
+        if call.start < computation.time or not isinstance(matrix, Tensor) or matrix.dim() != 2:
+            continue
+        if matrix.shape[0] != features or matrix.shape[1] <= len(claimed):
+            continue
+        is_column = (claimed[:, None] == matrix.detach().float().mT[None]).all(-1)
+        if not bool((is_column.sum(1) == 1).all()):
+            continue
+        at = is_column.int().argmax(1)
+        for x in call.inputs:
+            for tokens in _tokens(x, batch, matrix.shape[1]):
+                taken = tokens[..., at].unflatten(-1, (heads, width))
+                if taken.shape == output.shape and float((taken - output).abs().max()) < 1e-4 * float(
+                    output.abs().max()
+                ):
+                    return True
+    return False
 
 
 def _ends_with_a_norm(module: nn.Module) -> bool:
