@@ -96,10 +96,16 @@ def test_what_is_called_attention_and_is_none_is_not_claimed(name):
     assert judge(ALL[name], "forward").verdict == RIGHT
 
 
-@pytest.mark.parametrize("name", ["RelativeKeys", "KeysOfFewerPixels", "PositionsAddedToKeys"])
+@pytest.mark.parametrize("name", ["Windows", "KeysOfFewerPixels", "PositionsAddedToKeys"])
 def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
     verdict = judge(ALL[name], "model")
     assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with inputs that are made up")
+
+
+@pytest.mark.parametrize("name", ["RelativeKeys", "BiasTable"])
+def test_tables_of_few_positions_are_no_hindrance_before_training(name):
+    verdict = judge(ALL[name], "model")
+    assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
 @pytest.mark.parametrize("name", READ)
