@@ -30,6 +30,7 @@ from hdi_callback import (
     replay,
     watch_heads,
 )
+from hdi_callback import rules as public_rules
 from hdi_callback.arguments import shown
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring import interventions, rules
@@ -251,6 +252,19 @@ def test_the_error_says_what_to_write_instead(arguments, message):
         arguments["thresholds"] = {"*": {"pair": 0.9}}
     with pytest.raises(MisconfigurationError, match=message):
         HDICallback(**arguments)
+
+
+PUBLIC_RULES = sorted(
+    name for name in public_rules.__all__ if isinstance(kind := getattr(public_rules, name), type)
+    and issubclass(kind, Rule) and kind is not Rule
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC_RULES)
+def test_a_rule_that_is_misspelt_as_a_string_is_suggested(name):
+    for written in (name, name.lower(), name[:-1], f"{name}Rule"):
+        with pytest.raises(MisconfigurationError, match=rf"Did you mean {name}\(\) of hdi_callback.rules\?"):
+            HDICallback(alerts=[written])
 
 
 def test_numbers_of_numpy_are_numbers():

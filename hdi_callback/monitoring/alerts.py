@@ -454,6 +454,11 @@ def _is_for(rule: Rule, name: str) -> bool:
     return rule.layers is None or any(fnmatchcase(name, pattern) for pattern in rule.layers)
 
 
+def _kinds_of(kind: type[Rule]) -> list[type[Rule]]:
+    """Give every class below one, however deep."""
+    return [one for child in kind.__subclasses__() for one in (child, *_kinds_of(child))]
+
+
 def check_rule(rule: Any) -> Rule:
     """Check a rule of a user's before it is asked.
 
@@ -473,7 +478,7 @@ def check_rule(rule: Any) -> Rule:
     if not isinstance(rule, Rule):
         package = f"{__name__.partition('.')[0]}."  # the user's own are no rules of the package
         own = [
-            one for one in Rule.__subclasses__()
+            one for one in _kinds_of(Rule)
             if one.__module__.startswith(package) and not one.__name__.startswith("_")
         ]  # fmt: skip
         known = {_plain(one.__name__): one.__name__ for one in own}

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hdi_callback.attention import survey
+
 D, H, B, T = 32, 4, 3, 6
 
 
@@ -401,3 +403,12 @@ class HiddenAttention(nn.Module):
     def __init__(self):
         super().__init__()
         self.mixing_a, self.mixing_b = nn.Parameter(torch.zeros(D, D)), nn.Parameter(torch.zeros(D, D))
+
+
+def refusal_of(module: nn.Module) -> str:
+    """Give the reason why a module is refused, alone and by itself: no layer is found, and nothing else is named."""
+    found = survey(nn.Sequential(module))
+    assert found.layers == ()
+    (refusal,) = found.refused
+    assert refusal.name == "0"
+    return refusal.reason

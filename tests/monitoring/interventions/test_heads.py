@@ -36,6 +36,14 @@ def key_heads(model: Classifier, block: int = 0) -> torch.Tensor:
     return model.blocks[block].attn.k_proj.weight.unflatten(0, (4, 8))
 
 
+def mean_overlap(weight: torch.Tensor) -> torch.Tensor:
+    """The mean over all pairs of heads of tr(P_h P_g) / d_k, by projectors P = W^T (W W^T)^-1 W."""
+    projectors = torch.linalg.pinv(weight) @ weight  # (H, d, d)
+    H, k = weight.shape[:2]
+    traces = torch.einsum("hij,gji->hg", projectors, projectors) / k
+    return (traces.sum() - traces.trace()) / (H * (H - 1))
+
+
 # --- the penalty
 
 
@@ -52,13 +60,13 @@ def test_the_gradient_is_that_of_the_penalty_in_the_loss(steps, clip):
         (F.cross_entropy(model(tokens), label) / steps).backward()
         (F.cross_entropy(by_hand(tokens), label) / steps).backward()
     attn = by_hand.blocks[1].attn
-    sum(0.7 * diversity_penalty(linear.weight.unflatten(0, (4, 8))) for linear in (attn.k_proj, attn.q_proj)).backward()
+    sum(0.7 * mean_overlap(linear.weight.unflatten(0, (4, 8))) for linear in (attn.k_proj, attn.q_proj)).backward()
     penalty.before_optimizer_step(optimizer)
     if clip is not None:
         norms = [nn.utils.clip_grad_norm_(each.parameters(), clip) for each in (model, by_hand)]
         assert norms[0] == pytest.approx(float(norms[1]), rel=1e-6)
     for left, right in zip(model.parameters(), by_hand.parameters()):
-        torch.testing.assert_close(left.grad, right.grad, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(left.grad, right.grad, rtol=1e-3, atol=1e-6)  # apart by the ridge of the penalty
 
 
 def test_scaled_gradients_get_a_scaled_penalty():
