@@ -25,14 +25,16 @@ difference (the column says why), or a test is missing. The changes are a sample
 
 def page(results: Sequence[Mapping[str, Any]]) -> str:
     """Write the page."""
-    tried = [one for one in results if one["outcome"] in ("killed", "survived")]
+    noticed = ("killed", "ran out of time")
+    tried = [one for one in results if one["outcome"] in (*noticed, "survived")]
     folders = sorted({one["file"].rpartition("/")[0] for one in tried})
     parts = [INTRODUCTION, "| folder | files | changes | noticed | survived |\n|---|---:|---:|---:|---:|"]
     for folder in folders:
         own = [one for one in tried if one["file"].rpartition("/")[0] == folder]
         outcomes = Counter(one["outcome"] for one in own)
         files = len({one["file"] for one in own})
-        parts.append(f"| `{folder}` | {files} | {len(own)} | {outcomes['killed']} | {outcomes['survived']} |")
+        seen = sum(outcomes[kind] for kind in noticed)
+        parts.append(f"| `{folder}` | {files} | {len(own)} | {seen} | {outcomes['survived']} |")
     parts.append("\n## What survived\n\n| file | line: change | what follows |\n|---|---|---|")
     verdicts = _verdicts()
     for one in sorted(tried, key=lambda one: (one["file"], int(one["change"].partition(":")[0]))):
