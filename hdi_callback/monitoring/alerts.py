@@ -454,7 +454,7 @@ def _is_for(rule: Rule, name: str) -> bool:
     return rule.layers is None or any(fnmatchcase(name, pattern) for pattern in rule.layers)
 
 
-def _kinds_of(kind: type[Rule]) -> list[type[Rule]]:
+def _kinds_of(kind: Any) -> list[Any]:
     """Give every class below one, however deep."""
     return [one for child in kind.__subclasses__() for one in (child, *_kinds_of(child))]
 
