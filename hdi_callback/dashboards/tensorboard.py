@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -172,6 +173,21 @@ def place_board(folder: Path, state: Mapping[str, Any] | None) -> Path:
             return begun
     names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1)))
     return next(one for one in names if not one.exists() or (one.is_dir() and not any(one.glob("*tfevents*"))))
+
+
+def await_later_name(folder: Path) -> None:
+    """Wait, for a second at most, until a new event file comes after those that are there.
+
+    TensorBoard reads the files of a run in the order of their names, which begin with the second in which they were
+    opened. Within one second a count follows as text, in which 10 comes before 9: what a file that goes back to a
+    checkpoint is to hide would be read after it.
+
+    Args:
+        folder: directory of the run.
+    """
+    names = [path.name for path in folder.glob("events.out.tfevents.*")]
+    while any(name.startswith(f"events.out.tfevents.{int(time.time()):010d}.") for name in names):
+        time.sleep(0.02)
 
 
 class Board:

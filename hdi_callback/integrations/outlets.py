@@ -129,6 +129,7 @@ class Dashboards:
 
         folder = tensorboard.place_board(wished, state)
         self.folder = str(folder)
+        tensorboard.await_later_name(folder)
         # What an interrupted run has written beyond its checkpoint is to be hidden.
         last = None if state is None else state.get("last_step")
         self._writer = SummaryWriter(str(folder), purge_step=None if last is None else last + 1)
