@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 
@@ -16,14 +17,49 @@ MODULES = (
 )
 
 
-@pytest.fixture
-def reference(root):
-    spec = importlib.util.spec_from_file_location("reference", root / "docs" / "reference.py")
+def program(root, name: str):
+    spec = importlib.util.spec_from_file_location(name, root / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def reference(root):
+    return program(root, "reference")
+
+
+def test_the_picture_of_the_rooms_shows_the_imports_as_they_are(root):
+    drawn = (root / "docs" / "images" / "architecture.svg").read_text()
+    made = program(root, "picture").picture()
+    assert [line for line in drawn.splitlines() if " · " not in line] == [
+        line for line in made.splitlines() if " · " not in line
+    ], "draw it anew: python docs/picture.py"
+    assert drawn.count("<path d=") - 1 == 6, "and one is the head of an arrow"
+
+
+def test_every_name_that_was_deprecated_warns_and_is_found_where_the_warning_says(root):
+    """Of each module with a table of old names; the policy in the reference says for how long."""
+    checked = 0
+    for path in sorted((root / "hdi_callback").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "renamed"):
+                continue
+            old = importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+            table = node.args[1]
+            keys = table.keys if isinstance(table, ast.Dict) else table.generators[0].iter.elts
+            for name in [key.value for key in keys]:
+                with pytest.warns(DeprecationWarning, match=f"{name}` is deprecated: write `from ") as caught:
+                    found = getattr(old, name)
+                line = str(caught[0].message).partition("write `")[2].rstrip("`.")
+                place, _, new = line.removeprefix("from ").partition(" import ")
+                assert getattr(importlib.import_module(place), new) is found
+                checked += 1
+    assert checked >= 10
+    policy = (root / "docs" / "api.md").read_text().partition("## Deprecation")[2]
+    assert "two minor versions and six months" in " ".join(policy.split())
 
 
 def test_the_reference_is_made_from_the_public_lists(root, reference):
