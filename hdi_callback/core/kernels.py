@@ -15,6 +15,8 @@ from hdi_callback.core.circuits import CircuitSimilarity
 from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
 from hdi_callback.errors import ShapeError
 
+_PIECE = 2048  # products that are added one after the other
+
 
 @dataclass(frozen=True)
 class AttentionRows:
@@ -145,8 +147,8 @@ class AttentionSums:
             samples=_per_head(samples),
             sample_share=_per_head(samples / n),
             columns=a.sum(-2).reshape(sequences, H, keys).sum(0),
-            product=(flat @ flat.mT).sum(0),
-            centred=(flat_centred @ flat_centred.mT).sum(0),
+            product=_inner_products(flat),
+            centred=_inner_products(flat_centred),
             logit=logit,
         )
 
@@ -356,6 +358,15 @@ def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: b
     masked = torch.where(seen, logits.to(dtype), -torch.inf)
     largest: Tensor = masked.movedim(-3, 0).flatten(1).amax(-1)
     return largest
+
+
+def _inner_products(flat: Tensor) -> Tensor:
+    """Sum ``x_h . x_g`` of ``(sequences, H, numbers)``, ``(H, H)``.
+
+    In pieces: of a million products that are added one after the other, float32 keeps five digits.
+    """
+    pieces = torch.nn.functional.pad(flat, (0, -flat.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE)).transpose(1, 2)
+    return (pieces @ pieces.mT).sum((0, 1))
 
 
 def _per_head(values: Tensor) -> Tensor:

@@ -143,6 +143,15 @@ def test_uniform_rows_average_over_everything_and_are_not_alike():
     assert read.queries == 39
 
 
+@pytest.mark.parametrize(("sequences", "queries", "keys"), [(2, 1214, 1214), (1, 64, 16384), (60000, 8, 3)])
+def test_overlaps_keep_their_digits_however_long_the_rows_and_however_many(sequences, queries, keys):
+    generator = torch.Generator().manual_seed(0)
+    rows = (0.1 * torch.randn(sequences, 3, queries, keys, generator=generator)).softmax(-1)
+    got, wide = AttentionSums.of(rows).rows(), AttentionSums.of(rows.double()).rows()
+    torch.testing.assert_close(got.overlap.double(), wide.overlap, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.product.double(), wide.product, rtol=1e-6, atol=0)
+
+
 def test_flat_heads_of_float32_have_no_rounding_that_looks_alike():
     scores = 1e-9 * gaussian(4, 16, 1000).float()
     assert AttentionSums.of(torch.softmax(scores, -1)).rows().alike_mean.isnan()
