@@ -361,10 +361,8 @@ def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: b
 
 
 def _inner_products(flat: Tensor) -> Tensor:
-    """Sum ``x_h . x_g`` of ``(sequences, H, numbers)``, ``(H, H)``.
-
-    In pieces: of a million products that are added one after the other, float32 keeps five digits.
-    """
+    """Sum the products of two heads, of ``(sequences, H, numbers)``."""
+    # In pieces: of a million products that are added one after the other, float32 keeps five digits.
     pieces = torch.nn.functional.pad(flat, (0, -flat.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE)).transpose(1, 2)
     return (pieces @ pieces.mT).sum((0, 1))
 

@@ -349,8 +349,11 @@ def _weights_changed(
     if name in _MOVED:
         _moved(scores, name, args, kwargs, tensor, out)
         return
-    if base == "masked_fill" and (args[2] if len(args) > 2 else kwargs.get("value")) == 0:
-        return
+    if base == "masked_fill":
+        value = args[2] if len(args) > 2 else kwargs.get("value")
+        # A tensor of one number is not read, as the host would wait; nobody fills weights with anything else.
+        if isinstance(value, Tensor) or value == 0:
+            return
     scores.altered.append(name)
 
 

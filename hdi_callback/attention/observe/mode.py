@@ -38,12 +38,13 @@ class ObservingMode(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._recorder, self._lineage = recorder, Lineage()
+        self._recorder, self._lineage, self._chosen = recorder, Lineage(), recorder.chosen
         self.failures: list[str] = []
 
     def forget(self) -> None:
         """Let go of all tensors, at the end of a forward."""
         self._lineage.clear()
+        self._chosen.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function as it was called, and look at it if it matters."""
@@ -57,12 +58,15 @@ class ObservingMode(TorchFunctionMode):
         if name == "multi_head_attention_forward" and func is F.multi_head_attention_forward:
             return self._inside(func, args, kwargs)
         result = func(*args, **kwargs)
-        look = self._look_of(name, func, args, kwargs)
-        if look is not None:
+        look, picks = self._look_of(name, func, args, kwargs), self._chosen.may_concern(name, args)
+        if look is not None or picks:
             self._recorder.is_recorded = torch.is_grad_enabled()
             try:
                 with quiet(_device(args, kwargs)):
-                    look(name, args, kwargs, result)
+                    if picks:
+                        self._chosen.follow(name, args, kwargs, result)
+                    if look is not None:
+                        look(name, args, kwargs, result)
             except Exception as error:  # the forward goes on, and the reading says why it is not whole
                 self.failures.append(f"{name}: {type(error).__name__} ({error})")
         return result

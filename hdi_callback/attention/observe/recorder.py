@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.observe.axes import Axes, resolve
+from hdi_callback.attention.observe.chosen import ChosenTokens
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.lineage import Scores
 from hdi_callback.attention.observe.masks import MaskTerm
@@ -73,6 +74,7 @@ class Recorder:
         self.maps: list[MapCall] = []
         self.cores: list[ObservedCore] = []
         self.stack: list[tuple[str, nn.Module]] = []
+        self.chosen = ChosenTokens()
         self.is_recorded = False  # by autograd, of what runs now
         self._sites: dict[tuple[Any, ...], ObservedCore] = {}
         self._runs: dict[str, int] = {}  # how often a module was entered
@@ -348,6 +350,9 @@ class Recorder:
         if reading.reduce_rows is None:
             taken.unread = "its rows were not asked for"
             return taken
+        taken.unread = self._own_choice(query, key, axes)
+        if taken.unread:
+            return taken
         queries, keys = int(query.shape[-2]), int(key.shape[-2])
         padding = self._padding(axes, queries, keys, terms, query.device)
         of_queries = padding if is_self and queries == keys else None
@@ -372,6 +377,11 @@ class Recorder:
                 if features is not None:
                     taken.norms[role] = reading.reduce_norms(features, valid)
         return taken
+
+    def _own_choice(self, query: Tensor, key: Tensor, axes: Axes) -> str:
+        """Say that heads have other queries or keys than other heads; empty if they have the same."""
+        own = [which for which, one in (("queries", query), ("keys", key)) if self.chosen.differ_by_head(one, axes)]
+        return f"each head has {own[0]} of its own choice, so that rows of two do not compare" if own else ""
 
     def _padding(
         self, axes: Axes, queries: int, keys: int, terms: Sequence[MaskTerm], device: torch.device
@@ -491,6 +501,7 @@ class Recorder:
             )
         elif not self.is_repeated:
             axes = self.axes_of(query.shape[:-2], int(query.shape[-2]), int(key.shape[-2]))
+            unread = unread or ("" if axes is None else self._own_choice(query, key, axes))
             if axes is None or unread:
                 taken = Taken(axes, unread or "sequences and heads share a dimension, and nothing tells them apart")
             else:

@@ -245,3 +245,94 @@ def test_only_few_queries_of_a_long_sequence_are_read():
     read = [chunk.weights.shape for chunk in core.rows.chunks]
     assert sum(sequences * queries for sequences, _, queries, _ in read) == 16
     assert all(keys == 300 for *_, keys in read)
+
+
+class Choosing(nn.Module):
+    """Attention of or to a few tokens, which heads choose each for itself or all alike."""
+
+    def __init__(self, role: str, way: str, *, fused: bool) -> None:
+        super().__init__()
+        self.role, self.way, self.fused = role, way, fused
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def choose(self, x):
+        """(B, H, T, width) -> (B, H, 3, width)"""
+        top = x.square().sum(-1).topk(3).indices  # (B, H, 3)
+        if self.way == "by index":
+            return x[torch.arange(B)[:, None, None], torch.arange(4)[:, None], top]
+        if self.way == "by index, sequences and heads in one":
+            x, top = x.flatten(0, 1), top.flatten(0, 1)
+            return x[torch.arange(len(x))[:, None], top].unflatten(0, (B, 4)) * 1.0
+        if self.way == "gathered":
+            return x.gather(2, top[..., None].expand(-1, -1, -1, x.shape[-1])) / 2
+        if self.way == "taken, then moved":
+            return torch.take_along_dim(x, top[..., None], 2).transpose(1, 2).contiguous().transpose(1, 2)
+        if self.way == "alike, one index":
+            return x[:, :, top[0, 0]]
+        return x.gather(2, top[:, :1, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+    def forward(self, x):
+        q, k, v = (part.view(B, T, 4, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.role == "query":
+            q = self.choose(q)
+        else:
+            k, v = self.choose(k), v[:, :, :3]
+        out = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / 2).softmax(-1) @ v
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+EACH_FOR_ITSELF = ["by index", "by index, sequences and heads in one", "gathered", "taken, then moved"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("role", ["query", "key"])
+@pytest.mark.parametrize("way", [*EACH_FOR_ITSELF, "alike, one index", "alike, gathered"])
+def test_heads_that_choose_tokens_each_for_itself_are_not_compared_row_by_row(way, role, fused):
+    torch.manual_seed(0)
+    model = nn.Sequential(Choosing(role, way, fused=fused))
+    (core,) = observed(model, lambda: model(torch.randn(B, T, 16))).cores
+    if way in EACH_FOR_ITSELF:
+        which = {"query": "queries", "key": "keys"}[role]
+        assert core.unread == f"each head has {which} of its own choice, so that rows of two do not compare"
+        assert core.rows is None
+    else:
+        assert core.unread == ""
+        assert core.rows is not None
+
+
+DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
+
+
+@pytest.mark.parametrize("way", ["written out", "fused, of truth values", "fused, of numbers", "torch's own"])
+def test_documents_that_are_packed_into_a_sequence_are_attended_to_apart(way):
+    torch.manual_seed(0)
+    length = len(DOCUMENTS)
+    sees = (DOCUMENTS[:, None] == DOCUMENTS) & torch.ones(length, length, dtype=torch.bool).tril()
+    qkv, attention = torch.nn.Linear(16, 48), nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(B, length, 16)
+    kept = []
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.attention = qkv, attention
+
+        def forward(self, x):
+            if way == "torch's own":
+                return self.attention(x, x, x, attn_mask=~sees, need_weights=False)[0]
+            q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            scores = (q @ k.mT / 2).masked_fill(~sees, -torch.inf)
+            kept.append(scores.softmax(-1))
+            if way == "written out":
+                return kept[-1] @ v
+            mask = sees if "truth" in way else torch.zeros(length, length).masked_fill(~sees, -torch.inf)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    model = Packed()
+    cores = observed(model, lambda: model(x)).cores
+    core = next(core for core in cores if core.rows is not None)
+    expected = attention(x, x, x, attn_mask=~sees, average_attn_weights=False)[1] if way == "torch's own" else kept[0]
+    for chunk in core.rows.chunks:
+        assert torch.equal(chunk.visible.expand_as(chunk.weights)[0, 0], sees[chunk.positions])
+        assert torch.allclose(chunk.weights, expected[chunk.sequences][:, :, chunk.positions], atol=1e-6)
+    assert sum(chunk.weights[:, 0, :, 0].numel() for chunk in core.rows.chunks) == B * length

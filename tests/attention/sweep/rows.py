@@ -88,6 +88,33 @@ def truth_of(weights: Tensor) -> dict[str, float]:
     return found
 
 
+def joined(weights: list[Tensor]) -> list[Tensor]:
+    """Put those together that are parts of one softmax: of a query's own tokens, and of those of the encoder."""
+    whole: list[Tensor] = []
+    for one in weights:
+        for place, other in enumerate(whole):
+            if one.shape[:-1] != other.shape[:-1]:
+                continue
+            parts = torch.stack([other.sum(-1), one.sum(-1)]).double()
+            if bool(((parts.sum(0) - 1).abs() < 1e-4).all()) and bool((parts < 1 - 1e-4).any()):
+                whole[place] = torch.cat([other, one], -1)
+                break
+        else:
+            whole.append(one)
+    return whole
+
+
+def whole_of(weights: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Find the softmax that weights are the last queries and keys of: some models leave out those of a prompt."""
+    queries, keys = weights.shape[-2:]
+    for _, result in kept:
+        if result.dim() == 4 and result.shape[:2] == weights.shape[:2] and result.shape[-1] > keys:
+            last = result[..., -queries:, -keys:].nan_to_num()
+            if last.shape == weights.shape and torch.allclose(last.float(), weights.float(), atol=1e-7):
+                return result.nan_to_num()
+    return weights
+
+
 @contextmanager
 def softmaxes() -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Keep what every softmax is given and gives."""
@@ -152,9 +179,10 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
     weights: list[Tensor] = []
     with softmaxes() as kept, torch.no_grad(), suppress(Exception):
         asked = model(**arguments, output_attentions=True)
-        weights = [one for one in returned(asked) if _are_weights(one)]
+        weights = joined([one for one in returned(asked) if _are_weights(one)])
         if not _are_equal(alone, asked):
             return {"verdict": "computes otherwise", "reason": "asked for its weights, it computes something else"}
+    weights = [whole_of(one, kept) for one in weights]
     if not weights:
         return {"verdict": "returns none", "reason": "it returns no attention weights"}
     truths: list[dict[str, Any]] = []
@@ -260,7 +288,7 @@ def _run(name: str, path: Path, seconds: int) -> None:
 def run(names: list[str], folder: Path, timeout: int, *, again: bool, until: float) -> None:
     """Compare the architectures that have no result yet, one after the other."""
     # Once, before the forks: what nearly every model imports takes longer than to compare one.
-    import transformers.models.llama.modeling_llama
+    import transformers.models.llama.modeling_llama  # noqa: F401
     import transformers.models.vit.modeling_vit  # noqa: F401
 
     import hdi_callback  # noqa: F401
