@@ -164,6 +164,13 @@ class ByHand(nn.Module):
         scores = scores - scores.max(-1, keepdim=True).values
         return (self.keep(scores.softmax(-1)[..., :-1]) @ v).transpose(1, 2)
 
+    def filled_with_tensors(self, q, k, v):
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ k.mT / 2).masked_fill(hidden, torch.tensor(-torch.inf, device=q.device))
+        weights = scores.softmax(-1).masked_fill(hidden, torch.tensor(0.0, device=q.device))
+        return (self.keep(weights) @ v).transpose(1, 2)
+
     def capped(self, q, k, v):
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         scores = torch.tanh(q @ k.mT / 2 / 3.0) * 3.0
@@ -198,6 +205,21 @@ def test_rows_of_attention_that_is_written_out_are_those_that_it_multiplies_with
         there = expected[chunk.sequences][:, :, chunk.positions]
         assert torch.allclose(chunk.weights, there, atol=1e-6)
     assert sum(chunk.weights[:, 0, :, 0].numel() for chunk in cores[0].rows.chunks) == B * T
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "one_dimension"])  # told apart by what maps gave
+def test_however_attention_is_written_the_host_reads_nothing_while_it_runs(way):
+    """A tensor on the meta device has no numbers: whoever asks for one fails."""
+    model = nn.Sequential(ByHand(way)).to("meta")
+    observer = AttentionObserver(
+        model, reduce_rows=lambda chunk: chunk.weights.sum(), reduce_norms=lambda features, _: features.sum()
+    )
+    observer.arm()
+    with torch.device("meta"):
+        model(torch.randn(B, T, 16, device="meta"))
+    observer.disarm()
+    assert observer.failures == []
+    assert [core.unread for core in observer.cores] == [""]
 
 
 @pytest.mark.parametrize("way", ["transposed", "by_einsum", "in_place", "one_dimension", "capped", "fused_and_grouped"])
