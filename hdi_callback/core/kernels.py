@@ -363,8 +363,11 @@ def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: b
 def _inner_products(flat: Tensor) -> Tensor:
     """Sum the products of two heads, of ``(sequences, H, numbers)``."""
     # In pieces: of a million products that are added one after the other, float32 keeps five digits.
-    pieces = torch.nn.functional.pad(flat, (0, -flat.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE)).transpose(1, 2)
-    return (pieces @ pieces.mT).sum((0, 1))
+    count = -(-flat.shape[-1] // _PIECE)
+    padded = torch.nn.functional.pad(flat, (0, count * _PIECE - flat.shape[-1]))
+    pieces = padded.view(*flat.shape[:2], count, _PIECE).transpose(1, 2)
+    products: Tensor = (pieces @ pieces.mT).sum((0, 1))
+    return products
 
 
 def _per_head(values: Tensor) -> Tensor:
