@@ -28,6 +28,19 @@ def tap_inputs(
     Returns:
         Taps whose captures have the tokens as one head, ``(tokens, 1, in_features)``, and why layers have none.
     """
+    tapped, why_not = layers_of_inputs(layers)
+    return Taps(tapped, max_tokens=max_tokens, model=model, padding=padding, pick=_pick_keys), why_not
+
+
+def layers_of_inputs(layers: Sequence[AttentionLayer]) -> tuple[list[AttentionLayer], dict[str, str]]:
+    """Describe the input of the key projections as if it were the outputs of one head.
+
+    Args:
+        layers: the layers.
+
+    Returns:
+        Those to tap, and why others have none.
+    """
     tapped, why_not = [], {}
     for layer in layers:
         projection = key_projection(layer)
@@ -45,7 +58,7 @@ def tap_inputs(
                 output_projection=projection,
             )
         )
-    return Taps(tapped, max_tokens=max_tokens, model=model, padding=padding, pick=_pick_keys), why_not
+    return tapped, why_not
 
 
 def key_projection(layer: AttentionLayer) -> nn.Module | str:

@@ -10,6 +10,8 @@ from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.metrics import COVARIANCE
 from hdi_callback.monitoring.warn_once import WarnOnce
 
+FOUND_LATE = "its heads were found in the forward of this reading, and are captured from the next one that is read"
+
 
 class ContradictedError(HDIError):
     """The heads of a layer are not what was claimed, which was said when it was found."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, Capture
-from hdi_callback.attention.inputs import tap_inputs
+from hdi_callback.attention.inputs import layers_of_inputs, tap_inputs
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import head_diversity_from_covariance
 from hdi_callback.core.tokens import TokenSpread
-from hdi_callback.monitoring.absent import Absent, absence_of
+from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import KEYS, TOKENS
 from hdi_callback.monitoring.outputs import join
@@ -116,8 +116,29 @@ class LayerInputs:
         self.taps, self._why_not = tap_inputs(layers.all, max_tokens=max_tokens, model=model, padding=padding)
         self._layers, self._reader, self._rank_tol = layers, reader, rank_tol
         self._sources = [source for source in SOURCES if source in sources]
-        self._tapped = [one for one in layers.all if one.name not in self._why_not and one.name not in self.taps.absent]
         self._captures: dict[str, Capture] | None = None
+        self._tap()
+
+    def _tap(self) -> None:
+        without = {*self._why_not, *self.taps.absent}
+        self._tapped = [layer for layer in self._layers.all if layer.name not in without]
+
+    def add(self, layers: Sequence[AttentionLayer], absent: Absent) -> None:
+        """Capture the inputs of further layers from the next armed forward on.
+
+        Args:
+            layers: layers with names of their own.
+            absent: takes what this reading lacks of them.
+        """
+        tapped, why_not = layers_of_inputs(layers)
+        self.taps.add(tapped)
+        self._why_not |= why_not
+        self._tap()
+        for layer in layers:
+            why = _of_inputs(self._why_not.get(layer.name, self.taps.absent.get(layer.name, FOUND_LATE)))
+            absent.reasons.update(
+                {absence_of(source, layer.name): f"they are not known: {why}" for source in self._sources}
+            )
 
     def collect(self, absent: Absent) -> None:
         """Take over what was captured, for the measurement that follows.
@@ -135,9 +156,10 @@ class LayerInputs:
                 **self.taps.absent,
             }
             for layer in self._layers.all:
+                # None: it was found in this very forward, and `add` says so.
                 reason = reasons.get(layer.name)
-                if layer.name not in self._captures and layer.name not in self._layers.removed:
-                    why = "it was found after the forward began" if reason is None else _of_inputs(reason)
+                if reason is not None and layer.name not in {*self._captures, *self._layers.removed}:
+                    why = _of_inputs(reason)
                     for source in self._sources:
                         absent.leave_out(absence_of(source, layer.name), f"they are not known: {why}", f"inputs {why}")
         self.taps.release()

@@ -272,8 +272,9 @@ class HeadDiversityMonitor:
         self._say_what_is_not_kept()
         names = self._layers.names
         late = self._layers.take_late()
-        if late and self._outputs is not None:
-            self._outputs.add(late)
+        for collected in (self._outputs, self._inputs):
+            if late and collected is not None:
+                collected.add(late, absent)
         if self._pending_outputs:
             self.arm(training_only=self._training_only)
         return Reading(step, names, tuple(measurements), absent.reasons, epoch, axis)

@@ -17,7 +17,7 @@ from hdi_callback.core import head_covariance
 from hdi_callback.core.contribution import ContributionSums, ImportanceSums, head_slopes
 from hdi_callback.core.covariance import HeadMoments, HeadSums
 from hdi_callback.errors import HDIError
-from hdi_callback.monitoring.absent import Absent, absence_of, listed
+from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of, listed
 from hdi_callback.monitoring.importance import Importances, closest_pairs
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, IMPORTANCE, METRICS
@@ -141,14 +141,17 @@ class HeadOutputs:
     def _tap(self) -> None:
         self._tapped = [layer for layer in self._layers.all if layer.name not in self.taps.absent]
 
-    def add(self, layers: Sequence[AttentionLayer]) -> None:
+    def add(self, layers: Sequence[AttentionLayer], absent: Absent) -> None:
         """Capture further layers from the next armed forward on.
 
         Args:
             layers: layers with names of their own.
+            absent: takes what this reading lacks of them.
         """
         self.taps.add(layers)
         self._tap()
+        for layer in layers:
+            absent.reasons[_outputs_of(layer.name)] = self.taps.absent.get(layer.name, FOUND_LATE)
 
     def verified(self) -> None:
         """Take note, after the heads were checked, of layers that ran without calling their output projection."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from hdi_callback import HDICallback, HeadDiversityMonitor, load_history, replay
 from hdi_callback.core import head_diversity
 from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
+from hdi_callback.monitoring.metrics import COVARIANCE, KEYS, TOKENS
 from tests.attention import models as by_hand
 from tests.attention.models import D
 
@@ -59,6 +60,26 @@ def test_refused_layers_are_found_in_the_first_armed_forward():
         keys = model.first.qkv_proj.weight.detach().view(4, 3, 8, D)[:, 1]
         assert tags[1]["hdi/first"] == pytest.approx(float(head_diversity(keys).index), abs=1e-6)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_the_first_reading_lacks_of_layers_that_are_found_late_has_its_reason():
+    torch.manual_seed(0)
+    model, names = Model(), ["hdi", "head_correlation", "hdi_keys", "token_rank", "attention_entropy"]
+    with HeadDiversityMonitor(model, metrics=names) as monitor:
+        records = []
+        for step in range(2):
+            monitor.arm()
+            model({"x": torch.randn(2, 5, D)}).square().mean().backward()
+            records.append(monitor.measure(step).record())
+    late = "its heads were found in the forward of this reading, and are captured from the next one that is read"
+    for layer in ("first", "third"):
+        values = records[0].layers[layer].values
+        assert [name in values for name in names] == [True, False, False, False, True]
+        assert records[0].absent[f"{COVARIANCE}/{layer}"] == late
+        assert {records[0].absent[f"{source}/{layer}"] for source in (KEYS, TOKENS)} == {f"they are not known: {late}"}
+    assert records[1].absent == {}
+    for layer in records[1].layers.values():
+        assert set(names) <= set(layer.values)
 
 
 def test_without_the_check_nothing_is_looked_for():

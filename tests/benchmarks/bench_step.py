@@ -3,13 +3,17 @@
 python -m tests.benchmarks.bench_step --output docs/benchmarks/step.md
 
 With `--gpt2` it is a decoder of the shape of GPT-2 small, of bytes, on 1,024 tokens, armed against unarmed alone.
-Without the large vocabulary a step takes less, so that the ratio is an upper bound.
+Without the large vocabulary a step takes less, so that the ratio is an upper bound. With `--pairs FILE` the seconds of
+every pair of steps are kept there, and a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import torch
 
 from examples.train_gpt import GPT, LitGPT
 from hdi_callback import HeadDiversityMonitor
-from tests.benchmarks.ratios import measure, table, write
+from tests.benchmarks.ratios import Ratio, measure, outside, table, write
 
 
 class Steps:
@@ -43,14 +47,40 @@ class Steps:
         self.optimizer.zero_grad()
 
 
-def report(sizes: dict[str, int], rounds: int, device: str, *, armed_alone: bool, command: str) -> list[str]:
+def in_pairs(on: Steps, rounds: int, path: Path) -> list[Ratio]:
+    """Take unarmed and armed steps in turn, each first every other time, and keep their CPU seconds in a file."""
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if len(known) < rounds:
+        on()
+        on(armed=True, read=True)  # finds what the heads are, once
+    for turn in range(len(known), rounds):
+        seconds = {}
+        for armed in (False, True) if turn % 2 else (True, False):
+            start = time.process_time()
+            on(armed=armed, read=armed)
+            seconds["armed" if armed else "unarmed"] = time.process_time() - start
+        known.append(seconds)
+        with path.open("a") as file:
+            file.write(json.dumps(seconds) + "\n")
+    ratios = []
+    for name, key in (("on, unarmed", "unarmed"), ("on, armed: capture and reading", "armed")):
+        each = sorted(one[key] / one["unarmed"] for one in known)
+        skip = outside(len(each))
+        seconds = statistics.median(one[key] for one in known)
+        ratios.append(Ratio(name, statistics.median(each), each[skip], each[-1 - skip], seconds))
+    return ratios
+
+
+def report(
+    sizes: dict[str, int], rounds: int, device: str, *, armed_alone: bool, command: str, pairs: Path | None = None
+) -> list[str]:
     on = Steps(device=device, monitored=True, **sizes)
     armed_step = {"on, armed: capture and reading": lambda: on(armed=True, read=True)}
     if armed_alone:
         work: dict[str, Any] = {"on, unarmed": on, **armed_step}
     else:
         work = {"callback off": Steps(device=device, monitored=False, **sizes), "on, unarmed": on, **armed_step}
-    ratios = measure(work, rounds=rounds, device=device)
+    ratios = in_pairs(on, rounds, pairs) if pairs else measure(work, rounds=rounds, device=device)
     armed, unarmed = ratios[-1], ratios[-2]
     least, most = (
         100 * ((one - 1) / 50 + (other - 1) * 49 / 50)
@@ -75,6 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--small", action="store_true", help="a model that takes a second, to try the command")
     parser.add_argument("--gpt2", action="store_true", help="a model of the shape of GPT-2 small, on 1,024 tokens")
+    parser.add_argument("--pairs", type=Path, help="with --gpt2: where to keep the seconds of every pair of steps")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
     sizes = {"layers": 4, "heads": 6, "width": 192, "batch": 16}
@@ -85,7 +116,8 @@ def main(argv: list[str] | None = None) -> None:
     given = " ".join(sys.argv[1:] if argv is None else argv)
     command = f"python -m tests.benchmarks.bench_step {given}".strip()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lines = report(sizes, options.rounds, device, armed_alone=options.gpt2, command=command)
+    pairs = options.pairs if options.gpt2 else None
+    lines = report(sizes, options.rounds, device, armed_alone=options.gpt2, command=command, pairs=pairs)
     write(lines, options.output)
 
 
