@@ -12,7 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from torch.nn import functional as F
 
-from hdi_callback import HDICallback, HDITrainerCallback, HeadDiversityMonitor, watch_heads
+from hdi_callback import HDICallback, HDIHandler, HDITrainerCallback, HeadDiversityMonitor, watch_heads
 from hdi_callback.errors import MonitoringWarning
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.metrics import METRICS
@@ -83,7 +83,19 @@ def by_transformers(folder: Path) -> Path:
     return callback.history_path
 
 
-@pytest.mark.parametrize("door", [by_monitor, by_loop, by_lightning, by_yaml, by_transformers])
+def by_ignite(folder: Path) -> Path:
+    pytest.importorskip("ignite", reason="pytorch-ignite is not installed")
+    from ignite.engine import Engine
+
+    model, optimizer = made()
+    trainer = Engine(lambda engine, number: step(model, optimizer, number))
+    handler = HDIHandler(model, optimizer, metrics=NAMES, log_dir=folder, **QUIET)
+    handler.attach(trainer)
+    trainer.run(range(3), max_epochs=1)
+    return handler.heads.history_path
+
+
+@pytest.mark.parametrize("door", [by_monitor, by_loop, by_lightning, by_yaml, by_transformers, by_ignite])
 def test_every_metric_arrives_by_its_name_or_is_absent_with_a_reason(door, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MonitoringWarning)

@@ -1,0 +1,55 @@
+"""Every metric over two ranks, with weights held whole or in parts: what one process reads of the joined batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hdi_callback.monitoring.metrics import METRICS
+from tests.regimes.conftest import two_ranks  # noqa: F401
+from tests.regimes.test_ddp import FEW, batch, classifier, monitor_of
+from tests.regimes.test_sharding import fsdp2
+
+NAMES = list(METRICS)
+ALONE = {name for name in NAMES if name.endswith("_error")}  # which are of one process, and say so
+WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": fsdp2}
+
+
+def read_all(rank: int | None, wrapper: str = "") -> dict[str, Any]:
+    """Train two steps, of which each is read: on the tokens of one rank, or on all of them for `None`."""
+    model: Any = classifier() if rank is None else WRAPPERS[wrapper](classifier())
+    tokens = batch()[: FEW[1].stop] if rank is None else batch()[FEW[rank]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    records = []
+    with monitor_of(model, metrics=NAMES) as monitor:
+        for number in range(2):
+            monitor.arm()
+            loss = model(tokens).square().sum() / 10
+            (loss if rank is None else 2 * loss).backward()  # gradients are averaged over ranks
+            records.append(monitor.measure(number).record())
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "tags": [record.scalars(NAMES) for record in records],
+        "absent": [record.absent for record in records],
+        "heads": [{name: layer.arrays for name, layer in record.layers.items()} for record in records],
+    }
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_metric_over_two_ranks_is_that_of_one_process_on_the_joined_batch(two_ranks, wrapper):  # noqa: F811
+    alone, told = read_all(None), two_ranks(read_all, wrapper)
+    names = {tag.partition("/")[0] for tag in alone["tags"][1]}
+    assert names == set(NAMES), "each is in the second reading of one process"
+    for rank in told:
+        for mine, whole in zip(rank.answer["tags"], alone["tags"]):
+            expected = {tag: value for tag, value in whole.items() if tag.partition("/")[0] not in ALONE}
+            assert mine == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert [
+            line for line in rank.warnings if "are not computed over several ranks; they are absent" not in line
+        ] == []
+        assert sum("Standard errors" in line for line in rank.warnings) == 1
+    assert repr(told[0].answer) == repr(told[1].answer), "every rank has the whole reading, and the same reasons"
