@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hdi_callback.dashboards.names import short_names
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.rules import Thresholds
 
@@ -92,8 +93,8 @@ def draw_layers(
     names = list(worst)
     columns, table = thinned_columns(steps, [list(worst[name]) for name in names])
     rows = len(names)
-    height = min(1.8 + 0.2 * max(rows, 6), 9)
-    figure = figure_of(figsize=(7.2, height), layout="constrained")
+    # Small, and its letters large: TensorBoard shows a picture 350 pixels wide, and a tall one smaller still.
+    figure = figure_of(figsize=(5.2, min(2.2 + 0.2 * max(rows, 6), 4.8)), layout="constrained")
     panel = figure.subplots()
     edges = _edges(columns)
     mesh = panel.pcolormesh(edges, range(rows + 1), table, cmap=_map(), vmin=0, vmax=1, rasterized=True)
@@ -105,7 +106,9 @@ def draw_layers(
     named = set(names if rows <= _MOST_ROWS_NAMED else _spread(names, 12))
     named = {name for name in named if not _is_near(names, name, told | set(order[:1]))} if rows > 24 else named
     shown = [name for name in names if name in named | told or name in order[:1]]
-    panel.set_yticks([names.index(name) + 0.5 for name in shown], [_short(name) for name in shown], fontsize=8)
+    labels, rest = _labels(names)
+    panel.set_yticks([names.index(name) + 0.5 for name in shown], [labels[name] for name in shown], fontsize=9)
+    panel.set_ylabel(rest, fontsize=9)
     for label, name in zip(panel.get_yticklabels(), shown):
         if name in told:
             label.set_fontweight("bold")
@@ -118,8 +121,8 @@ def draw_layers(
     said = ["alerts" if has_alerts else "", "white ones: interventions" if has_actions else ""]
     legend = ", ".join(filter(None, said))
     panel.set_xlabel("optimizer step" + (f"; triangles: {legend}" if legend else ""), fontsize=9)
-    panel.tick_params(axis="x", labelsize=8)
-    panel.set_title(_sentence(order, last, pairs or {}, alerts), loc="left", fontsize=10)
+    panel.tick_params(axis="x", labelsize=9)
+    figure.suptitle(_sentence(order, last, pairs or {}, alerts), fontsize=10, x=0.01, ha="left")
     _bar(figure, mesh, panel)
     return figure
 
@@ -141,21 +144,20 @@ def draw_heads(panels: Sequence[HeadPanel], step: int) -> Figure:
     shown = list(panels)[:_MOST_PANELS]
     if not shown:
         raise MisconfigurationError("There is no layer to draw: no matrix of alignments is kept of this step.")
-    columns = min(2, len(shown))
-    rows = -(-len(shown) // columns)
-    figure = figure_of(figsize=(3.1 * columns + 1.1, 3.3 * rows + 0.3), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    mesh = None
-    for axis, panel in zip(axes, shown):
-        mesh = _draw_panel(axis, panel)
-    for axis in axes[len(shown) :]:
-        axis.set_visible(False)
-    figure.suptitle(f"Alignment of every two heads at step {step}", fontsize=10, x=0.01, ha="left")
-    _bar(figure, mesh, axes)
+    others = shown[1:]
+    figure = figure_of(figsize=(5.2 if others else 4.2, 4.2), layout="constrained")
+    grid = figure.add_gridspec(max(1, len(others)), 2 if others else 1, width_ratios=[3.6, 1] if others else [1])
+    first = figure.add_subplot(grid[:, 0])
+    mesh = _draw_panel(first, shown[0])
+    beside = [figure.add_subplot(grid[row, 1]) for row in range(len(others))]
+    for axis, panel in zip(beside, others):
+        _draw_panel(axis, panel, is_small=True)
+    figure.suptitle(f"Alignment of every two heads at step {step}", fontsize=9, x=0.01, ha="left")
+    _bar(figure, mesh, [first, *beside], location="bottom")
     return figure
 
 
-def _draw_panel(axis: Any, panel: HeadPanel) -> Any:
+def _draw_panel(axis: Any, panel: HeadPanel, *, is_small: bool = False) -> Any:
     heads = len(panel.alignment)
     table = panel.alignment.double().clone()
     table.diagonal().fill_(math.nan)  # a head with itself tells nothing
@@ -163,7 +165,8 @@ def _draw_panel(axis: Any, panel: HeadPanel) -> Any:
     axis.set_facecolor(_NOT_MEASURED)
     mesh = axis.imshow(_masked(rows), cmap=_map(), vmin=0, vmax=1, interpolation="nearest")
     every = next(size for size in (1, 2, 4, 8, 16, 32, 64, 10**9) if heads <= (16 if heads < 100 else 8) * size)
-    ticks = [head for head in range(0, heads, every) if all(abs(head - one) >= 0.7 * every for one in panel.pair)]
+    around = [] if is_small else range(0, heads, every)
+    ticks = [head for head in around if all(abs(head - one) >= 0.7 * every for one in panel.pair)]
     ticks = sorted({*ticks, *panel.pair})
     for setter in (axis.set_xticks, axis.set_yticks):
         setter(ticks, [str(head) for head in ticks], fontsize=7)
@@ -173,7 +176,7 @@ def _draw_panel(axis: Any, panel: HeadPanel) -> Any:
                 label.set_fontweight("bold")
                 if panel.is_alerted:
                     label.set_color(_MARK)
-    if heads <= 8:
+    if heads <= 8 and not is_small:
         for i, row in enumerate(rows):
             for j, value in enumerate(row):
                 if math.isfinite(value):
@@ -181,14 +184,20 @@ def _draw_panel(axis: Any, panel: HeadPanel) -> Any:
                     axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
     if len(panel.pair) == 2:
         i, j = panel.pair
-        size = max(90.0, (150 / heads) ** 2 * 1.7)
+        size = max(90.0, (150 / heads) ** 2 * 1.7) / (8 if is_small else 1)
         rings = [("white", 3.2), (_MARK, 1.7)] if panel.is_alerted else [("white", 1.0)]
         for colour, width in rings:
             axis.scatter([i, j], [j, i], s=size, facecolors="none", edgecolors=colour, linewidths=width)
         what = f"heads {i} and {j}: {panel.value:.2f}" + (" (alert)" if panel.is_alerted else "")
     else:
         what = "no two live heads"
-    title = axis.set_title(f"{_short(panel.layer)}\n{what}", fontsize=9)
+    if is_small:
+        what = f"{panel.pair[0]}, {panel.pair[1]}: {panel.value:.2f}" if len(panel.pair) == 2 else what
+        title = axis.set_title(f"{_short(panel.layer, 20)}\n{what}", fontsize=6, pad=2)
+        axis.set_xticks([])
+        axis.set_yticks([])
+    else:
+        title = axis.set_title(f"{_short(panel.layer, 40)}\n{what}", fontsize=11)
     if panel.is_alerted:
         title.set_color(_MARK)
     return mesh
@@ -252,6 +261,17 @@ def _sentence(
     return f"{title}\nnow highest: {_short(name)}{_of_heads(pairs.get(name, ()))}: {last[name]:.2f}"
 
 
+def _labels(names: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Name rows by what tells them apart, and the axis by what they have in common."""
+    short = short_names(names)
+    if short == list(names):
+        return {name: _short(name) for name in names}, ""
+    start = names[0].index(short[0]) if names[0].count(short[0]) == 1 else names[0].rindex(short[0])
+    rest = f"{names[0][:start]}*{names[0][start + len(short[0]) :]}"
+    is_told = all(name == rest.replace("*", label) for name, label in zip(names, short))
+    return {name: _short(label) for name, label in zip(names, short)}, _short(rest) if is_told else "layer"
+
+
 def _of_heads(heads: Sequence[int]) -> str:
     if len(heads) < 2:
         return f", head {heads[0]}" if heads else ""
@@ -278,15 +298,18 @@ def _short(name: str, most: int = 30) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
-def _bar(figure: Any, mesh: Any, axes: Any) -> None:
-    bar = figure.colorbar(mesh, ax=axes, fraction=0.05, pad=0.015, extend="min")
+def _bar(figure: Any, mesh: Any, axes: Any, *, location: str = "right") -> None:
+    is_flat = location == "bottom"
+    shape = {"fraction": 0.05, "pad": 0.015, "aspect": 40 if is_flat else 20}
+    bar = figure.colorbar(mesh, ax=axes, extend="min", location=location, **shape)
     named = landmarks()
-    bar.set_ticks(list(named), labels=[f"{value:g}  {name}" for value, name in named.items()])
+    between = "\n" if is_flat else "  "
+    bar.set_ticks(list(named), labels=[f"{value:g}{between}{name}" for value, name in named.items()])
     bar.ax.tick_params(labelsize=8)
     for value in named:
         if 0 < value < 1:
-            bar.ax.axhline(value, color="white", linewidth=2.4)
-            bar.ax.axhline(value, color=_MARK, linewidth=1.2)
+            for colour, width in (("white", 2.4), (_MARK, 1.2)):
+                (bar.ax.axvline if is_flat else bar.ax.axhline)(value, color=colour, linewidth=width)
 
 
 def _map() -> Any:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _MARKED = {"hdi_worst_alignment": "hdi_worst_pair", "hdi_energy_worst_alignment": "hdi_worst_pair"}
 _LAYERS_A_CHART = 8
 _SCALE = {"scale/chance": 0.0, "scale/same head": 1.0}
+_ONE_ALERT = {"scale/one alert": 1.0}
 _BY_GROUPS = ("hdi_worst_alignment", "hdi_worst_pair")  # on the scale from chance to the same head
 
 
@@ -29,7 +30,8 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers
     """Describe the page "Custom Scalars": first what is over all layers, then the layers in groups, then each metric.
 
     The page cuts off what it takes for outliers: of 48 layers just the one that collapsed. So the charts of alignment
-    hold two constant curves, chance and the same head, and have the same scale whatever happens.
+    hold two constant curves, chance and the same head, and have the same scale whatever happens. That of alerts has one
+    at a single alert, so that an alert that was soon resolved is not cut off either.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
@@ -42,7 +44,7 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers
         "worst alignment of two heads, over all layers (0 chance, 1 the same head)": [
             _exactly(prefix + WORST), f"^{re.escape(prefix)}alert/worst_alignment/.*", *scale,
         ],
-        "alerts that stand": [_exactly(prefix + ALERTS)],
+        "alerts that stand": [_exactly(prefix + tag) for tag in (ALERTS, *_ONE_ALERT)],
     }  # fmt: skip
     if "hdi" in metrics:
         first["HDI: mean of the layers, and the lowest"] = [_exactly(f"{prefix}hdi/{one}") for one in ("mean", "min")]
@@ -105,6 +107,8 @@ class AlertBoard:
         """
         writer, axis = self._writer, result.record.axis
         writes: list[Callable[[], object]] = []
+        if result.active is not None:
+            writes += [partial(writer.add_scalar, self._prefix + tag, value, axis) for tag, value in _ONE_ALERT.items()]
         if any("hdi_worst_alignment" in layer.values for layer in result.record.layers.values()):
             writes += [partial(writer.add_scalar, self._prefix + tag, value, axis) for tag, value in _SCALE.items()]
         if result.alerts:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hdi_callback.audits import Audit
 from hdi_callback.audits.audit import dead_heads_of
+from hdi_callback.dashboards.names import short_names
 from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
@@ -337,34 +338,6 @@ def _row(name: str, layer: LayerRecord) -> dict[str, Any]:
 
 def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}f}")
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Leave out of names what is the same in all of them.
-
-    Args:
-        names: dotted names.
-
-    Returns:
-        Names as short as they can be told apart; the whole names if that leaves nothing of one.
-
-    Example:
-        >>> short_names(["model.layers.0.self_attn", "model.layers.11.self_attn"])
-        ['0', '11']
-        >>> short_names(["encoder.0.attn", "decoder.0.attn"])
-        ['encoder', 'decoder']
-    """
-    parts = [name.split(".") for name in names]
-    if len(parts) < 2:
-        return list(names)
-    start = 0
-    while all(len(part) > start + 1 for part in parts) and len({part[start] for part in parts}) == 1:
-        start += 1
-    end = 0
-    while all(len(part) > start + end + 1 for part in parts) and len({part[-1 - end] for part in parts}) == 1:
-        end += 1
-    short = [".".join(part[start : len(part) - end]) for part in parts]
-    return short if len(set(short)) == len(short) else list(names)
 
 
 # --- matrices of pairs
