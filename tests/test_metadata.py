@@ -1,0 +1,54 @@
+"""What a package index shows: metadata as the build backend makes them, with an address of the project and without."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+RELATIVE = re.compile(r"\]\((?!\w+:|#)[^)]+\)")
+FOLDERS = ("hdi_callback",)
+FILES = ("README.md", "LICENSE", "pyproject.toml", "hatch_build.py")
+
+
+def metadata(root: Path, folder: Path, monkeypatch, urls: str = "") -> Message:
+    """Build a wheel of a copy of the project, as pip does, and read its metadata."""
+    from hatchling.build import build_wheel
+
+    for name in FILES:
+        shutil.copy(root / name, folder / name)
+    for name in FOLDERS:
+        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (folder / "pyproject.toml").read_text()
+    table = "[project.optional-dependencies]"
+    (folder / "pyproject.toml").write_text(text.replace(table, f"{urls}\n{table}", 1))
+    monkeypatch.chdir(folder)
+    with zipfile.ZipFile(folder / build_wheel(str(folder))) as wheel:
+        (name,) = (one for one in wheel.namelist() if one.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_the_readme_of_a_package_index_has_no_relative_link_while_no_address_is_known(root, tmp_path, monkeypatch):
+    shown = metadata(root, tmp_path, monkeypatch)
+    text = shown.get_payload()
+    assert RELATIVE.search(text) is None
+    assert "![" not in text
+    assert "(`docs/getting-started.md`)" in text
+    assert shown["Description-Content-Type"] == "text/markdown"
+    assert RELATIVE.search((root / "README.md").read_text()), "the check would see them"
+
+
+def test_with_an_address_links_and_pictures_lead_to_the_tag_of_the_version(root, tmp_path, monkeypatch):
+    urls = '[project.urls]\nRepository = "https://example.org/them/hdi"\nDocumentation = "https://example.org/docs/"\n'
+    shown = metadata(root, tmp_path, monkeypatch, urls)
+    text, place = shown.get_payload(), f"https://example.org/them/hdi/{{}}/v{shown['Version']}/"
+    assert RELATIVE.search(text) is None
+    own = re.findall(r"(!?)\]\((https://example\.org/[^)]+)\)", text)
+    paths = re.findall(re.escape(place).replace(r"\{\}", "(blob|raw)") + r"([^)#]+)", text)
+    assert len(paths) == len(RELATIVE.findall((root / "README.md").read_text())) == len(own)
+    for kind, path in paths:
+        assert (root / path).is_file(), path
+        assert (kind == "raw") == path.endswith((".png", ".svg")), path
