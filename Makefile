@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Of the same release as the torch in constraints.txt; only the zoo needs them.
 VISION := timm==1.0.31 torchvision==0.28.0
 
-.PHONY: demo test slow lint types docs check theory bench evidence faults zoo promise lower-bounds clean
+.PHONY: demo test slow lint types docs check images theory bench evidence faults zoo promise lower-bounds clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -43,6 +43,9 @@ docs: $(INSTALLED)  ## Build the documentation, warnings as errors.
 	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html
 
 check: lint types test slow docs  ## Everything that continuous integration runs.
+
+images: $(INSTALLED)  ## Make the pictures of the documentation (trains both demos; needs chromium).
+	$(BIN)/python -m tests.pictures $(ARGS)
 
 theory: $(INSTALLED)  ## Try the claims of the paper, with verdicts; writes docs/claims/ (under 20 minutes; resumable).
 	$(BIN)/python -m examples.theory $(ARGS)
