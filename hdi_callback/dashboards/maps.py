@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hdi_callback.dashboards.names import short_names
+from hdi_callback.attention.names import short_names
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.rules import Thresholds
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hdi_callback.attention.names import short_names
 from hdi_callback.audits import Audit
 from hdi_callback.audits.audit import dead_heads_of
-from hdi_callback.dashboards.names import short_names
 from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
