@@ -309,6 +309,7 @@ def test_the_top_level_holds_only_what_a_repository_needs(root):
     top = {line.split("/")[0] for line in tracked if line}
     allowed = {
         "pyproject.toml",
+        "hatch_build.py",
         PACKAGE,
         "examples",
         "tests",
