@@ -53,3 +53,14 @@ def test_identical_heads_cannot_be_chance_and_heads_that_fill_the_space_tell_not
 def test_a_dead_head_has_no_overlap_to_be_judged():
     with pytest.raises(ShapeError, match="live heads"):
         chance_of_overlap(0.5, ranks=(0, 8), width=64)
+
+
+@pytest.mark.parametrize(("width", "overlap"), [(20, 0.3), (64, 0.2), (512, 0.05)])
+def test_for_two_lines_the_bound_is_chernoffs_for_their_own_distribution(width, overlap):
+    # The squared cosine of two random lines is Beta(1/2, (d - 1)/2), whose parameters add up to d/2.
+    mean = 1 / width
+    divergence = mean * math.log(mean / overlap) + (1 - mean) * math.log((1 - mean) / (1 - overlap))
+    assert chance_of_overlap(overlap, ranks=(1, 1), width=width, pairs=1) == pytest.approx(
+        math.exp(-width / 2 * divergence), rel=1e-9
+    )
+    assert chance_of_overlap(overlap, ranks=(1, 1), width=width, pairs=1) >= beta.sf(overlap, 0.5, (width - 1) / 2)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hdi_callback.core import head_diversity, ov_circuits, qk_circuits
+from hdi_callback.core.circuits import circuit_penalty
+from hdi_callback.core.pairs import clusters
 from hdi_callback.errors import MisconfigurationError, ShapeError
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian, log_spectrum, with_spectrum
@@ -250,3 +252,26 @@ def test_wrong_arguments_are_refused():
         ov_circuits(weight, weight, rank_tol=0)
     with pytest.raises(ShapeError, match="one entry for each of the 4 heads"):
         qk_circuits(weight, weight, key_head=torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_the_circuit_penalty_is_the_mean_squared_cosine_of_the_products_written_out(key_heads):
+    query, key = gaussian(4, 3, 10, seed=1), gaussian(key_heads, 3, 12, seed=2)
+    products = (query.mT @ key.repeat_interleave(4 // key_heads, 0)).flatten(1).numpy()
+    cosines = np.corrcoef(products) * 0  # of the products as they are, not about their means
+    for h in range(4):
+        for g in range(4):
+            one, other = products[h], products[g]
+            cosines[h, g] = one @ other / (np.linalg.norm(one) * np.linalg.norm(other))
+    expected = (np.square(cosines).sum() - 4) / 12
+    assert float(circuit_penalty(query, key)) == pytest.approx(expected, rel=1e-5)
+    assert float(circuit_penalty(query * 1e-9, key * 1e7)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_head_that_nothing_joins_has_a_cluster_of_its_own():
+    matrix = torch.eye(5, dtype=torch.float64)
+    matrix[1, 3] = matrix[3, 1] = matrix[3, 4] = matrix[4, 3] = 0.9
+    pairs = ~torch.eye(5, dtype=torch.bool)
+    assert clusters(matrix, pairs, 0.9).tolist() == [0, 1, 2, 1, 1]
+    assert clusters(matrix, pairs, 0.91).tolist() == [0, 1, 2, 3, 4]
+    assert clusters(matrix, pairs & False, 0.0).tolist() == [0, 1, 2, 3, 4]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdi_callback.core import HeadMoments, bias_variance_covariance, head_covariance
+from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import ShapeError
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian
@@ -337,3 +338,31 @@ def test_taking_the_tokens_of_an_autoregression_as_independent_makes_the_error_t
         assert products.mean() == pytest.approx(float(head_covariance(outputs, weight).covariance), abs=1e-12)
         ratios.append(by_sequence / (products.std(ddof=1) / math.sqrt(len(products))))
     assert np.mean(ratios) == pytest.approx(inflation, rel=0.1)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_sums_over_tokens_of_several_ranks_are_those_of_the_centred_outputs(is_weighted):
+    outputs, output_weight = gaussian(30, 3, 4, seed=1) + 2, gaussian(3, 4, 10, seed=2)
+    weights = torch.arange(30.0) % 3 if is_weighted else torch.ones(30)
+    mean = (weights[:, None, None] * outputs).sum(0) / weights.sum()
+    parts = [
+        HeadSums.of(
+            outputs[part], output_weight, mean, with_scatter=True, weights=weights[part] if is_weighted else None
+        )
+        for part in (slice(0, 11), slice(11, 30))
+    ]
+    whole = parts[0] + parts[1]
+    written = np.einsum("thk,hkd->thd", (outputs - mean).double().numpy(), output_weight.double().numpy())
+    expected = np.einsum("t,thd,tgd->hg", weights.double().numpy(), written, written)
+    assert float(whole.count) == float(weights.sum())
+    np.testing.assert_allclose(whole.products.numpy(), expected, rtol=1e-4, atol=1e-4)
+    found, direct = whole.covariance(), head_covariance(outputs, output_weight, weights=weights)
+    np.testing.assert_allclose(found.trace.numpy(), direct.trace.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found.output_overlap.numpy(), direct.output_overlap.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_one_token_that_counts_often_is_no_covariance():
+    outputs, output_weight = gaussian(5, 3, 4, seed=1), gaussian(3, 4, 10, seed=2)
+    often = torch.tensor([0.0, 7.0, 0.0, 0.0, 0.0])
+    assert head_covariance(outputs, output_weight, weights=often).covariance.isnan()
+    assert not head_covariance(outputs, output_weight, weights=often + 0.5).covariance.isnan()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from hdi_callback.core import fold_head, fresh_head, head_diversity
+from hdi_callback.core.separation import attention_agreement
 from hdi_callback.errors import ShapeError
 from tests.core.test_subspaces import gaussian
 
@@ -94,3 +97,33 @@ def test_after_folding_and_a_fresh_subspace_the_layer_computes_what_it_did():
     key[2], q[2] = fresh_head(key, 2, generator=seeded()), fresh_head(q, 2, generator=seeded())
     assert (layer() - before).abs().max() < 1e-10
     assert float(head_diversity(key).worst) < 0.5
+
+
+# --- how alike two heads attend
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_the_agreement_of_two_heads_is_that_of_their_products_written_out(size, has_biases):
+    (q_a, q_b), (k_a, k_b) = size * gaussian(2, 6, 20, seed=1), gaussian(2, 6, 20, seed=2)
+    q_b, k_b = q_a + 0.2 * q_b, k_a + 0.1 * k_b
+    biases = tuple(gaussian(2, 6, seed=3)) if has_biases else None
+    # A bias is a row of the product more: what it adds to the score of a key is a score like others.
+    products = [
+        torch.cat([q.mT @ k, (torch.zeros(1, 6, dtype=q.dtype) if bias is None else bias[None]) @ k])
+        for q, k, bias in zip((q_a, q_b), (k_a, k_b), biases or (None, None))
+    ]
+    apart = float((products[0] - products[1]).square().sum()) / 6
+    spread = min(1.0, float(products[1].square().sum()) / 6)
+    found = attention_agreement((q_a, q_b), (k_a, k_b), biases)
+    assert float(found) == pytest.approx(math.exp(-apart / spread / 2), rel=1e-6)
+
+
+def test_the_agreement_behind_a_norm_is_of_the_directions_alone():
+    (q_a, q_b), (k_a, k_b) = gaussian(2, 6, 20, seed=1), gaussian(2, 6, 20, seed=2)
+    q_b, k_b = q_a + 0.5 * q_b, k_a + 0.5 * k_b
+    one, other = (q_a.mT @ k_a).flatten(), (q_b.mT @ k_b).flatten()
+    cosine = float(F.cosine_similarity(one, other, dim=0))
+    found = float(attention_agreement((q_a, q_b), (k_a, k_b), is_normed=True))
+    assert found == pytest.approx(math.exp(cosine - 1), rel=1e-6)
+    assert float(attention_agreement((9 * q_a, q_b), (k_a, 7 * k_b), is_normed=True)) == pytest.approx(found, rel=1e-9)

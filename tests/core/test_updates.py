@@ -101,3 +101,11 @@ def test_the_spectral_entropy_of_closed_forms():
 def test_readings_of_different_shapes_are_refused():
     with pytest.raises(ShapeError, match="one shape"):
         head_movement(torch.ones(2, 3, 4), torch.ones(2, 3, 5))
+
+
+def test_heads_of_width_two_have_an_entropy_and_those_of_width_one_have_none():
+    weight = torch.tensor([[[3.0, 0, 0], [0, 1, 0]]], dtype=torch.float64)
+    shares = np.array([0.9, 0.1])
+    expected = -(shares * np.log(shares)).sum() / np.log(2)
+    assert float(spectral_entropy(weight)) == pytest.approx(expected, rel=1e-5)
+    assert spectral_entropy(weight[:, :1]).isnan().all()
