@@ -78,6 +78,22 @@ def is_recomputing() -> bool:
     return False
 
 
+def is_inferring_shapes() -> bool:
+    """Tell whether a stage of a pipeline tries its module on made-up numbers, to learn the shapes that it gives.
+
+    Returns:
+        True within the first step of a `torch.distributed.pipelining.PipelineStage`, before its first real forward.
+    """
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    code: FrameType | None = sys._getframe(1)
+    while code is not None:
+        if code.f_code.co_name in _INFERENCES and "pipelining" in code.f_code.co_filename:
+            return True
+        code = code.f_back
+    return False
+
+
 def calls_going_on() -> list[Frame]:
     """Give the calls of modules that are going on, from the innermost outwards.
 
@@ -100,4 +116,5 @@ def calls_going_on() -> list[Frame]:
     return found
 
 
+_INFERENCES = {"_forward_metadata_inference", "_shape_inference"}  # from torch 2.13 on, and before
 _CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from hdi_callback.attention.calls import Entry, calls_going_on, is_recomputing, take_in_graph
+from hdi_callback.attention.calls import Entry, calls_going_on, is_inferring_shapes, is_recomputing, take_in_graph
 from hdi_callback.attention.compiled import may_recompile
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.hooks import Arguments, Handle, Hooks, observe_calls
@@ -408,6 +408,8 @@ class _Tap:
                 return None
 
     def _take_one(self, outputs: Callable[[], Any], is_recorded: bool, is_compiled: bool) -> _Forward | None:
+        if is_inferring_shapes():
+            return None
         self.has_run = True
         self.was_compiled |= is_compiled
         self.was_eager |= not is_compiled

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from hdi_callback.attention.calls import is_inferring_shapes
 from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 
 Kept = TypeVar("Kept")
@@ -65,7 +66,7 @@ class Recorder(Hooks, Generic[Kept]):
 
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or not self.is_armed or name in self._seen:
+            if torch.compiler.is_compiling() or not self.is_armed or name in self._seen or is_inferring_shapes():
                 return
             try:
                 self._seen[name] = self._keep(module, args, kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from hdi_callback.attention import AttentionLayer, Capture
 from hdi_callback.attention.inputs import layers_of_inputs, tap_inputs
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
-from hdi_callback.core import head_diversity_from_covariance
+from hdi_callback.core import HeadDiversity, head_diversity_from_covariance
 from hdi_callback.core.tokens import TokenSpread
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
@@ -164,14 +164,37 @@ class LayerInputs:
                         absent.leave_out(absence_of(source, layer.name), f"they are not known: {why}", f"inputs {why}")
         self.taps.release()
 
+    @property
+    def has_collected(self) -> bool:
+        """Whether a forward was to be captured for the measurement that follows."""
+        return self._captures is not None
+
+    @property
+    def tapped(self) -> list[AttentionLayer]:
+        """The layers whose inputs are captured."""
+        return self._tapped
+
+    def take_part(self) -> None:
+        """Measure what other ranks have captured, though no forward was to be captured on this one."""
+        self._captures = {} if self._captures is None else self._captures
+
     def forget(self) -> None:
         """Let go of what was collected, once it is measured."""
         self._captures = None
 
-    def measure(self, ranks: Ranks, device: torch.device, absent: Absent) -> list[Measurement]:
+    def measure(
+        self,
+        layers: Sequence[AttentionLayer],
+        left_out: Collection[str],
+        ranks: Ranks,
+        device: torch.device,
+        absent: Absent,
+    ) -> list[Measurement]:
         """Measure what was captured, by all ranks together.
 
         Args:
+            layers: those that any rank captures, the same on every rank.
+            left_out: names of those whose heads are not what was claimed.
             ranks: those that measure together; all of them call this. Memory is bounded to one layer at a time.
             device: where they add up.
             absent: takes what cannot be measured.
@@ -182,14 +205,16 @@ class LayerInputs:
         if self._captures is None:
             return []
         means = []
-        for layer in self._tapped:
+        for layer in layers:
             held = self._tokens_of(layer, device)
             means.append(InputMean.none(_width(layer), device) if held is None else InputMean.of(*held))
         added = iter(ranks.sum([tensor for mean in means for tensor in mean.tensors()], device))
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
-        for layer in self._tapped:
+        for layer in layers:
             mean = InputMean(*(next(added) for _ in means[0].tensors()))
             for source, values in self._measure_one(layer, mean, ranks, device, absent):
+                if layer.name in left_out:
+                    continue
                 measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
         return [join(source, group) for (source, _), group in measured.items()]
 
@@ -202,6 +227,7 @@ class LayerInputs:
         absent: Absent,
     ) -> Iterator[tuple[str, Any]]:
         width, held = _width(layer), self._tokens_of(layer, device)
+        is_here = any(one.name == layer.name for one in self._tapped)
         scatter = torch.zeros(width, width, dtype=torch.float64, device=device)
         with without_autocast(device):
             if held is not None:
@@ -215,14 +241,31 @@ class LayerInputs:
                 if source == TOKENS:
                     self._layers.require(layer)
                     found = spread_of(mean, scatter)
-                else:
+                elif is_here:
                     weight = self._reader.weight(layer, "key", ranks).to(device, torch.float64)
                     rows = weight.flatten(0, 1)
                     covariance = (rows @ scatter @ rows.mT) / mean.count
                     G, d_k = weight.shape[:2]
                     found = head_diversity_from_covariance(covariance.reshape(G, d_k, G, d_k), rank_tol=self._rank_tol)
+            if source == KEYS and len(ranks.peers) < ranks.size:
+                found = self._from_holders(layer, found, is_here, ranks, device)
             if found is not None and (ranks.size > 1 or held is not None):
                 yield source, found
+
+    def _from_holders(
+        self, layer: AttentionLayer, found: Any, is_here: bool, ranks: Ranks, device: torch.device
+    ) -> HeadDiversity:
+        """Give every rank what the first of those that hold a layer has measured; NaN if it could not."""
+        G, d_k = layer.num_key_heads, layer.head_dim
+        blank = head_diversity_from_covariance(torch.empty(G, d_k, G, d_k, dtype=torch.float64, device="meta"))
+        blanks = {item.name: getattr(blank, item.name) for item in fields(blank)}
+        parts = [torch.zeros(one.shape, dtype=torch.float64, device=device) for one in blanks.values()]
+        if is_here and ranks.takes(0):
+            for name, part in zip(blanks, parts):
+                lost = torch.nan if blanks[name].is_floating_point() else -1
+                part.copy_(getattr(found, name) if found is not None else torch.full_like(part, lost))
+        added = ranks.sum(parts, device)
+        return replace(blank, **{name: one.to(blanks[name].dtype) for name, one in zip(blanks, added)})
 
     def _tokens_of(self, layer: AttentionLayer, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Give the tokens of a layer, ``(n, d)``, and their weights; `None` if this rank has none to tell of."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError, MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning
 from hdi_callback.monitoring.absent import ContradictedError, listed
-from hdi_callback.monitoring.ranks import Ranks
+from hdi_callback.monitoring.roster import Roster
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _DECIDES = "; the first forward that is read decides"
@@ -84,7 +86,7 @@ class WatchedLayers:
         self._say_what_is_left_out({place.name for place in found.undecided} - again)
         self._looks = 0
         self._is_armed = False
-        self._at_first = self.names  # the same on every rank, whatever its forwards show
+        self._heard: set[str] = set()  # what other ranks have contradicted
         self._others_await = False
         self._unexplained: set[str] = set()
         self._late: list[AttentionLayer] = []
@@ -322,28 +324,47 @@ class WatchedLayers:
 
         return (self._include is None or matches(self._include)) and not matches(self._exclude or ())
 
-    def agree(self, ranks: Ranks, device: torch.device) -> bool:
+    def sample(self) -> list[str]:
+        """Read a few numbers of each layer's key weight, by which ranks know whether they hold the same; waits.
+
+        Returns:
+            One text for each layer; empty where other ranks hold a part of the weight, or it cannot be read.
+        """
+        found = []
+        for layer in self.all:
+            text = ""
+            with suppress(Exception):
+                if "key" in layer.slices and not self.sharding.is_sharded(layer, "key"):
+                    head = layer.weight("key").detach()[0]
+                    numbers = head[:: max(1, len(head) // 4), :: max(1, head.shape[1] // 4)].double().cpu()
+                    text = hashlib.sha256(repr(numbers.tolist()).encode()).hexdigest()[:16]
+            found.append(text)
+        return found
+
+    def tell(self) -> dict[str, Any]:
+        """Tell other ranks what this one has found out about its layers.
+
+        Returns:
+            What a `Roster` is made of, without the layers.
+        """
+        return {
+            "contradicted": {name: why for name, why in self._contradicted.items() if name not in self._heard},
+            "awaits": bool(self._awaited()),
+            "late": sorted(self.found_late),
+        }
+
+    def hear(self, roster: Roster) -> None:
         """Leave out what any rank leaves out, so that all have the same numbers.
 
         Args:
-            ranks: those that measure together.
-            device: where they add up.
-
-        Returns:
-            False, on every rank, if their forwards have shown them different layers.
+            roster: what the ranks have told each other.
         """
-        # Of one length on every rank, also where forwards have shown them different layers.
-        left_out = [name in self._contradicted for name in self._at_first]
-        late = [(name, name in self._contradicted) for name in self.names if name not in self._at_first]
-        digest = int(hashlib.sha256(repr(late).encode()).hexdigest()[:4], 16)
-        mine = torch.tensor([*left_out, bool(self._awaited()), digest, digest**2], dtype=torch.float64)
-        (found,) = ranks.sum([mine], device)
-        *counts, awaited, total, squares = found.tolist()
-        self._others_await = bool(awaited)
-        for name, count in zip(self._at_first, counts):
-            if count and name not in self._contradicted:
+        self._others_await = roster.awaits
+        here = set(self.names)
+        for name in roster.contradicted:
+            if name in here and name not in self._contradicted:
+                self._heard.add(name)
                 self._leave_out({name: "what another rank saw contradicts its heads"})
-        return int(squares) * ranks.size == int(total) ** 2  # the digests do not vary; sums of whole numbers are exact
 
     def take_late(self) -> list[AttentionLayer]:
         """Hand over the layers that were found late, once.
@@ -360,8 +381,8 @@ class WatchedLayers:
         Returns:
             The device.
         """
-        for layer in self.all:
-            for parameter in layer.module.parameters():
+        for module in (*(layer.module for layer in self.all), self._model):
+            for parameter in module.parameters():
                 return parameter.device
         return torch.device("cpu")
 

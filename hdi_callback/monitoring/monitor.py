@@ -21,13 +21,15 @@ from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.inputs import LayerInputs
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.measuring import DEFAULT_MEMORY, Method, check_arguments
+from hdi_callback.monitoring.meeting import Meeting
 from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, ROWS
 from hdi_callback.monitoring.movement import LARGEST, LastWeights
 from hdi_callback.monitoring.notebook import layer_table
 from hdi_callback.monitoring.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.pooled import measure_over_ranks
-from hdi_callback.monitoring.ranks import Meeting, Ranks, number_of_processes
+from hdi_callback.monitoring.ranks import Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement, Reading
+from hdi_callback.monitoring.roster import SIZES, Roster
 from hdi_callback.monitoring.rows import AttentionReadings
 from hdi_callback.monitoring.sources import weight_sources
 from hdi_callback.monitoring.warn_once import WarnOnce
@@ -139,8 +141,9 @@ class HeadDiversityMonitor:
         self._pending_outputs: set[str] = set()
         self._training_only = False
         self._meeting = Meeting(process_group)
-        self._told = (self.metrics, rank_tol, method)
-        self._subject = self._subject_of_all()
+        self._roster: Roster | None = None
+        self._subject = [list(self.metrics), rank_tol, method]
+        self._sample: list[str] | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -149,13 +152,29 @@ class HeadDiversityMonitor:
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
-        """The layers that are watched, in model order."""
+        """The layers that are watched on this rank, in model order."""
         return self._layers.watched
 
     @property
     def facts(self) -> tuple[dict[str, Any], ...]:
-        """What is known of each layer, as plain data."""
-        return self._layers.facts
+        """What is known of each layer, as plain data; once the ranks have met, of the layers of all of them."""
+        return self._layers.facts if self._roster is None or not self._roster.spans else self._roster.facts
+
+    def sizes(self) -> dict[str, list[int]]:
+        """Give the sizes by which a checkpoint knows this model again.
+
+        Returns:
+            Name -> sizes, of `facts`; without the layers that a forward of this rank has shown, or contradicted.
+        """
+        here, late = {layer.name for layer in self.layers}, self.found_late
+        elsewhere = {facts["name"] for facts in self.facts} - set(self._layers.names)
+        kept = (facts for facts in self.facts if facts["name"] in (here - late) | elsewhere)
+        return {facts["name"]: [facts[size] for size in SIZES] for facts in kept}
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether other ranks hold other layers, which `facts` tells of too."""
+        return self._roster is not None and self._roster.spans
 
     @property
     def refused(self) -> tuple[Refusal, ...]:
@@ -252,7 +271,7 @@ class HeadDiversityMonitor:
             if value is not None:
                 whole_number(name, value, least=0, example=0)
         absent = Absent(self.warn_once)
-        has_verified = self._verify()
+        self._verify()
         self._layers.look_for_removed()
         # Over several ranks all sums are made at once.
         alone = number_of_processes() == 1
@@ -265,12 +284,13 @@ class HeadDiversityMonitor:
             self._inputs.collect(absent)
         self._last_weights.begin(step)
         with torch.no_grad():
-            measurements = self._measure_together(absent, has_verified) or self._measure_alone(absent)
+            measurements = self._measure_together(absent)
+            measurements = self._measure_alone(absent) if measurements is None else measurements
         for collected in (self._outputs, self._rows, self._inputs):
             if collected is not None:
                 collected.forget()
         self._say_what_is_not_kept()
-        names = self._layers.names
+        names = self._layers.names if self._roster is None else self._roster.names
         late = self._layers.take_late()
         for collected in (self._outputs, self._inputs):
             if late and collected is not None:
@@ -320,19 +340,33 @@ class HeadDiversityMonitor:
             )
         self._last_weights.end()
 
-    def _verify(self) -> bool:
-        """Check the heads at the first reading of an armed forward; True at that reading."""
-        has_verified = self._layers.verify(self._rows.observer)
-        if has_verified:
-            self._subject = self._subject_of_all()
-            if self._outputs is not None and self._layers.is_first_look:
-                self._outputs.verified()
-        return has_verified
+    def _verify(self) -> None:
+        """Check the heads at the first reading of an armed forward."""
+        if self._layers.verify(self._rows.observer) and self._outputs is not None and self._layers.is_first_look:
+            self._outputs.verified()
 
-    def _subject_of_all(self) -> tuple[Any, ...]:
-        """Describe what is measured, for ranks to compare."""
-        sizes = [(one.name, one.num_heads, one.num_key_heads, one.head_dim, one.value_dim) for one in self._layers.all]
-        return (*self._told, sizes)
+    def _tell(self, absent: Absent) -> dict[str, Any]:
+        """Tell the other ranks what this one measures, see `Roster`."""
+        if self._sample is None:  # once, as it waits for the device
+            self._sample = self._layers.sample()
+        outputs, inputs = (
+            {one.name for one in taps.tapped} if taps else set() for taps in (self._outputs, self._inputs)
+        )
+        return {
+            "subject": self._subject,
+            "layers": [
+                {
+                    "facts": facts,
+                    "roles": sorted(layer.slices),
+                    "outputs": layer.name in outputs,
+                    "inputs": layer.name in inputs,
+                }
+                for layer, facts in zip(self._layers.all, self._layers.facts)
+            ],
+            "weights": self._sample,
+            "absent": absent.reasons,
+            **self._layers.tell(),
+        }
 
     def _measure_alone(self, absent: Absent) -> list[Measurement]:
         measurements: list[Measurement] = []
@@ -341,25 +375,25 @@ class HeadDiversityMonitor:
         measurements += [] if self._outputs is None else self._outputs.measure(absent, measurements)
         measurements += self._rows.measure(absent)
         if self._inputs is not None:
-            measurements += self._inputs.measure(Ranks(), self._layers.device(), absent)
+            measurements += self._inputs.measure(self._inputs.tapped, (), Ranks(), self._layers.device(), absent)
         return measurements
 
-    def _measure_together(self, absent: Absent, has_verified: bool) -> list[Measurement] | None:
+    def _measure_together(self, absent: Absent) -> list[Measurement] | None:
         """Measure as one of several ranks; `None` if this rank is alone."""
+        collected = [one for one in (self._outputs, self._rows, self._inputs) if one is not None]
+        self._roster = None
         try:
-            ranks = self._meeting.attend(self._subject, self.warn_once.warn)
-            if ranks.size == 1:
+            is_armed = any(one.has_collected for one in collected)
+            met = self._meeting.attend(lambda: self._tell(absent), is_armed=is_armed, say=self.warn_once.warn)
+            if met is None:
                 return None
-            if has_verified and not self._layers.agree(ranks, self._layers.device()):
-                self._meeting.part()
-                self.warn_once.warn(
-                    "measuring together",
-                    "This rank measures head diversity alone: the forwards of the ranks have shown different attention "
-                    "layers. Its readings are of its own tokens. Describe the attention with `register_layout`.",
-                )
-                return None
+            roster, is_any_armed = met
+            self._layers.hear(roster)
+            absent.reasons.update(roster.absent)
+            for one in collected if is_any_armed else ():
+                one.take_part()
             measurements = measure_over_ranks(
-                ranks,
+                roster,
                 self._layers,
                 self._reader,
                 self._weight_sources,
@@ -369,7 +403,10 @@ class HeadDiversityMonitor:
                 self.warn_once,
             )
             if self._inputs is not None:
-                measurements += self._inputs.measure(ranks, self._layers.device(), absent)
+                captured = roster.captured(self._layers.all, "inputs")
+                left_out = roster.contradicted
+                measurements += self._inputs.measure(captured, left_out, roster.ranks, self._layers.device(), absent)
+            self._roster = roster
             return measurements
         except Exception as error:  # such as a backend that does not know the device; it fails on every rank alike
             self._meeting.part()

@@ -235,10 +235,25 @@ class HeadOutputs:
                     measured.setdefault(kind, []).append((layer.name, values))
         return [join(source, group) for (source, *_), group in measured.items()]
 
-    def shares(self, ranks: Ranks, device: torch.device) -> list[Tensor]:
-        """Compute the mean head outputs of each tapped layer over the tokens of all ranks.
+    @property
+    def has_collected(self) -> bool:
+        """Whether a forward was to be captured for the measurement that follows."""
+        return self._captures is not None
+
+    @property
+    def tapped(self) -> list[AttentionLayer]:
+        """The layers whose outputs are captured."""
+        return self._tapped
+
+    def take_part(self) -> None:
+        """Measure what other ranks have captured, though no forward was to be captured on this one."""
+        self._captures = {} if self._captures is None else self._captures
+
+    def shares(self, layers: Sequence[AttentionLayer], ranks: Ranks, device: torch.device) -> list[Tensor]:
+        """Compute the mean head outputs of layers over the tokens of all ranks.
 
         Args:
+            layers: those that any rank captures, the same on every rank.
             ranks: those that measure together.
             device: where they add up.
 
@@ -247,7 +262,7 @@ class HeadOutputs:
         """
         held = self._captures or {}
         parts: list[Tensor] = []
-        for layer in self._tapped:
+        for layer in layers:
             count = torch.zeros((), device=device)
             total = torch.zeros(layer.num_heads, layer.value_dim, device=device)
             if layer.name in held:
@@ -259,22 +274,33 @@ class HeadOutputs:
         added = ranks.sum(parts, device)
         return [total / count.clamp_min(1) for count, total in zip(added[::2], added[1::2])]
 
-    def sums(self, means: Sequence[Tensor], ranks: Ranks, device: torch.device, absent: Absent) -> list[OutputSums]:
+    def sums(
+        self,
+        layers: Sequence[AttentionLayer],
+        means: Sequence[Tensor],
+        ranks: Ranks,
+        device: torch.device,
+        absent: Absent,
+    ) -> list[OutputSums]:
         """Add up the tokens at hand about the mean of all; zeros where there are none.
 
         Args:
+            layers: as for `shares`.
             means: what `shares` gave.
             ranks: those that measure together.
             device: where they add up.
             absent: takes what cannot be measured.
 
         Returns:
-            One for each tapped layer.
+            One for each layer.
         """
-        held = self._captures or {}
+        held, here = self._captures or {}, {layer.name for layer in self._tapped}
         sums = []
-        for layer, mean in zip(self._tapped, means):
+        for layer, mean in zip(layers, means):
             found = self._no_sums(layer, mean, device)
+            if layer.name not in here:
+                sums.append(found)
+                continue
             with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
                 # Both may be collective calls, so that every rank makes them.
                 weight = self._reader.weight(layer, "output", ranks)
@@ -301,11 +327,19 @@ class HeadOutputs:
         return sums
 
     def read_sums(
-        self, sums: Sequence[OutputSums], added: Iterator[Tensor], absent: Absent, weights: Sequence[Measurement] = ()
+        self,
+        layers: Sequence[AttentionLayer],
+        kept: Sequence[bool],
+        sums: Sequence[OutputSums],
+        added: Iterator[Tensor],
+        absent: Absent,
+        weights: Sequence[Measurement] = (),
     ) -> list[Measurement]:
         """Measure what was added up over the ranks.
 
         Args:
+            layers: as for `shares`.
+            kept: whether the heads of each of them are what was claimed, on all ranks.
             sums: what `sums` gave.
             added: the same tensors, over all ranks.
             absent: takes what cannot be measured.
@@ -319,9 +353,9 @@ class HeadOutputs:
             return []
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         closest = closest_pairs(weights)
-        for layer, item in zip(self._tapped, sums):
+        for layer, is_kept, item in zip(layers, kept, sums):
             total = item.added_up(added)
-            if self._layers.is_contradicted(layer.name):
+            if not is_kept:
                 continue
             if total.covariance is not None:
                 values: Any = total.covariance.covariance()
@@ -333,7 +367,8 @@ class HeadOutputs:
                 mean = total.importance.averaged(total.followed)
                 values = mean.importance(closest.get(layer.name))
                 measured.setdefault((IMPORTANCE, layer.num_heads, layer.num_key_heads), []).append((layer.name, values))
-            absent.reasons.pop(_outputs_of(layer.name), None)  # other ranks may have captured it
+            if total.covariance is None:  # else its tokens tell whether other ranks have captured it
+                absent.reasons.pop(_outputs_of(layer.name), None)
         if self._wants_errors:
             self._warn_once.warn(
                 "errors over ranks", "Standard errors are not computed over several ranks; they are absent."

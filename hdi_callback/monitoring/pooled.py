@@ -15,15 +15,15 @@ from hdi_callback.attention import AttentionLayer
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.outputs import HeadOutputs
-from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
+from hdi_callback.monitoring.roster import Roster
 from hdi_callback.monitoring.rows import AttentionReadings
 from hdi_callback.monitoring.warn_once import WarnOnce
 from hdi_callback.monitoring.weights import Heads, WeightReader, WeightSource
 
 
 def measure_over_ranks(
-    ranks: Ranks,
+    roster: Roster,
     layers: WatchedLayers,
     reader: WeightReader,
     sources: Sequence[WeightSource],
@@ -35,8 +35,8 @@ def measure_over_ranks(
     """Measure with other ranks; every one of them calls this at the same reading.
 
     Args:
-        ranks: those that measure together.
-        layers: the layers that are watched, the same on every rank.
+        roster: the layers of all ranks that measure together.
+        layers: those that are watched on this rank.
         reader: reads their weights.
         sources: what is computed from weights.
         outputs: what was captured; `None` if head outputs are not asked for.
@@ -47,21 +47,28 @@ def measure_over_ranks(
     Returns:
         The whole measurement, on every rank.
     """
-    device = layers.device()
-    shares = [] if outputs is None else outputs.shares(ranks, device)
-    mine = {layer.name for layer in layers.all[ranks.rank :: ranks.size]}
-    sheets = [_Sheet(source, layers.all, device) for source in sources]
+    device, ranks = layers.device(), roster.ranks
+    every = roster.layers(layers.all)
+    captured = [] if outputs is None else roster.captured(layers.all, "outputs")
+    shares = [] if outputs is None else outputs.shares(captured, ranks, device)
+    mine = {layer.name for place, layer in enumerate(layers.all) if ranks.takes(place)}
+    elsewhere = {name: why for name, why in roster.contradicted.items() if not layers.is_contradicted(name)}
+    sheets = [_Sheet(source, every, device) for source in sources]
     for sheet in sheets:
         missing = Absent(warn_once)
         sheet.fill(reader.measure(sheet.source, missing, ranks), mine)
-        sheet.absent = {name for name in layers.names if absence_of(sheet.source.name, name) in missing.reasons}
+        missing.reasons.update({absence_of(sheet.source.name, name): why for name, why in elsewhere.items()})
+        sheet.absent = {name for name in roster.names if absence_of(sheet.source.name, name) in missing.reasons}
         absent.reasons.update(missing.reasons)
-    sums = [] if outputs is None else outputs.sums(shares, ranks, device, absent)
+    sums = [] if outputs is None else outputs.sums(captured, shares, ranks, device, absent)
     flat = [tensor for sheet in sheets for tensor in sheet.tensors()]
     added = iter(ranks.sum(flat + [tensor for item in sums for tensor in item.tensors()], device))
     measurements = [found for sheet in sheets for found in sheet.read(added)]
-    measurements += [] if outputs is None else outputs.read_sums(sums, added, absent, measurements)
-    return measurements + ([] if rows is None else rows.measure_over(ranks, device, absent))
+    left_out = {layer.name for layer in every if layer.name in elsewhere or layers.is_contradicted(layer.name)}
+    if outputs is not None:
+        kept = [layer.name not in left_out for layer in captured]
+        measurements += outputs.read_sums(captured, kept, sums, added, absent, measurements)
+    return measurements + ([] if rows is None else rows.measure_over(every, left_out, ranks, device, absent))
 
 
 class _Sheet:

@@ -1,16 +1,8 @@
-"""The ranks of a distributed run that measure together.
-
-Every reading is made on every rank at once: a rank that has nothing to tell adds zeros. So no rank waits for another
-that does not come, as long as all of them take readings at the same steps; whether all of them have a monitor at all is
-settled once, through the store of the process group and with a time limit, before the first collective call.
-"""
+"""The ranks of a distributed run that measure together, and what adds up over them."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,21 +12,49 @@ from torch import Tensor
 from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
 
-_PATIENCE = timedelta(seconds=120)
-_meetings = itertools.count()
-
 
 class Ranks:
     """The ranks of a process group, or this process alone.
 
     Args:
         group: the process group; `None` for this process alone.
+        peers: those of its ranks that hold the same layers as this one; all of them by default.
+
+    Attributes:
+        group: the process group; `None` for this process alone.
+        size: how many they are.
+        rank: this one's number among them.
+        peers: those that hold the same layers as this one.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
+    def __init__(self, group: Any = None, peers: Sequence[int] | None = None) -> None:
+        self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.peers = tuple(range(self.size)) if peers is None else tuple(peers)
+        self._group_of_peers: Any = None
+
+    def takes(self, place: int) -> bool:
+        """Tell whether this rank measures a layer's weights.
+
+        Args:
+            place: of the layer among those that this rank and its peers hold.
+
+        Returns:
+            True on one of them.
+        """
+        return place % len(self.peers) == self.peers.index(self.rank)
+
+    def largest_among_peers(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Take the largest of each number over the ranks that hold the same layers; see `largest`."""
+        if len(self.peers) == self.size:
+            return self.largest(tensors, device)
+        if len(self.peers) == 1:
+            return [tensor.detach().to(device, torch.float64) for tensor in tensors]
+        if self._group_of_peers is None:
+            members = [dist.get_global_rank(self.group, rank) for rank in self.peers]
+            self._group_of_peers = dist.new_group(members, use_local_synchronization=True)
+        return Ranks(self._group_of_peers).largest(tensors, device)
 
     def sum(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Add up tensors over the ranks, in one collective call; whole numbers stay exact.
@@ -64,8 +84,8 @@ class Ranks:
         if not tensors:
             return []
         flat = torch.cat([tensor.detach().reshape(-1).to(device, torch.float64) for tensor in tensors])
-        if self._group is not None:
-            dist.all_reduce(flat, op=getattr(dist.ReduceOp, how), group=self._group)
+        if self.group is not None:
+            dist.all_reduce(flat, op=getattr(dist.ReduceOp, how), group=self.group)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
@@ -169,77 +189,3 @@ def refuse_apart(group: Any, names: Sequence[str]) -> None:
             f'interventions ({", ".join(names)}): write process_group="auto", or leave interventions out or to '
             "dry_run=True."
         )
-
-
-class Meeting:
-    """Find the ranks that measure together, and make sure once that all of them came.
-
-    Args:
-        group: ``"auto"`` for all ranks once `torch.distributed` is initialised, a process group, or `None` for this
-            process alone.
-
-    Raises:
-        MisconfigurationError: if `group` is none of these.
-    """
-
-    def __init__(self, group: Any = "auto") -> None:
-        self._choice = check_process_group(group)
-        self._ranks: Ranks | None = None
-
-    @property
-    def asked(self) -> Ranks:
-        """The ranks that were asked for, whether or not they have met; this process alone where there are no others."""
-        if self._choice is None or number_of_processes() == 1:
-            return Ranks()
-        return Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
-
-    def attend(self, subject: Sequence[Any], say: Callable[[str, str], None]) -> Ranks:
-        """Give the ranks to measure with.
-
-        Args:
-            subject: plain data that describes what is measured; it must be the same on every rank.
-            say: takes a kind of warning and its message.
-
-        Returns:
-            The ranks; this process alone where the others do not measure the same.
-        """
-        if self._choice is None or number_of_processes() == 1:
-            return Ranks()
-        if self._ranks is None:
-            group = dist.group.WORLD if self._choice == "auto" else self._choice
-            self._ranks = Ranks(group)
-            reason = None if self._ranks.size == 1 else _what_keeps_apart(self._ranks, subject)
-            if self._ranks.size == 1 or reason is not None:
-                self._ranks = Ranks()
-            if reason is not None:
-                say(
-                    "measuring together",
-                    f"This rank measures head diversity alone: {reason}. Its readings are of its own tokens. Give "
-                    "every rank the same monitor, or write process_group=None.",
-                )
-        return self._ranks
-
-    def part(self) -> None:
-        """Measure alone from now on."""
-        self._ranks = Ranks()
-
-
-# A collective call with a rank that never comes would end the run, so the ranks meet in the store, where waiting has an
-# end. Whoever sees first that all have come, or that the time is over, decides for all.
-def _what_keeps_apart(ranks: Ranks, subject: Sequence[Any]) -> str | None:
-    """Settle, the same on every rank, why they cannot measure together; `None` if they can."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    group = ",".join(str(rank) for rank in dist.get_process_group_ranks(ranks._group))
-    place = f"hdi_callback/{group}/{next(_meetings)}"
-    digest = hashlib.sha256(repr(list(subject)).encode()).hexdigest()
-    store.set(f"{place}/{ranks.rank}", digest)
-    try:
-        store.wait([f"{place}/{rank}" for rank in range(ranks.size)], _PATIENCE)
-    except RuntimeError:
-        verdict = f"some of the {ranks.size} ranks have taken no reading within {_PATIENCE.seconds} seconds"
-    else:
-        others = {bytes(store.get(f"{place}/{rank}")) for rank in range(ranks.size)}
-        verdict = "" if len(others) == 1 else f"the {ranks.size} ranks do not watch the same layers and metrics"
-    if store.add(f"{place}/decided", 1) == 1:
-        store.set(f"{place}/verdict", verdict)
-    return bytes(store.get(f"{place}/verdict")).decode() or None

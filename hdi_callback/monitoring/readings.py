@@ -291,7 +291,13 @@ def _tabulate(reading: Reading) -> Record:
             if index in columns and index not in layer.values:
                 finite = math.isfinite(columns[f"{index}_effective_heads"][row])
                 absent[f"{index}/{name}"] = "fewer than two live heads" if finite else NOT_FINITE
-            if isinstance(measurement.values, HeadCovariance) and not float(measurement.values.tokens[row]) >= 2:
-                absent[f"{COVARIANCE}/{name}"] = _why_no_covariance(float(measurement.values.tokens[row]))
+            if isinstance(measurement.values, HeadCovariance):
+                tokens = float(measurement.values.tokens[row])
+                if not tokens:
+                    absent.setdefault(f"{COVARIANCE}/{name}", _why_no_covariance(tokens))
+                elif not tokens >= 2:
+                    absent[f"{COVARIANCE}/{name}"] = _why_no_covariance(tokens)
+                else:
+                    absent.pop(f"{COVARIANCE}/{name}", None)  # of one rank, and others have it
     axis = reading.step if reading.axis is None else reading.axis
     return Record(reading.step, layers, absent, reading.epoch, axis, reading.time)

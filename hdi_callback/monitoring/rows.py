@@ -241,6 +241,15 @@ class AttentionReadings:
                     self._seen[layer.name] = found
         self.release()
 
+    @property
+    def has_collected(self) -> bool:
+        """Whether a forward was to be read for the measurement that follows."""
+        return self._seen is not None
+
+    def take_part(self) -> None:
+        """Measure what other ranks have seen, though no forward was to be read on this one."""
+        self._seen = {} if self._seen is None and self._reads_rows else self._seen
+
     def forget(self) -> None:
         """Let go of what was collected, once it is measured."""
         self._seen = None
@@ -256,10 +265,19 @@ class AttentionReadings:
         """
         return self._measure({} if self._seen is None else self._seen, absent)
 
-    def measure_over(self, ranks: Ranks, device: torch.device, absent: Absent) -> list[Measurement]:
+    def measure_over(
+        self,
+        layers: Sequence[AttentionLayer],
+        left_out: Collection[str],
+        ranks: Ranks,
+        device: torch.device,
+        absent: Absent,
+    ) -> list[Measurement]:
         """Measure what all ranks saw.
 
         Args:
+            layers: those of all ranks, the same on every rank.
+            left_out: names of those whose heads are not what was claimed.
             ranks: those that measure together; all of them call this.
             device: where they add up.
             absent: takes what cannot be measured.
@@ -269,7 +287,7 @@ class AttentionReadings:
         """
         if self._seen is None:
             return []
-        sums = [self._seen.get(layer.name, RowSums.none(layer.num_heads, device)) for layer in self._layers.all]
+        sums = [self._seen.get(layer.name, RowSums.none(layer.num_heads, device)) for layer in layers]
         # Sequences may be of other lengths on other ranks, and all are to add up numbers of one shape.
         widths = [torch.tensor(float(one.rows.columns.shape[-1])) for one in sums]
         keys = [int(width) for width in ranks.largest(widths, device)]
@@ -277,11 +295,11 @@ class AttentionReadings:
         added = ranks.sum([tensor for one in sums for tensor in one.added()], device)
         largest = ranks.largest([tensor for one in sums for tensor in one.largest()], device)
         totals = {}
-        for layer, one, width in zip(self._layers.all, sums, keys):
+        for layer, one, width in zip(layers, sums, keys):
             of_sum, added = added[: len(one.added())], added[len(one.added()) :]
             of_largest, largest = largest[: len(one.largest())], largest[len(one.largest()) :]
             # Nothing is told of a layer that no rank saw, whose reason is known already.
-            if width and not self._layers.is_contradicted(layer.name):
+            if width and layer.name not in left_out:
                 totals[layer.name] = one.over_ranks(of_sum, of_largest)
         return self._measure(totals, absent)
 

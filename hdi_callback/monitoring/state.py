@@ -108,6 +108,12 @@ def _id(name: str, value: Any, odd: list[str]) -> str | None:
     return None
 
 
+def _flag(name: str, value: Any, odd: list[str]) -> bool:
+    if not isinstance(value, bool):
+        odd.append(f"`{name}` is {_shown(value)}, which is neither true nor false")
+    return value is True
+
+
 def _layers(name: str, value: Any, odd: list[str]) -> dict[str, list[int]]:
     if value is None:
         return {}
@@ -198,6 +204,7 @@ _FIELDS: dict[str, _Check] = {
     "run": _id,
     "tensorboard": _path,
     "layers": _layers,
+    "spans_ranks": _flag,
     "alerts": _alerts,
     "interventions": _interventions,
 }

@@ -96,7 +96,7 @@ class WeightReader:
                 weights = {role: self.weight(layer, role, ranks) for role in source.roles(layer)}
                 kind = tuple((role, weight.shape, weight.device, weight.dtype) for role, weight in weights.items())
                 limit = min(_layers_per_call(weights.values(), self._budget), self._layers_at_once)
-                if place % ranks.size == ranks.rank:
+                if ranks.takes(place):
                     pending.setdefault(kind, []).append((layer.name, weights))
                 del weights  # else two layers would be whole while the next one is gathered
                 if len(pending.get(kind, ())) >= limit:

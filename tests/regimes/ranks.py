@@ -1,9 +1,10 @@
-"""Two processes of one gloo group, started once and given one function after the other."""
+"""Processes of one gloo group, started once and given one function after the other."""
 
 from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -28,34 +29,39 @@ class Told:
     warnings: list[str] = field(default_factory=list)
 
 
-class TwoRanks:
-    """Two ranks that wait for work; they are started anew after a function that failed or hung."""
+class RankPool:
+    """Ranks that wait for work; they are started anew after a function that failed or hung."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Told]:
-        """Run a function of a module on both ranks, as ``function(rank, *args)``."""
+        """Run a function of a module on all ranks, as ``function(rank, *args)``."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        told = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(PATIENCE):
+        told: dict[int, Told] = {}
+        end = time.monotonic() + PATIENCE
+        while len(told) < self._size:  # a rank that failed is told of rather than those that wait for it
+            waiting = [rank for rank in range(self._size) if rank not in told]
+            ready = [rank for rank in waiting if self._pipes[rank].poll(0.01)]
+            for rank in ready:
+                try:
+                    answer = self._pipes[rank].recv()
+                except EOFError:
+                    self.stop()
+                    raise AssertionError(f"the process of rank {rank} ended in {function.__name__}") from None
+                if isinstance(answer, str):
+                    self.stop()
+                    raise AssertionError(f"rank {rank} failed in {function.__name__}:\n{answer}")
+                told[rank] = answer
+            if not ready and time.monotonic() > end:
                 self.stop()
-                raise AssertionError(f"rank {rank} hangs in {function.__name__}")
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                self.stop()
-                raise AssertionError(f"the process of rank {rank} ended in {function.__name__}") from None
-            if isinstance(answer, str):
-                self.stop()
-                raise AssertionError(f"rank {rank} failed in {function.__name__}:\n{answer}")
-            told.append(answer)
-        return told
+                raise AssertionError(f"rank {waiting[0]} hangs in {function.__name__}")
+        return [told[rank] for rank in range(self._size)]
 
     def stop(self) -> None:
         for process in self._processes:
@@ -66,25 +72,25 @@ class TwoRanks:
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         store = Path(tempfile.mkdtemp()) / "store"
-        for rank in range(2):
+        for rank in range(self._size):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process = spawn.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
         for pipe in self._pipes:
             if not pipe.poll(START):
                 self.stop()
-                raise AssertionError(f"two ranks did not start within {START} seconds")
+                raise AssertionError(f"{self._size} ranks did not start within {START} seconds")
             pipe.recv()
 
 
-def _serve(rank: int, store: Path, pipe: Any) -> None:
+def _serve(rank: int, size: int, store: Path, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     import tests.regimes.test_sharding  # noqa: F401 - what most functions come from
 
     pipe.send("ready")

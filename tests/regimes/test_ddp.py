@@ -16,8 +16,8 @@ from hdi_callback.core import head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
+from hdi_callback.monitoring.meeting import _meetings as meetings
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
-from hdi_callback.monitoring.ranks import _meetings as meetings
 from tests.models import LAYERS, LENGTH, Attention, Classifier
 
 METRICS = [
@@ -109,7 +109,7 @@ def read_where_one_rank_has_no_monitor(rank: int) -> dict | None:
     if rank == 1:
         next(meetings)  # so that the next monitors of both ranks meet again
         return None
-    with mock.patch("hdi_callback.monitoring.ranks._PATIENCE", timedelta(seconds=1)), monitor_of(classifier()) as one:
+    with mock.patch("hdi_callback.monitoring.meeting._PATIENCE", timedelta(seconds=1)), monitor_of(classifier()) as one:
         return [one.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
 
 
@@ -274,8 +274,8 @@ def test_each_layer_is_measured_once_and_two_sums_make_a_reading(two_ranks):
     told = two_ranks(read_under_ddp, False)
     # Three layers, two roles, two readings: the first rank has layers 0 and 2, the second has layer 1.
     assert [rank.answer["layers measured"] for rank in told] == [[2] * 4, [1] * 4]
-    # And one more to agree, once, on the layers that are what they are taken for.
-    assert [rank.answer["collectives"] for rank in told] == [4 + 1, 4 + 1]
+    # The ranks agree on the layers in the store, not by a collective call.
+    assert [rank.answer["collectives"] for rank in told] == [4, 4]
 
 
 def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _push_mode
 
+from hdi_callback.attention.calls import is_inferring_shapes
 from hdi_callback.attention.fast_path import FAST_PATH, may_take_fast_path
 from hdi_callback.attention.hooks import Handle, observe_calls
 from hdi_callback.attention.observe.mode_stack import put_back, take_off
@@ -111,6 +112,8 @@ class Window:
             self._passed_over.append((module, above))
             return
         if self._outermost is None:
+            if is_inferring_shapes():
+                return
             reason = in_the_way()
             if reason is not None:
                 self.reason = reason or self.reason

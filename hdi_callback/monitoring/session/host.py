@@ -148,7 +148,7 @@ class HostTraining:
         return self._host.loss_scale(optimizer)
 
     def largest_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Take the largest of each number over the ranks that act together.
+        """Take the largest of each number over the ranks that act together on the same layers.
 
         Args:
             tensors: what this rank has, on one device or several.
@@ -159,7 +159,7 @@ class HostTraining:
         ranks = self._monitor.ranks
         if ranks.size == 1 or not tensors:
             return list(tensors)
-        return ranks.largest(tensors, tensors[0].device)
+        return ranks.largest_among_peers(tensors, tensors[0].device)
 
     def stop(self) -> None:
         """End the training after this step."""

@@ -17,7 +17,13 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 def state_of_this_model(
-    state: Any, layers: Sequence[AttentionLayer], *, step: int | None = None, is_strict: bool, warn_once: WarnOnce
+    state: Any,
+    layers: Sequence[AttentionLayer],
+    *,
+    step: int | None = None,
+    is_strict: bool,
+    warn_once: WarnOnce,
+    is_alone: bool = True,
 ) -> dict[str, Any] | None:
     """Take from a saved state what is sound, and nothing if it is of another model.
 
@@ -31,6 +37,8 @@ def state_of_this_model(
         step: optimizer steps taken when it is resumed.
         is_strict: refuse a state of another model.
         warn_once: turns it into a warning otherwise.
+        is_alone: no other ranks hold layers. Else the layers of others are no difference if the state was written by
+            ranks that held different ones.
 
     Returns:
         The state, or `None`.
@@ -42,6 +50,8 @@ def state_of_this_model(
     now = {layer.name: sizes_of(layer) for layer in layers}
     kept: Mapping[str, list[int]] = {} if sound is None else sound.get("layers", {})
     missing = [name for name, sizes in kept.items() if list(sizes) != now.get(name)]
+    if not is_alone and sound is not None and sound.get("spans_ranks") and (not now or now.keys() & kept.keys()):
+        missing = [name for name in missing if name in now]
     if not missing:
         return sound
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -32,7 +32,6 @@ from hdi_callback.monitoring.session.resume import (
     judge_again,
     last_step_in,
     restore_interventions,
-    sizes_of,
     state_of,
     state_of_this_model,
 )
@@ -153,7 +152,10 @@ class Session:
             MisconfigurationError: if it is of another model and the settings are strict.
         """
         strict = self._settings.strict
-        return state_of_this_model(state, self.monitor.layers, step=step, is_strict=strict, warn_once=self.warn_once)
+        layers, is_alone = self.monitor.layers, self.monitor.ranks.size == 1
+        return state_of_this_model(
+            state, layers, step=step, is_strict=strict, warn_once=self.warn_once, is_alone=is_alone
+        )
 
     def open(self, state: Mapping[str, Any] | None = None, *, history: History | None = None) -> None:
         """Open the history and the sinks, take up where a checkpoint left off, and mark the start in the history.
@@ -357,13 +359,13 @@ class Session:
         Returns:
             Plain data.
         """
-        late = self.monitor.found_late
         return {
             "format": FORMAT,
             "last_step": self.schedule.last,
             "history": None if self.history is None else str(self.history.path),
             "run": None if self.history is None else self.history.run,
-            "layers": {layer.name: sizes_of(layer) for layer in self.monitor.layers if layer.name not in late},
+            "layers": self.monitor.sizes(),
+            **({"spans_ranks": True} if self.monitor.spans_ranks else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,189 @@
+"""`Meeting`: the ranks agree, before each reading and without the device, on what they are about to measure.
+
+A collective call with a rank that never comes would end the run, so the ranks meet in the store of the process group,
+where waiting has an end. What every rank tells of itself is plain text. As long as nobody has anything new to tell,
+a meeting is a count: three short calls of each rank. If somebody has, all texts are read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hdi_callback.monitoring.ranks import Ranks, check_process_group, number_of_processes
+from hdi_callback.monitoring.roster import Roster, what_keeps_apart
+
+_PATIENCE = timedelta(seconds=120)
+_LATER = timedelta(seconds=300)  # between two readings a rank may save a checkpoint or evaluate
+_meetings = itertools.count()
+
+
+class Meeting:
+    """Find the ranks that measure together, and make sure at every reading that all of them came.
+
+    Args:
+        group: ``"auto"`` for all ranks once `torch.distributed` is initialised, a process group, or `None` for this
+            process alone.
+
+    Raises:
+        MisconfigurationError: if `group` is none of these.
+    """
+
+    def __init__(self, group: Any = "auto") -> None:
+        self._choice = check_process_group(group)
+        self._board: _Board | None = None
+        self._roster: Roster | None = None
+        self._is_over = False
+
+    @property
+    def asked(self) -> Ranks:
+        """The ranks that were asked for, as far as they have met; this process alone where there are no others."""
+        if self._choice is None or number_of_processes() == 1:
+            return Ranks()
+        if self._roster is not None:
+            return self._roster.ranks
+        return Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
+
+    def attend(
+        self, tell: Callable[[], Mapping[str, Any]], *, is_armed: bool, say: Callable[[str, str], None]
+    ) -> tuple[Roster, bool] | None:
+        """Meet the other ranks before a reading.
+
+        Args:
+            tell: gives what this rank tells of itself, see `Roster`.
+            is_armed: whether a forward was to be captured on this rank.
+            say: takes a kind of warning and its message.
+
+        Returns:
+            All layers, and whether a forward was to be captured on any rank; `None` if this process measures alone.
+        """
+        if self._is_over or self._choice is None or number_of_processes() == 1:
+            return None
+        if self._board is None:
+            ranks = Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
+            if ranks.size == 1:
+                self.part()
+                return None
+            self._board = _Board(ranks)
+        mine = json.dumps(tell(), sort_keys=False)
+        told = self._board.exchange(mine, is_armed)
+        reason = told if isinstance(told, str) else None
+        if not isinstance(told, str):
+            texts, is_any_armed = told
+            if self._roster is not None and texts is None:
+                return self._roster, is_any_armed
+            every = {rank: json.loads(text) for rank, text in (texts or {}).items()}
+            reason = what_keeps_apart(every)
+            if reason is None:
+                self._roster = Roster(self._board.ranks, every)
+                return self._roster, is_any_armed
+        self.part()
+        say(
+            "measuring together",
+            f"This rank measures head diversity alone: {reason}. Its readings are of its own layers and tokens. Give "
+            "every rank the same monitor, or write process_group=None.",
+        )
+        return None
+
+    def part(self) -> None:
+        """Measure alone from now on."""
+        self._is_over, self._board, self._roster = True, None, None
+
+
+class _Board:
+    """What ranks tell each other, in the store of the process group."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        members = hashlib.sha256(repr(dist.get_process_group_ranks(ranks.group)).encode()).hexdigest()[:16]
+        self._place = f"hdi_callback/{members}/{next(_meetings)}"
+        self._count = 0
+        self._mine = ""
+        self._alike: dict[str, int] = {}  # digest of a text -> how many ranks told it last time
+        self._written: list[str] = []
+        self._texts: dict[str, str] = {}
+
+    def exchange(self, text: str, is_armed: bool) -> tuple[dict[int, str] | None, bool] | str:
+        """Tell the others, and hear what they tell.
+
+        Args:
+            text: what this rank tells.
+            is_armed: counted over the ranks.
+
+        Returns:
+            Rank -> its text, `None` if no text is new; and whether any rank is armed. A reason if some did not come.
+        """
+        place, store = f"{self._place}/{self._count}", self._store
+        patience = _LATER if self._count else _PATIENCE
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if is_armed:
+            store.add(f"{place}/armed", 1)
+        if digest == self._mine:
+            # The last of those that tell this, if it is of the last such group to come, speaks for all.
+            is_last = store.add(f"{place}/{digest}", 1) == self._alike[digest]
+            if is_last and store.add(f"{place}/groups", 1) == len(self._alike):
+                self._decide(f"{place}/first", f"same {store.add(f'{place}/armed', 0)}")
+        else:
+            self._decide(f"{place}/first", "news")
+        verdict = self._wait(f"{place}/first", patience)
+        texts = None
+        if verdict == "news":
+            verdict = self._read_all(place, text, digest, patience)
+            texts = None if verdict.startswith("!") else self._texts_of(place, verdict)
+        if verdict.startswith("!"):
+            return verdict[1:]
+        self._forget_the_last(place, had_news=texts is not None)
+        self._count += 1
+        return texts, int(verdict.split()[1]) > 0
+
+    def _read_all(self, place: str, text: str, digest: str, patience: timedelta) -> str:
+        store = self._store
+        store.set(f"{self._place}/text/{digest}", text)
+        store.set(f"{place}/rank/{self.ranks.rank}", digest)
+        if store.add(f"{place}/came", 1) == self.ranks.size:
+            digests = [store.get(f"{place}/rank/{rank}").decode() for rank in range(self.ranks.size)]
+            known = list(dict.fromkeys(digests))
+            listed = ",".join(known) + " " + ",".join(str(known.index(one)) for one in digests)
+            self._decide(f"{place}/second", f"all {store.add(f'{place}/armed', 0)} {listed}")
+        return self._wait(f"{place}/second", patience)
+
+    def _texts_of(self, place: str, verdict: str) -> dict[int, str]:
+        _, _, listed, places = verdict.split()
+        known, of_ranks = listed.split(","), [int(one) for one in places.split(",")]
+        for digest in known:
+            if digest not in self._texts:
+                self._texts[digest] = self._store.get(f"{self._place}/text/{digest}").decode()
+        self._texts = {digest: self._texts[digest] for digest in known}
+        self._alike = {digest: of_ranks.count(place) for place, digest in enumerate(known)}
+        self._mine = known[of_ranks[self.ranks.rank]]
+        return {rank: self._texts[known[one]] for rank, one in enumerate(of_ranks)}
+
+    def _wait(self, key: str, patience: timedelta) -> str:
+        try:
+            self._store.wait([key], patience)
+        except RuntimeError:
+            late = f"some of the {self.ranks.size} ranks have taken no reading within {patience.seconds} seconds"
+            self._decide(key, f"!{late}")
+        return str(self._store.get(key).decode())
+
+    def _decide(self, key: str, verdict: str) -> None:
+        """Write a verdict that holds for all ranks, unless there is one."""
+        if self._store.add(f"{key}/decided", 1) == 1:
+            self._store.set(key, verdict)
+
+    def _forget_the_last(self, place: str, *, had_news: bool) -> None:
+        """Delete what was written for the reading before this one, to which all ranks have come by now."""
+        if self.ranks.rank == 0:
+            for key in self._written:
+                self._store.delete_key(key)
+            ends = ["armed", "groups", "first", "first/decided", *self._alike]
+            if had_news:
+                ends += ["came", "second", "second/decided", *(f"rank/{rank}" for rank in range(self.ranks.size))]
+            self._written = [f"{place}/{end}" for end in ends]

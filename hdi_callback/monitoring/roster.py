@@ -1,0 +1,183 @@
+"""`Roster`: all layers that the ranks of a run hold together, be they the same on all ranks or others on each.
+
+Ranks that hold the same layers are data-parallel, sharded, or hold other tokens; the stages of a pipeline hold others.
+A rank adds zeros for the layers that it does not hold, so that every sum has the same shapes on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from hdi_callback.attention import AttentionLayer, Role
+from hdi_callback.attention.heads import HeadWeight
+from hdi_callback.monitoring.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A weight that another rank holds.
+
+    Attributes:
+        in_features: features that it takes.
+    """
+
+    in_features: int
+
+
+SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
+"""The facts of a layer that make it another one if they change."""
+
+
+class Roster:
+    """All layers of the ranks that measure together.
+
+    Args:
+        ranks: those that measure together.
+        told: rank -> what it tells: ``"layers"``, for each layer its ``"facts"``, ``"roles"`` and whether its
+            ``"outputs"`` and ``"inputs"`` are captured; ``"contradicted"`` and ``"absent"``, with reasons; and whether
+            it ``"awaits"`` a forward for its claims.
+
+    Attributes:
+        ranks: those that measure together, with those that hold the same layers as this one.
+        spans: whether some ranks hold other layers than others.
+        facts: what is known of each layer, in the order of the whole model.
+        contradicted: name of a layer -> why its heads are not what was claimed.
+        absent: what ranks with other layers could not capture, with the reasons.
+        awaits: whether a rank still waits for a forward that confirms claims.
+    """
+
+    def __init__(self, ranks: Ranks, told: Mapping[int, Mapping[str, Any]]) -> None:
+        mine = told[ranks.rank]
+        names = _names(mine)
+        peers = [rank for rank, one in told.items() if _names(one) == names]
+        self.ranks = Ranks(ranks.group, peers)
+        self.spans = len(peers) < len(told)
+        entries: dict[str, Mapping[str, Any]] = {}
+        for one in told.values():
+            for entry in one["layers"]:
+                entries.setdefault(entry["facts"]["name"], entry)
+        order = list(entries) if not self.spans else in_model_order(entries)
+        self._entries = {name: entries[name] for name in order}
+        self.facts: tuple[dict[str, Any], ...] = tuple(dict(entry["facts"]) for entry in self._entries.values())
+        self.contradicted: dict[str, str] = {}
+        self.absent: dict[str, str] = {}
+        for rank, one in told.items():
+            self.contradicted = {**one["contradicted"], **self.contradicted}
+            if rank not in peers:
+                self.absent = {**one["absent"], **self.absent}
+        self.awaits = any(one["awaits"] for one in told.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all layers, in the order of the whole model."""
+        return tuple(self._entries)
+
+    def layers(self, held: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+        """Give all layers.
+
+        Args:
+            held: those that this rank holds.
+
+        Returns:
+            These, and stand-ins of the same sizes for those that others hold.
+        """
+        here = {layer.name: layer for layer in held}
+        return [here.get(name) or _stand_in(entry) for name, entry in self._entries.items()]
+
+    def captured(self, held: Sequence[AttentionLayer], what: str) -> list[AttentionLayer]:
+        """Give the layers of which something is captured, on the ranks that hold them.
+
+        Args:
+            held: the layers that this rank holds.
+            what: ``"outputs"`` or ``"inputs"``.
+
+        Returns:
+            Some of `layers`.
+        """
+        return [layer for layer in self.layers(held) if self._entries[layer.name][what]]
+
+
+def what_keeps_apart(told: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """Say why ranks cannot measure together.
+
+    Args:
+        told: rank -> what it tells.
+
+    Returns:
+        A sentence; `None` if they can: any two of them hold the same layers, or none in common.
+    """
+    first, *others = told.values()
+    if any(one["subject"] != first["subject"] for one in others):
+        return f"the {len(told)} ranks do not watch the same layers and metrics"
+    groups: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for one in told.values():
+        same = groups.setdefault(_names(one), one)
+        if _sizes(same) != _sizes(one):
+            return f"the {len(told)} ranks do not watch the same layers and metrics"
+        if any(mine and mine != other for mine, other in zip(same["weights"], one["weights"]) if other):
+            return (
+                f"the {len(told)} ranks hold different weights under the same names, as the stages of a pipeline do "
+                "whose layers are numbered anew (let every stage keep the names of the whole model), or as models do "
+                "that are trained apart"
+            )
+    seen: set[str] = set()
+    for names in groups:
+        if seen & set(names):
+            late = any(one["late"] for one in told.values())
+            return (
+                "the forwards of the ranks have shown different attention layers; describe the attention with "
+                "`register_layout`"
+                if late
+                else f"the {len(told)} ranks do not watch the same layers and metrics"
+            )
+        seen |= set(names)
+    return None
+
+
+def in_model_order(names: Iterable[str]) -> list[str]:
+    """Put the names of layers from several ranks in the order of the whole model.
+
+    Numbers count; other parts of names come in the order in which they are first seen.
+
+    Args:
+        names: dotted paths.
+
+    Returns:
+        The same names.
+
+    Example:
+        >>> in_model_order(["h.0.attn", "h.10.attn", "h.2.attn", "last.attn", "h.2.cross"])
+        ['h.0.attn', 'h.2.attn', 'h.2.cross', 'h.10.attn', 'last.attn']
+    """
+    names = list(names)
+    words: dict[str, int] = {}
+    for name in names:
+        for word in re.split(r"\d+", name):
+            words.setdefault(word, len(words))
+
+    def key(name: str) -> list[int]:
+        return [int(part) if part.isdigit() else words[part] for part in re.split(r"(\d+)", name)]
+
+    return sorted(names, key=key)
+
+
+def _names(told: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(entry["facts"]["name"] for entry in told["layers"])
+
+
+def _sizes(told: Mapping[str, Any]) -> list[Any]:
+    return [([entry["facts"][name] for name in (*SIZES, "width")], entry["roles"]) for entry in told["layers"]]
+
+
+def _stand_in(entry: Mapping[str, Any]) -> AttentionLayer:
+    facts = entry["facts"]
+    roles = cast("Sequence[Role]", entry["roles"])
+    weight = cast("HeadWeight", _Elsewhere(facts["width"]))
+    heads, key_heads, head_dim, value_dim = (int(facts[name]) for name in SIZES)
+    slices = dict.fromkeys(roles, weight)
+    return AttentionLayer(facts["name"], nn.Module(), heads, key_heads, head_dim, value_dim, facts["kind"], slices)
