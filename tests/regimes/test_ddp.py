@@ -113,6 +113,46 @@ def read_where_one_rank_has_no_monitor(rank: int) -> dict | None:
         return [one.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
 
 
+def read_armed_on_one_rank(rank: int) -> list[dict]:
+    """The second rank never arms, though metrics of forwards and claims to judge are asked for."""
+    model = classifier()
+    seen = []
+    with monitor_of(model, metrics=[*METRICS, *ROWS]) as monitor:
+        for step in range(2):
+            if rank == 0:
+                monitor.arm()
+            model(batch()).sum().backward()
+            record = monitor.measure(step).record()
+            seen.append({"tags": record.scalars([*METRICS, *ROWS]), "absent": record.absent})
+    return seen
+
+
+def miss_a_reading(rank: int) -> list[dict]:
+    """The second rank takes one reading less, and the training goes on."""
+    seen = []
+    with (
+        mock.patch("hdi_callback.monitoring.meeting._LATER", timedelta(seconds=1)),
+        monitor_of(classifier(), metrics=["hdi"]) as one,
+    ):
+        for step in range(3):
+            if rank == 0 or step != 1:
+                seen.append(one.measure(step).record().scalars(["hdi"]))
+            dist.all_reduce(torch.ones(3))  # the training's own call must meet its like
+    return seen
+
+
+def keys_in_the_store(rank: int) -> list[int]:
+    """How many entries readings leave behind."""
+    store, counts = dist.distributed_c10d._get_default_store(), []
+    with monitor_of(classifier(), metrics=["hdi"]) as one:
+        for step in range(8):
+            one.measure(step)
+            dist.barrier()
+            counts.append(store.num_keys())
+            dist.barrier()
+    return counts
+
+
 UPDATES = [name for name in CATALOGUE if name.startswith("update_")]
 
 
@@ -311,6 +351,33 @@ def test_a_rank_whose_companions_have_no_monitor_says_so_and_reads_alone(two_ran
     assert len(first.warnings) == 1
     assert "every rank the same monitor" in first.warnings[0]
     assert second.warnings == []
+
+
+def test_a_rank_that_never_arms_takes_part_and_nobody_waits(two_ranks):
+    model = classifier()
+    with monitor_of(model, metrics=[*METRICS, *ROWS]) as monitor:
+        monitor.arm()
+        model(batch()).sum().backward()
+        alone = monitor.measure(0).record().scalars([*METRICS, *ROWS])
+    for rank in two_ranks(read_armed_on_one_rank):
+        assert rank.warnings == []
+        for reading in rank.answer:
+            assert reading["absent"] == {}
+            assert reading["tags"] == pytest.approx(alone, rel=1e-5, abs=1e-6)
+
+
+def test_a_rank_that_misses_a_reading_costs_one_warning_and_not_the_run(two_ranks):
+    first, second = two_ranks(miss_a_reading)
+    assert [len(told.answer) for told in (first, second)] == [3, 2]
+    assert all(f"hdi/{name}" in tags for told in (first, second) for tags in told.answer for name in LAYERS)
+    for told in (first, second):
+        (warning,) = told.warnings
+        assert "taken no reading within" in warning
+
+
+def test_readings_leave_no_growing_heap_in_the_store(two_ranks):
+    counts = two_ranks(keys_in_the_store)[0].answer
+    assert len(set(counts[2:])) == 1
 
 
 def test_ranks_with_different_models_say_so_and_read_alone(two_ranks):
