@@ -40,6 +40,8 @@ class AttentionRows:
         alike_worst: the largest `alike` of a pair.
         alike_worst_pair: ``(2,)``, its two heads; -1 with fewer than two heads that are not flat.
         logit: ``(H,)``, the largest score of a sampled query.
+        keys: mean number of keys that a query sees, of all queries that see any.
+        ahead: ``(H,)``, mean attention to keys that stand behind the query: 0 under a causal mask.
     """
 
     queries: Tensor
@@ -56,6 +58,8 @@ class AttentionRows:
     alike_worst: Tensor
     alike_worst_pair: Tensor
     logit: Tensor
+    keys: Tensor
+    ahead: Tensor
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,10 @@ class AttentionSums:
         product: ``(H, H)``, sum of the inner products of rows.
         centred: ``(H, H)``, the same with the uniform part taken out.
         logit: ``(H,)``, the largest score; minus infinity where there is none.
+        seeing: number of queries that see a key.
+        seen: sum of the numbers of keys that these see, mean over heads.
+        placed: number of those of them whose places among the keys are known.
+        ahead: ``(H,)``, sum of their attention to later keys.
     """
 
     queries: Tensor
@@ -81,6 +89,10 @@ class AttentionSums:
     product: Tensor
     centred: Tensor
     logit: Tensor
+    seeing: Tensor
+    seen: Tensor
+    placed: Tensor
+    ahead: Tensor
 
     @classmethod
     @torch.no_grad()
@@ -92,6 +104,7 @@ class AttentionSums:
         logits: Tensor | None = None,
         min_keys: int = 2,
         first: int | Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> AttentionSums:
         """Add up the rows of some queries of one layer.
 
@@ -104,6 +117,7 @@ class AttentionSums:
             min_keys: queries that see fewer keys are left out of everything but the largest score.
             first: column of the key that is left out, as many heads rest on the first token of a sequence: a number,
                 or whole numbers broadcastable to ``(..., H, queries)``. Rows are divided by what is left.
+            positions: ``(queries,)``, the places of the queries among the keys, where both are of one sequence.
 
         Returns:
             Their sums, in float32 or wider.
@@ -118,8 +132,14 @@ class AttentionSums:
         seen = wide.new_ones((), dtype=torch.bool) if visible is None else visible
         seen = seen.expand(rows.shape)
         logit = _largest_logit(wide if logits is None else logits, seen, wide.dtype, given=logits is not None)
+        sees = seen.sum(-1).to(wide.dtype)  # (..., H, queries)
+        seeing = (sees > 0).all(-2)  # a query counts for all heads or for none
+        column = torch.arange(keys, device=rows.device)
+        ahead = wide.new_zeros(H)
+        if positions is not None:
+            later = seen & seeing[..., None, :, None] & (column > positions[:, None])
+            ahead = _per_head(torch.where(later, wide, 0).sum(-1))
         if first is not None:
-            column = torch.arange(keys, device=rows.device)
             seen = seen & (column != (first[..., None] if isinstance(first, Tensor) else first))
         n = seen.sum(-1)  # (..., H, queries)
         total = torch.where(seen, wide, 0).sum(-1)
@@ -150,6 +170,10 @@ class AttentionSums:
             product=_inner_products(flat),
             centred=_inner_products(flat_centred),
             logit=logit,
+            seeing=seeing.sum().to(wide.dtype),
+            seen=torch.where(seeing, sees.mean(-2), 0).sum(),
+            placed=seeing.sum().to(wide.dtype) * float(positions is not None),
+            ahead=ahead,
         )
 
     def __add__(self, other: AttentionSums) -> AttentionSums:
@@ -210,6 +234,8 @@ class AttentionSums:
             alike_worst=alike_worst,
             alike_worst_pair=alike_worst_pair,
             logit=torch.where(self.logit == -torch.inf, torch.nan, self.logit),
+            keys=self.seen / self.seeing,
+            ahead=self.ahead / self.placed,
         )
 
 

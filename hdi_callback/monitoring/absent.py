@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from hdi_callback.attention import ROLES
@@ -23,11 +23,18 @@ class Absent:
     Args:
         warn_once: warns once for each kind of reason.
         reasons: what is known so far: layer, or source and layer -> reason.
+        unasked: sources that are measured for the default rules alone: what they lack is noted, and nobody is warned.
+
+    Attributes:
+        reasons: as given, and what was noted since.
+        unasked: as given.
     """
 
-    def __init__(self, warn_once: WarnOnce, reasons: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, warn_once: WarnOnce, reasons: dict[str, str] | None = None, *, unasked: Collection[str] = ()
+    ) -> None:
         self.reasons: dict[str, str] = {} if reasons is None else reasons
-        self._warn_once = warn_once
+        self._warn_once, self.unasked = warn_once, unasked
 
     def leave_out(self, what: str, reason: str, kind: str) -> None:
         """Note a reason, and warn if it is the first of its kind.
@@ -38,6 +45,8 @@ class Absent:
             kind: reasons of one kind are told once.
         """
         self.reasons[what] = reason
+        if what.partition("/")[0] in self.unasked:
+            return
         self._warn_once.warn(
             kind,
             f"{what}: {reason}. It is left out of such readings, and so is every layer of which this holds; training "

@@ -324,6 +324,7 @@ class Alerts:
         self._warn_once = warn_once
         self._series: dict[str, Series] = {}
         self._active: dict[tuple[str, str], Alert] = {}
+        self._is_model_loaded = False
 
     def learn(self, layers: Iterable[Mapping[str, Any]]) -> None:
         """Take in what is known of layers.
@@ -348,6 +349,7 @@ class Alerts:
             What is new: alerts that begin, get worse or are over.
         """
         news: list[Alert] = []
+        self._learn_origins(record)
         does_move = any(
             move for row in record.layers.values() for move in row.arrays.get(_MOVEMENT, ()) if move and move > 0
         )
@@ -378,6 +380,7 @@ class Alerts:
         """
         return {
             "active": [alert.to_dict() for alert in self._active.values()],
+            "loaded": self._is_model_loaded,
             "series": {
                 name: [_row_to_dict(row) for row in (series.first, *series.rows)]
                 for name, series in self._series.items()
@@ -391,6 +394,7 @@ class Alerts:
             state: what `state_dict` gave.
         """
         is_known = self._facts.__contains__ if self._facts else lambda name: True
+        self._is_model_loaded = state.get("loaded", False)
         alerts = [Alert.from_dict(item) for item in state["active"]]
         self._active = {(alert.layer, alert.rule): alert for alert in alerts if is_known(alert.layer)}
         self._series = {}
@@ -402,9 +406,19 @@ class Alerts:
             series.rows.extend(others)
             self._series[name] = series
 
+    def _learn_origins(self, record: Record) -> None:
+        """Take layers that look fresh for loaded where most of the model was loaded: single ones go unnoticed."""
+        if self._loaded == "auto" and not self._series and record.layers:
+            trained = [
+                has_been_trained(layer.arrays, self._facts.get(name, {})) for name, layer in record.layers.items()
+            ]
+            self._is_model_loaded = sum(trained) > len(trained) / 2
+
     def _begin(self, name: str, siblings: int, first: Row) -> Series:
         facts = self._facts.get(name, {})
-        is_loaded = has_been_trained(first.arrays, facts) if self._loaded == "auto" else self._loaded
+        is_loaded = self._loaded
+        if is_loaded == "auto":
+            is_loaded = self._is_model_loaded or has_been_trained(first.arrays, facts)
         return Series(name, facts, siblings, first, is_loaded=is_loaded)
 
     def _rules_for(self, name: str) -> list[Rule]:

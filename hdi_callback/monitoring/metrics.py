@@ -153,6 +153,7 @@ _CIRCUIT_METRICS = [
         "max",
     ),
     Metric("circuit_qk_worst", QK, _field("worst"), "Largest cosine of two heads' QK circuits.", "max"),
+    Metric("circuit_qk_norm", QK, _field("norm", _smallest), "Smallest norm of a head's QK circuit.", "min"),
     Metric(
         "circuit_ov",
         OV,
@@ -161,6 +162,7 @@ _CIRCUIT_METRICS = [
         "max",
     ),
     Metric("circuit_ov_worst", OV, _field("worst"), "Largest cosine of two heads' OV circuits.", "max"),
+    Metric("circuit_ov_norm", OV, _field("norm", _smallest), "Smallest norm of a head's OV circuit.", "min"),
 ]
 
 
@@ -211,6 +213,13 @@ _HEAD_METRICS = [
         _field("movement", _smallest),
         "Smallest relative change of a head's weights since the last reading: 0 is frozen, or rounds away.",
         "min",
+    ),
+    Metric(
+        "head_unchanged",
+        MOVEMENT,
+        _field("unchanged", _largest),
+        "Largest share of a head's weights that are exactly what they were at the last reading.",
+        "max",
     ),
 ]
 
@@ -289,6 +298,20 @@ _ROW_METRICS = [
         ROWS,
         _field("logit_bound", _largest),
         "No score of any query is larger: largest norms times the scale, plus the largest bias.",
+        "max",
+    ),
+    Metric(
+        "attention_keys",
+        ROWS,
+        _field("keys"),
+        "How many keys a query sees, mean over queries: 1 is a mask that leaves one token each.",
+        "min",
+    ),
+    Metric(
+        "attention_ahead",
+        ROWS,
+        _field("ahead", _largest),
+        "Largest mean attention of a head to later tokens: 0 under a causal mask.",
         "max",
     ),
     Metric("query_norm", ROWS, _field("query_norm", _mean), "Mean norm of the queries, as they enter the product."),
@@ -390,13 +413,18 @@ DETAILS: dict[str, Details] = {
             "query_norm": "query_norm",
             "key_norm": "key_norm",
             "key_norm_spread": "key_norm_spread",
+            "attention_ahead": "ahead",
             "attention_alike_worst_pair": "alike_worst_pair",
         },
         {"attention_overlap": "overlap", "attention_alike": "alike"},
         "no query that was read sees two keys, or what it asks for cannot be told from what attention received",
     ),
-    QK: Details({"circuit_qk_worst_pair": "worst_pair"}, {"circuit_qk": "cosine"}, _OF_CIRCUITS),
-    OV: Details({"circuit_ov_worst_pair": "worst_pair"}, {"circuit_ov": "cosine"}, _OF_CIRCUITS),
+    QK: Details(
+        {"circuit_qk_worst_pair": "worst_pair", "circuit_qk_norm": "norm"}, {"circuit_qk": "cosine"}, _OF_CIRCUITS
+    ),
+    OV: Details(
+        {"circuit_ov_worst_pair": "worst_pair", "circuit_ov_norm": "norm"}, {"circuit_ov": "cosine"}, _OF_CIRCUITS
+    ),
     UPDATES: Details(
         {"update_worst_pair": "worst_pair", "update_entropy": "entropy"},
         {"update_hdi": "overlap", "update_energy": "energy_overlap"},
@@ -416,7 +444,7 @@ DETAILS: dict[str, Details] = {
     ),
     FINITENESS: Details({"weights_not_finite": "not_finite"}, {}, ""),
     MOVEMENT: Details(
-        {"head_movement": "movement"},
+        {"head_movement": "movement", "head_unchanged": "unchanged"},
         {},
         "there is no earlier reading to compare with in this process, or a weight was zero or is not finite",
     ),
@@ -435,9 +463,22 @@ DEFAULT_METRICS = (
 )
 """The curves that a new user sees, eight for each layer, and five over all layers.
 
-They come from the key weights and from one sample of head outputs. What attention rows or circuits tell has to be asked
-for, as it costs as much again and cannot be read everywhere, see `docs/cost.md`.
+They come from the key weights and from one sample of head outputs. What attention rows or circuits tell is drawn where
+it is asked for.
 """
+
+RULE_METRICS = (
+    "circuit_qk_worst",
+    "circuit_ov_norm",
+    "attention_logit",
+    "head_movement_min",
+    "token_cosine",
+    "weights_not_finite",
+    "outputs_not_finite",
+)
+"""What the default rules look at beside the default curves, one metric of each source: measured with the default
+metrics and kept in the history, and not drawn, as few curves are read and many are not. What they detect is in
+`docs/evidence.md`, what they cost in `docs/cost.md`."""
 
 
 _DEFAULT = "default"
@@ -481,6 +522,18 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
             f"{_known()}{did_you_mean(unknown[0], METRICS) if unknown else ''}"
         )
     return chosen
+
+
+def has_default(names: Any) -> bool:
+    """Tell whether the default metrics are asked for, alone or among others.
+
+    Args:
+        names: what a user wrote.
+
+    Returns:
+        True if they are.
+    """
+    return names is None or names == _DEFAULT or (isinstance(names, list | tuple) and _DEFAULT in names)
 
 
 def check_needs(rule: str, needs: Sequence[str], metrics: Sequence[str]) -> None:

@@ -22,8 +22,17 @@ from hdi_callback.monitoring.inputs import LayerInputs
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.measuring import DEFAULT_MEMORY, Method, check_arguments
 from hdi_callback.monitoring.meeting import Meeting
-from hdi_callback.monitoring.metrics import COVARIANCE, METRICS, ROWS
-from hdi_callback.monitoring.movement import LARGEST, LastWeights
+from hdi_callback.monitoring.metrics import (
+    COVARIANCE,
+    METRICS,
+    MOVEMENT,
+    ROWS,
+    UPDATES,
+    UPDATES_OV,
+    UPDATES_QK,
+    choose_metrics,
+)
+from hdi_callback.monitoring.movement import LARGEST, LARGEST_UNASKED, LastWeights
 from hdi_callback.monitoring.notebook import layer_table
 from hdi_callback.monitoring.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.pooled import measure_over_ranks
@@ -66,6 +75,7 @@ class HeadDiversityMonitor:
             attention and the modules around it receive; the number of the token that is padding, among the integers
             that the model is given; a function that takes what the outermost watched module is given, by name, and
             returns ``(batch, length)``, true where a token is padding; `None` to count every token.
+        unasked: further metrics to measure, of which nothing is said where they cannot be.
 
     Raises:
         MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set
@@ -98,6 +108,7 @@ class HeadDiversityMonitor:
         check_heads: bool = True,
         process_group: Any = "auto",
         padding: PaddingChoice = "auto",
+        unasked: Sequence[str] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
@@ -117,15 +128,19 @@ class HeadDiversityMonitor:
         )
         memory_budget = checked["memory_budget"]
         self._reader = WeightReader(self._layers, memory_budget)
-        sources = {METRICS[name].source for name in self.metrics}
-        self._last_weights = LastWeights()
+        asked = {METRICS[name].source for name in self.metrics}
+        measured = (*self.metrics, *choose_metrics(unasked or self.metrics))
+        sources = {METRICS[name].source for name in measured}
+        self._unasked = sources - asked
+        keeps = {MOVEMENT, UPDATES, UPDATES_QK, UPDATES_OV}
+        self._last_weights = LastWeights(LARGEST if asked & keeps else LARGEST_UNASKED)
         self._weight_sources = weight_sources(
             sources, self._last_weights, rank_tol=rank_tol, method=method, memory_budget=memory_budget
         )
         self._outputs = None
         if sources & set(SOURCES):
             self._outputs = HeadOutputs(
-                self._layers, self._reader, self.metrics, max_tokens=max_tokens, model=inner_model(model),
+                self._layers, self._reader, measured, max_tokens=max_tokens, model=inner_model(model),
                 padding=padding, warn_once=self.warn_once,
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
@@ -142,7 +157,7 @@ class HeadDiversityMonitor:
         self._training_only = False
         self._meeting = Meeting(process_group)
         self._roster: Roster | None = None
-        self._subject = [list(self.metrics), rank_tol, method]
+        self._subject = [list(self.metrics), list(unasked), rank_tol, method]
         self._sample: list[str] | None = None
 
     @property
@@ -270,7 +285,7 @@ class HeadDiversityMonitor:
         for name, value in (("epoch", epoch), ("axis", axis)):
             if value is not None:
                 whole_number(name, value, least=0, example=0)
-        absent = Absent(self.warn_once)
+        absent = Absent(self.warn_once, unasked=self._unasked)
         self._verify()
         self._layers.look_for_removed()
         # Over several ranks all sums are made at once.
@@ -317,7 +332,8 @@ class HeadDiversityMonitor:
         pending = self._pending_outputs
         found: list[Measurement] = []
         known = {absence_of(source, name) for source in (COVARIANCE, ROWS) for name in pending}
-        absent = Absent(self.warn_once, {key: reason for key, reason in reading.absent.items() if key not in known})
+        reasons = {key: reason for key, reason in reading.absent.items() if key not in known}
+        absent = Absent(self.warn_once, reasons, unasked=self._unasked)
         if self._outputs is not None:
             self._pending_outputs = set() if is_last_forward else pending & self._outputs.pending()
             self._verify()
@@ -332,7 +348,7 @@ class HeadDiversityMonitor:
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent.reasons)
 
     def _say_what_is_not_kept(self) -> None:
-        if self._last_weights.is_full:
+        if self._last_weights.is_full and MOVEMENT not in self._unasked:
             self.warn_once.warn(
                 "keeping weights",
                 "The movement and updates of some heads are absent, as their weights at the last reading would take "

@@ -14,6 +14,9 @@ from hdi_callback.core.updates import weight_update
 LARGEST = 2**31
 """Bytes of weights that are kept on the host in all; nothing is known of the movement and updates of layers beyond."""
 
+LARGEST_UNASKED = 2**28
+"""The same where no such curve was asked for, and the default rules alone look at them."""
+
 
 @dataclass(frozen=True)
 class HeadMovement:
@@ -23,9 +26,11 @@ class HeadMovement:
         movement: ``(H,)``, norm of the change of a head's own weights over the norm that they had: of query and output,
             and of key and value where no other head shares them. 0 means frozen, or updates that round away. NaN where
             there is nothing to compare with.
+        unchanged: ``(H,)``, share of these weights that are exactly what they were, to the last bit.
     """
 
     movement: Tensor
+    unchanged: Tensor
 
 
 class LastWeights:
@@ -71,8 +76,8 @@ class LastWeights:
         some = next(iter(weights.values()))
         wide = torch.promote_types(some.dtype, torch.float32)
         if some.is_meta:
-            return HeadMovement(torch.empty(len(names), H, dtype=wide, device="meta"))
-        moved, size = (torch.zeros(len(names), H, dtype=wide, device=some.device) for _ in range(2))
+            return HeadMovement(*(torch.empty(len(names), H, dtype=wide, device="meta") for _ in range(2)))
+        moved, size, same, count = (torch.zeros(len(names), H, dtype=wide, device=some.device) for _ in range(4))
         for role, weight in weights.items():
             for row, name in enumerate(names):
                 own = weight[row]
@@ -80,12 +85,14 @@ class LastWeights:
                 if own.shape[0] != H:
                     continue
                 if before is None:
-                    moved[row] = torch.nan
+                    moved[row] = same[row] = torch.nan
                     continue
                 change = weight_update(own, before)
                 moved[row] += change.square().sum((-2, -1))
+                same[row] += (change == 0).sum((-2, -1))
+                count[row] += change[0].numel()
                 size[row] += before.to(own.device, wide, non_blocking=True).square().sum((-2, -1))
-        return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()))
+        return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()), same / count)
 
     def before(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
         """Give the weights of the last reading, and keep those of this one.

@@ -55,7 +55,7 @@ def measure_over_ranks(
     elsewhere = {name: why for name, why in roster.contradicted.items() if not layers.is_contradicted(name)}
     sheets = [_Sheet(source, every, device) for source in sources]
     for sheet in sheets:
-        missing = Absent(warn_once)
+        missing = Absent(warn_once, unasked=absent.unasked)
         sheet.fill(reader.measure(sheet.source, missing, ranks), mine)
         missing.reasons.update({absence_of(sheet.source.name, name): why for name, why in elsewhere.items()})
         sheet.absent = {name for name in roster.names if absence_of(sheet.source.name, name) in missing.reasons}

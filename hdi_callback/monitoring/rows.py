@@ -46,6 +46,8 @@ class Attending:
     alike_worst: Tensor
     alike_worst_pair: Tensor
     logit: Tensor
+    keys: Tensor
+    ahead: Tensor
     logit_bound: Tensor
     query_norm: Tensor
     key_norm: Tensor
@@ -349,7 +351,9 @@ class AttentionReadings:
 
 
 def _reduce(chunk: RowChunk) -> AttentionSums:
-    return AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits)
+    # Where there are more keys than queries, as behind a cache, or fewer, nothing says which is later.
+    placed = chunk.positions if chunk.queries == chunk.weights.shape[-1] else None
+    return AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits, positions=placed)
 
 
 def _sums(core: ObservedCore, layer: AttentionLayer) -> RowSums | str:

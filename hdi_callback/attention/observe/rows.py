@@ -31,6 +31,7 @@ class RowChunk:
         logits: what the softmax was given, like `weights`, masked places included; None if it is not known.
         sequences: ``(S,)``, numbers of the sequences in the batch.
         positions: ``(q,)``, positions of the queries.
+        queries: how many queries a sequence has, those that are not read among them.
     """
 
     weights: Tensor
@@ -38,6 +39,7 @@ class RowChunk:
     logits: Tensor | None
     sequences: Tensor
     positions: Tensor
+    queries: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +174,7 @@ def rows_of_weights(
         visible = part.visible()
         if hides_by_scores and scores is not None:
             visible = visible & (scores > scores.amax(-1, keepdim=True) + HIDDEN)
-        yield RowChunk(_of_seeing(rows, visible), visible, scores, part.sequences, part.positions)
+        yield RowChunk(_of_seeing(rows, visible), visible, scores, part.sequences, part.positions, part.queries)
 
 
 def rows_of_operands(
@@ -224,7 +226,7 @@ def rows_of_operands(
             weights = torch.cat([masked, one], -1).softmax(-1)[..., :-1]
         else:
             weights = masked.softmax(-1)
-        yield RowChunk(_of_seeing(weights, visible), visible, scores, part.sequences, part.positions)
+        yield RowChunk(_of_seeing(weights, visible), visible, scores, part.sequences, part.positions, part.queries)
 
 
 def part_size(heads: int, keys: int) -> int:

@@ -9,16 +9,26 @@ from hdi_callback.monitoring.rules.choice import choose_rules, default_rules
 from hdi_callback.monitoring.rules.dead_heads import DeadHeads
 from hdi_callback.monitoring.rules.falling_rank import FallingRank
 from hdi_callback.monitoring.rules.forecast import AlignmentForecast
+from hdi_callback.monitoring.rules.jumps import InputsLoseRank, WeightJump
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS
-from hdi_callback.monitoring.rules.levels import AttentionSink, EntropyCollapse, LogitGrowth, TokensAlike
+from hdi_callback.monitoring.rules.levels import (
+    AttentionSink,
+    EntropyCollapse,
+    FlatAttention,
+    LogitGrowth,
+    SharpFromStart,
+    TokensAlike,
+)
+from hdi_callback.monitoring.rules.masks import LaterTokens, OneKey
 from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
 from hdi_callback.monitoring.rules.non_finite import NonFinite
 from hdi_callback.monitoring.rules.shared_direction import SharedDirection
-from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution
+from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution, RoundedAway
 from hdi_callback.monitoring.rules.similar_heads import AttendAlike, MergedMessages, MergedScores
 from hdi_callback.monitoring.rules.thresholds import Thresholds, check_thresholds
 from hdi_callback.monitoring.rules.tied_heads import TiedHeads
 from hdi_callback.monitoring.rules.trend import AlignmentTrend
+from hdi_callback.monitoring.rules.vanishing import VanishingWeights
 from hdi_callback.monitoring.rules.worst_pair import WorstPair
 
 __all__ = [
@@ -30,17 +40,25 @@ __all__ = [
     "DeadHeads",
     "EntropyCollapse",
     "FallingRank",
+    "FlatAttention",
     "FrozenHeads",
+    "InputsLoseRank",
+    "LaterTokens",
     "LogitGrowth",
     "MeanAlignment",
     "MergedMessages",
     "MergedScores",
     "NoContribution",
     "NonFinite",
+    "OneKey",
+    "RoundedAway",
     "SharedDirection",
+    "SharpFromStart",
     "Thresholds",
     "TiedHeads",
     "TokensAlike",
+    "VanishingWeights",
+    "WeightJump",
     "WorstPair",
     "check_thresholds",
     "choose_rules",

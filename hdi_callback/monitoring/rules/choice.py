@@ -13,15 +13,25 @@ from hdi_callback.monitoring.alerts import Rule, check_rule
 from hdi_callback.monitoring.rules.dead_heads import DeadHeads
 from hdi_callback.monitoring.rules.falling_rank import FallingRank
 from hdi_callback.monitoring.rules.forecast import AlignmentForecast
-from hdi_callback.monitoring.rules.levels import AttentionSink, EntropyCollapse, LogitGrowth, TokensAlike
+from hdi_callback.monitoring.rules.jumps import InputsLoseRank, WeightJump
+from hdi_callback.monitoring.rules.levels import (
+    AttentionSink,
+    EntropyCollapse,
+    FlatAttention,
+    LogitGrowth,
+    SharpFromStart,
+    TokensAlike,
+)
+from hdi_callback.monitoring.rules.masks import LaterTokens, OneKey
 from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
 from hdi_callback.monitoring.rules.non_finite import NonFinite
 from hdi_callback.monitoring.rules.shared_direction import SharedDirection
-from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution
+from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution, RoundedAway
 from hdi_callback.monitoring.rules.similar_heads import AttendAlike, MergedMessages, MergedScores
 from hdi_callback.monitoring.rules.thresholds import TRIED, Thresholds, check_thresholds
 from hdi_callback.monitoring.rules.tied_heads import TiedHeads
 from hdi_callback.monitoring.rules.trend import AlignmentTrend
+from hdi_callback.monitoring.rules.vanishing import VanishingWeights
 from hdi_callback.monitoring.rules.worst_pair import WorstPair
 
 
@@ -72,9 +82,16 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
         (limits.sink, AttentionSink),
         (limits.tokens, TokensAlike),
         (limits.contribution, NoContribution),
+        (limits.start, SharpFromStart),
+        (limits.flat, FlatAttention),
+        (limits.later, LaterTokens),
+        (limits.vanishing, VanishingWeights),
+        (limits.weight_jump, WeightJump),
+        (limits.unchanged, RoundedAway),
+        (limits.inputs, InputsLoseRank),
     ]
     rules += [make(limit) for limit, make in on_levels if limit is not None]
-    rules.append(FrozenHeads())
+    rules += [FrozenHeads(), OneKey()]
     for rule in rules:
         rule.is_optional = True
     return rules

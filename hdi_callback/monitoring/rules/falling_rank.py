@@ -23,8 +23,8 @@ class FallingRank(Rule):
     needs = ("hdi_min_flatness", "hdi_min_rank")
     fall: ClassVar[float] = 0.1
 
-    def __init__(self, flatness: float = 0.005) -> None:
-        self.flatness = number("flatness of FallingRank", flatness, above=0, below=1, example=0.005)
+    def __init__(self, flatness: float = 0.05) -> None:
+        self.flatness = number("flatness of FallingRank", flatness, above=0, below=1, example=0.05)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the heads that have lost directions since the first reading."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import ClassVar
 
-from hdi_callback.arguments import number
+from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
@@ -94,6 +94,80 @@ class EntropyCollapse(_Level):
 
     def __init__(self, limit: float = 0.01) -> None:
         self.limit = number("limit of EntropyCollapse", limit, above=0, below=1, example=0.01)
+
+
+class SharpFromStart(Rule):
+    """Attention is sharp before anything was learned: a wrong scale of the scores, or inputs that are far too large.
+
+    Asked at step 0 of fresh weights. What was loaded may be as sharp as it likes.
+
+    Args:
+        limit: of the entropy over log n, mean over heads: 1 uniform, 0 one token.
+    """
+
+    name = "sharp from the start"
+    needs = ("attention_entropy",)
+    margin: ClassVar[float] = 0.1
+
+    def __init__(self, limit: float = 0.5) -> None:
+        self.limit = number("limit of SharpFromStart", limit, above=0, below=1, example=0.5)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Look at step 0, and from then on for as long as it is so."""
+        value = series.value("attention_entropy")
+        if active is None and (series.latest.step > 0 or series.is_loaded):
+            return None
+        if value > self.limit + (self.margin if active else 0):
+            return None
+        logit = series.latest.values.get("attention_logit")
+        largest = "" if logit is None else f", largest score {logit:.0f}"
+        return Finding(
+            f"attention is sharp before anything was learned (mean entropy {decimal(value)}{largest})",
+            "warning",
+            value,
+            self.limit,
+            self.needs[0],
+            since=None if active is None else active.finding.since,
+            certainty=f"independent weights of the usual size leave it above {decimal(self.limit)}",
+            remedy="a look at the scale of the scores, usually one over the root of the head width, and at the size of "
+            "what the layer is given; for weights that were loaded, say loaded=True",
+        )
+
+
+class FlatAttention(Rule):
+    """Attention has stayed uniform since it began: the scores are so small that nothing tells tokens apart.
+
+    As where the scale of the scores is far too small, or queries and keys do not train.
+
+    Args:
+        limit: of the entropy over log n, mean over heads, at every reading so far.
+        readings: after which it is a warning.
+    """
+
+    name = "flat attention"
+    needs = ("attention_entropy",)
+
+    def __init__(self, limit: float = 0.9995, readings: int = 15) -> None:
+        self.limit = number("limit of FlatAttention", limit, above=0, below=1, example=0.9995)
+        self.readings = whole_number("readings of FlatAttention", readings, least=2, example=15)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Ask of all readings that are kept, and of the first."""
+        _, curve = series.curve("attention_entropy")
+        first = series.first.values.get("attention_entropy", 0.0)
+        if len(curve) < self.readings or min(*curve, first) < self.limit or not series.facts.get("trains", True):
+            return None
+        return Finding(
+            f"attention has stayed uniform since step {series.first.step} (mean entropy {curve[-1]:.4f}): its heads "
+            "average all tokens",
+            "warning",
+            curve[-1],
+            self.limit,
+            "attention_entropy",
+            since=series.first.step,
+            remedy="a look at the scale of the scores, usually one over the root of the head width, and at whether "
+            "gradients arrive at queries and keys",
+        )
 
 
 class LogitGrowth(_Level):

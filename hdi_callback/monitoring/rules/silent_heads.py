@@ -91,3 +91,46 @@ class FrozenHeads(Rule):
             remedy="a look at what is frozen, at what the optimizer was given, and at the type of the weights: updates "
             "may round away",
         )
+
+
+class RoundedAway(Rule):
+    """Hardly any weight of a layer's heads changes between readings, to the last bit: updates round away.
+
+    As where weights are kept in bfloat16 under a small learning rate, or the rate has fallen to nothing. Heads that do
+    not move at all are those of `FrozenHeads`; layers none of whose parameters requires a gradient are left alone.
+
+    Args:
+        share: of the weights that are what they were at the reading before, in each head of the layer, that is a
+            warning.
+        readings: in a row at which it is so.
+    """
+
+    name = "rounded away"
+    needs = ("head_unchanged", "head_movement_min")
+
+    def __init__(self, share: float = 0.9, readings: int = 3) -> None:
+        self.share = number("share of RoundedAway", share, above=0, below=1, example=0.9)
+        self.readings = whole_number("readings of RoundedAway", readings, least=1, example=3)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Ask of all heads of the layer."""
+        shares = series.latest.per_head("head_unchanged")
+        _, largest = series.curve("head_unchanged")
+        rows = largest[-self.readings :]
+        if len(rows) < self.readings or min(rows) < self.share or not series.facts.get("trains", True):
+            return None
+        if not shares or not min(shares) >= self.share:
+            return None
+        has_moved = min(largest) < self.share
+        if min(shares) == 1 and not has_moved:  # frozen from the start, which is meant or told by FrozenHeads
+            return None
+        return Finding(
+            f"{100 * min(shares):.0f} % of the weights of every head are exactly what they were at the reading before",
+            "warning",
+            min(shares),
+            self.share,
+            "head_unchanged",
+            since=series.since(lambda row: row.values.get("head_unchanged", 0.0) >= self.share),
+            remedy="a look at the learning rate and at the type of the weights: small updates of bfloat16 weights "
+            "round away, and float32 copies of them do not",
+        )

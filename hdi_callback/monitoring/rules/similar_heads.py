@@ -20,6 +20,8 @@ class _SimilarHeads(Rule):
     margin: ClassVar[float]
     lasts: ClassVar[int] = 1
     """Readings in a row at which the limit is reached: heads that begin at zero all move the same way at first."""
+    began_below: ClassVar[float | None] = None
+    """What the first reading must have been below; `None` to ask of all layers."""
 
     def __init__(self, limit: float) -> None:
         self.limit = number(f"limit of {type(self).__name__}", limit, above=0, below=1, example=0.9)
@@ -32,6 +34,8 @@ class _SimilarHeads(Rule):
         value = series.value(metric)
         _, curve = series.curve(metric)
         if value < limit or (active is None and min(curve[-self.lasts :]) < limit) or len(curve) < self.lasts:
+            return None
+        if self.began_below is not None and not series.first.values.get(metric, 1.0) < self.began_below:
             return None
         groups = similar_groups(series.latest, self.matrix, self.limit)
         if active is not None:
@@ -80,6 +84,9 @@ class MergedScores(_SimilarHeads):
 class MergedMessages(_SimilarHeads):
     """Value and output weights of some heads have become one: the cosine of their OV circuits is at a limit.
 
+    Heads whose outputs begin at zero all move the same way at first, and nothing is known of them at the first reading:
+    only layers that were seen to begin with heads of their own are asked about.
+
     Args:
         limit: of the cosine.
     """
@@ -87,7 +94,7 @@ class MergedMessages(_SimilarHeads):
     name = "merged messages"
     matrix = "circuit_ov"
     what = "writing the same"
-    lasts = 5
+    began_below = 0.5
     measure = "largest cosine of OV circuits"
     remedy = "no remedy has been shown to help"
     margin = 0.1

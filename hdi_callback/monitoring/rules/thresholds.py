@@ -31,7 +31,7 @@ class Thresholds:
         trend: rise of ``-log(1 - alignment)`` that is worth a notice.
         scores: cosine of the QK circuits of two heads that is a warning. This and the following are asked only where
             their metric is measured: ``metrics=[...]``.
-        messages: cosine of the OV circuits of two heads; off, as it told nothing that others did not.
+        messages: cosine of the OV circuits of two heads, where it was below 0.5 at first.
         alike: cosine of the attention of two heads, with the uniform part taken out; off, as the heads of a healthy
             cross-attention all come to look at the same tokens.
         entropy: mean entropy of attention over log n, below which it is a warning.
@@ -39,6 +39,15 @@ class Thresholds:
         sink: attention to one position, of the head that gives it least.
         tokens: mean cosine of two of the tokens that the layer is given.
         contribution: share of a head in the output, below which it is a warning; off, as it told nothing.
+        start: mean entropy of attention at step 0 of fresh weights, below which it is a warning.
+        flat: mean entropy of attention that is a warning if it was never lower, after 15 readings.
+        later: share of attention to later tokens, where they were hidden before.
+        vanishing: norm of a head's circuit over what it was at first, below which it is a warning.
+        weight_jump: relative change of the weights of all heads from one reading to the next, if it is four times
+            the largest before.
+        unchanged: share of the weights of a layer that are, to the last bit, what they were at the reading before.
+        inputs: factor by which the effective rank of the tokens that a layer is given falls at once, if it never
+            changed by nearly as much before.
     """
 
     mean: float | None = 0.5
@@ -48,17 +57,24 @@ class Thresholds:
     energy_pair: float | None = None
     forecast: float | None = 0.9
     jump: float | None = 0.8
-    rank: float | None = 0.005
+    rank: float | None = 0.05
     tied: float | None = 1e-6
     trend: float | None = 0.05
     scores: float | None = 0.9
-    messages: float | None = None
+    messages: float | None = 0.9
     alike: float | None = None
     entropy: float | None = 0.01
     logit: float | None = 50.0
     sink: float | None = 0.9
     tokens: float | None = 0.995
     contribution: float | None = None
+    start: float | None = 0.5
+    flat: float | None = 0.9995
+    later: float | None = 0.001
+    vanishing: float | None = 0.1
+    weight_jump: float | None = 0.1
+    unchanged: float | None = 0.9
+    inputs: float | None = 1.4
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -66,7 +82,7 @@ class Thresholds:
             object.__setattr__(self, item.name, limit)
 
 
-_BELOW = {"logit": math.inf}
+_BELOW = {"logit": math.inf, "weight_jump": math.inf, "inputs": math.inf}
 
 
 def check_limit(argument: str, value: Any, *, below: float = 1) -> float | None:

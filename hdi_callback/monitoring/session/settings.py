@@ -17,7 +17,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.interventions import Intervention, check_interventions
 from hdi_callback.monitoring.measuring import DEFAULT_MEMORY, MEASURING, Method
-from hdi_callback.monitoring.metrics import check_needs
+from hdi_callback.monitoring.metrics import RULE_METRICS, check_needs, has_default
 from hdi_callback.monitoring.rules import check_thresholds, choose_rules
 
 LONGEST_NAME = 100
@@ -127,6 +127,7 @@ class Settings:
             tokens, and interventions are refused. A `torch.distributed` process group as well.
         verbose: print once at start which layers were found.
         rules: what `Alerts` takes; `None` for no alerts.
+        unasked: metrics that are measured for the default rules alone, and not drawn: with the default metrics.
 
     Raises:
         MisconfigurationError: if one of them cannot work; says what was expected, what came and what to write instead.
@@ -160,8 +161,11 @@ class Settings:
     process_group: Any = "auto"
     verbose: bool = True
     rules: ChosenRules | None = field(init=False, repr=False, default=None)
+    unasked: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
+        if has_default(self.metrics) and isinstance(self.alerts, str):
+            self._set("unasked", RULE_METRICS)
         for item in fields(self):
             if item.name in CHECKS:
                 self._set(item.name, CHECKS[item.name](getattr(self, item.name)))
@@ -191,7 +195,7 @@ class Settings:
     @property
     def measuring(self) -> dict[str, Any]:
         """The arguments of `HeadDiversityMonitor`."""
-        return {name: getattr(self, name) for name in MEASURING}
+        return {name: getattr(self, name) for name in (*MEASURING, "unasked")}
 
     @property
     def keeping(self) -> dict[str, Any]:

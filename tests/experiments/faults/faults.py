@@ -29,7 +29,7 @@ class Run:
     def __init__(self, model: Model, optimizers: Sequence[torch.optim.Optimizer], seed: int) -> None:
         self.model, self.optimizers = model, optimizers
         self.layers = [module for module in model.modules() if isinstance(module, Attention)]
-        self.layer = self.layers[seed % len(self.layers)]
+        self.layer = self.layers[seed % len(self.layers)] if self.layers else None
         self.generator = torch.Generator().manual_seed(seed)
         self.kept: dict[str, Any] = {}
 
@@ -199,7 +199,8 @@ def _lose_rank(run: Run, step: int) -> None:
 
 
 def _grow_common(run: Run, step: int) -> None:
-    run.model.switches.common = 0.3 * (step - START)
+    direction = run.kept.setdefault("common", torch.randn(run.model.norm.weight.shape, generator=run.generator))
+    run.model.switches.common = 0.3 * (step - START) * direction
 
 
 def _grow_sink(run: Run, step: int) -> None:

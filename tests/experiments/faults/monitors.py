@@ -9,13 +9,10 @@ from typing import Any
 
 from tests.experiments.faults.plan import EVERY
 
-OFF = ("merged messages", "no contribution")
-"""Rules that were asked in these runs and are off by default since, as they told nothing that others did not."""
-
 Result = dict[str, Any]
 Scores = list[tuple[int, float]]
 
-BY_DEFAULT = (
+ON_KEYS = (
     "mean alignment", "worst pair", "forecast", "shared direction", "dead heads", "falling rank", "weights not finite",
     "tied heads",
 )  # fmt: skip
@@ -48,7 +45,7 @@ def _growth(value: float, past: list[float]) -> float:
 
 
 def _norms(run: Result) -> Scores:
-    values = run["norms"]
+    values = run["norms"] if run["norms"][0] else []
     return [
         (EVERY * place, math.inf if value is None else abs(math.log(max(value, 1e-12) / values[0])))
         for place, value in enumerate(values)
@@ -67,29 +64,40 @@ def _reading(metric: str, sign: int) -> Callable[[Result], Scores]:
     return scores
 
 
-def _relative_norm(run: Result) -> Scores:
-    began = run["readings"][0]["values"] if run["readings"] else {}
-    first = {name: layer.get("hdi_head_norm") for name, layer in began.items()}
-    found = []
-    for reading in run["readings"]:
-        ratios = [
-            layer["hdi_head_norm"] / first[name]
-            for name, layer in reading["values"].items()
-            if layer.get("hdi_head_norm") is not None and first.get(name)
-        ]
-        if ratios:
-            found.append((reading["step"], -min(ratios)))
-    return found
+def _fall(metric: str) -> Callable[[Result], Scores]:
+    """How far a norm has fallen against the first reading, as a logarithm."""
+
+    def scores(run: Result) -> Scores:
+        began = run["readings"][0]["values"] if run["readings"] else {}
+        first = {name: layer.get(metric) for name, layer in began.items()}
+        found = []
+        for reading in run["readings"]:
+            falls = [
+                math.log(first[name] / max(layer[metric], 1e-12))
+                for name, layer in reading["values"].items()
+                if layer.get(metric) is not None and first.get(name)
+            ]
+            if falls:
+                found.append((reading["step"], max(falls)))
+        return found
+
+    return scores
+
+
+def _finder(run: Result) -> Scores:
+    """Warnings of the package itself before training, as of heads that cannot be told apart."""
+    return [(0, float(bool(run["warnings"])))]
 
 
 MONITORS: dict[str, Callable[[Result], Scores]] = {
+    "warnings before training": _finder,
     "loss spike": _of_losses("losses", _spike),
     "gradient norm, against its past": _of_losses("gradients", _growth),
     "norm of attention's weights, against the start": _norms,
     "HDI of keys: mean alignment": _reading("hdi_alignment", 1),
     "HDI of keys: worst pair": _reading("hdi_worst_alignment", 1),
     "HDI of keys: mean alignment by energy": _reading("hdi_energy_alignment", 1),
-    "norm of keys falls": _relative_norm,
+    "norm of keys falls": _fall("hdi_head_norm"),
     "HDI of updates falls": _reading("update_hdi", -1),
     "entropy of updates falls": _reading("update_entropy_min", -1),
     "QK circuits: worst pair": _reading("circuit_qk_worst", 1),
@@ -101,10 +109,14 @@ MONITORS: dict[str, Callable[[Result], Scores]] = {
     "attention: largest score": _reading("attention_logit", 1),
     "attention: heads attend alike": _reading("attention_alike_worst", 1),
     "attention: overlap": _reading("attention_overlap", 1),
+    "attention to later tokens": _reading("attention_ahead", 1),
     "head correlation of outputs": _reading("head_correlation", 1),
     "contribution of the weakest head": _reading("head_contribution_min", -1),
     "movement of the slowest head, too little": _reading("head_movement_min", -1),
     "movement of the slowest head, too much": _reading("head_movement_min", 1),
+    "share of weights that do not change": _reading("head_unchanged", 1),
+    "norm of QK circuits falls": _fall("circuit_qk_norm"),
+    "norm of OV circuits falls": _fall("circuit_ov_norm"),
     "tokens: mean cosine": _reading("token_cosine", 1),
     "tokens: effective rank": _reading("token_rank", -1),
 }
@@ -115,11 +127,11 @@ def alarm_of(scores: Scores, limit: float, start: int) -> int | None:
     return next((step for step, score in scores if step >= start and score > limit), None)
 
 
-def alarm_of_rules(run: Result, start: int, *, default_metrics: bool) -> int | None:
-    """Give the step of the first alert of the rules as they ship, notices aside."""
+def alarm_of_rules(run: Result, start: int, *, weights_alone: bool = False) -> int | None:
+    """Give the step of the first alert of the rules as they ship, notices aside; or of those on key weights alone."""
     steps = [
         step
         for step, _, rule, level in run["alerts"]
-        if level != "notice" and step >= start and rule not in OFF and (rule in BY_DEFAULT or not default_metrics)
+        if level != "notice" and step >= start and (rule in ON_KEYS or not weights_alone)
     ]
     return min(steps, default=None)

@@ -11,34 +11,37 @@ import json
 import math
 import time
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hdi_callback import HeadDiversityMonitor
+from hdi_callback.errors import HDIWarning
 from hdi_callback.monitoring.session.position import Position
 from hdi_callback.monitoring.session.session import Session
 from hdi_callback.monitoring.session.settings import Settings
 from tests.experiments.collapse.run import Loop
 from tests.experiments.faults.faults import FAULTS, Fault, Run
-from tests.experiments.faults.plan import EVERY, HEALTHY, PARTS, STEPS, Job, plan
-from tests.experiments.faults.trainings import BASES, PROVOKED, Data, Model, make_optimizers
+from tests.experiments.faults.plan import EVERY, HEALTHY, PARTS, Job, plan
+from tests.experiments.faults.trainings import BASES, PROVOKED, Data, add_adapters, make_model, make_optimizers
 
 RESULTS = Path("runs/faults")
 METRICS = [
-    "hdi", "head_correlation", "circuit_qk", "circuit_ov", "attention_entropy", "weights_not_finite",
+    "hdi", "hdi_query", "head_correlation", "circuit_qk", "circuit_ov", "attention_entropy", "weights_not_finite",
     "outputs_not_finite", "head_contribution_min", "head_movement_min", "hdi_keys", "token_rank", "update_energy",
 ]  # fmt: skip
 
 
-def train(job: Job, steps: int = STEPS, interventions=()) -> dict[str, Any]:
+def train(job: Job, steps: int | None = None, interventions=()) -> dict[str, Any]:
     """Train as a job says; give the losses, the readings and the alerts."""
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     base = (BASES | PROVOKED)[job.base]
     fault = FAULTS.get(job.kind, Fault("", False, False))
-    model, data = Model(base), Data(base.task, job.seed, base.batch)
+    steps = base.steps if steps is None else steps
+    model, data = make_model(base), Data(base.task, job.seed, base.batch)
     optimizers = make_optimizers(model, base)
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     for _ in range(base.trained_before):
@@ -46,6 +49,10 @@ def train(job: Job, steps: int = STEPS, interventions=()) -> dict[str, Any]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    if base.adapter_rank:
+        add_adapters(model, base.adapter_rank)
+        optimizers = make_optimizers(model, base)
+        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     acted = Run(model, optimizers, job.seed)
     if fault.begin is not None:
         with torch.no_grad():
@@ -56,12 +63,19 @@ def train(job: Job, steps: int = STEPS, interventions=()) -> dict[str, Any]:
 
     def write(results) -> None:
         for result in results:
-            values = {name: layer.values for name, layer in result.record.layers.items()}
-            readings.append({"step": result.record.step, "values": values})
+            layers = result.record.layers
+            values = {name: layer.values for name, layer in layers.items()}
+            arrays = {name: {k: v for k, v in layer.arrays.items() if k in ARRAYS} for name, layer in layers.items()}
+            readings.append({"step": result.record.step, "values": values, "arrays": arrays})
             alerts.extend((a.step, a.layer, a.rule, a.level) for a in result.alerts if not a.is_resolved)
 
     began = time.process_time()
-    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+    said = ExitStack()
+    warned = said.enter_context(warnings.catch_warnings(record=True))
+    warnings.simplefilter("always")
+    with said, HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        facts = [dict(layer) for layer in monitor.facts]
+        attention = acted.layers or [layer.module for layer in monitor.layers]
         loop = Loop(optimizers[0])
         settings = Settings(every_n_steps=EVERY, metrics=METRICS, history=False, interventions=list(interventions))
         session = Session(monitor, loop, settings)
@@ -71,7 +85,7 @@ def train(job: Job, steps: int = STEPS, interventions=()) -> dict[str, Any]:
             if step % EVERY == 0:
                 validation.append(data.validate(model))
                 norms.append(
-                    math.sqrt(sum(float(p.detach().square().sum()) for m in acted.layers for p in m.parameters()))
+                    math.sqrt(sum(float(p.detach().square().sum()) for m in attention for p in m.parameters()))
                 )
             batch = data.draw()
             is_on = step >= fault.start
@@ -104,12 +118,29 @@ def train(job: Job, steps: int = STEPS, interventions=()) -> dict[str, Any]:
     return {
         "kind": job.kind, "base": job.base, "seed": job.seed, "losses": _short(losses), "gradients": _short(gradients),
         "validation": _short([*validation, data.validate(model)]), "norms": _short(norms), "readings": readings,
-        "alerts": alerts, "cpu_seconds": round(time.process_time() - began, 2),
+        "alerts": alerts, "warnings": [str(one.message) for one in warned if isinstance(one.message, HDIWarning)],
+        "facts": facts, "cpu_seconds": round(time.process_time() - began, 2),
     }  # fmt: skip
+
+
+ARRAYS = (
+    "rank", "effective_rank", "flatness", "head_norm", "nearest", "nearest_overlap", "worst_pair",
+    "worst_alignment_pair", "energy_worst_alignment_pair", "attention_entropy", "attention_sink", "attention_logit",
+    "attention_ahead", "attention_alike_worst_pair", "circuit_qk_norm", "circuit_ov_norm", "circuit_qk_worst_pair",
+    "circuit_ov_worst_pair", "head_movement", "head_unchanged", "head_contribution", "outputs_not_finite",
+    "weights_not_finite", "update_entropy",
+)  # fmt: skip
+"""What rules read of single heads."""
 
 
 def _short(values: list[float]) -> list[float | None]:
     return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def run(job: Job, folder: Path) -> bool:
@@ -117,13 +148,15 @@ def run(job: Job, folder: Path) -> bool:
     done = folder / f"{job.name}.json.gz"
     if done.is_file():
         return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = train(job)
+    result = train(job)
     for reading in result["readings"]:
         reading["values"] = {
             layer: {name: float(f"{value:.4g}") for name, value in values.items()}
             for layer, values in reading["values"].items()
+        }
+        reading["arrays"] = {
+            layer: {name: [_rounded(value) for value in array] for name, array in arrays.items()}
+            for layer, arrays in reading["arrays"].items()
         }
     partial = done.with_suffix(".partial")
     partial.write_bytes(gzip.compress(json.dumps(result, separators=(",", ":")).encode(), mtime=0))
@@ -135,14 +168,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--kinds", nargs="*", help=f"only these kinds, such as {HEALTHY}")
-    parser.add_argument("--rounds", type=int, default=3, help="how many confirming runs of each fault")
-    parser.add_argument("--healthy", type=int, default=6, help="how many confirming healthy runs of each training")
+    parser.add_argument("--rounds", type=int, default=2, help="how many confirming runs of each fault")
+    parser.add_argument("--healthy", type=int, default=19, help="how many confirming healthy runs of each training")
+    parser.add_argument("--share", nargs=2, type=int, default=(0, 1), help="of the runs, as 0 2 for every second one")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     folder = options.results / options.part
     folder.mkdir(parents=True, exist_ok=True)
     jobs = plan(options.part, rounds=options.rounds, healthy=options.healthy)
     jobs = [job for job in jobs if not options.kinds or job.kind in options.kinds]
+    part, parts = options.share
+    jobs = jobs[part::parts]
     for number, job in enumerate(jobs, 1):
         if run(job, folder):
             print(f"{number}/{len(jobs)} {job.kind}, {job.base}, {job.seed}", flush=True)

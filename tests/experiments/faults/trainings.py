@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from tests.experiments.collapse.models import Data as TextOrDigits
 from tests.experiments.collapse.models import rotate
+from tests.experiments.faults import encoder
 
-Task = Literal["text", "digits", "table", "reversal"]
+Task = Literal["text", "digits", "table", "reversal", "order"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Base:
     begin_outputs_at_zero: bool = False
     trained_before: int = 0
     begin_at_rate_zero: int = 0
+    steps: int = 100
+    adapter_rank: int = 0
 
 
 BASES: dict[str, Base] = {
@@ -56,8 +59,19 @@ PROVOKED: dict[str, Base] = {
     "outputs begin at zero": replace(BASES["text, grouped"], begin_outputs_at_zero=True),
     "trained before, and trained on": replace(BASES["text"], trained_before=150, rate=1e-3),
     "plain SGD, high rate": replace(BASES["text"], optimizer="sgd", rate=0.5),
+    "narrow": replace(BASES["text"], width=16, heads=2, key_heads=2),
+    "wide": replace(BASES["text"], width=96, heads=6, key_heads=6, rate=1e-3),
+    "long": replace(BASES["text"], steps=400),
+    "long, high decay": replace(BASES["text, grouped"], steps=300, decay=1.0),
+    "long, table": replace(BASES["table"], steps=400),
+    "long, Muon": replace(BASES["text, multi-query, Muon"], steps=300),
+    "adapters of rank 1": replace(BASES["text"], trained_before=150, rate=3e-3, adapter_rank=1),
+    "trained encoder, fine-tuned": Base("order", 6, 12, 12, 384, norm="post", rate=5e-5, batch=4, steps=40),
     "no decay, no warm-up": replace(BASES["digits, post-norm, SGD"], optimizer="adamw", rate=2e-3, decay=0, warm_up=0),
 }
+
+LONG = frozenset(name for name, base in PROVOKED.items() if base.steps > 100 or base.task == "order")
+"""Those that take several times as long as the others."""
 
 
 class Switches:
@@ -71,11 +85,12 @@ class Switches:
         has_skip: whether the residual connections are there.
         sink: added to the scores of the first token.
         rank: dimensions to which what attention is given is cut, 0 for all.
-        common: length of a vector that is added to all tokens.
+        common: a vector that is added to all tokens, not along the ones, which a norm takes away; 0 for none.
     """
 
     def __init__(self) -> None:
-        self.scale, self.sink, self.common = 1.0, 0.0, 0.0
+        self.scale, self.sink = 1.0, 0.0
+        self.common: Tensor | float = 0.0
         self.mask: Literal["causal", "none", "self"] = "causal"
         self.split: Literal["right", "no transpose"] = "right"
         self.rounds_down, self.has_skip, self.rank = False, True, 0
@@ -144,8 +159,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        if self.switches.common:
-            x = x + self.switches.common / x.shape[-1] ** 0.5
+        x = x + self.switches.common
         x = self._add(x, self.attention, 0)
         if self.cross is not None:
             x = self._add(x, lambda tokens: self.cross(tokens, memory), 2)
@@ -218,6 +232,8 @@ class Data:
         self.shared = TextOrDigits(task, seed, batch) if task in ("text", "digits") else None
 
     def draw(self) -> tuple[Tensor, Tensor]:
+        if self.task == "order":
+            return encoder.draw(self.batch, self.generator)
         if self.shared is not None:
             return self.shared.draw()
         if self.task == "reversal":
@@ -227,7 +243,7 @@ class Data:
         return x[chosen], y[chosen]
 
     @torch.no_grad()
-    def validate(self, model: Model) -> float:
+    def validate(self, model: nn.Module) -> float:
         return float(model.loss(*_validation(self.task)))
 
 
@@ -238,6 +254,8 @@ def _reversal(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 @cache
 def _validation(task: Task) -> tuple[Tensor, Tensor]:
+    if task == "order":
+        return encoder.draw(32, torch.Generator().manual_seed(-1), validates=True)
     if task == "reversal":
         return _reversal(64, torch.Generator().manual_seed(-1))
     if task == "table":
@@ -258,6 +276,17 @@ def _table():
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, validation = order[:400], order[400:]
     return (x[train], y[train]), (x[validation], y[validation])
+
+
+def make_model(base: Base) -> nn.Module:
+    return encoder.Encoder() if base.task == "order" else Model(base)
+
+
+def add_adapters(model: nn.Module, rank: int) -> None:
+    """Freeze a model, and let adapters of queries and values train."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]), model)
 
 
 def make_optimizers(model: nn.Module, base: Base) -> list[torch.optim.Optimizer]:

@@ -1,0 +1,93 @@
+"""What has changed at once: weights that were rewritten, inputs that lost directions, between two readings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import ClassVar
+
+from hdi_callback.arguments import number
+from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+
+_PAST = 5
+
+
+class WeightJump(Rule):
+    """The weights of all heads of a layer have moved at once, and further than ever before in this run.
+
+    As by a checkpoint whose rows are in another order, by steps that are far too large, or by code that writes weights.
+
+    Args:
+        change: relative change of the weights since the reading before, of the head that moved least, that is a
+            warning.
+        factor: how many times the largest change so far it is.
+    """
+
+    name = "weight jump"
+    needs = ("head_movement_min",)
+
+    def __init__(self, change: float = 0.1, factor: float = 4.0) -> None:
+        self.change = number("change of WeightJump", change, above=0, below=float("inf"), example=0.1)
+        self.factor = number("factor of WeightJump", factor, above=1, below=float("inf"), example=4.0)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Hold the latest change against those before."""
+        _, moves = series.curve("head_movement_min")
+        *past, now = moves
+        if len(past) < _PAST or now < self.change or not 0 < self.factor * max(past) <= now:
+            return None
+        return Finding(
+            f"the weights of all its heads have changed by {100 * now:.0f} % since the reading before, and by "
+            f"{100 * max(past):.2g} % at most between any two readings till then",
+            "warning",
+            now,
+            self.change,
+            "head_movement_min",
+            remedy="a look at what wrote to them: the learning rate, a checkpoint that was loaded, or rows in another "
+            "order",
+        )
+
+
+class InputsLoseRank(Rule):
+    """The tokens that a layer is given have lost directions at once, and further than they ever changed in this run.
+
+    As by a loader that gives one token again and again, or by code that cuts features off. What training does to them
+    goes slowly; data of another kind may do so too.
+
+    Args:
+        fall: factor by which the effective rank has fallen since the reading before, that is a warning.
+        factor: how many times the largest change before it is, both as logarithms.
+    """
+
+    name = "inputs lose rank"
+    needs = ("token_rank",)
+    past: ClassVar[int] = 6
+    compared: ClassVar[int] = 12
+
+    def __init__(self, fall: float = 1.4, factor: float = 4.0) -> None:
+        self.fall = number("fall of InputsLoseRank", fall, above=1, below=float("inf"), example=1.4)
+        self.factor = number("factor of InputsLoseRank", factor, above=1, below=float("inf"), example=4.0)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Hold the latest fall against the changes before; the alert stands until half of the fall is made up for."""
+        steps, curve = series.curve("token_rank")
+        *before, now = curve
+        if active is not None:
+            value, least = active.finding.value, active.finding.threshold
+            is_over = value is None or least is None or now >= math.sqrt(max(value * least, 0.0))
+            return None if is_over else active.finding
+        if len(before) < self.past or min(curve) <= 0:
+            return None
+        changes = [abs(math.log(b / a)) for a, b in itertools.pairwise(before[-self.compared - 1 :])]
+        fall = math.log(before[-1] / now)
+        if fall < math.log(self.fall) or now >= min(before) or fall < self.factor * max(changes):
+            return None
+        return Finding(
+            f"the tokens that the layer is given have lost directions at once (effective rank {now:.1f}, "
+            f"{before[-1]:.1f} at step {steps[-2]}, and never below {min(before):.1f} before)",
+            "warning",
+            now,
+            min(before),
+            "token_rank",
+            remedy="a look at what the loader gives since then, and at what runs before this layer",
+        )

@@ -1,0 +1,73 @@
+"""What a query may see has changed, or is one token."""
+
+from __future__ import annotations
+
+from hdi_callback.arguments import number
+from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.words import decimal
+
+_NOTHING = 1e-6
+"""Attention to tokens that a mask hides, but for rounding."""
+
+MASK = "a look at the mask that attention is given, and at whether True means seen or hidden there"
+
+
+class LaterTokens(Rule):
+    """Attention that was causal until then reaches later tokens: a mask is missing, or leaks.
+
+    A mask that was never there cannot be told from an encoder.
+
+    Args:
+        share: of attention that goes to later tokens, that is a warning.
+    """
+
+    name = "later tokens"
+    needs = ("attention_ahead",)
+
+    def __init__(self, share: float = 0.001) -> None:
+        self.share = number("share of LaterTokens", share, above=0, below=1, example=0.001)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Ask whether later tokens were hidden before, and are not now."""
+        value = series.value("attention_ahead")
+        first = series.first.values.get("attention_ahead", 1.0)
+        if value < self.share or first > _NOTHING:
+            return None
+        heads = tuple(
+            head for head, share in enumerate(series.latest.per_head("attention_ahead")) if share >= self.share
+        )
+        since = series.since(lambda row: row.values.get("attention_ahead", 0.0) >= self.share)
+        return Finding(
+            f"attention reaches tokens behind the query (share {decimal(value)}), which were hidden from it at step "
+            f"{series.first.step}",
+            "critical",
+            value,
+            self.share,
+            "attention_ahead",
+            () if len(heads) == series.facts.get("num_heads") else heads,
+            since,
+            "",
+            MASK,
+        )
+
+
+class OneKey(Rule):
+    """Each query sees one key alone, so that attention mixes nothing: a mask hides too much."""
+
+    name = "one key"
+    needs = ("attention_keys",)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Ask how many keys a query sees."""
+        value = series.value("attention_keys")
+        if value > 1:
+            return None
+        return Finding(
+            "each query sees one key alone, though there are more: attention mixes nothing",
+            "critical",
+            value,
+            1.0,
+            "attention_keys",
+            since=series.since(lambda row: row.values.get("attention_keys", 2.0) <= 1),
+            remedy=MASK,
+        )

@@ -1,0 +1,67 @@
+"""Heads whose circuits fade away."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import ClassVar
+
+from hdi_callback.arguments import number
+from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.words import named_heads
+
+
+class VanishingWeights(Rule):
+    """What heads score or write with fades away: the norm of a circuit has fallen to a share of what it was.
+
+    A circuit is the product of query and key weights, or of value and output weights: it falls when either does. Heads
+    that begin near zero, beside the others of their layer, have nothing to lose.
+
+    Args:
+        share: of the norm at the first reading, that is a warning; the alert is over at twice as much.
+    """
+
+    name = "vanishing weights"
+    needs = ("circuit_qk_norm",)
+    circuits: ClassVar[dict[str, str]] = {
+        "circuit_qk_norm": "query and key weights", "circuit_ov_norm": "value and output weights",
+    }  # fmt: skip
+    begins: ClassVar[float] = 0.1
+    """Share of the layer's median head that a head must begin with to be asked about."""
+
+    def __init__(self, share: float = 0.1) -> None:
+        self.share = number("share of VanishingWeights", share, above=0, below=1, example=0.1)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Find the heads whose circuits have fallen, in whichever of the two measures is lower."""
+        limit = 2 * self.share if active else self.share
+        found: dict[str, dict[int, float]] = {}
+        for metric in self.circuits:
+            now, first = series.latest.per_head(metric), series.first.per_head(metric)
+            middle = _median(first)
+            found[metric] = {
+                head: after / before
+                for head, (after, before) in enumerate(zip(now, first))
+                if before > self.begins * middle and after <= limit * before
+            }
+        metric = min(found, key=lambda name: min(found[name].values(), default=1.0))
+        heads = tuple(found[metric])
+        if not heads:
+            return None
+        share = min(found[metric].values())
+        return Finding(
+            f"the {self.circuits[metric]} of {named_heads(heads)} fade away (norm of the circuit at "
+            f"{100 * share:.2g} % of what it was at step {series.first.step})",
+            "warning",
+            share,
+            self.share,
+            metric,
+            heads,
+            None if active is None else active.finding.since,
+            "",
+            "less weight decay on the attention, or a look at whether its gradients arrive",
+        )
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
