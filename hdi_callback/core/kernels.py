@@ -40,7 +40,7 @@ class AttentionRows:
         alike_worst: the largest `alike` of a pair.
         alike_worst_pair: ``(2,)``, its two heads; -1 with fewer than two heads that are not flat.
         logit: ``(H,)``, the largest score of a sampled query.
-        keys: mean number of keys that a query sees, of all queries that see any.
+        keys: mean number of keys that a query sees, of all queries that see any of several.
         ahead: ``(H,)``, mean attention to keys that stand behind the query: 0 under a causal mask.
     """
 
@@ -75,7 +75,7 @@ class AttentionSums:
         product: ``(H, H)``, sum of the inner products of rows.
         centred: ``(H, H)``, the same with the uniform part taken out.
         logit: ``(H,)``, the largest score; minus infinity where there is none.
-        seeing: number of queries that see a key.
+        seeing: number of queries that see a key, where there are several.
         seen: sum of the numbers of keys that these see, mean over heads.
         placed: number of those of them whose places among the keys are known.
         ahead: ``(H,)``, sum of their attention to later keys.
@@ -133,7 +133,8 @@ class AttentionSums:
         seen = seen.expand(rows.shape)
         logit = _largest_logit(wide if logits is None else logits, seen, wide.dtype, given=logits is not None)
         sees = seen.sum(-1).to(wide.dtype)  # (..., H, queries)
-        seeing = (sees > 0).all(-2)  # a query counts for all heads or for none
+        # A query counts for all heads or for none, and not at all where there is one key alone.
+        seeing = (sees > 0).all(-2) & (keys > 1)
         column = torch.arange(keys, device=rows.device)
         ahead = wide.new_zeros(H)
         if positions is not None:

@@ -15,13 +15,21 @@ from hdi_callback.monitoring.rules import (
     AttendAlike,
     AttentionSink,
     EntropyCollapse,
+    FlatAttention,
     FrozenHeads,
+    InputsLoseRank,
+    LaterTokens,
     LogitGrowth,
     MergedMessages,
     MergedScores,
     NoContribution,
     NonFinite,
+    OneKey,
+    RoundedAway,
+    SharpFromStart,
     TokensAlike,
+    VanishingWeights,
+    WeightJump,
     default_rules,
 )
 from tests.experiments.collapse.models import Attention, Shape
@@ -106,7 +114,7 @@ def test_values_and_outputs_that_merge_are_named_with_a_second_group_later():
             out[5] = out[4] + 1e-4 * torch.randn_like(out[4])
 
     alerts = judge(MergedMessages(), readings(Layer(), merge, steps=range(0, 90, 10)))
-    assert [(alert.step, alert.finding.groups) for alert in alerts] == [(50, ((0, 1),)), (80, ((0, 1), (4, 5)))]
+    assert [(alert.step, alert.finding.groups) for alert in alerts] == [(10, ((0, 1),)), (80, ((0, 1), (4, 5)))]
 
 
 def test_outputs_that_begin_at_zero_and_move_the_same_way_at_first_are_left_alone():
@@ -254,3 +262,215 @@ def test_what_is_not_measured_is_not_asked_and_null_in_a_history_is_no_number():
                                                  {"head_movement": [None, 0.0], "head_contribution": [None, 0.5]})})
                for step in range(5)]  # fmt: skip
     assert [alert for item in nothing for alert in alerts.judge(item)] == []
+
+
+# --- masks, scales, weights that stand still, jump or fade
+
+
+class Masked(nn.Module):
+    """Attention whose mask and scale can be changed as it runs."""
+
+    def __init__(self, mask: str = "causal", scale: float = 1.0, heads: int = 4, width: int = 32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask, self.scale, self.heads = mask, scale, heads
+        self.qkv, self.out_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        for projection in (self.qkv, self.out_proj):
+            nn.init.normal_(projection.weight, std=width**-0.5)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        n = x.shape[1]
+        seen = {"causal": torch.ones(n, n).tril(), "none": torch.ones(n, n), "self": torch.eye(n)}[self.mask].bool()
+        scale = self.scale * q.shape[-1] ** -0.5
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
+
+
+OF_ALL = ("hdi", "attention_logit", "head_movement_min", "circuit_qk", "circuit_ov", "token_rank")
+
+
+def watched(
+    model, breaks=lambda step, model: None, *, steps=range(0, 60, 10), length=16, metrics=OF_ALL
+) -> list[Record]:
+    """Read a model that is given other tokens at each reading; `breaks` acts before it."""
+    found, generator = [], torch.Generator().manual_seed(1)
+    with HeadDiversityMonitor(nn.ModuleDict({"attn": model}), metrics=list(metrics)) as monitor:
+        for step in steps:
+            with torch.no_grad():
+                breaks(step, model)
+            monitor.arm()
+            model(torch.randn(4, length, 32, generator=generator))
+            found.append(monitor.measure(step).record())
+    return found
+
+
+def asked(rules, records, *, loaded=False):
+    facts = [{"name": "attn", "num_heads": 4, "num_key_heads": 4, "head_dim": 8, "width": 32}]
+    alerts = Alerts(list(rules), facts, loaded=loaded)
+    return [alert for item in records for alert in alerts.judge(item)]
+
+
+def test_attention_to_later_tokens_is_what_the_softmax_gives_them():
+    model = Masked("none").double()
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(3)).double()
+    with HeadDiversityMonitor(nn.ModuleDict({"attn": model}), metrics=["hdi", "attention_ahead"]) as monitor:
+        monitor.arm()
+        model(x)
+        layer = monitor.measure(0).record().layers["attn"]
+    q, k, _ = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in model.qkv(x).chunk(3, -1))
+    weights = (q @ k.mT / 8**0.5).softmax(-1)
+    expected = weights.detach().triu(1).sum(-1).mean((0, 2))
+    assert layer.arrays["attention_ahead"] == pytest.approx(expected.tolist(), rel=1e-4)
+    assert layer.values["attention_ahead"] == pytest.approx(float(expected.max()), rel=1e-4)
+    assert layer.values["attention_keys"] == 12
+
+
+def test_a_mask_that_is_lost_is_told_and_one_that_was_never_there_is_not():
+    def lose(step, model):
+        model.mask = "none" if step >= 30 else "causal"
+
+    (alert,) = asked([LaterTokens()], watched(Masked(), lose))
+    assert (alert.step, alert.level, alert.finding.heads) == (30, "critical", ())
+    assert "which were hidden from it at step 0" in alert.message
+    assert asked([LaterTokens()], watched(Masked("none"))) == []
+    assert asked([LaterTokens()], watched(Masked("causal"))) == []
+
+
+def test_a_mask_that_leaves_each_token_itself_is_told_from_the_first_step():
+    rows = ["hdi", "attention_keys"]
+    (alert,) = asked([OneKey()], watched(Masked("self"), metrics=rows))
+    assert (alert.step, alert.level) == (0, "critical")
+    assert asked([OneKey()], watched(Masked("causal"))) == []
+    assert asked([OneKey()], watched(Masked(), length=1, metrics=rows)) == [], "there is one token alone"
+
+
+def test_a_wrong_scale_is_told_at_step_0_of_fresh_weights_alone():
+    records = watched(Masked(scale=8.0))
+    (alert,) = asked([SharpFromStart()], records)
+    assert alert.step == 0
+    assert "attention is sharp before anything was learned" in alert.message
+    assert asked([SharpFromStart()], records, loaded=True) == []
+    assert asked([SharpFromStart()], watched(Masked())) == []
+
+
+def test_attention_that_stays_uniform_is_told_after_fifteen_readings():
+    (alert,) = asked([FlatAttention()], watched(Masked(scale=0.01), steps=range(0, 200, 10)))
+    assert (alert.step, alert.finding.since) == (140, 0)
+
+    def begin(step, model):
+        model.scale = 1.0 if step >= 50 else 0.0
+
+    assert asked([FlatAttention()], watched(Masked(), begin, steps=range(0, 200, 10))) == []
+
+
+def test_updates_that_round_away_are_told_and_small_ones_that_do_not_are_not():
+    def train(kind):
+        def act(step, model):
+            for parameter in model.parameters():
+                parameter += 1e-5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+                if step >= 20:
+                    parameter.copy_(parameter.to(kind))
+
+        return act
+
+    (alert,) = asked([RoundedAway()], watched(Masked(), train(torch.bfloat16)))
+    assert (alert.step, alert.finding.since) == (50, 30)
+    assert "exactly what they were at the reading before" in alert.message
+    assert asked([RoundedAway()], watched(Masked(), train(torch.float32))) == []
+
+
+def test_the_share_of_weights_that_stand_still_is_counted():
+    def act(step, model):
+        if step:
+            model.qkv.weight[:8] += 0.1  # the queries of the first of four heads, a third of its own rows of qkv
+
+    layer = watched(Masked(), act, steps=(0, 10), metrics=["hdi", "head_unchanged"])[1].layers["attn"]
+    assert layer.arrays["head_unchanged"] == pytest.approx([0.75, 1, 1, 1])
+    assert layer.values["head_unchanged"] == 1
+
+
+def test_weights_that_are_rewritten_at_once_are_told_and_a_schedule_is_not():
+    def rewrite(step, model):
+        for parameter in model.parameters():
+            parameter += 1e-4 * step * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        if step == 80:
+            model.qkv.weight.copy_(model.qkv.weight.roll(32, 0))
+
+    (alert,) = (
+        one for one in asked([WeightJump()], watched(Masked(), rewrite, steps=range(0, 110, 10))) if not one.is_resolved
+    )
+    assert alert.step == 80
+
+    def warm_up(step, model):
+        for parameter in model.parameters():
+            parameter += 2e-3 * step * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+
+    assert asked([WeightJump()], watched(Masked(), warm_up, steps=range(0, 110, 10))) == []
+
+
+@pytest.mark.parametrize(("rows", "metric"), [(slice(32, 40), "circuit_qk_norm"), (slice(64, 72), "circuit_ov_norm")])
+def test_a_head_whose_weights_fade_is_named_by_the_circuit_that_fades(rows, metric):
+    def fade(step, model):
+        if step:
+            model.qkv.weight[rows] *= 0.5
+
+    (alert,) = asked([VanishingWeights()], watched(Masked(), fade))
+    assert (alert.step, alert.finding.heads, alert.finding.metric) == (40, (0,), metric)
+    assert alert.finding.value == pytest.approx(0.5**4, rel=1e-3)
+
+
+def test_a_head_that_begins_near_zero_has_nothing_to_lose():
+    model = Masked()
+    with torch.no_grad():
+        model.qkv.weight[32:40] *= 1e-4
+
+    def fade(step, model):
+        if step:
+            model.qkv.weight[32:40] *= 0.1
+
+    assert asked([VanishingWeights()], watched(model, fade)) == []
+
+
+def test_inputs_that_lose_directions_at_once_are_told_and_those_that_lose_them_slowly_are_not():
+    def tokens(ranks):
+        values = [{"token_rank": rank} for rank in ranks]
+        return [Record(10 * place, {"attn": LayerRecord(value)}) for place, value in enumerate(values)]
+
+    steady = [20.0, 21.0, 19.5, 20.5, 20.0, 21.0, 20.0]
+    (alert,) = asked([InputsLoseRank()], tokens([*steady, 4.0, 4.1, 4.2]))
+    assert alert.step == 70
+    over = asked([InputsLoseRank()], tokens([*steady, 4.0, 4.1, 15.0]))
+    assert [(one.step, one.is_resolved) for one in over] == [(70, False), (90, True)]
+    assert asked([InputsLoseRank()], tokens([20 * 0.7**place for place in range(12)])) == []
+    assert asked([InputsLoseRank()], tokens([*steady, 17.0])) == []
+
+
+def test_layers_that_look_fresh_count_as_loaded_where_most_of_the_model_was():
+    facts = [{"name": name, "num_heads": 4, "num_key_heads": 4, "head_dim": 8, "width": 32} for name in "abc"]
+    even, uneven = ([flatness] * 4 for flatness in (0.85, 0.05))
+
+    def first(*flatness):
+        layers = {
+            name: LayerRecord({"attention_entropy": 0.3}, {"flatness": one, "rank": [8] * 4})
+            for name, one in zip("abc", flatness)
+        }
+        return Record(0, layers)
+
+    assert Alerts([SharpFromStart()], facts).judge(first(uneven, uneven, even)) == []
+    alerts = Alerts([SharpFromStart()], facts)
+    assert [alert.layer for alert in alerts.judge(first(uneven, even, even))] == ["b", "c"]
+    resumed = Alerts([SharpFromStart()], facts)
+    resumed.load_state_dict(alerts.state_dict())
+    assert resumed.state_dict() == alerts.state_dict()
+
+
+def test_the_default_rules_have_what_they_need_with_the_default_metrics():
+    from hdi_callback.monitoring.metrics import check_needs
+    from hdi_callback.monitoring.settings import Settings
+
+    settings = Settings()
+    for rule in default_rules():
+        check_needs(rule.name, rule.needs, [*settings.metrics, *settings.unasked])
+    assert not set(settings.unasked) & set(settings.metrics), "what rules look at is measured and not drawn"
+    assert Settings(metrics=["hdi"]).unasked == Settings(alerts=None).unasked == ()
