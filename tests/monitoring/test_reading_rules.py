@@ -473,4 +473,5 @@ def test_the_default_rules_have_what_they_need_with_the_default_metrics():
     for rule in default_rules():
         check_needs(rule.name, rule.needs, [*settings.metrics, *settings.unasked])
     assert not set(settings.unasked) & set(settings.metrics), "what rules look at is measured and not drawn"
-    assert Settings(metrics=["hdi"]).unasked == Settings(alerts=None).unasked == ()
+    assert Settings(alerts=default_rules()).unasked == Settings(metrics=["default", "update_hdi"]).unasked
+    assert Settings(metrics=["hdi"]).unasked == Settings(alerts=None).unasked == Settings(alerts=[]).unasked == ()
