@@ -533,7 +533,10 @@ def has_default(names: Any) -> bool:
     Returns:
         True if they are.
     """
-    return names is None or names == _DEFAULT or (isinstance(names, list | tuple) and _DEFAULT in names)
+    given = [names] if isinstance(names, str) else names
+    return given is None or (
+        isinstance(given, list | tuple) and any(isinstance(name, str) and name == _DEFAULT for name in given)
+    )
 
 
 def check_needs(rule: str, needs: Sequence[str], metrics: Sequence[str]) -> None:

@@ -164,7 +164,7 @@ class Settings:
     unasked: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
-        has_default_metrics = has_default(self.metrics)
+        given = self.metrics
         for item in fields(self):
             if item.name in CHECKS:
                 self._set(item.name, CHECKS[item.name](getattr(self, item.name)))
@@ -175,7 +175,7 @@ class Settings:
                     if not rule.is_optional:
                         check_needs(rule.name, rule.needs, self.curves)
             self._set("rules", rules)
-            if has_default_metrics and (callable(rules) or any(rule.is_optional for rule in rules)):
+            if has_default(given) and (callable(rules) or any(rule.is_optional for rule in rules)):
                 self._set("unasked", RULE_METRICS)
         elif self.thresholds:
             raise MisconfigurationError(
