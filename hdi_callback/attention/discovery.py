@@ -16,7 +16,7 @@ from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.registry import Place
-from hdi_callback.attention.runtime import ArgumentRecorder, for_traces, for_trials
+from hdi_callback.attention.runtime import ArgumentRecorder
 from hdi_callback.attention.search import Search, is_inside
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
@@ -53,13 +53,11 @@ class Survey:
         layers: attention layers whose heads are established, in model order.
         refused: modules that compute attention, or look like it, and are left out.
         undecided: the places of those of them whose heads a real forward may show.
-        proposed: what names alone suggest of those that could not be run.
     """
 
     layers: tuple[AttentionLayer, ...]
     refused: tuple[Refusal, ...]
     undecided: tuple[Place, ...] = ()
-    proposed: tuple[AttentionLayer, ...] = ()
 
 
 def find_attention(
@@ -132,7 +130,7 @@ def survey(
     with isolated(model):
         search.ask_registry()
         search.trace()
-        search.ask_names()
+        search.name_what_is_silent()
     if forward is not None:
         _run(search, forward)
     return _survey(search, include, exclude)
@@ -140,7 +138,7 @@ def survey(
 
 def _run(search: Search, forward: Callable[[], Any]) -> None:
     """Decide what is open, and check what is claimed, by a real forward."""
-    claims = (*search.layers.values(), *search.proposed.values())
+    claims = tuple(search.layers.values())
     modules = {name: place.module for name, place in search.undecided().items()}
     recorder = ArgumentRecorder({**{layer.name: layer.module for layer in claims}, **modules})
     observer = AttentionObserver(search.model, claims)
@@ -156,8 +154,7 @@ def _run(search: Search, forward: Callable[[], Any]) -> None:
         observer.suspend()
     ways = recorder.take()
     with isolated(search.model):
-        search.trace_recorded({name: for_traces(ways[name]) for name in modules.keys() & ways.keys()})
-        search.try_recorded({name: for_trials(ways[name]) for name in modules.keys() & ways.keys()})
+        search.trace_recorded({name: ways[name] for name in modules.keys() & ways.keys()})
         if has_numbers:
             search.compare(observer, ways)
     observer.release()
@@ -168,7 +165,6 @@ def _survey(search: Search, include: Sequence[str] | None, exclude: Sequence[str
     undecided = search.undecided()
     order = {id(place.module): number for number, place in enumerate(search.places.values())}
     layers = sorted(search.layers.values(), key=lambda layer: order[id(layer.module)])
-    layers = [layer for layer in layers if not _is_whole_of_others(layer, layers)]
     names = [name for name in search.places if name in search.reasons or name in undecided]
     names += [name for name in search.reasons if name not in search.places]
     # What holds a layer and could not be run says nothing of what it computes beside.
@@ -194,13 +190,7 @@ def _survey(search: Search, include: Sequence[str] | None, exclude: Sequence[str
         tuple(layer for layer in layers if is_chosen(layer.name)),
         kept,
         tuple(undecided[one.name] for one in kept if one.name in undecided),
-        tuple(layer for name, layer in search.proposed.items() if is_chosen(name)),
     )
-
-
-def _is_whole_of_others(layer: AttentionLayer, layers: Sequence[AttentionLayer]) -> bool:
-    """Tell a claim by trial about a module whose parts are layers themselves."""
-    return layer.evidence == "trial" and any(is_inside(other.name, layer.name) for other in layers)
 
 
 def _type_of(search: Search, name: str) -> str:

@@ -486,7 +486,7 @@ class HeadPieces:
         return next((why for piece in self.pieces if (why := piece.contradiction(is_output)) is not None), None)
 
 
-Evidence = Literal["layout", "trace", "trial", "forward", "names"]
+Evidence = Literal["layout", "trace", "forward"]
 HeadWeight: TypeAlias = HeadSlice | HeadProduct | HeadPieces
 
 
@@ -508,8 +508,7 @@ class AttentionLayer:
         normed: roles whose features go through a norm before attention.
         left_out: what the layer's attention has beside the heads that are read, in words; ``""`` if they are all.
         evidence: what the claim rests on. ``"layout"``: code that is known, torch's own or a layout that a user
-            registered; ``"trace"``: a traced run of a copy; ``"trial"``: what changes in a copy change; ``"forward"``:
-            what attention received in a real forward; ``"names"``: names and shapes alone.
+            registered; ``"trace"``: a traced run of a copy; ``"forward"``: what attention received in a real forward.
     """
 
     name: str
@@ -524,11 +523,6 @@ class AttentionLayer:
     normed: frozenset[Role] = field(default=frozenset(), repr=False)
     left_out: str = ""
     evidence: Evidence = "layout"
-
-    @property
-    def is_established(self) -> bool:
-        """Whether the heads were seen to be these; names and shapes alone only propose them."""
-        return self.evidence != "names"
 
     def weight(self, role: Role) -> Tensor:
         """Read the weight of a role, head by head.

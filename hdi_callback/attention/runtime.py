@@ -10,15 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
-from hdi_callback.attention.behaviour.given import Given, given
-from hdi_callback.attention.behaviour.received import NoHeadsError
-from hdi_callback.attention.behaviour.trial import contradiction
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.layouts import found_by_behaviour
 from hdi_callback.attention.recorder import Recorder
 from hdi_callback.attention.registry import Place
 from hdi_callback.attention.trace.inputs import Inputs, recorded_inputs
@@ -28,38 +23,15 @@ from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.verify import contradiction_of
 
 _MOST_SECONDS = 60.0  # for one module
+_SLOW = "running it with what it received in the first forward that was read takes too long"
 
 
-class ArgumentRecorder(Recorder[Inputs | Given]):
-    """Keeps the arguments of the next forward of some modules, for a traced run and for a trial."""
+class ArgumentRecorder(Recorder[Inputs]):
+    """Keeps the arguments of the next forward of some modules, for a traced run."""
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Inputs | Given]:
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Inputs]:
         with isolated(module):
-            return [*recorded_inputs(args, kwargs), *given(module, args, kwargs, is_whole=True)]
-
-
-def for_traces(ways: Sequence[Inputs | Given]) -> list[Inputs]:
-    """Choose the arguments for a traced run.
-
-    Args:
-        ways: of one module, as they were recorded.
-
-    Returns:
-        Those for `trace`.
-    """
-    return [one for one in ways if isinstance(one, Inputs)]
-
-
-def for_trials(ways: Sequence[Inputs | Given]) -> list[Given]:
-    """Choose the arguments for a trial.
-
-    Args:
-        ways: of one module, as they were recorded.
-
-    Returns:
-        Those for `trial.py`.
-    """
-    return [one for one in ways if isinstance(one, Given)]
+            return list(recorded_inputs(args, kwargs))
 
 
 class HeadCheck(ArgumentRecorder):
@@ -94,15 +66,10 @@ class HeadCheck(ArgumentRecorder):
         return shown
 
 
-def _contradiction(layer: AttentionLayer, ways: Sequence[Inputs | Given]) -> str | None:
+def _contradiction(layer: AttentionLayer, ways: Sequence[Inputs]) -> str | None:
     """Say what all ways that run show against a layer; one that agrees is enough, as one of them is right."""
-    said = list(traced_contradictions(layer, for_traces(ways)))
-    if said:
-        return None if None in said else said[0]
-    if layer.output_projection is None:  # nothing shows in what comes back
-        return None
-    what = contradiction(layer, [way for way in for_trials(ways) if not way.is_whole])
-    return None if what is None or _is_found_again(layer, for_trials(ways)) else what
+    said = list(traced_contradictions(layer, ways))
+    return None if None in said or not said else said[0]
 
 
 def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iterator[str | None]:
@@ -122,21 +89,15 @@ def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iter
     for way in ways:
         with suppress(Exception):
             run, found = layers_in(traceable, way.args, way.kwargs)
-            if run.error is not None or not any(one.layer is not None for one in found):
+            shown = [one for one in found if not one.is_undecided]
+            # What somebody vouches for need not be something that a traced run can read.
+            is_told = layer.evidence != "layout" and bool(shown)
+            if run.error is not None or not (is_told or any(one.layer is not None for one in shown)):
                 continue
-            what = contradiction_of(layer, found, layer.name)
+            what = contradiction_of(layer, shown, layer.name)
             yield what
             if what is None:
                 return
-
-
-def _is_found_again(layer: AttentionLayer, ways: Sequence[Given]) -> bool:
-    """Ask for a second opinion: where tokens change places, or values add to the scores, outputs alone deceive."""
-    try:
-        found = found_by_behaviour(Place(layer.name, layer.module), ways)
-    except NoHeadsError:
-        return False
-    return all(role in layer.slices and torch.equal(found.weight(role), layer.weight(role)) for role in found.slices)
 
 
 class HeadSearch(ArgumentRecorder):
@@ -155,7 +116,7 @@ class HeadSearch(ArgumentRecorder):
         self._tracer = KindTracer()
         super().__init__({place.name: place.module for place in places})
 
-    def recorded(self) -> dict[str, list[Inputs | Given]]:
+    def recorded(self) -> dict[str, list[Inputs]]:
         """Stop recording, and hand over the arguments with which heads can be looked for.
 
         Not to be called where the model is isolated, which would put back the hooks that leave here.
@@ -173,7 +134,7 @@ class HeadSearch(ArgumentRecorder):
             del ways[name]
         return ways
 
-    def found(self, ways: Mapping[str, Sequence[Inputs | Given]]) -> list[AttentionLayer]:
+    def found(self, ways: Mapping[str, Sequence[Inputs]]) -> list[AttentionLayer]:
         """Look with arguments that were recorded.
 
         Args:
@@ -187,28 +148,22 @@ class HeadSearch(ArgumentRecorder):
             self._look(ways, layers)
         return layers
 
-    def _look(self, ways: Mapping[str, Sequence[Inputs | Given]], layers: list[AttentionLayer]) -> None:
+    def _look(self, ways: Mapping[str, Sequence[Inputs]], layers: list[AttentionLayer]) -> None:
         for name in sorted(ways, key=lambda name: len(name.split(".")), reverse=True):
             try:
                 with isolated(seconds=_MOST_SECONDS):
                     layers += self._found(self._places[name], ways[name])
-            except NoHeadsError as error:  # noqa: PERF203
-                self.reasons.setdefault(name, str(error))
-            except Exception as error:  # what fails in one is no word on others
+            except Exception as error:  # noqa: PERF203 - what fails in one is no word on others
                 self.reasons.setdefault(name, f"looking at it raises {type(error).__name__} ({error})")
 
-    def _found(self, place: Place, ways: Sequence[Inputs | Given]) -> list[AttentionLayer]:
-        found = self._tracer.found_in(place.name, place.module, for_traces(ways))
-        layers = [one.layer for one in found or () if one.layer is not None]
+    def _found(self, place: Place, ways: Sequence[Inputs]) -> list[AttentionLayer]:
+        found = self._tracer.found_in(place.name, place.module, ways)
+        if found is None and self._tracer.is_slow(place.module):
+            self.reasons[place.name] = _SLOW
         for one in found or ():
             if one.layer is None:
                 self.reasons[place.name] = one.reason
-        is_open = found is None or any(one.is_undecided for one in found)
-        if layers or not is_open:
-            return layers
-        if self._tracer.is_slow(place.module):
-            raise NoHeadsError("running it with what it received in the first forward that was read takes too long")
-        return [found_by_behaviour(place, for_trials(ways))]
+        return [one.layer for one in found or () if one.layer is not None]
 
 
 def _is_spread(module: nn.Module) -> bool:

@@ -5,11 +5,10 @@ Module by module from the innermost outwards:
 1. `ask_registry`: layouts that users register, and torch's own attention by its code (`registry.py`).
 2. `trace`: whatever else computes is run once, a copy of it with inputs that are made up, and its graph is read
    (`trace/`).
-3. `ask_names`: what could not be run, or not be read to the end, is asked for names and tried (`layouts.py`). What no
-   trial confirms is a proposal and no layer.
+3. `name_what_is_silent`: what is called attention, and was seen to compute none, is named.
 4. `trace_recorded`: what is still open is run with the inputs of a real forward.
-5. `compare`: what attention received in that forward contradicts layers, establishes proposals, and shows what nobody
-   accounts for (`observe/`).
+5. `compare`: what attention received in that forward contradicts layers, and shows what nobody accounts for
+   (`observe/`).
 """
 
 from __future__ import annotations
@@ -21,16 +20,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.behaviour.given import Given
-from hdi_callback.attention.behaviour.received import NoHeadsError
 from hdi_callback.attention.conventions import is_called_attention, looks_like_attention
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, RefusedError
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.layouts import SeenError, described_by_names, found_by_behaviour
 from hdi_callback.attention.names import printable
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.registry import Place, is_known_kind, known_layer
-from hdi_callback.attention.runtime import for_traces, traced_contradictions
+from hdi_callback.attention.runtime import traced_contradictions
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
 from hdi_callback.attention.trace.layers import Found
@@ -53,7 +49,6 @@ class Search:
     Attributes:
         places: every module that computes something, by its name.
         layers: layers whose heads are established, by name.
-        proposed: layers by names alone, of modules that could not be run.
         reasons: name -> why a module is left out, and what to do.
     """
 
@@ -61,7 +56,6 @@ class Search:
         self.model = model
         self.places = {place.name: place for place in _places(model)}
         self.layers: dict[str, AttentionLayer] = {}
-        self.proposed: dict[str, AttentionLayer] = {}
         self.reasons: dict[str, tuple[str, str]] = {}
         self._vouched: set[str] = set()  # names of modules that the registry knows
         self._ran: set[str] = set()
@@ -100,30 +94,6 @@ class Search:
         for name in self._from_the_inside(self.places):
             if self._is_worth_running(name):
                 self._take(name, self._traced(name, None))
-
-    def try_recorded(self, recorded: Mapping[str, Sequence[Given]]) -> None:
-        """Look by trials, with inputs of a real forward, where traced runs decided nothing.
-
-        Args:
-            recorded: name of a module -> its arguments, in each of the ways in which they may be cut.
-        """
-        for name in self._from_the_inside(recorded):
-            if (name in self._ran and name not in self._open) or not recorded[name]:
-                continue
-            if self._tracer.is_slow(self.places[name].module):
-                continue
-            place = self.places[name]
-            try:
-                with isolated(place.module, seconds=_MOST_SECONDS):
-                    layer = found_by_behaviour(place, recorded[name])
-            except NoHeadsError as error:
-                if str(error) and name not in self._open:
-                    self.reasons[name] = str(error), ""
-            except Exception as error:
-                self.reasons.setdefault(name, (f"looking at it raises {type(error).__name__} ({error})", ""))
-            else:
-                self.layers[name] = layer
-                self._settle(name)
 
     def trace_recorded(self, recorded: Mapping[str, Sequence[Inputs]]) -> None:
         """Run copies of modules with inputs of a real forward.
@@ -190,7 +160,6 @@ class Search:
 
     def _settle(self, name: str) -> None:
         self.reasons.pop(name, None)
-        self.proposed.pop(name, None)
         self._open.discard(name)
 
     def _drop_parts_of(self, whole: AttentionLayer) -> None:
@@ -204,54 +173,15 @@ class Search:
                 if any(owner is part for owner in owners for part in layer.module.modules()):
                     del self.layers[name]
 
-    # --- 3. names, and trials
+    # --- 3. names
 
-    def ask_names(self) -> None:
-        """Ask for names and trials where a traced run decides nothing, and note why nothing is read of the rest."""
-        for name in self._from_the_inside(self.places):
-            if name in self._vouched or any(is_inside(name, other) for other in self._vouched):
-                continue
-            if (name in self._ran and name not in self._open) or self._is_beside(name):
-                continue
-            if not _holds_matrices(self.places[name].module) or self._is_slow(name):
-                continue
-            self._try(self.places[name])
+    def name_what_is_silent(self) -> None:
+        """Note of modules that are called attention, and ran without a softmax over tokens, that nothing was seen."""
         told = {*self.layers, *self.reasons, *(name for name in self.places if self._is_explained(name))}
         for name, place in self.places.items():
             is_called = place.parent is not None and is_called_attention(place.module) and looks_like_attention(place)
             if name in self._ran and is_called and not any(name == other or is_inside(other, name) for other in told):
                 self.reasons[name] = _NO_SOFTMAX, ""
-
-    def _is_beside(self, name: str) -> bool:
-        """Tell what is a part of a layer, or holds one, or holds what is refused."""
-        known = {*self.layers, *self.proposed, *(self.reasons.keys() - self._open)}
-        return any(name == other or is_inside(name, other) or is_inside(other, name) for other in known)
-
-    def _try(self, place: Place) -> None:
-        refused: tuple[str, str] | None = None
-        layer = None
-        try:
-            with isolated(place.module, seconds=_MOST_SECONDS):
-                layer = described_by_names(place)
-        except SeenError as error:
-            refused = error.reason, error.remedy
-        except Exception:  # a reason that rests on names says nothing of what it computes
-            layer = None
-        if layer is None and not any(is_lazy(one) for one in place.module.parameters()):
-            try:
-                with isolated(place.module, seconds=_MOST_SECONDS):
-                    layer = found_by_behaviour(place)
-            except NoHeadsError as error:
-                refused = (str(error), "") if str(error) and refused is not None else refused
-            except Exception:  # there is a reason, or nothing to say
-                layer = None
-        if layer is not None and layer.is_established:
-            self.layers[place.name] = layer
-            self._settle(place.name)
-        elif layer is not None and place.name not in self._ran:
-            self.proposed[place.name] = layer
-        elif refused is not None and place.name not in self.reasons:
-            self.reasons[place.name] = refused
 
     # --- 4. and 5. a real forward
 
@@ -262,7 +192,7 @@ class Search:
             Their places by name, in model order.
         """
         explained = {id(layer.module) for layer in self.layers.values()}
-        found = {name for name in (*self.reasons, *self.proposed) if name not in self._vouched and name in self.places}
+        found = {name for name in self.reasons if name not in self._vouched and name in self.places}
         for name, place in self.places.items():
             is_open = name not in self._ran and name not in self._vouched and id(place.module) not in explained
             is_open &= not any(is_inside(other, name) for other in self._vouched)
@@ -277,28 +207,20 @@ class Search:
             if name in inner and not any(name == other or is_inside(name, other) for other in known)
         }
 
-    def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs | Given]]) -> None:
+    def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs]]) -> None:
         """Hold what is claimed against what attention received in a real forward.
 
         Args:
-            observer: of `layers` and `proposed`, disarmed after the forward.
+            observer: of `layers`, disarmed after the forward.
             ways: the arguments of each module in that forward.
         """
         for name, verdict in observer.verdicts().items():
-            layer = self.layers.get(name, self.proposed.get(name))
-            if layer is None:
-                continue
-            if verdict.state == "contradicted":
-                self._correct(layer, for_traces(ways.get(name, ())), verdict.sentence)
-            elif verdict.state == "established" and name in self.proposed:
-                self.layers[name] = replace(layer, evidence="forward")
-                self._settle(name)
+            if name in self.layers and verdict.state == "contradicted":
+                self._correct(self.layers[name], ways.get(name, ()), verdict.sentence)
         for one in observer.accounts():
             read = self.layers.get(one.layer)
             if one.part == "in part" and read is not None and not read.left_out:
-                self.layers[one.layer] = replace(
-                    read, left_out=self._rest_of(read, for_traces(ways.get(one.layer, ())))
-                )
+                self.layers[one.layer] = replace(read, left_out=self._rest_of(read, ways.get(one.layer, ())))
             name = users_name(printable(one.core.module))
             known = (*self.reasons, *self.layers)
             if not one.layer and not any(name == o or is_inside(name, o) or is_inside(o, name) for o in known):
@@ -317,7 +239,6 @@ class Search:
             return
         name = layer.name
         self.layers.pop(name, None)
-        self.proposed.pop(name, None)
         found = self._tracer.found_in(name, layer.module, ways)
         if found and all(one.layer is not None for one in found):
             self._take(name, found)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSearch, Refusal, survey
-from hdi_callback.attention.behaviour.given import Given
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.observe import AttentionObserver, Unexplained
 from hdi_callback.attention.search import is_inside
@@ -74,7 +73,6 @@ class WatchedLayers:
         self._model, self._is_strict, self._warn_once = model, strict, warn_once
         self._include, self._exclude = include, exclude
         self._undecided = found.undecided if check_heads else ()
-        self._proposed = tuple(replace(layer, name=users_name(layer.name)) for layer in found.proposed)
         self._check = HeadCheck(self.all) if check_heads else None
         self._search = HeadSearch(self._undecided) if self._undecided else None
         again = {place.name for place in self._undecided}
@@ -91,7 +89,7 @@ class WatchedLayers:
         self._unexplained: set[str] = set()
         self._late: list[AttentionLayer] = []
         self._contradicted: dict[str, str] = {}
-        self._shown: dict[str, str] = {}  # what contradicts claims by names, in a forward
+        self._shown: dict[str, str] = {}  # what contradicts heads that were looked for, in a forward
         self._removed: set[str] = set()
 
     @property
@@ -154,14 +152,10 @@ class WatchedLayers:
         """Whether claims were judged by one forward alone so far, the one that `ran` is of."""
         return self._looks == 1
 
-    @property
-    def claims(self) -> tuple[AttentionLayer, ...]:
-        """The layers that are watched, and those that wait for a forward that confirms them."""
-        return (*self.all, *self._proposed)
-
     def _awaited(self) -> list[str]:
-        """Names of the claims that no forward has shown yet."""
-        return [layer.name for layer in self._proposed]
+        """Names of the modules that a forward is to decide, and that no forward has called yet."""
+        ran = frozenset() if self._search is None else self._search.ran
+        return [name for name in self._held if name not in ran]
 
     def suspend(self) -> None:
         """Take the hooks off."""
@@ -268,20 +262,15 @@ class WatchedLayers:
         self.refused = (*self.refused, *(Refusal(name, kinds[name], why) for name, why in told.items()))
 
     def _found_in(
-        self, observer: AttentionObserver, recorded: Mapping[str, Sequence[Inputs | Given]]
+        self, observer: AttentionObserver, recorded: Mapping[str, Sequence[Inputs]]
     ) -> list[AttentionLayer]:
-        """Find the layers that the forward shows: claimed by names, refused before it, or looked at by nobody."""
-        verdicts = observer.verdicts(self._proposed)
-        found = [one for one in self._proposed if verdicts[one.name].state == "established"]
-        decided = {name for name, verdict in verdicts.items() if verdict.state != "not seen"}
-        self._shown |= {name: one.sentence for name, one in verdicts.items() if one.state == "contradicted"}
+        """Find the layers that the forward shows: refused before it, or looked at by nobody."""
+        found: list[AttentionLayer] = []
         if self._search is not None and recorded:
-            known = {one.module for one in found}
-            looked = [one for one in self._search.found(recorded) if one.module not in known]
+            looked = self._search.found(recorded)
             seen = observer.verdicts(looked)
             self._shown |= {name: one.sentence for name, one in seen.items() if one.state == "contradicted"}
             found += [one for one in looked if seen[one.name].state != "contradicted"]
-        self._proposed = tuple(one for one in self._proposed if one.name not in decided)
         for path, layer in observer.proposals([*self.all, *found]).items():
             if isinstance(layer, AttentionLayer) and self._may_be_watched(path, layer, [*self.all, *found]):
                 found.append(layer)

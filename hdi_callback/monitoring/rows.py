@@ -162,7 +162,7 @@ class AttentionReadings:
         self._layers, self._model, self._choice, self._reads_rows = layers, model, padding, reads_rows
         self.observer = AttentionObserver(
             model,
-            layers.claims,
+            layers.all,
             max_queries=max_queries,
             reduce_rows=_reduce if reads_rows else None,
             reduce_norms=NormSums.of if reads_rows else None,
@@ -186,7 +186,7 @@ class AttentionReadings:
     def _observe(self) -> None:
         is_judging = self._layers.is_judging
         if self._reads_rows or is_judging:
-            self.observer.layers = self._layers.claims
+            self.observer.layers = self._layers.all
             self.observer.arm(keeps_samples=is_judging)
 
     def disarm(self) -> None:

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, find_attention, register_layout
-from hdi_callback.attention import AttentionLayer, HeadSlice, Taps
-from hdi_callback.attention.behaviour import given as arguments
-from hdi_callback.attention.behaviour.trial import acts_as_claimed, contradiction
+from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSlice, Taps
 from hdi_callback.attention.heads import check_layer
 from hdi_callback.attention.projections import (
     effective_weight,
@@ -515,11 +513,12 @@ def test_a_norm_over_the_batch_leaves_principal_angles_as_they_are(kind, is_trai
 
 
 @pytest.mark.parametrize("sides", [(2, 3), (2, D), (D, 2), (8, 8)])
-def test_a_claim_is_tried_on_images_whatever_their_sides(sides):
+def test_a_claim_is_checked_on_images_whatever_their_sides(sides):
     (layer,) = find_attention(twins()[0])
-    ways = [way for way in arguments.given(layer.module, (torch.randn(3, D, *sides),), {}) if not way.is_whole]
-    assert acts_as_claimed(layer, ways)
-    assert contradiction(layer, ways) is None
     wrong = replace(layer, slices={role: replace(part, stride=1, step=H) for role, part in layer.slices.items()})
-    assert acts_as_claimed(wrong, ways) is False
-    assert contradiction(wrong, ways) is not None
+    for claim, names in ((layer, set()), (wrong, {layer.name})):
+        check = HeadCheck([claim])
+        check.arm()
+        layer.module(torch.randn(3, D, *sides))
+        assert set(check.contradictions()) == names
+        check.suspend()

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
-from hdi_callback.attention.behaviour.given import given
-from hdi_callback.attention.behaviour.trial import contradiction
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.runtime import HeadCheck
 from hdi_callback.attention.trace.layers import Found, layers_in
@@ -102,7 +100,6 @@ def test_a_training_contradicts_no_true_claim_where_tokens_change_places() -> No
     x = torch.randn(2, 8, WIDTH)
     layers = survey(model, forward=lambda: model(x)).layers
     assert [layer.num_heads for layer in layers] == [H]
-    assert contradiction(layers[0], given(model[0], (x,), {})), "by its outputs alone"
     swapped = [replace(layer, slices={**layer.slices, "key": layer.slices["value"]}) for layer in layers]
     for claims, names in ((layers, set()), (swapped, {"0"})):
         check = HeadCheck(claims)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
-from hdi_callback.attention.behaviour.probe import MadeUp
-from hdi_callback.attention.behaviour.trial import acts_as_claimed, contradiction
 from hdi_callback.attention.runtime import HeadCheck
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
@@ -396,18 +394,21 @@ def test_what_values_add_to_the_scores_is_no_key():
     require_right(module)
 
 
-def in_a_forward(layer: AttentionLayer) -> dict[str, str]:
+def checked(layer: AttentionLayer, *inputs: Tensor) -> dict[str, str]:
     """What a real forward shows against the heads of a layer."""
     check = HeadCheck([layer])
     check.arm()
-    layer.module(torch.randn(3, T, D))
-    return check.contradictions()
+    layer.module(*inputs)
+    try:
+        return check.contradictions()
+    finally:
+        check.suspend()
 
 
 def test_what_values_add_to_the_scores_is_no_contradiction_of_the_heads():
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(FedByValues()))
-    assert in_a_forward(layer) == {}
+    assert checked(layer, torch.randn(3, T, D)) == {}
 
 
 def test_what_values_add_to_the_keys_is_not_left_out():
@@ -415,8 +416,8 @@ def test_what_values_add_to_the_keys_is_not_left_out():
     module = FedByValues(is_twin=True)
     assert "its keys are sums of what `dt` and `k_proj` give" in refusal_of(module)
     claimed = {role: HeadSlice(module, f"{role[0]}_proj.weight", H, 8) for role in ("query", "key", "value")}
-    layer = AttentionLayer("twin", module, H, H, 8, 8, "claimed", claimed, module.o_proj)
-    assert "twin" in in_a_forward(layer)
+    layer = AttentionLayer("twin", module, H, H, 8, 8, "claimed", claimed, module.o_proj, evidence="trace")
+    assert "twin" in checked(layer, torch.randn(3, T, D))
 
 
 class Exclusive(nn.Module):
@@ -481,9 +482,8 @@ def test_groups_of_tokens_are_no_contradiction():
     torch.manual_seed(0)
     module = InGroups()
     (layer,) = find_attention(nn.Sequential(module))
-    assert acts_as_claimed(layer) is True
-    assert acts_as_claimed(layer, [MadeUp("length first")]) is not True
     x = torch.randn(B, 2, T, D)
+    assert checked(layer, x, x, x) == {}
     with torch.no_grad(), witness(module.eval()) as seen:
         module(x, x, x)
     (computation,) = merged(seen.computations, B)
@@ -492,16 +492,16 @@ def test_groups_of_tokens_are_no_contradiction():
     assert "which tells nothing of keys" in refusal_of(InGroups(is_twin=True))
 
 
-def test_heads_are_not_contradicted_where_batch_and_length_are_swapped_nor_taken_for_seen():
+@pytest.mark.parametrize("shape", [(T, 3, D), (3, T, D), (T, 1, D)])
+def test_heads_are_not_contradicted_wherever_the_length_stands(shape):
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(by_hand.LengthFirst()))
-    assert acts_as_claimed(layer, [MadeUp("length first")]) is True
-    assert acts_as_claimed(layer, [MadeUp("batch first")]) is False, "no evidence, where no other way runs"
-    assert contradiction(layer, [MadeUp("batch first")]) is None
+    x = torch.randn(shape)
+    assert checked(layer, x) == {}
     mixed = replace(layer, num_heads=2, num_key_heads=2, head_dim=16, value_dim=16, slices={
         role: replace(part, heads=2, width=16) for role, part in layer.slices.items()
     })  # fmt: skip
-    assert acts_as_claimed(mixed, [MadeUp("length first")]) is False
+    assert set(checked(mixed, x)) == {layer.name}
 
 
 class Viewed(by_hand.Separate):
@@ -519,7 +519,8 @@ class Viewed(by_hand.Separate):
 def test_another_input_under_any_name_and_views_are_no_hindrance():
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(Viewed()))
-    assert acts_as_claimed(layer) is True
+    assert checked(layer, torch.randn(T, 3, D), torch.randn(T + 2, 3, D)) == {}
+    assert torch.equal(layer.weight("key"), layer.module.k_proj.weight.view(H, 8, D))
 
 
 class ManyGates(nn.Module):

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from hdi_callback.arguments import number, one_of, whole_number, words
 from hdi_callback.attention import AttentionLayer, HeadSlice, Role
-from hdi_callback.attention.norms import is_normed
 from hdi_callback.core import (
     Folding,
     attention_agreement,
@@ -202,7 +201,7 @@ class ReviveHeads(Intervention):
             if not self.is_for_layer(layer.name):
                 continue
             refuse_sharded(layer, self.name)
-            if is_normed(layer, "value"):
+            if "value" in layer.normed:
                 raise MisconfigurationError(
                     f"ReviveHeads cannot fold a head of `{layer.name}` into another, for a norm follows its values: "
                     f"leave the layer out with layers=[...]."
@@ -296,7 +295,7 @@ class ReviveHeads(Intervention):
         """Estimate the share of a head's output that is lost if another takes it over; that of its worst member."""
         queries, keys = layer.weight("query"), layer.weight("key")
         biases = _query_biases(layer)
-        normed = is_normed(layer, "query") or is_normed(layer, "key")
+        normed = "query" in layer.normed or "key" in layer.normed
         group = layer.num_heads // layer.num_key_heads
         losses = []
         for leaving, staying in _members(head, stays, group, of_queries):

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from hdi_callback.arguments import number
 from hdi_callback.attention import AttentionLayer, HeadSlice, Role
-from hdi_callback.attention.norms import is_normed
 from hdi_callback.attention.observe import AttentionObserver, RowChunk
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
@@ -321,7 +320,7 @@ def _why_not(layer: AttentionLayer) -> str:
         return f"its {layer.num_heads} heads cannot be divided among {layer.num_key_heads} keys"
     roles: tuple[Role, ...] = ("query", "key")
     for role in roles:
-        if is_normed(layer, role):
+        if role in layer.normed:
             return f"a norm follows its {role}, which takes the scale away again"
         if role not in layer.slices or owner_of(layer, layer.weight(role)) is None:
             return f"its {role} heads cannot be written in place ({layer.kind})"

@@ -1,1 +1,0 @@
-"""Heads as modules behave, whatever they are called: tried, found and checked on copies."""
