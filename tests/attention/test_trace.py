@@ -222,10 +222,13 @@ class Latent(nn.Module):
         self.between = nn.LayerNorm(8)
         nn.init.uniform_(self.between.weight, 0.5, 2)
 
+    def shared(self, x):
+        return x
+
     def forward(self, x):
         latent, shared = self.down(x).split([8, 4], -1)
         k, v = self.up(self.between(latent)).unflatten(-1, (H, 14)).split([6, 8], -1)
-        k = torch.cat([k, shared[:, :, None].expand(-1, -1, H, -1)], -1)
+        k = torch.cat([k, self.shared(shared)[:, :, None].expand(-1, -1, H, -1)], -1)
         return self.out(by_hand.attend(self.q(x).unflatten(-1, (H, 10)), k, v))
 
 
@@ -239,6 +242,22 @@ def test_keys_of_a_latent_are_the_product_of_both_maps_and_of_what_lies_between(
     assert torch.allclose(layer.weight("value"), expected[:, 6:], atol=1e-6)
     assert torch.equal(layer.weight("query"), module.q.weight.view(H, 10, D)[:, :6])
     assert "without the part that all heads share" in layer.kind
+
+
+class NormedRotary(Latent):
+    """The part of the keys that all heads share has a norm of its own, and with it a factor for each token."""
+
+    def shared(self, x):
+        return nn.functional.rms_norm(x, (4,))
+
+
+def test_a_norm_of_the_part_that_all_heads_share_is_no_activation():
+    torch.manual_seed(0)
+    (layer,) = layers_of(NormedRotary())
+    (plain,) = layers_of(Latent())
+    assert layer.kind == plain.kind
+    assert (layer.num_heads, layer.head_dim) == (plain.num_heads, plain.head_dim)
+    assert layer.slices.keys() == plain.slices.keys()
 
 
 class Blocks(by_hand.Separate):
@@ -265,6 +284,40 @@ def test_padding_of_blocks_has_no_key():
 )
 def test_other_modules_have_no_attention(module):
     assert read(module) == []
+
+
+class Chooser(nn.Module):
+    """Says which tokens are worth a look; no gradient reaches it, as in DeepSeek's sparse attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.kept = nn.Linear(D, 4), nn.Sequential(nn.Linear(D, 4))
+
+    @torch.no_grad()
+    def forward(self, x):
+        return self.asked(x) @ self.kept(x.view(x.shape)).mT
+
+
+class Chosen(by_hand.Separate):
+    def __init__(self):
+        super().__init__()
+        self.chooser = Chooser()
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        best = self.chooser(x).topk(3, -1).indices
+        mask = torch.full((*x.shape[:2], x.shape[1]), float("-inf")).scatter(-1, best, 0.0)
+        scores = q.transpose(1, 2) @ k.transpose(1, 2).mT / 8**0.5 + mask[:, None]
+        return self.out_proj((scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
+
+
+def test_parts_of_a_forward_that_forbid_gradients_are_no_hindrance():
+    torch.manual_seed(0)
+    module = Chosen()
+    (layer,) = layers_of(module)
+    for role in ("query", "key", "value"):
+        assert torch.equal(layer.weight(role), getattr(module, f"{role[0]}_proj").weight.view(H, 8, D))
+    assert torch.equal(layer.weight("output"), module.out_proj.weight.mT.reshape(H, 8, D))
 
 
 class UnderCheckpoint(by_hand.NanoGPT):

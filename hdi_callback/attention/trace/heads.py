@@ -392,7 +392,7 @@ class CoreReading:
         if "query" in heads and any(len(of_query.positions(leaf)) > 1 for leaf in of_query.masks):
             del heads["query"]  # of several tokens
         self._check_widths(heads, product, places[first][0], has_shared=has_shared)
-        normed = self._check_linear(heads, members, product, places)
+        normed = self._check_linear(heads, members, product, places, has_shared=has_shared)
         self._order(heads, members, product, places)
         self._centre(heads, members, product, places)
         if "query" not in heads and of_query:
@@ -441,6 +441,12 @@ class CoreReading:
                 if column != -1:
                     columns.setdefault((parameter, start + feature), set()).add(column)
         return columns
+
+    def _own_columns(self, rows: list[Rows], product: int, side: int) -> list[int]:
+        """Columns of queries or keys on which the features of heads act, all if that is not seen of one."""
+        columns = self._columns(self._side(product, side))
+        own = {at for one in rows for feature in one.features for at in columns.get((one.parameter, feature), {-2})}
+        return list(range(self._side(product, side).shape[-1])) if -2 in own else sorted(own)
 
     def _check_tokens(self, n: int, product: int, place: tuple[int, Tensor, Tensor], at_values: Tensor) -> None:
         """Refuse what is averaged, or met, if its positions are features and no tokens."""
@@ -620,9 +626,12 @@ class CoreReading:
     # --- linear, ordered, centred
 
     def _check_linear(
-        self, heads: dict[Role, list[Rows]], members: list[list[int]], product: int, places: Any
+        self, heads: dict[Role, list[Rows]], members: list[list[int]], product: int, places: Any, *, has_shared: bool
     ) -> set[Role]:
-        """Refuse an activation between a map and attention; tell roles that a norm scales."""
+        """Refuse an activation between a map and attention; tell roles that a norm scales.
+
+        Where all heads share a part of the keys, that may have a norm of its own, and a factor.
+        """
         runs = self.trace.again
         if any(len(cores) != len(self.trace.cores) for cores in runs):
             raise UndecidedError("what it computes depends on the values of its projections")
@@ -640,6 +649,8 @@ class CoreReading:
                     (one.right if side else one.left).reshape(-1, (one.right if side else one.left).shape[-1])[at]
                     for one in chosen
                 ]
+            if has_shared and role != "value":
+                tensors = [tensor[..., self._own_columns(heads[role], product, side)] for tensor in tensors]
             none, one, other, both = (torch.nan_to_num(tensor.detach()) for tensor in tensors)
             one, other, both = one - none, other - none, both - none
             scale = float(both.abs().max()) or 1.0

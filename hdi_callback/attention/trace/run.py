@@ -392,7 +392,7 @@ def _mark_spans(trial: nn.Module, run: TracedRun) -> Iterator[Any]:
     open_calls: list[tuple[str, int]] = []
 
     def now() -> int:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch.enable_grad():  # a part of the forward may forbid gradients
             return int(clock.clone().grad_fn._sequence_nr())  # type: ignore[union-attr]
 
     for path, part in trial.named_modules():
@@ -498,6 +498,7 @@ class _Cut(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             drawn = self.draw(parameter, call, (*taken.shape[:-1], features)).requires_grad_()
         original = None if module is None else module.original[0]
+        taken = taken if torch.is_grad_enabled() else taken.detach()  # a view of what has a gradient claims one
         self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_called))
         return drawn.clone(memory_format=torch.contiguous_format)
 

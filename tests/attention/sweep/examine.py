@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdi_callback.attention import survey
+from hdi_callback.attention import AttentionLayer, survey
 from tests.attention.sweep import architectures, inputs, packages, vision
 from tests.attention.sweep.judge import claim_of, heads_of, is_over_features, judge, merged
 from tests.attention.witness import Witness, witness
@@ -123,7 +123,9 @@ def _examined(
     """Examine a model once, and give what runs its attention: with a few sequences, what was seen to run it first."""
     found = survey(model, forward=forward)
     names = {module: name for name, module in model.named_modules()}
-    claims = {layer.module: layer for layer in found.layers}
+    claims: dict[nn.Module, list[AttentionLayer]] = {}
+    for layer in found.layers:
+        claims.setdefault(layer.module, []).append(layer)
     parts = dict(model.named_modules())
     refusals = {parts[refusal.name]: refusal for refusal in found.refused}
     called: set[nn.Module] = set()
@@ -186,8 +188,9 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 def _compared(model: nn.Module, claims: Mapping[nn.Module, Any]) -> set[nn.Module]:
     """Collect what claims are compared with: what is in a layer, beside it, and around it. The rest would be large."""
     kept = {part for module in claims for part in module.modules()}
-    kept |= {layer.output_projection for layer in claims.values() if layer.output_projection is not None}
-    outputs = [layer.slices["output"] for layer in claims.values() if "output" in layer.slices]
+    layers = [layer for of_module in claims.values() for layer in of_module]
+    kept |= {layer.output_projection for layer in layers if layer.output_projection is not None}
+    outputs = [layer.slices["output"] for layer in layers if "output" in layer.slices]
     kept |= {one.module.get_submodule(one.parameter.rpartition(".")[0]) for one in outputs}
     for module in model.modules():
         if any(child in claims for child in module.children()):
@@ -209,11 +212,11 @@ def _tries(model: nn.Module, modules: Sequence[nn.Module]) -> list[Callable[[], 
     tries = [partial(_one, part, partial(inputs.for_model, part), count) for part in wholes[:4] for count in range(12)]
     few = list({type(module): module for module in modules}.values())[:4]
     return tries + [
-        partial(_one, module, _alone(module, None), count) for module in few for count in range(12)
+        partial(_one, module, _alone(module), count) for module in few for count in range(12)
     ]  # fmt: skip
 
 
-def _alone(module: nn.Module, layer: Any) -> _Inputs:
+def _alone(module: nn.Module, layer: Any = None) -> _Inputs:
     slices = layer.slices if layer else {}
     width, head_dim = (slices.get("query", slices["key"]).in_features, layer.head_dim) if layer else (None, None)
     return lambda batch: inputs.for_attention(module, batch, width, head_dim)
@@ -291,7 +294,7 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
     for module in owners(model):
         kinds[type(module).__name__] += 1
         if kinds[type(module).__name__] <= 3:
-            yield from tried("alone", module, _alone(module, claims.get(module)), 60)
+            yield from tried("alone", module, _alone(module, *claims.get(module, ())[:1]), 60)
 
 
 def _call(module: nn.Module, kwargs: dict[str, Any]) -> Any:
@@ -304,11 +307,12 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
         modules = [call.module for call in computation.calls]
         owner = next((module for module in reversed(modules) if module in claims), None)
         if owner is not None:
-            layer = claims[owner]
-            if layer.num_heads == 1 and heads_of(computation, batch, inputs.LENGTH) == 1:  # nothing to compare
-                report["single"].append(type(owner).__name__)
+            if heads_of(computation, batch, inputs.LENGTH) == 1 == max(one.num_heads for one in claims[owner]):
+                report["single"].append(type(owner).__name__)  # there is nothing to compare
                 continue
-            finding = judge(claim_of(layer), seen, computation, batch)
+            # Of several attentions in one module, each is explained by one of its layers.
+            judged = [(one, judge(claim_of(one), seen, computation, batch)) for one in claims[owner]]
+            layer, finding = min(judged, key=lambda one: _RANK[one[1].is_right])
             if finding.is_right is False and layer.left_out:  # which is said where it is found
                 part = [type(owner).__name__, f"it is read in part: without {layer.left_out}", finding.heads]
                 report["refused"][layer.name] = part
@@ -344,9 +348,12 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
             report["missed"][name] = [type(where).__name__, str(list(computation.query.shape)), heads]
 
 
+_RANK = {False: 2, None: 1, True: 0}
+
+
 def _rank(facts: dict[str, Any]) -> int:
     """The worst of the computations of a layer is its verdict."""
-    return {False: 2, None: 1, True: 0}[facts["right"]]
+    return _RANK[facts["right"]]
 
 
 def _verdict(report: dict[str, Any]) -> tuple[str, str]:

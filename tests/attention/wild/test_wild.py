@@ -71,8 +71,6 @@ READ = [
     # Heads share one product, a second attention is fed by the first, the softmax is written out, there are no numbers.
     "GroupsByEinsum", "GroupsTiledByEinsum", "OneKeyHeadByEinsum", "OneKeyHeadInOneProduct", "SelfThenCross",
     "SoftmaxOffByOne", "KeysOfFewerPixels", "LoopOverHeads", "OnMeta",
-    # Scores that are no matrix products: found by trials.
-    "Additive", "Distances", "ProductByHand",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
@@ -80,6 +78,10 @@ REFUSALS = {
     "PositionsAddedToKeys": "its keys are sums of what `k` and `kp` give",
     "ValuesAreTheInput": "its values are its inputs",
     "Scripted": "compiled by torch.jit.script",
+    # Scores or sums that are no matrix products.
+    "Additive": "its scores are no products of queries and keys",
+    "Distances": "its scores are no products of queries and keys",
+    "ProductByHand": "its values are weighted by no matrix product",
     "Joint": "without keys and values of a second stream, which `add_k` and `add_v` give",
 }
 
