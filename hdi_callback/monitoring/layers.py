@@ -261,9 +261,7 @@ class WatchedLayers:
         kinds = {layer.name: type(layer.module).__name__ for layer in self.all}
         self.refused = (*self.refused, *(Refusal(name, kinds[name], why) for name, why in told.items()))
 
-    def _found_in(
-        self, observer: AttentionObserver, recorded: Mapping[str, Sequence[Inputs]]
-    ) -> list[AttentionLayer]:
+    def _found_in(self, observer: AttentionObserver, recorded: Mapping[str, Sequence[Inputs]]) -> list[AttentionLayer]:
         """Find the layers that the forward shows: refused before it, or looked at by nobody."""
         found: list[AttentionLayer] = []
         if self._search is not None and recorded:

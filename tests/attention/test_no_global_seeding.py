@@ -31,12 +31,6 @@ DRAWS = {
     "numpy.random": {"rand", "randn", "randint", "random", "choice", "shuffle", "permutation", "normal", "uniform"},
 }  # fmt: skip
 METHODS = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
-# Trials draw from the CPU's generator, within `isolated`, which puts its state back.
-ISOLATED = {
-    "attention/norms.py", "attention/behaviour/codes.py", "attention/behaviour/elements.py",
-    "attention/behaviour/finder.py", "attention/behaviour/probe.py", "attention/behaviour/received.py",
-    "attention/behaviour/trial.py",
-}  # fmt: skip
 
 
 def dotted(node: ast.AST) -> str:
@@ -66,7 +60,7 @@ def imports(tree: ast.AST) -> dict[str, str]:
     }
 
 
-def trespasses(text: str, *, may_draw: bool = False) -> list[str]:
+def trespasses(text: str) -> list[str]:
     """What a file calls that moves a generator of the user's."""
     tree, found = ast.parse(text), []
     for node, owner, name in calls(tree, imports(tree)):
@@ -75,22 +69,14 @@ def trespasses(text: str, *, may_draw: bool = False) -> list[str]:
         is_draw = not has_own and (
             name in DRAWS.get(owner, ()) or name in METHODS or owner in ("nn.init", "torch.nn.init")
         )
-        if is_seed or (is_draw and not may_draw):
+        if is_seed or is_draw:
             found.append(f"{node.lineno}: {owner}.{name}")
     return found
 
 
 @pytest.mark.parametrize("path", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")))
 def test_no_file_seeds_or_draws_from_a_generator_of_the_users(path):
-    assert trespasses((PACKAGE / path).read_text(), may_draw=path in ISOLATED) == []
-
-
-def test_the_files_that_draw_in_trials_do_so_within_an_isolated_block():
-    for path in ISOLATED & {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}:
-        text = (PACKAGE / path).read_text()
-        # Those that open no block are called by those that do.
-        opens = "in_private(" in text or "isolated(" in text
-        assert opens or path in {"attention/behaviour/codes.py", "attention/behaviour/elements.py"}
+    assert trespasses((PACKAGE / path).read_text()) == []
 
 
 @pytest.mark.parametrize(

@@ -628,10 +628,7 @@ class CoreReading:
     def _check_linear(
         self, heads: dict[Role, list[Rows]], members: list[list[int]], product: int, places: Any, *, has_shared: bool
     ) -> set[Role]:
-        """Refuse an activation between a map and attention; tell roles that a norm scales.
-
-        Where all heads share a part of the keys, that may have a norm of its own, and a factor.
-        """
+        """Refuse an activation between a map and attention; tell roles that a norm scales."""
         runs = self.trace.again
         if any(len(cores) != len(self.trace.cores) for cores in runs):
             raise UndecidedError("what it computes depends on the values of its projections")
@@ -649,7 +646,7 @@ class CoreReading:
                     (one.right if side else one.left).reshape(-1, (one.right if side else one.left).shape[-1])[at]
                     for one in chosen
                 ]
-            if has_shared and role != "value":
+            if has_shared and role != "value":  # the part that all heads share may have a norm of its own
                 tensors = [tensor[..., self._own_columns(heads[role], product, side)] for tensor in tensors]
             none, one, other, both = (torch.nan_to_num(tensor.detach()) for tensor in tensors)
             one, other, both = one - none, other - none, both - none
