@@ -29,8 +29,8 @@ keep their meaning. Where one has to change, the old name works for at least two
 Histories and checkpoints are read for as long as the major version stays: `tests/fixtures` holds files of earlier
 versions, and a test goes on from each of them.
 
-All other modules may change with any version. Names of version 0.1 that were documented and have moved
-(`HeadWatch`; `Watch`, `Outcome` and `Follower` in `hdi_callback.monitoring.watch`; `Faults` in
+All other modules may change with any version. Names of version 0.1 that were documented and have moved (`HeadWatch`;
+`WhileItStands` and its `lasts`; `Watch`, `Outcome` and `Follower` in `hdi_callback.monitoring.watch`; `Faults` in
 `hdi_callback.monitoring.faults`) work until version 0.4.
 """
 

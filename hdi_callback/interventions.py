@@ -12,7 +12,7 @@ from hdi_callback.monitoring.interventions import (
     ScaleLearningRate,
     StopTraining,
     Training,
-    WhileItStands,
+    WhileActive,
 )
 
 __all__ = [
@@ -26,11 +26,18 @@ __all__ = [
     "ScaleLearningRate",
     "StopTraining",
     "Training",
-    "WhileItStands",
+    "WhileActive",
 ]
 
 _ROOM = "hdi_callback.monitoring.interventions"
-__getattr__ = renamed(__name__, {name: f"{_ROOM}:{name}" for name in ("check_interventions", "plain_state")})
+__getattr__ = renamed(
+    __name__,
+    {
+        "WhileItStands": f"{_ROOM}:WhileActive",
+        "check_interventions": f"{_ROOM}:check_interventions",
+        "plain_state": f"{_ROOM}:plain_state",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -130,3 +130,20 @@ def test_a_watch_reads_records_judges_intervenes_and_tells_its_followers_as_befo
 def test_a_name_that_never_was_is_no_attribute():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         importlib.import_module("hdi_callback.monitoring.watch").nothing  # noqa: B018
+
+
+def test_an_intervention_of_ones_own_that_asks_whether_it_lasts_is_warned_and_answered():
+    class Mine(old("hdi_callback.interventions.WhileItStands")):
+        name = "Mine"
+
+        def begin(self):
+            return "begins"
+
+        def end(self):
+            return "ends"
+
+    mine = Mine()
+    mine.standing = {"attn": ["worst pair"]}
+    with pytest.warns(DeprecationWarning, match="write `is_active`"):
+        assert mine.lasts
+    assert mine.is_active

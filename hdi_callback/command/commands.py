@@ -248,9 +248,9 @@ def allocate(run: str, keys: int, multiple_of: int, as_json: bool) -> int:
 def _tell_alerts(found: list[Any], since: int, level: str, as_json: bool) -> int:
     from hdi_callback.command import terminal
     from hdi_callback.monitoring.alerts import is_at_least
-    from hdi_callback.monitoring.rules.replay import standing_alerts
+    from hdi_callback.monitoring.rules.replay import active_alerts
 
-    standing = standing_alerts(found)
+    standing = active_alerts(found)
     shown = [one for one in found if one.step >= since and is_at_least(one.level, level)]  # type: ignore[arg-type]
     if as_json:
         print_json({"alerts": [one.to_dict() for one in shown], "standing": [one.to_dict() for one in standing]})

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdi_callback.command.terminal import LEVEL_STYLES, cell, console, legend, standing_sentence
+from hdi_callback.command.terminal import LEVEL_STYLES, active_sentence, cell, console, legend
 from hdi_callback.dashboards.report.runs import pair_alignment
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
 from hdi_callback.monitoring.readings import Record
-from hdi_callback.monitoring.rules.replay import standing_alerts
+from hdi_callback.monitoring.rules.replay import active_alerts
 from hdi_callback.monitoring.run_folder import find_history
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
 def _look(path: Path) -> tuple[RunHistory, list[Alert]]:
     history = read_history(path)
     alerts = [Alert.from_dict(line) for line in history.lines if line["kind"] == "alert"]
-    return history, standing_alerts(alerts)
+    return history, active_alerts(alerts)
 
 
 def frame(history: RunHistory, standing: Sequence[Alert], width: int, height: int) -> RenderableType:
@@ -93,7 +93,7 @@ def frame(history: RunHistory, standing: Sequence[Alert], width: int, height: in
     records = history.records()
     parts: list[Any] = [Text(f"{history.path}, step {records[-1].step if records else '-'}", style="dim")]
     style = LEVEL_STYLES[standing[0].level] if standing else "bold green"
-    parts.append(Text(("! " if standing else "") + standing_sentence(standing), style=style))
+    parts.append(Text(("! " if standing else "") + active_sentence(standing), style=style))
     if not records:
         return Group(*parts, Text("There is no reading yet."))
     alerted = {alert.layer: alert.finding.heads for alert in reversed(standing)}

@@ -233,10 +233,10 @@ def print_alerts(out: Console, alerts: Iterable[Alert], standing: Sequence[Alert
             Text(f"{word}: {alert.message}", style="green" if alert.is_resolved else LEVEL_STYLES[alert.level]),
             soft_wrap=True,
         )
-    out.print(Text(standing_sentence(standing), style="bold red" if standing else "bold"), soft_wrap=True)
+    out.print(Text(active_sentence(standing), style="bold red" if standing else "bold"), soft_wrap=True)
 
 
-def standing_sentence(standing: Sequence[Alert]) -> str:
+def active_sentence(standing: Sequence[Alert]) -> str:
     """Say how many alerts stand, and where.
 
     Args:

@@ -21,7 +21,7 @@ from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.rules.replay import standing_alerts
+from hdi_callback.monitoring.rules.replay import active_alerts
 from hdi_callback.monitoring.run_folder import find_history
 
 WORST = "hdi_worst_alignment"
@@ -110,7 +110,7 @@ def page_of_run(run: str | os.PathLike[str], name: str | None = None) -> RunPage
     alerts = [Alert.from_dict(line) for line in lines if line["kind"] == "alert"]
     actions = [line for line in lines if line["kind"] == "intervention"]
     facts = list(headers[-1]["layers"]) if headers else []
-    standing = standing_alerts(alerts)
+    standing = active_alerts(alerts)
     losses = [
         {"name": curve.name, "steps": _on_steps(curve.steps, records), "values": [_rounded(v, 5) for v in curve.values]}
         for curve in find_losses(path)
@@ -180,7 +180,7 @@ def _facts_of(
     if starts:
         found.append(("resumed at", f"step {', '.join(starts)}"))
     told = [alert for alert in alerts if not alert.is_resolved]
-    found.append(("alerts", f"{len(told)} raised, {len(standing_alerts(alerts))} active"))
+    found.append(("alerts", f"{len(told)} raised, {len(active_alerts(alerts))} active"))
     if actions:
         found.append(("interventions", str(len(actions))))
     found.append(("history", str(path)))

@@ -5,7 +5,7 @@ from hdi_callback.monitoring.interventions.intervention import (
     Action,
     Intervention,
     Training,
-    WhileItStands,
+    WhileActive,
     check_interventions,
     plain_state,
 )
@@ -23,7 +23,7 @@ __all__ = [
     "ScaleLearningRate",
     "StopTraining",
     "Training",
-    "WhileItStands",
+    "WhileActive",
     "check_interventions",
     "plain_state",
 ]

@@ -28,11 +28,11 @@ from hdi_callback.core import (
 from hdi_callback.core.circuits import circuit_penalty
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
-from hdi_callback.monitoring.interventions.intervention import Action, Intervention, WhileItStands
+from hdi_callback.monitoring.interventions.intervention import Action, Intervention, WhileActive
 from hdi_callback.monitoring.interventions.parameters import owner_of, parameters_of, refuse_sharded
 
 
-class DiversityPenalty(WhileItStands):
+class DiversityPenalty(WhileActive):
     r"""Push the heads of a layer apart while an alert stands.
 
     Adds the gradient of ``weight * mean overlap`` (`diversity_penalty`) to that of the loss, once for each optimizer
@@ -98,7 +98,7 @@ class DiversityPenalty(WhileItStands):
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Add the penalty's gradient to that of the loss."""
-        if not self.lasts:
+        if not self.is_active:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name in self.standing:

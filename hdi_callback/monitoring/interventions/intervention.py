@@ -6,6 +6,7 @@ serve Lightning, transformers and a plain loop.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -427,14 +428,14 @@ def check_interventions(interventions: Any, alerts: Any) -> tuple[Intervention, 
     return tuple(interventions)
 
 
-class WhileItStands(Intervention):
-    """Lasts from an alert until it is over, layer by layer."""
+class WhileActive(Intervention):
+    """An intervention that is active from an alert until it is resolved, layer by layer."""
 
     at_most = 100
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.standing: dict[str, list[str]] = {}  # layer -> the rules whose alerts stand
+        self.standing: dict[str, list[str]] = {}  # layer -> the rules whose alerts are active
 
     def attach(self, training: Training) -> None:
         """Begin without the alerts of another run."""
@@ -461,9 +462,15 @@ class WhileItStands(Intervention):
         return self._action(alert, self.end())
 
     @property
-    def lasts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether there is something to do at the next step."""
         return bool(self.standing) and not self.dry_run
+
+    @property
+    def lasts(self) -> bool:
+        """The name of `is_active` in version 0.1."""
+        warnings.warn("`lasts` is deprecated: write `is_active`.", DeprecationWarning, stacklevel=2)
+        return self.is_active
 
     @abstractmethod
     def begin(self) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import number, one_of, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Level
-from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileItStands
+from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileActive
 from hdi_callback.monitoring.interventions.parameters import parameters_of
 from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
 
@@ -77,7 +77,7 @@ class Call(Intervention):
         return self._action(alert, f"called {called}", result=None if result is None else str(result))
 
 
-class ScaleLearningRate(WhileItStands):
+class ScaleLearningRate(WhileActive):
     """Take smaller steps while an alert stands; undone when it is over.
 
     The factor is applied around each optimizer step and taken back after it, so that schedulers and checkpoints see the
@@ -150,7 +150,7 @@ class ScaleLearningRate(WhileItStands):
             self._restore(optimizer)
 
     def _shrink(self, optimizer: Optimizer) -> None:
-        if not self.lasts:
+        if not self.is_active:
             return
         if self.scope == "all":
             self._give_back(optimizer)  # what a step that failed has left

@@ -65,26 +65,26 @@ def read_alerts(path: str | os.PathLike[str]) -> list[Alert]:
     return [Alert.from_dict(line) for line in read_lines(path) if line["kind"] == "alert"]
 
 
-def standing_alerts(alerts: Iterable[Alert], least: Level = "warning") -> list[Alert]:
-    """Find which alerts stand after the last of them.
+def active_alerts(alerts: Iterable[Alert], least: Level = "warning") -> list[Alert]:
+    """Find which alerts are active after the last of them.
 
     Args:
-        alerts: every alert of a run, in the order in which they were told.
+        alerts: every alert of a run, in the order in which they were raised.
         least: the level from which on an alert counts.
 
     Returns:
-        Those that are not resolved, each as it was told last, the most serious first.
+        Those that are not resolved, each as it was raised last, the most serious first.
 
     Example:
         >>> from hdi_callback.monitoring.alerts import Finding
         >>> begun = Alert(50, "attn", "worst pair", "warning", "...", Finding("heads 0 and 1 are nearly one head"))
         >>> over = Alert(90, "attn", "worst pair", "warning", "...", begun.finding, is_resolved=True)
-        >>> len(standing_alerts([begun])), len(standing_alerts([begun, over]))
+        >>> len(active_alerts([begun])), len(active_alerts([begun, over]))
         (1, 0)
     """
-    standing: dict[tuple[str, str], Alert] = {}
+    active: dict[tuple[str, str], Alert] = {}
     for alert in alerts:
-        standing.pop((alert.layer, alert.rule), None)
+        active.pop((alert.layer, alert.rule), None)
         if not alert.is_resolved and is_at_least(alert.level, least):
-            standing[alert.layer, alert.rule] = alert
-    return sorted(standing.values(), key=lambda one: -LEVELS.index(one.level))
+            active[alert.layer, alert.rule] = alert
+    return sorted(active.values(), key=lambda one: -LEVELS.index(one.level))

@@ -32,8 +32,8 @@ class _Followed:
         self._follower.follow(result)
 
 
-class _Told(PlainHost):
-    """A trainer whose position is told with every call."""
+class _PositionedHost(PlainHost):
+    """A trainer whose position comes with every call."""
 
     def __init__(
         self, training: Training | None, followers: Sequence[Any], share: Callable[[Any], Any], is_first: bool
@@ -86,21 +86,21 @@ class _Watch:
     ) -> None:
         if interventions and (alerts is None or training is None):
             raise MisconfigurationError("Interventions answer alerts: give rules and a training as well.")
-        self._host = _Told(training, followers, share, is_first=False)
+        self._host = _PositionedHost(training, followers, share, is_first=False)
         settings = Settings(every_n_steps=schedule.every, alerts=None, history=False)
         self._session = Session(monitor, self._host, settings, warn_once=faults)
         self._session.schedule, self._session.alerts = schedule, alerts
         self._session.interventions = tuple(interventions)
         self._session.attach(training)
-        self._given, self._is_open = history, False
+        self._history, self._is_open = history, False
 
     @property
     def history(self) -> History | None:
-        return self._given
+        return self._history
 
     def begin(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         self._host.position, self._is_open = Position(step), True
-        self._session.open(state, history=self._given)
+        self._session.open(state, history=self._history)
 
     @property
     def is_reading_owed(self) -> bool:
@@ -126,7 +126,7 @@ class _Watch:
     def _at(self, step: int, epoch: int | None = None, axis: int | None = None) -> Session:
         if not self._is_open:  # `begin` was not called: nothing is resumed
             self._is_open = True
-            self._session.connect(self._given)
+            self._session.connect(self._history)
         self._host.position = Position(step, epoch, axis)
         return self._session
 

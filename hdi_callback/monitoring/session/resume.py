@@ -11,7 +11,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import Intervention, plain_state
-from hdi_callback.monitoring.interventions.intervention import WhileItStands
+from hdi_callback.monitoring.interventions.intervention import WhileActive
 from hdi_callback.monitoring.state import sound_state
 from hdi_callback.monitoring.warn_once import WarnOnce
 
@@ -136,7 +136,7 @@ def end_what_is_resolved(interventions: Sequence[Intervention], active: Collecti
         active: layer and rule of every active alert.
     """
     for intervention in interventions:
-        if isinstance(intervention, WhileItStands):
+        if isinstance(intervention, WhileActive):
             kept = {
                 layer: [rule for rule in rules if (layer, rule) in active]
                 for layer, rules in intervention.standing.items()

@@ -188,9 +188,9 @@ def test_two_rules_of_one_layer_count_once():
     assert scale.answer(alert(rule="forecast")) is not None
     assert scale.answer(alert(rule="mean alignment")) is None
     assert scale.answer(alert(rule="forecast", is_resolved=True)) is None
-    assert scale.lasts
+    assert scale.is_active
     assert scale.answer(alert(rule="mean alignment", is_resolved=True)) is not None
-    assert not scale.lasts
+    assert not scale.is_active
     scale.detach()
 
 
