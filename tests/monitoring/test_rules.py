@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import scipy.stats
@@ -247,6 +248,22 @@ def test_a_rise_in_the_energy_lens_is_not_forecast():
 
 def test_nothing_is_forecast_where_the_mean_has_been_told_already():
     assert judge(AlignmentForecast(), curve([0.55 + 0.3 * value for value in rising(40, 0.02)])) == []
+
+
+@pytest.mark.parametrize(("end", "is_forecast"), [(10.0, True), (5.5, True), (4.5, False), (1.0, False)])
+def test_heads_that_shrink_to_half_within_the_readings_of_the_line_are_not_forecast_to_meet(end, is_forecast):
+    values = rising(22, 0.03)
+    norms = [10.0] * 3 + [10 + (end - 10) * place / 18 for place in range(19)]
+    records = [
+        replace(
+            one,
+            layers={
+                name: replace(row, values={**row.values, "hdi_head_norm": norm}) for name, row in one.layers.items()
+            },
+        )
+        for one, norm in zip(curve(values), norms)
+    ]
+    assert len(judge(AlignmentForecast(), records)) == is_forecast
 
 
 @pytest.mark.parametrize(
