@@ -366,3 +366,22 @@ def test_one_token_that_counts_often_is_no_covariance():
     often = torch.tensor([0.0, 7.0, 0.0, 0.0, 0.0])
     assert head_covariance(outputs, output_weight, weights=often).covariance.isnan()
     assert not head_covariance(outputs, output_weight, weights=often + 0.5).covariance.isnan()
+
+
+def test_standard_errors_of_numbered_sequences_are_those_of_sequences_in_a_row():
+    lengths = [7, 4, 9, 6]
+    outputs, output_weight = gaussian(26, 3, 4, seed=1) + 1, gaussian(3, 4, 10, seed=2)
+    numbers = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    order = torch.randperm(26, generator=torch.Generator().manual_seed(0))
+    in_a_row = head_covariance(outputs, output_weight, lengths=lengths)
+    numbered = head_covariance(outputs[order], output_weight, sequences=(numbers[order], 4))
+    with_padding = head_covariance(
+        torch.cat([outputs, torch.full((3, 3, 4), torch.nan)]),
+        output_weight,
+        sequences=(torch.cat([numbers, torch.tensor([0, 1, 3])]), 4),
+        weights=torch.cat([torch.ones(26), torch.zeros(3)]),
+    )
+    assert in_a_row.covariance_error > 0
+    for other in (numbered, with_padding):
+        for name in ("covariance", "correlation", "covariance_error", "correlation_error"):
+            torch.testing.assert_close(getattr(other, name), getattr(in_a_row, name), rtol=1e-4, atol=1e-6)

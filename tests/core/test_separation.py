@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from hdi_callback.core import fold_head, fresh_head, head_diversity
-from hdi_callback.core.separation import attention_agreement
+from hdi_callback.core.separation import attention_agreement, handover_loss
 from hdi_callback.errors import ShapeError
 from tests.core.test_subspaces import gaussian
 
@@ -127,3 +127,18 @@ def test_the_agreement_behind_a_norm_is_of_the_directions_alone():
     found = float(attention_agreement((q_a, q_b), (k_a, k_b), is_normed=True))
     assert found == pytest.approx(math.exp(cosine - 1), rel=1e-6)
     assert float(attention_agreement((9 * q_a, q_b), (k_a, 7 * k_b), is_normed=True)) == pytest.approx(found, rel=1e-9)
+
+
+@pytest.mark.parametrize(("gamma", "lost"), [(1.0, 0.3), (0.8, 0.3), (0.5, 0.6), (0.2, 0.1), (0.9, 0.0)])
+def test_the_loss_of_a_handover_is_that_of_random_tokens(gamma, lost):
+    draw = torch.Generator().manual_seed(0)
+    values = torch.linalg.qr(torch.randn(12, 4, generator=draw, dtype=torch.float64)).Q
+    kept, beyond = values[:, :2] * math.sqrt(1 - lost**2), values[:, 2:] * lost  # sizes of one head's C
+    rows = torch.tensor([[1.0, 0.0], [gamma, math.sqrt(1 - gamma**2)]], dtype=torch.float64)
+    tokens = torch.randn(20_000, 2, 12, generator=draw, dtype=torch.float64)
+    before, after = (torch.einsum("t,ntd->nd", row, tokens) for row in rows)
+    was = torch.cat([before @ kept, before @ beyond], -1)
+    instead = torch.cat([after @ kept, torch.zeros_like(before @ beyond)], -1)
+    measured = float(((was - instead).square().sum() / was.square().sum()).sqrt())
+    found = float(handover_loss(torch.tensor(lost), torch.tensor(gamma)))
+    assert found == pytest.approx(min(measured, 1.0), rel=0.03)  # what is lost is everything at most
