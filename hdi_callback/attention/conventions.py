@@ -26,7 +26,7 @@ ROLE_NAMES: dict[Role, tuple[str, ...]] = {
 }  # fmt: skip
 FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj", "query_key_value", "qkv_linear")
 
-_ATTENTION_NAME = re.compile(r"(?i:attention|attn|attend)|MLA$|MHA$|SA$")
+_ATTENTION_NAME = re.compile(r"(?i:attention|attn|attend|multi_?head)|MLA$|MHA$|SA$")
 _ATTENDS = re.compile(r"(?i:attend|attention|attn|softmax)")
 # What the code of attention asks torch for.
 _COMPUTES = frozenset({

@@ -157,6 +157,7 @@ def _run(search: Search, forward: Callable[[], Any]) -> None:
         search.trace_recorded({name: ways[name] for name in modules.keys() & ways.keys()})
         if has_numbers:
             search.compare(observer, ways)
+        search.name_what_ran_silently(sorted(modules.keys() & ways.keys()))
     observer.release()
 
 

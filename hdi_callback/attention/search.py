@@ -13,7 +13,7 @@ Module by module from the innermost outwards:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,7 @@ from hdi_callback.attention.wrappers import is_wrapper, users_name
 _MOST_SECONDS = 60.0  # for one module
 _MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention beside that of its parts
 _NO_SOFTMAX = "no softmax-weighted sum over tokens was seen when it was run with inputs that are made up"
+_NO_SOFTMAX_SEEN = "no softmax-weighted sum over tokens was seen in the forward that was run"
 _NOT_RUN = "it could not be run with inputs that are made up"
 _SLOW = "running it with inputs that are made up takes too long"
 _WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
@@ -225,6 +226,18 @@ class Search:
             known = (*self.reasons, *self.layers)
             if not one.layer and not any(name == o or is_inside(name, o) or is_inside(o, name) for o in known):
                 self.reasons[name] = "it computes attention whose queries, keys and values are traced to no weights", ""
+
+    def name_what_ran_silently(self, names: Iterable[str]) -> None:
+        """Note of modules that were open before a real forward that it showed no attention in them.
+
+        Args:
+            names: of the modules that were run again with the inputs of that forward.
+        """
+        for name in names:
+            known = (*self.layers, *(other for other in self.reasons if other != name))
+            is_told = any(name == other or is_inside(other, name) or is_inside(name, other) for other in known)
+            if name in self._ran and name not in self.reasons and not is_told and not self._is_explained(name):
+                self.reasons[name] = _NO_SOFTMAX_SEEN, ""
 
     def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
         """Say what else a layer attends to, with the inputs with which it does."""

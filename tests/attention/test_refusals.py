@@ -124,3 +124,55 @@ def test_finding_attention_touches_neither_the_model_nor_the_random_state():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert calls == []
     assert model.training
+
+
+class OverEdges(nn.Module):
+    """Attention of each node to its neighbours in a graph: exponentials are added up edge by edge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        one, other = edges
+        q, k, v = (part(x).unflatten(-1, (4, 8)) for part in (self.query, self.key, self.value))
+        weights = (q[one] * k[other]).sum(-1).exp()
+        total = torch.zeros(len(x), 4).index_add(0, one, weights)
+        mixed = torch.zeros(len(x), 4, 8).index_add(0, one, weights[..., None] * v[other])
+        return self.out((mixed / total[..., None]).flatten(1))
+
+
+class OnAGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = OverEdges()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, torch.cartesian_prod(torch.arange(len(x)), torch.arange(len(x))).T)
+
+
+def test_attention_over_the_edges_of_a_graph_is_named_before_a_forward_and_after() -> None:
+    model = OnAGraph()
+    for forward in (None, lambda: model(torch.randn(6, 32))):
+        found = survey(model, forward=forward)
+        assert found.layers == ()
+        assert [refusal.name for refusal in found.refused] == ["layer"]
+
+
+class MultiheadByFeature(nn.Module):
+    """A weight for each feature, as in point transformers: a softmax over tokens that no product takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.score, self.back = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(x).chunk(3, -1)
+        weights = self.score(q[:, :, None] - k[:, None]).softmax(2)
+        return self.back((weights * v[:, None]).sum(2))
+
+
+def test_attention_feature_by_feature_is_named() -> None:
+    found = survey(nn.Sequential(MultiheadByFeature()))
+    assert found.layers == ()
+    assert [refusal.name for refusal in found.refused] == ["0"]

@@ -12,6 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hdi_callback import HDICallback, HeadDiversityMonitor, load_history, replay
+from hdi_callback.attention import survey
+from hdi_callback.attention.trace import kinds
+from hdi_callback.attention.trace.layers import layers_in
 from hdi_callback.core import head_diversity
 from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
 from hdi_callback.monitoring.metrics import COVARIANCE, KEYS, TOKENS
@@ -187,3 +190,19 @@ def test_a_lightning_run_watches_them_and_resumes(tmp_path):
     last = [line for line in lines if line["kind"] == "run"][-1]
     assert [layer["name"] for layer in last["layers"]] == names
     replay(tmp_path / "history.jsonl")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_each_kind_of_module_is_read_once_however_many_there_are(monkeypatch, device):
+    read = []
+    monkeypatch.setattr(kinds, "layers_in", lambda *args, **kwargs: read.append(args[3]) or layers_in(*args, **kwargs))
+    counts = []
+    for depth in (3, 12):
+        read.clear()
+        with torch.device(device):
+            model = nn.Sequential(*(by_hand.NanoGPT() if at % 2 else by_hand.Timm() for at in range(depth)))
+        assert len(survey(model).layers) == depth
+        counts.append(len(read))
+    # The whole is read as well, and only while it holds few layers.
+    assert counts[1] <= counts[0]
+    assert len({name for name in read if name}) == 2, "one of each kind"
