@@ -164,6 +164,8 @@ def compare(
         return _compare_records(one, other, str(first), str(second))
     if histories[0] is not None or histories[1] is not None:
         run, no_run = (first, second) if histories[0] is not None else (second, first)
+        if isinstance(no_run, str | os.PathLike) and ":" not in str(no_run) and not Path(no_run).expanduser().exists():
+            find_history(no_run)  # says that there is nothing under this path
         raise MisconfigurationError(f"`{run}` is a run and `{no_run}` is none: write two of one kind.")
     a, b = (audit(one, config=config, model_class=model_class, progress=progress) for one in (first, second))
     moved, reasons = _moved(
