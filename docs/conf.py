@@ -13,12 +13,14 @@ author = "The hdi_callback authors"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build", "benchmarks"]  # the benchmarks' reports are included by cost.md
 
 html_theme = "furo"
 html_title = "hdi_callback"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["code.css"]
 
 myst_enable_extensions = ["dollarmath", "substitution"]
 myst_heading_anchors = 3
