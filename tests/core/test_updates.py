@@ -108,4 +108,5 @@ def test_heads_of_width_two_have_an_entropy_and_those_of_width_one_have_none():
     shares = np.array([0.9, 0.1])
     expected = -(shares * np.log(shares)).sum() / np.log(2)
     assert float(spectral_entropy(weight)) == pytest.approx(expected, rel=1e-5)
+    assert spectral_entropy(weight[:, :1]).shape == (1,)
     assert spectral_entropy(weight[:, :1]).isnan().all()
