@@ -40,7 +40,6 @@ ARROWS: dict[str, set[str]] = {
 }
 # Which folders of its own room each folder may import. A folder and its parent do not import each other.
 FOLDERS: dict[str, set[str]] = {
-    "attention/behaviour": {"attention"},
     "attention/observe": {"attention"},
     "attention/trace": {"attention"},
     "monitoring/rules": {"monitoring"},
@@ -48,7 +47,7 @@ FOLDERS: dict[str, set[str]] = {
     "monitoring/session": {"monitoring", "monitoring/rules", "monitoring/interventions"},
 }
 # Not mended yet: the search for heads stands in the folder of what it searches with.
-MUTUAL = {("attention", "attention/behaviour"), ("attention", "attention/observe"), ("attention", "attention/trace")}
+MUTUAL = {("attention", "attention/observe"), ("attention", "attention/trace")}
 # What may be imported from outside when a module is loaded; functions may import more when they are called.
 OUTSIDE = {
     "errors": set(),
