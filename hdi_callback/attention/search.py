@@ -153,6 +153,9 @@ class Search:
                         self._open.add(full)
                 continue
             layer = replace(one.layer, name=users_name(one.layer.name))
+            beside = [other.reason for other in found if other.layer is None and other.path == one.path]
+            if beside and not layer.left_out:
+                layer = replace(layer, left_out=f"another attention in it, of which {beside[0]}")
             before = self.layers.get(layer.name)
             if before is None or len(before.slices) < len(layer.slices):
                 self.layers[layer.name] = layer

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hdi_callback.attention import survey
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Draw, Traceable
@@ -417,3 +418,51 @@ def test_columns_are_read_from_few_derivatives():
     assert codes[0][2].tolist() == [1, -1, -1, 0, -1, 3, 2]
     mixed = columns_of(leaf[:, :2] @ torch.randn(2, 3), [leaf])
     assert mixed[0][0].tolist() == [-2, -2, -1, -1, -1, -1, -1]
+
+
+class BothWays(nn.Module):
+    """Two streams attend to each other by the same scores, less the largest of all, as in GroundingDINO."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.va, self.vb, self.oa, self.ob = (nn.Linear(D, D) for _ in range(6))
+
+    def forward(self, one, other):
+        q, k, v, w = (part.unflatten(-1, (H, 8)).transpose(1, 2)
+                      for part in (self.a(one), self.b(other), self.va(one), self.vb(other)))  # fmt: skip
+        scores = q @ k.mT
+        scores = scores - scores.max()
+        there, back = scores.softmax(-1) @ w, scores.mT.softmax(-1) @ v
+        return self.oa(there.transpose(1, 2).flatten(2)), self.ob(back.transpose(1, 2).flatten(2))
+
+
+def test_two_streams_that_attend_to_each_other_are_two_layers():
+    torch.manual_seed(0)
+    module = BothWays()
+    layers = layers_of(module, torch.randn(2, 9, D), torch.randn(2, 5, D))
+    keys = {module.b: (module.a, module.vb, module.oa), module.a: (module.b, module.va, module.ob)}
+    assert len(layers) == 2
+    for layer, (key, (query, value, output)) in zip(layers, keys.items()):
+        for role, part in (("query", query), ("key", key), ("value", value)):
+            assert torch.equal(layer.weight(role), part.weight.view(H, 8, D))
+        assert torch.equal(layer.weight("output"), output.weight.mT.reshape(H, 8, D))
+
+
+class AndAnotherOne(by_hand.Separate):
+    """A second attention beside the first, whose heads mix."""
+
+    def __init__(self):
+        super().__init__()
+        self.talk, self.second = nn.Parameter(torch.randn(H, H)), nn.Linear(D, 3 * D)
+
+    def forward(self, x):
+        q, k, v = self.second(x).unflatten(-1, (3, H, 8)).permute(2, 0, 3, 1, 4)
+        mixed = torch.einsum("bhij,hg->bgij", q @ k.mT, self.talk).softmax(-1) @ v
+        return self.out_proj(by_hand.attend(*self.heads(x))) + mixed.transpose(1, 2).flatten(2)
+
+
+def test_an_attention_that_is_read_beside_one_that_is_not_is_read_in_part():
+    torch.manual_seed(0)
+    (layer,) = survey(nn.Sequential(AndAnotherOne())).layers
+    assert "another attention in it" in layer.left_out
+    assert torch.equal(layer.weight("key"), layer.module.k_proj.weight.view(H, 8, D))

@@ -737,6 +737,11 @@ class _Cut(TorchFunctionMode):
         out = out if weight is None else out * weight.view(shape)
         return out if bias is None else out + bias.view(shape)
 
+    def largest(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The largest of all, which is taken from all scores, moves none of them against another."""
+        with torch._C.DisableTorchFunction():
+            return func(*args).detach() if len(args) == 1 and not kwargs else NotImplemented
+
     def normalize(self, func: Any, args: Any, kwargs: Any) -> Any:
         x, p, dim = _given(args, kwargs, "input", "p", "dim")
         if x.dim() and (dim is None or dim % x.dim() == x.dim() - 1 or x.dim() > 3):
@@ -780,6 +785,7 @@ _FUNCTIONS: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
     (_Cut.rms_norm, (F.rms_norm, torch.rms_norm)),
     (_Cut.group_norm, (F.group_norm,)),
     (_Cut.normalize, (F.normalize,)),
+    (_Cut.largest, (torch.max, Tensor.max)),
     (_Cut.factor, (torch.rsqrt, Tensor.rsqrt)),
     (
         _Cut.convolution,
