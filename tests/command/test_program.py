@@ -18,7 +18,7 @@ from tests.dashboards.report.synthetic import write_run
 COMMANDS = {  # words on good input -> exit code, and what is printed
     ("audit", "checkpoint.pt", "--class", "model:Encoder"): (
         1,
-        "layers.1.self_attn: heads 1 and 3 are nearly one head",
+        "layers.1.self_attn: heads 1 and 3 are equal in their key weights",
     ),
     ("audit", "model:build"): (0, "Nothing unusual in 2 layers."),
     ("report", "bad", "good", "-o", "page.html"): (1, "heads 1 and 3 are nearly one head"),
