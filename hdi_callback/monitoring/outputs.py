@@ -296,8 +296,9 @@ class HeadOutputs:
         """
         held, here = self._captures or {}, {layer.name for layer in self._tapped}
         sums = []
+        with_scatter = self._wants_overlap and self._fits(layers, absent)
         for layer, mean in zip(layers, means):
-            found = self._no_sums(layer, mean, device)
+            found = self._no_sums(layer, mean, device, with_scatter=with_scatter)
             if layer.name not in here:
                 sums.append(found)
                 continue
@@ -312,7 +313,7 @@ class HeadOutputs:
                             outputs,
                             weight,
                             mean.to(outputs.device),
-                            with_scatter=self._wants_overlap,
+                            with_scatter=with_scatter,
                             weights=weights,
                         )
                     if found.contribution is not None:
@@ -385,7 +386,22 @@ class HeadOutputs:
             absent.leave_out(absence_of(IMPORTANCE, layer.name), f"it is not known: {why}", f"{IMPORTANCE} {why}")
         return capture.slopes if why is None else None
 
-    def _no_sums(self, layer: AttentionLayer, mean: Tensor, device: torch.device) -> OutputSums:
+    def _fits(self, layers: Sequence[AttentionLayer], absent: Absent) -> bool:
+        """Tell, the same on every rank, whether what the overlap of outputs adds up over ranks keeps within bounds."""
+        size = sum(8 * (layer.num_heads * layer.value_dim) ** 2 for layer in layers)
+        budget = self._reader.memory_budget
+        if size <= budget:
+            return True
+        reason = (
+            f"over several ranks it adds up {size / 2**20:.0f} MiB, more than memory_budget={budget}: raise "
+            "memory_budget, or leave `head_output_overlap` out of metrics"
+        )
+        if self._captures is not None:
+            absent.reasons.update({f"head_output_overlap/{layer.name}": reason for layer in layers})
+            self._warn_once.warn("output overlap", f"`head_output_overlap` is absent: {reason}.")
+        return False
+
+    def _no_sums(self, layer: AttentionLayer, mean: Tensor, device: torch.device, *, with_scatter: bool) -> OutputSums:
         H = layer.num_heads
 
         def zeros(*shape: int) -> Tensor:
@@ -393,7 +409,7 @@ class HeadOutputs:
 
         covariance = contribution = count = None
         if COVARIANCE in self._sources:
-            scatter = zeros(*mean.shape, *mean.shape) if self._wants_overlap else None
+            scatter = zeros(*mean.shape, *mean.shape) if with_scatter else None
             covariance = HeadSums(zeros(), zeros(H, H), scatter)
         if CONTRIBUTION in self._sources:
             contribution, count = ContributionSums(zeros(), zeros(H), zeros()), zeros(H)

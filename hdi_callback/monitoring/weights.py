@@ -71,9 +71,13 @@ class WeightReader:
     Args:
         layers: the layers that are watched.
         memory_budget: bytes that a reading may take beyond what one layer needs; half of them is for copies of weights.
+
+    Attributes:
+        memory_budget: the same.
     """
 
     def __init__(self, layers: WatchedLayers, memory_budget: int) -> None:
+        self.memory_budget = memory_budget
         self._layers, self._budget = layers, memory_budget // 2
         self._layers_at_once = sys.maxsize
 
