@@ -109,12 +109,13 @@ def report(depths: list[int], sizes: dict[str, int], pairs: int, command: str) -
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="pairs of a forward without and one with the callback")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 96])
     parser.add_argument("--small", action="store_true", help="models that take a second, to try the command")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     sizes = {"width": 192, "heads": 6, "tokens": 1024}
-    depths = [4, 96]
+    depths = options.layers
     if options.small:
         sizes, depths = {"width": 16, "heads": 2, "tokens": 16}, [1, 2]
     given = " ".join(sys.argv[1:] if argv is None else argv)

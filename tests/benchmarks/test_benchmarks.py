@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.benchmarks import bench_reading, bench_step, ratios
+from tests.benchmarks import bench_reading, bench_step, differences, plan, ratios
 from tests.benchmarks.ratios import measure
 
 
@@ -37,3 +37,30 @@ def test_ratios_are_taken_round_by_round(monkeypatch):
 def test_the_interval_of_a_median_leaves_out_what_order_statistics_allow():
     # P(Binomial(n, 1/2) <= k - 1) <= 0.025: tables give the k-th value from each end.
     assert [ratios.outside(rounds) for rounds in (2, 5, 8, 9, 15, 20, 100)] == [0, 0, 0, 1, 3, 5, 39]
+
+
+def test_what_work_adds_is_the_median_difference_of_pairs_whatever_the_drift(monkeypatch):
+    clock = SimpleNamespace(now=0.0, drift=0.0)
+
+    def takes(seconds):
+        def work():
+            clock.drift += 0.001
+            clock.now += seconds + clock.drift
+
+        return work
+
+    monkeypatch.setattr(differences, "time", SimpleNamespace(process_time=lambda: clock.now))
+    cost = differences.added(takes(5), takes(7), pairs=40)
+    # Which of a pair comes first changes, so that the drift takes off as much as it adds.
+    assert cost.median == pytest.approx(2, abs=0.0011)
+    assert cost.low <= cost.median <= cost.high
+    assert cost.high - cost.low <= 0.0021
+
+
+def test_the_plan_sends_what_its_sizes_say():
+    small = plan.Model(layers=1, heads=2, key_heads=1, value_dim=3)
+    assert plan.bytes_of_weights(small) == 8 * (4 + 9 + 22)
+    assert plan.bytes_of_outputs(small) == 8 * (1 + 6 + 1 + 4 + 36)
+    assert plan.bytes_of_outputs(small, with_overlap=False) == 8 * 12
+    assert plan.ring_bytes(100, 2) == 100
+    assert "10,000 ranks" in plan.report(10_000)[0]

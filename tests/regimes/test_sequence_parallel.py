@@ -81,8 +81,8 @@ def sequences() -> Tensor:
     return torch.randint(16, (3, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
-# The importance of heads is of whole sequences, which no rank has.
-ALL = [name for name in (*METRICS, *ROWS) if "importance" not in name]
+# No rank has whole sequences, of which the importance of heads is, nor tells which keys lie ahead of its queries.
+ALL = [name for name in (*METRICS, *ROWS) if "importance" not in name and name != "attention_ahead"]
 
 
 def read(rank: int, kind: str) -> dict[str, Any]:
