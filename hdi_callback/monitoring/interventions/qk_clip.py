@@ -69,6 +69,7 @@ class QKClip(Intervention):
         self._observers: dict[str, AttentionObserver] = {}
         self._largest: dict[str, Tensor] = {}
         self._done: dict[str, _Clipped] = {}
+        self._steps: Tensor | None = None  # at which weights were scaled since `count` was brought up to date
         self._handles: list[Any] = []
         self._warn_once = WarnOnce()
 
@@ -97,10 +98,11 @@ class QKClip(Intervention):
         self._observers.clear()
         self._largest.clear()
         self._done.clear()
+        self._steps = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave hooks and observers behind as well."""
-        left = {"_handles": [], "_observers": {}, "_largest": {}, "_done": {}, "_warn_once": WarnOnce()}
+        left = {"_handles": [], "_observers": {}, "_largest": {}, "_done": {}, "_steps": None, "_warn_once": WarnOnce()}
         return {**super().__getstate__(), **left}
 
     def check(self) -> None:
@@ -146,6 +148,7 @@ class QKClip(Intervention):
 
     def follow(self, record: Record, told: list[str]) -> Action | None:
         """Watch the layers that the first rank's reading does not clear, and say what was done since the last one."""
+        self._count_up()
         self.watched = list(told)
         done, self._done = self._done, {}
         parts, facts = [], {}
@@ -167,13 +170,23 @@ class QKClip(Intervention):
 
     def state_dict(self) -> dict[str, Any]:
         """Give what a resumed run needs."""
-        return {**super().state_dict(), "watched": self.watched}
+        self._count_up()
+        done = {name: clipped.plain() for name, clipped in self._done.items()}
+        return {**super().state_dict(), "watched": self.watched, "done": done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off."""
         super().load_state_dict(state)
         watched = state.get("watched")
         self.watched = None if watched is None else list(watched)
+        self._done = {name: _Clipped.of(plain) for name, plain in state.get("done", {}).items()}
+        self._steps = None
+
+    def _count_up(self) -> None:
+        """Count the steps at which weights were scaled; the host waits for the device here, and not at every step."""
+        if self._steps is not None:
+            self.count += int(self._steps)
+        self._steps = None
 
     def _collect(self) -> None:
         """Take the largest scores of the forward that was observed, if one was."""
@@ -222,14 +235,18 @@ class QKClip(Intervention):
         ]
         # All ranks come here after the same step with the same layers, and so agree on every factor.
         largest = self.training.largest_over_ranks(nothing)
-        for layer, scores in zip(layers, largest):
+        exceeds = [scores.isfinite() & (scores > self.limit) for scores in largest]
+        place = devices[0]
+        before = torch.zeros((), dtype=torch.long, device=place) if self._steps is None else self._steps.to(place)
+        may_act = self.count + before < self.at_most
+        self._steps = before + (may_act & torch.stack([one.any().to(place) for one in exceeds]).any())
+        for layer, scores, one in zip(layers, largest, exceeds):
             factor = (self.limit / scores).clamp(max=1.0)
-            factor = torch.where(scores.isfinite() & (scores > self.limit), factor, 1.0)
+            factor = torch.where(one & may_act.to(one.device), factor, 1.0)
             if not self.dry_run:
                 clip_heads(layer, factor)
             done = self._done.setdefault(layer.name, _Clipped.none(scores))
             done.add(scores, factor < 1)
-        self.count += 1
 
 
 @dataclass
@@ -243,9 +260,18 @@ class _Clipped:
     def none(cls, scores: Tensor) -> _Clipped:
         return cls(torch.zeros_like(scores), torch.full_like(scores, -torch.inf))
 
+    @classmethod
+    def of(cls, plain: Mapping[str, Sequence[float | None]]) -> _Clipped:
+        largest = [-math.inf if one is None else one for one in plain["largest"]]
+        return cls(torch.tensor(plain["times"], dtype=torch.float32), torch.tensor(largest, dtype=torch.float32))
+
+    def plain(self) -> dict[str, list[float | None]]:
+        largest = [one if math.isfinite(one) else None for one in self.largest.tolist()]
+        return {"times": self.times.tolist(), "largest": largest}
+
     def add(self, scores: Tensor, was_clipped: Tensor) -> None:
-        self.times = self.times + was_clipped
-        self.largest = torch.maximum(self.largest, torch.where(was_clipped, scores, -torch.inf))
+        self.times = self.times.to(scores) + was_clipped
+        self.largest = torch.maximum(self.largest.to(scores), torch.where(was_clipped, scores, -torch.inf))
 
 
 @dataclass(frozen=True)

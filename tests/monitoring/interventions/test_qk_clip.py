@@ -206,6 +206,28 @@ def test_a_layer_that_the_certificate_clears_is_not_observed(monkeypatch):
     assert len(armed) == 6, "without a certificate every forward is observed"
 
 
+def test_steps_at_which_no_score_is_above_the_limit_do_not_count():
+    model, x = make("separate", 0)
+    limit = float(largest_scores(model, x).max()) * 1.2
+    clip = QKClip(limit, at_most=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    largest = []
+    with watch_heads(model, optimizer, interventions=[clip], every_n_steps=2, history=False, verbose=False,
+                     metrics=["attention_logit_bound"]) as heads:  # fmt: skip
+        for number in range(7):
+            if number >= 3:
+                with torch.no_grad():
+                    model.attn.q_proj.weight *= 2
+            with heads.step():
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            largest.append(float(largest_scores(model, x).max()))
+    assert largest[:5] == pytest.approx([limit / 1.2] * 3 + [limit] * 2, rel=1e-4)
+    assert largest[5:] == pytest.approx([2 * limit, 4 * limit], rel=1e-4), "it has acted twice"
+    assert clip.count == 2
+
+
 def test_scores_that_grow_are_kept_at_the_limit():
     model, x = make("separate", 0)
     limit = float(largest_scores(model, x).max()) * 1.2
