@@ -314,8 +314,8 @@ def run(names: list[str], folder: Path, timeout: int, *, again: bool, until: flo
         print(name, report["verdict"], report.get("wrong") or report.get("reason", ""), flush=True)
 
 
-def table(reports: list[dict[str, Any]]) -> str:
-    """Write the page."""
+def table(reports: list[dict[str, Any]], known: int) -> str:
+    """Write the page; `known` is how many architectures there are."""
     import transformers
 
     counts = Counter(report["verdict"] for report in reports)
@@ -342,7 +342,8 @@ def table(reports: list[dict[str, Any]]) -> str:
     ]
     worst = max((value for report in compared for value in report["worst"].values()), default=0.0)
     summary = (
-        f"Of {len(reports)} architectures, {len(compared) + counts['not measured']} return attention weights. All "
+        f"Of {known} architectures {len(reports)} were run; {len(compared) + counts['not measured']} of them return "
+        "attention weights. All "
         f"layers that are measured agree in {counts['right']} of them, to {worst:.0e} at most; wrong: "
         f"{counts['wrong'] or 'none'}; in {counts['not measured']} no layer is measured."
     )
@@ -381,7 +382,7 @@ def main() -> None:
     reports = [json.loads(path.read_text()) for path in paths if path.exists()]
     print(dict(Counter(report["verdict"] for report in reports)))
     if arguments.output is not None:
-        arguments.output.write_text(table(reports))
+        arguments.output.write_text(table(reports, len(architectures())))
 
 
 if __name__ == "__main__":
