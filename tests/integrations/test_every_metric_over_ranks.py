@@ -14,6 +14,7 @@ from tests.regimes.test_ddp import FEW, batch, classifier, monitor_of
 from tests.regimes.test_sharding import fsdp2
 
 NAMES = list(METRICS)
+ROWS = [name for name, metric in METRICS.items() if metric.source == "attention rows"]
 ALONE = {name for name in NAMES if name.endswith("_error")}  # which are of one process, and say so
 WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": fsdp2}
 
@@ -53,3 +54,35 @@ def test_every_metric_over_two_ranks_is_that_of_one_process_on_the_joined_batch(
         ] == []
         assert sum("Standard errors" in line for line in rank.warnings) == 1
     assert repr(told[0].answer) == repr(told[1].answer), "every rank has the whole reading, and the same reasons"
+
+
+def read_parts_of_heads(rank: int) -> list[Any]:
+    """Train with half of the heads of every layer on each rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = classifier()
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"out_proj": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block.attn, init_device_mesh("cpu", (2,)), plan)
+        block.attn.num_heads //= 2
+        block.attn.head_dim = 8
+    with monitor_of(model, metrics=["hdi", *ROWS]) as monitor:
+        records = []
+        for step in range(2):
+            monitor.arm()
+            model(batch()).sum().backward()
+            records.append(monitor.measure(step).record())
+    return [(record.absent, {name: layer.values for name, layer in record.layers.items()}) for record in records]
+
+
+def test_attention_of_which_each_rank_has_a_part_is_absent_with_the_reason_which_is_said_once(two_ranks):  # noqa: F811
+    for told in two_ranks(read_parts_of_heads):
+        for absent, layers in told.answer:
+            assert {key for key in absent if key.startswith("attention rows/")} == {
+                f"attention rows/{name}" for name in layers
+            }
+            for values in layers.values():
+                assert "hdi" in values
+                assert set(ROWS).isdisjoint(values), "never 0"
+        assert sum("attention rows" in line for line in told.warnings) == 1

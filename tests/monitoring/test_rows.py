@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import suppress
 from copy import deepcopy
 
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
+from hdi_callback.monitoring.metrics import ROWS
 from tests.attention.sweep.architectures import variants
-from tests.models import HEADS, LAYERS, LENGTH, Classifier
+from tests.models import HEADS, LAYERS, LENGTH, Attention, Classifier
 
 METRICS = [
     "attention_entropy", "attention_entropy_min", "attention_samples", "attention_sink", "attention_overlap",
@@ -281,3 +283,38 @@ def test_heads_of_a_layer_are_counted_in_every_list(model):
     layer = read(model, lambda: model(tokens())).layers[LAYERS[1]]
     for name in ("attention_entropy", "attention_sink", "attention_logit", "query_norm", "key_norm"):
         assert len(layer.arrays[name]) == HEADS
+
+
+@torch.library.custom_op("hdi_callback_tests::flash_attn", mutates_args=())
+def opaque(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A kernel of somebody else's, over ``(batch, length, heads, width)``, that keeps its weights to itself."""
+    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
+
+
+class Opaque(Attention):
+    def forward(self, x):
+        q, k, v = (one(x).unflatten(-1, (self.num_heads, -1)) for one in (self.q_proj, self.k_proj, self.v_proj))
+        return self.out_proj(opaque(q, k, v).flatten(2))
+
+
+def test_weights_that_a_kernel_keeps_to_itself_are_absent_with_the_reason_which_is_said_once():
+    torch.manual_seed(0)
+    model = nn.ModuleList([Opaque(), Opaque()])
+    model.forward = lambda x: model[1](model[0](x))
+    said, records = [], []
+    with HeadDiversityMonitor(model, metrics=["hdi", *METRICS]) as monitor, torch.no_grad():
+        for step in range(3):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                monitor.arm()
+                model(torch.randn(2, 6, 32))
+                records.append(monitor.measure(step).record())
+            said += [str(one.message) for one in told]
+    why = "its kernel `flash_attn.default` keeps its weights to itself, and what it takes for a mask is not known"
+    for record in records:
+        assert record.absent == {f"{ROWS}/{name}": f"they are not known: {why}" for name in ("0", "1")}
+        for layer in record.layers.values():
+            assert "hdi" in layer.values
+            assert set(METRICS).isdisjoint(layer.values), "never 0"
+    assert sum(why in line for line in said) == 1
