@@ -102,7 +102,8 @@ class QKClip(Intervention):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave hooks and observers behind as well."""
-        left: dict[str, Any] = {"_handles": [], "_observers": {}, "_largest": {}, "_done": {}, "_steps": None, "_warn_once": WarnOnce()}
+        left: dict[str, Any] = {"_handles": [], "_observers": {}, "_largest": {}, "_done": {}, "_steps": None}
+        left["_warn_once"] = WarnOnce()
         return {**super().__getstate__(), **left}
 
     def check(self) -> None:
