@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.experiments.mutations.plan import files
 from tests.experiments.mutations.run import PACKAGE
 
 VERDICTS = Path(__file__).with_name("verdicts.txt")
@@ -19,7 +20,7 @@ operation (`+` to `-`), a number by one, a condition that is never met, a value 
 that file are run, without those that are marked slow. What no test notices has survived: either the change makes no
 difference (the column says why), or a test is missing. The changes are a sample, spread over the lines of each file.
 
-    python -m tests.experiments.mutations run --results build/mutations.jsonl --per-file 6
+    python -m tests.experiments.mutations run --results build/mutations.jsonl --per-file 8
 """
 
 
@@ -32,9 +33,14 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
     for folder in folders:
         own = [one for one in tried if one["file"].rpartition("/")[0] == folder]
         outcomes = Counter(one["outcome"] for one in own)
-        files = len({one["file"] for one in own})
+        count = len({one["file"] for one in own})
         seen = sum(outcomes[kind] for kind in noticed)
-        parts.append(f"| `{folder}` | {files} | {len(own)} | {seen} | {outcomes['survived']} |")
+        parts.append(f"| `{folder}` | {count} | {len(own)} | {seen} | {outcomes['survived']} |")
+    names = {path.relative_to(PACKAGE).as_posix() for path in files(PACKAGE)}
+    left = Counter(name.rpartition("/")[0] for name in names - {one["file"] for one in tried})
+    if left:
+        listed = ", ".join(f"{count} of `{folder}`" for folder, count in sorted(left.items()))
+        parts.append(f"\nFiles that have not been run yet: {listed}.")
     parts.append("\n## What survived\n\n| file | line: change | what follows |\n|---|---|---|")
     verdicts = _verdicts()
     for one in sorted(tried, key=lambda one: (one["file"], int(one["change"].partition(":")[0]))):
