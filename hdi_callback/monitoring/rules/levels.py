@@ -90,7 +90,10 @@ class EntropyCollapse(_Level):
     rises = False
     way = 0.5
     hysteresis = 0.02
-    remedy = "QKClip, or a lower learning rate"
+    remedy = (
+        "a lower learning rate, or a look at the scale of the scores; QKClip bounds them, and brought back one of six "
+        "runs in trials"
+    )
 
     def __init__(self, limit: float = 0.01) -> None:
         self.limit = number("limit of EntropyCollapse", limit, above=0, below=1, example=0.01)
@@ -184,7 +187,10 @@ class LogitGrowth(_Level):
     rises = True
     way = 3.0
     hysteresis = 20.0
-    remedy = "QKClip, or a lower learning rate"
+    remedy = (
+        "a lower learning rate, or a look at the scale of the scores; QKClip bounds them, and brought back one of six "
+        "runs in trials"
+    )
 
     def __init__(self, limit: float = 50.0) -> None:
         self.limit = number("limit of LogitGrowth", limit, above=0, below=float("inf"), example=50.0)
