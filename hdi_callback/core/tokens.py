@@ -71,7 +71,7 @@ def token_spread(tokens: Tensor, valid: Tensor | None = None) -> TokenSpread:
     whole = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     one = size <= 8 * torch.finfo(wide.dtype).eps * whole
     centred = centred / torch.where(one, 1, size)
-    rank = 1 / _gram_energy(centred if tokens.shape[-2] < tokens.shape[-1] else centred.mT)
+    rank = 1 / gram_energy(centred if tokens.shape[-2] < tokens.shape[-1] else centred.mT)
     rank = torch.where(one[..., 0, 0], 0, rank)
 
     norm = torch.linalg.vector_norm(wide, dim=-1)
@@ -85,8 +85,15 @@ def token_spread(tokens: Tensor, valid: Tensor | None = None) -> TokenSpread:
     )
 
 
-def _gram_energy(rows: Tensor) -> Tensor:
-    """Squared Frobenius norm of rows @ rows.mT, in chunks of rows."""
+def gram_energy(rows: Tensor) -> Tensor:
+    """Compute the squared Frobenius norm of ``rows @ rows.mT`` in chunks of rows.
+
+    Args:
+        rows: ``(..., n, d)``, of norm 1 or so: fourth powers are added up.
+
+    Returns:
+        ``(...)``, in the type of the rows.
+    """
     *batch, n, _ = rows.shape
     step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(batch).numel() * n))
     energy = rows.new_zeros(batch)

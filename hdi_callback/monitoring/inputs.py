@@ -14,7 +14,7 @@ from hdi_callback.attention.inputs import layers_of_inputs, tap_inputs
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import HeadDiversity, head_diversity_from_covariance
-from hdi_callback.core.tokens import TokenSpread
+from hdi_callback.core.tokens import TokenSpread, gram_energy
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import KEYS, TOKENS
@@ -228,23 +228,27 @@ class LayerInputs:
     ) -> Iterator[tuple[str, Any]]:
         width, held = _width(layer), self._tokens_of(layer, device)
         is_here = any(one.name == layer.name for one in self._tapped)
-        scatter = torch.zeros(width, width, dtype=torch.float64, device=device)
         with without_autocast(device):
+            rows = torch.zeros(0, width, dtype=torch.float64, device=device)
             if held is not None:
                 tokens, weights = held
-                centred = tokens - mean.total / mean.count.clamp_min(1)
-                scatter = (weights[:, None] * centred).mT @ centred
-        (scatter,) = ranks.sum([scatter], device)
+                rows = weights.sqrt()[:, None] * (tokens - mean.total / mean.count.clamp_min(1))
+            scatter: Tensor | None = None
+            if ranks.size == 1 and KEYS not in self._sources:  # the smaller Gram matrix tells as much of tokens alone
+                variance, energy = rows.square().sum(), _energy_of(rows)
+            else:
+                (scatter,) = ranks.sum([rows.mT @ rows], device)
+                variance, energy = scatter.diagonal().sum(), scatter.square().sum()
         for source in self._sources:
             found: Any = None
             with absent.unless_measured(source, layer.name), without_autocast(device):
                 if source == TOKENS:
                     self._layers.require(layer)
-                    found = spread_of(mean, scatter)
-                elif is_here:
+                    found = spread_of(mean, variance, energy)
+                elif is_here and scatter is not None:
                     weight = self._reader.weight(layer, "key", ranks).to(device, torch.float64)
-                    rows = weight.flatten(0, 1)
-                    covariance = (rows @ scatter @ rows.mT) / mean.count
+                    maps = weight.flatten(0, 1)
+                    covariance = (maps @ scatter @ maps.mT) / mean.count
                     G, d_k = weight.shape[:2]
                     found = head_diversity_from_covariance(covariance.reshape(G, d_k, G, d_k), rank_tol=self._rank_tol)
             if source == KEYS and len(ranks.peers) < ranks.size:
@@ -282,18 +286,18 @@ class LayerInputs:
         return torch.where(weights[:, None] == 0, 0, tokens), weights  # what is in padding is not looked at
 
 
-def spread_of(mean: InputMean, scatter: Tensor) -> TokenSpread:
+def spread_of(mean: InputMean, variance: Tensor, energy: Tensor) -> TokenSpread:
     """Tell how different tokens are, see `token_spread`.
 
     Args:
         mean: sums over them.
-        scatter: ``(d, d)``, sum of the outer products of the centred tokens.
+        variance: sum of the squared norms of the centred tokens.
+        energy: squared Frobenius norm of the sum of their outer products.
 
     Returns:
         The spread; NaN with fewer than two tokens.
     """
-    variance = scatter.diagonal().sum()
-    rank = variance.square() / scatter.square().sum()
+    rank = variance.square() / energy
     # What is left of tokens that are one is the rounding of what was captured.
     is_one = variance <= (8 * torch.finfo(torch.float32).eps) ** 2 * mean.size
     rank = torch.where(is_one, 0, rank)
@@ -305,6 +309,13 @@ def spread_of(mean: InputMean, scatter: Tensor) -> TokenSpread:
         torch.where(known & (pairs > 0), cosine.clamp(-1, 1), torch.nan),
         mean.count,
     )
+
+
+def _energy_of(rows: Tensor) -> Tensor:
+    """Squared Frobenius norm of ``rows.mT @ rows``, from the smaller of the two Gram matrices in float32."""
+    size = torch.linalg.vector_norm(rows)
+    small = (rows / torch.where(size > 0, size, 1)).float()
+    return gram_energy(small if len(small) < small.shape[1] else small.mT).double() * size**4
 
 
 def _width(layer: AttentionLayer) -> int:

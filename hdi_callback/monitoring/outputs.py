@@ -13,7 +13,7 @@ from hdi_callback.attention import AttentionLayer, Capture, Taps
 from hdi_callback.attention.fast_path import takes_fast_path
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
-from hdi_callback.core import head_covariance
+from hdi_callback.core import HeadCovariance, head_covariance
 from hdi_callback.core.contribution import ContributionSums, ImportanceSums, head_slopes
 from hdi_callback.core.covariance import HeadMoments, HeadSums
 from hdi_callback.errors import HDIError
@@ -224,7 +224,8 @@ class HeadOutputs:
                 if COVARIANCE in self._sources:
                     found[COVARIANCE] = head_covariance(outputs, weight, weights=capture.weights, sequences=sequences)
                 if CONTRIBUTION in self._sources:
-                    sums = contribution_sums(outputs, weight, capture.weights)
+                    known: HeadCovariance | None = found.get(COVARIANCE)
+                    sums = contribution_sums(outputs, weight, capture.weights, None if known is None else known.trace)
                     found[CONTRIBUTION] = _contribution(sums, not_finite(outputs, capture.weights))
                 slopes = self._slopes_of(layer, capture, absent)
                 if slopes is not None:
@@ -461,17 +462,23 @@ class HeadOutputs:
         )
 
 
-def contribution_sums(outputs: Tensor, output_weight: Tensor, weights: Tensor | None) -> ContributionSums:
+def contribution_sums(
+    outputs: Tensor, output_weight: Tensor, weights: Tensor | None, trace: Tensor | None = None
+) -> ContributionSums:
     """Add up what heads contribute, each token as often as it counts.
 
     Args:
         outputs: ``(tokens, H, d_v)``.
         output_weight: ``(H, d_v, d)``.
         weights: ``(tokens,)``, how often each token counts, 0 for padding; once if `None`.
+        trace: ``(H, H)``, trace of the covariance of two heads' contributions, if it is known: then no token is
+            projected once more.
 
     Returns:
         Their sums.
     """
+    if trace is not None:
+        return _contributions_of(trace, outputs, output_weight, weights)
     if weights is None:
         return ContributionSums.of(outputs, output_weight)
     wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
@@ -479,6 +486,24 @@ def contribution_sums(outputs: Tensor, output_weight: Tensor, weights: Tensor | 
     counted = torch.where(weights[:, None, None] == 0, 0, wide * weights.sqrt()[:, None, None])
     sums = ContributionSums.of(counted, output_weight)
     return ContributionSums(weights.sum().to(sums.count.dtype), sums.heads, sums.output)
+
+
+def _contributions_of(
+    trace: Tensor, outputs: Tensor, output_weight: Tensor, weights: Tensor | None
+) -> ContributionSums:
+    """Second moments of contributions: their covariance, and the squares of their means."""
+    wide = outputs.to(trace.dtype)
+    if weights is None:
+        count, mean = trace.new_full((), len(wide)), wide.mean(0)
+    else:
+        weights = weights.to(trace.dtype)
+        count = weights.sum()
+        counted = torch.where(weights[:, None, None] == 0, 0, wide)
+        mean = torch.tensordot(weights, counted, 1) / count
+    means = (mean[:, None, :] @ output_weight.to(trace.dtype))[:, 0]  # (H, d)
+    heads = count * (trace.diagonal() + means.square().sum(-1))
+    output = count * (trace.sum() + means.sum(0).square().sum())
+    return ContributionSums(count, heads.clamp_min(0), output.clamp_min(0))
 
 
 def not_finite(outputs: Tensor, weights: Tensor | None) -> Tensor:

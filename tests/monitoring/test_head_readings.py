@@ -66,13 +66,14 @@ def test_a_cloned_head_is_named(model):
     assert layer.values["circuit_ov_worst"] < 0.9
 
 
-def test_contributions_are_those_of_the_head_outputs_written_out(model):
+@pytest.mark.parametrize("beside", [[], ["head_correlation"]], ids=["alone", "beside the covariance"])
+def test_contributions_are_those_of_the_head_outputs_written_out(model, beside):
     received = {}
     for name in LAYERS:
         model.get_submodule(name).out_proj.register_forward_pre_hook(
             lambda module, args, name=name: received.setdefault(name, args[0].detach().clone())
         )
-    with HeadDiversityMonitor(model, metrics=["head_contribution_min"], max_tokens=10_000) as monitor:
+    with HeadDiversityMonitor(model, metrics=["head_contribution_min", *beside], max_tokens=10_000) as monitor:
         monitor.arm()
         model(tokens())
         record = monitor.measure(step=0).record()
@@ -82,7 +83,7 @@ def test_contributions_are_those_of_the_head_outputs_written_out(model):
         truth = z.square().sum(-1).mean(0).sqrt() / z.sum(1).square().sum(-1).mean().sqrt()
         assert record.layers[name].arrays["head_contribution"] == pytest.approx(truth.tolist(), rel=1e-5)
         assert record.layers[name].values["head_contribution_min"] == pytest.approx(float(truth.min()), rel=1e-5)
-        assert "head_correlation" not in record.layers[name].values  # nobody asked for it
+        assert ("head_correlation" in record.layers[name].values) == bool(beside)  # only what is asked for
 
 
 def test_what_is_not_finite_is_counted_head_by_head_in_every_role(model):
