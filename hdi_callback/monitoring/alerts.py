@@ -178,6 +178,7 @@ class Series:
         rows: the latest readings, in order.
         is_loaded: whether the weights had been trained before this run: as it was said, or told from them.
         do_others_move: whether at the latest reading the weights of some layer had moved since the one before.
+        rewritten: heads whose weights an intervention has written: what they were before tells nothing of them.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Series:
         self.layer, self.facts, self.siblings, self.is_loaded = layer, facts, siblings, is_loaded
         self.first = replace(first, matrices={})
         self.do_others_move = False
+        self.rewritten: set[int] = set()
         self.rows: deque[Row] = deque(maxlen=_READINGS_KEPT)
 
     def append(self, row: Row) -> None:
@@ -372,6 +374,16 @@ class Alerts:
                 news.append(alert)
         return news
 
+    def rewrite(self, layer: str, heads: Iterable[int]) -> None:
+        """Take note that an intervention has written the weights of heads.
+
+        Args:
+            layer: name of their layer.
+            heads: their numbers.
+        """
+        if layer in self._series:
+            self._series[layer].rewritten.update(heads)
+
     def state_dict(self) -> dict[str, Any]:
         """Give what a resumed run needs.
 
@@ -380,6 +392,7 @@ class Alerts:
         """
         return {
             "active": [alert.to_dict() for alert in self._active.values()],
+            "rewritten": {name: sorted(series.rewritten) for name, series in self._series.items() if series.rewritten},
             "loaded": self._is_model_loaded,
             "series": {
                 name: [_row_to_dict(row) for row in (series.first, *series.rows)]
@@ -405,6 +418,8 @@ class Alerts:
             series = self._begin(name, len(state["series"]), first)
             series.rows.extend(others)
             self._series[name] = series
+        for name, heads in state.get("rewritten", {}).items():
+            self.rewrite(name, heads)
 
     def _learn_origins(self, record: Record) -> None:
         """Take layers that look fresh for loaded where most of the model was loaded: single ones go unnoticed."""
@@ -456,6 +471,21 @@ class Alerts:
             finding = replace(finding, since=series.latest.step)
         step = series.latest.step
         return Alert(step, series.layer, rule.name, finding.level, _sentence(step, series.layer, finding), finding)
+
+
+def heads_written(line: Mapping[str, Any]) -> list[int]:
+    """Tell whose weights an intervention has written.
+
+    Args:
+        line: the action as plain data, as the history keeps it.
+
+    Returns:
+        Numbers of heads; none if it only would have done so, or refused.
+    """
+    heads = (line.get("facts") or {}).get("heads", ())
+    if line.get("is_dry_run") or line.get("is_refusal") or not isinstance(heads, (list, tuple)):
+        return []
+    return [head for head in heads if type(head) is int]
 
 
 def _names_others(finding: Finding, active: Alert) -> bool:

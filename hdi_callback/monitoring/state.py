@@ -144,7 +144,18 @@ def _alerts(name: str, value: Any, odd: list[str]) -> dict[str, Any] | None:
         series = {}
     sound = {layer: rows for layer, rows in series.items() if _is_series(rows)}
     odd.extend(f"the readings of {_shown(layer)} are {_shown(series[layer])}" for layer in series if layer not in sound)
-    return {"active": active, "series": sound}
+    loaded, rewritten = value.get("loaded", False), value.get("rewritten", {})
+    if type(loaded) is not bool:
+        odd.append(f"whether the weights were loaded is {_shown(loaded)}")
+        loaded = False
+    if not is_text_map(rewritten) or not all(_is_heads(heads) for heads in rewritten.values()):
+        odd.append(f"the heads that were rewritten are {_shown(rewritten)}")
+        rewritten = {}
+    return {"active": active, "series": sound, "loaded": loaded, "rewritten": rewritten}
+
+
+def _is_heads(heads: Any) -> bool:
+    return isinstance(heads, list | tuple) and all(map(is_whole, heads))
 
 
 def _is_series(rows: Any) -> bool:

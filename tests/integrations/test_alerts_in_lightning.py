@@ -283,6 +283,10 @@ def test_a_head_is_revived_in_the_middle_of_a_run(tmp_path):
         ("worst pair", (1, 2), False),
         ("worst pair", (1, 2), True),
     ]
+    # Judged again, with what the intervention did between two readings: its fresh weights are no weights that vanish.
+    assert [(alert.step, alert.rule) for alert in replay(callback.history_path)] == [
+        (alert.step, alert.rule) for alert in told
+    ]
     (line,) = [line for line in read_lines(callback.history_path) if line["kind"] == "intervention"]
     assert line["intervention"] == "ReviveHeads"
     assert float(head_diversity(keys(module)).worst_alignment) < 0.6

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts, Level, Rule, is_at_least
+from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts, Level, Rule, heads_written, is_at_least
 from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.rules import choose_rules
 
@@ -47,7 +47,14 @@ def replay(
         raise MisconfigurationError("`thresholds` are those of the default rules: give either rules or thresholds.")
     runs = [line for line in read_lines(path) if line["kind"] == "run"]
     alerts = Alerts(choose_rules("default" if rules is None else rules, thresholds), runs[-1]["layers"] if runs else ())
-    return [alert for record in read_records(path) for alert in alerts.judge(record)]
+    acts = [line for line in read_lines(path) if line["kind"] == "intervention"]
+    told: list[Alert] = []
+    for record in read_records(path):
+        told += alerts.judge(record)
+        for line in acts:
+            if line["step"] == record.step:
+                alerts.rewrite(line["layer"], heads_written(line))
+    return told
 
 
 def read_alerts(path: str | os.PathLike[str]) -> list[Alert]:

@@ -15,7 +15,8 @@ class VanishingWeights(Rule):
     """What heads score or write with fades away: the norm of a circuit has fallen to a share of what it was.
 
     A circuit is the product of query and key weights, or of value and output weights: it falls when either does. Heads
-    that begin near zero, beside the others of their layer, have nothing to lose.
+    that begin near zero, beside the others of their layer, have nothing to lose, and heads that an intervention has
+    written begin anew.
 
     Args:
         share: of the norm at the first reading, that is a warning; the alert is over at twice as much.
@@ -42,7 +43,7 @@ class VanishingWeights(Rule):
             found[metric] = {
                 head: after / before
                 for head, (after, before) in enumerate(zip(now, first))
-                if before > self.begins * middle and after <= limit * before
+                if before > self.begins * middle and after <= limit * before and head not in series.rewritten
             }
         metric = min(found, key=lambda name: min(found[name].values(), default=1.0))
         heads = tuple(found[metric])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hdi_callback.monitoring.alerts import Alert, Alerts
+from hdi_callback.monitoring.alerts import Alert, Alerts, heads_written
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Action, Intervention
 from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Readout, Record
@@ -99,6 +99,8 @@ class Publisher:
                         action = intervention.answer(alert) if is_new else intervention.go_on(alert)
                         if action is not None:
                             actions.append(action)
+                            if self.alerts is not None:
+                                self.alerts.rewrite(action.layer, heads_written(action.to_dict()))
         for intervention, report in zip(self.interventions, reported):
             with self.warn_once.guard(f"the intervention {intervention.name}"):
                 action = intervention.follow(record, report)
