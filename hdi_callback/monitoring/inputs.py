@@ -315,7 +315,8 @@ def _energy_of(rows: Tensor) -> Tensor:
     """Squared Frobenius norm of ``rows.mT @ rows``, from the smaller of the two Gram matrices in float32."""
     size = torch.linalg.vector_norm(rows)
     small = (rows / torch.where(size > 0, size, 1)).float()
-    return gram_energy(small if len(small) < small.shape[1] else small.mT).double() * size**4
+    energy: Tensor = gram_energy(small if len(small) < small.shape[1] else small.mT).double() * size**4
+    return energy
 
 
 def _width(layer: AttentionLayer) -> int:
