@@ -244,17 +244,20 @@ class Series:
         """
         return self.first.step == 0 and is_so(self.first) and all(is_so(row) for row in self.rows)
 
-    def since(self, is_so: Callable[[Row], bool]) -> int:
+    def since(self, is_so: Callable[[Row], bool], metric: str | None = None) -> int:
         """Find since when something has been so without a break, as far back as readings are kept.
 
         Args:
             is_so: asked of one reading after the other, from the latest back.
+            metric: readings that lack it break nothing, as the first movement after a resumption; by default all count.
 
         Returns:
             The step of the first reading of the streak; of the latest if it is not so there.
         """
         step = self.latest.step
         for row in reversed(self.rows):
+            if metric is not None and metric not in row.values:
+                continue
             if not is_so(row):
                 break
             step = row.step

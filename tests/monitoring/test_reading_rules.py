@@ -234,6 +234,52 @@ def test_a_layer_that_stands_still_is_told_if_it_should_train_and_others_move():
         assert [alert.layer for item in items for alert in alerts.judge(item)] == told
 
 
+@pytest.mark.parametrize(
+    ("rule", "still"),
+    [
+        (FrozenHeads(), {"head_movement_min": 0.0, "head_unchanged": 1.0}),
+        (RoundedAway(), {"head_movement_min": 1e-6, "head_unchanged": 0.95}),
+    ],
+    ids=["frozen heads", "rounded away"],
+)
+@pytest.mark.parametrize(
+    ("has_stood", "told"),
+    [
+        ("m.ss.s", [(5, False, 2)]),  # the third that is known; since the first of them
+        ("mm.ss", []),
+        ("mss.ms", []),
+        ("msss..ssm", [(3, False, 1), (8, True, 1)]),  # told once, and over once it moves
+        ("msss.m", [(3, False, 1), (5, True, 1)]),
+        ("msss...", [(3, False, 1)]),
+        ("m......", []),
+    ],
+)
+def test_a_movement_that_is_not_known_after_a_resumption_neither_begins_nor_ends_an_alert(rule, still, has_stood, told):
+    """Each reading of which it is not known (`.`) comes first after a resumption."""
+
+    def layer(kind, heads):
+        values = {"s": still, "m": {"head_movement_min": 0.1, "head_unchanged": 0.0}, ".": {}}[kind]
+        names = {"head_movement": "head_movement_min", "head_unchanged": "head_unchanged"}
+        return LayerRecord(values, {name: [values.get(value)] * heads for name, value in names.items()})
+
+    facts = [{"name": name, "num_heads": 2} for name in ("attn", "moves")]
+    alerts, seen = Alerts([rule], facts, loaded=False), []
+    for step, kind in enumerate(has_stood):
+        if kind == ".":
+            state, alerts = alerts.state_dict(), Alerts([rule], facts, loaded=False)
+            alerts.load_state_dict(state)
+        seen += alerts.judge(Record(step, {"attn": layer(kind, 2), "moves": layer("." if kind == "." else "m", 2)}))
+    assert [(alert.step, alert.is_resolved, alert.finding.since) for alert in seen] == told
+    assert {alert.layer for alert in seen} <= {"attn"}
+
+
+def test_a_jump_is_held_against_the_movements_before_a_resumption_and_one_that_is_not_known_against_none():
+    moves = [0.01] * 5 + [None, 0.5, None, 0.01]
+    records = [Record(step, {"attn": LayerRecord({} if move is None else {"head_movement_min": move})})
+               for step, move in enumerate(moves)]  # fmt: skip
+    assert [(one.step, one.is_resolved) for one in judge(WeightJump(), records)] == [(6, False), (8, True)]
+
+
 @pytest.mark.parametrize("name", ["q", "v", "out"])
 def test_weights_that_are_no_numbers_are_critical_whatever_their_role(name):
     def spoil(layer):

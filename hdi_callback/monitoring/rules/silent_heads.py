@@ -87,7 +87,7 @@ class FrozenHeads(Rule):
             0.0,
             "head_movement_min",
             still,
-            series.since(lambda row: row.values.get("head_movement_min", 1.0) == 0),
+            series.since(lambda row: row.values["head_movement_min"] == 0, "head_movement_min"),
             remedy="a look at what is frozen, at what the optimizer was given, and at the type of the weights: updates "
             "may round away",
         )
@@ -130,7 +130,7 @@ class RoundedAway(Rule):
             min(shares),
             self.share,
             "head_unchanged",
-            since=series.since(lambda row: row.values.get("head_unchanged", 0.0) >= self.share),
+            since=series.since(lambda row: row.values["head_unchanged"] >= self.share, "head_unchanged"),
             remedy="a look at the learning rate and at the type of the weights: small updates of bfloat16 weights "
             "round away, and float32 copies of them do not",
         )
