@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 import signal
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import load_history, read_lines, read_records
 from hdi_callback.monitoring.readings import Readout
 from hdi_callback.monitoring.rules.replay import read_alerts, replay
-from tests.models import LIT_LAYERS, Classifier, batches
+from tests.models import HEADS, LIT_LAYERS, Classifier, batches
 from tests.regimes.killed_run import LIMITS, STEPS, Moment, run
 from tests.regimes.trainings import Module, in_a_process, told, trainer_for
 
 DUE = list(range(0, STEPS + 1, 2))
+MOVEMENT = {"head_movement", "head_movement_min", "head_unchanged"}
+"""What compares with the weights of the reading before, which are not saved."""
 
 
 def process(folder: Path, moment: Moment = None, accumulate: int = 1) -> int:
@@ -55,14 +58,72 @@ class Ended:
             boards.append({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
         return boards
 
-    def readings(self) -> list[tuple]:
+    def resumed_at(self) -> list[int]:
+        """The steps of the first reading after each resumption."""
+        _, *resumptions = self.lines("run")
+        return [DUE[bisect.bisect_right(DUE, line["last_reading"])] for line in resumptions]
+
+    def readings(self, compared_with_nothing: list[int]) -> list[tuple]:
+        """All that was read, but how far weights had moved at some steps."""
         return [
-            (one.step, one.epoch, one.axis, one.absent, {n: (at.values, at.arrays) for n, at in one.layers.items()})
+            (
+                one.step, one.epoch, one.axis,
+                still_absent(one.absent) if one.step in compared_with_nothing else one.absent,
+                {
+                    name: [without_movement(part) if one.step in compared_with_nothing else part
+                           for part in (layer.values, layer.arrays)]
+                    for name, layer in one.layers.items()
+                },
+            )
             for one in read_records(self.history)
-        ]
+        ]  # fmt: skip
+
+    def has_movement(self) -> dict[int, bool]:
+        """Whether all of the movement of all layers is known at a step, or none of any, with the reason."""
+        found = {}
+        for one in read_records(self.history):
+            known = set()
+            for layer in one.layers.values():
+                heads = [number for name in MOVEMENT & {*layer.arrays} for number in layer.arrays[name]]
+                assert len(heads) == 2 * HEADS
+                known |= {(len(MOVEMENT & {*layer.values}), *(number is not None for number in heads))}
+            reasons = [one.absent[tag] for tag in one.absent if tag not in still_absent(one.absent)]
+            whole, none = (2, *[True] * 2 * HEADS), (0, *[False] * 2 * HEADS)
+            assert (known, len(reasons)) in [({whole}, 0), ({none}, 2 * len(one.layers))]
+            assert all(reason.startswith("there is no earlier reading to compare with") for reason in reasons)
+            found[one.step] = not reasons
+        return found
+
+    def state_but_for_movement(self, part: str, compared_with_nothing: list[int]) -> Any:
+        state = self.state["state"][part]
+        if part != "alerts":
+            return state
+        series = {
+            name: [
+                {**row, "values": without_movement(row["values"]), "arrays": without_movement(row["arrays"])}
+                if row["step"] in compared_with_nothing else row
+                for row in rows
+            ]
+            for name, rows in state["series"].items()
+        }  # fmt: skip
+        for name in series:
+            first = series[name][0]  # of step 0, whose movement is NaN, which is not equal to itself
+            moved = {
+                array: [str(number) for number in first["arrays"][array]] for array in MOVEMENT & {*first["arrays"]}
+            }
+            series[name][0] = {**first, "arrays": {**first["arrays"], **moved}}
+        return {**state, "series": series}
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in read_lines(self.history) if line["kind"] == kind]
+
+
+def without_movement(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: held[name] for name in held if name not in MOVEMENT}
+
+
+def still_absent(reasons: dict[str, str]) -> dict[str, str]:
+    return {what: reasons[what] for what in reasons if what.partition("/")[0] not in MOVEMENT}
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +142,21 @@ def twins(tmp_path_factory):
 
 
 def check_against_twin(ended: Ended, twin: Ended) -> None:
-    state, other = ended.state, twin.state
-    for name, weight in other["weights"].items():
+    state = ended.state
+    for name, weight in twin.state["weights"].items():
         assert torch.equal(state["weights"][name], weight), name
     assert state["history"] == str(ended.history)
     assert [line["step"] for line in ended.lines("reading")] == DUE, "no gap and no double point"
-    assert ended.readings() == twin.readings()
+    resumed_at = ended.resumed_at()
+    assert ended.has_movement() == {step: step not in (0, *resumed_at) for step in DUE}
+    assert twin.has_movement() == {step: step != 0 for step in DUE}
+    assert ended.readings(resumed_at) == twin.readings(resumed_at)
     assert ended.lines("alert") == twin.lines("alert")
     assert read_alerts(ended.history) == replay(ended.history, thresholds=LIMITS)
     assert ended.lines("intervention") == twin.lines("intervention")
     for part in ("last_step", "layers", "alerts", "interventions"):
-        assert state["state"][part] == other["state"][part], part
+        parts = [one.state_but_for_movement(part, resumed_at) for one in (ended, twin)]
+        assert parts[0] == parts[1], part
 
 
 MOMENTS = [
