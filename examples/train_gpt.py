@@ -191,7 +191,7 @@ class LitGPT(L.LightningModule):
 
 def build(
     *,
-    steps: int = 450,
+    steps: int = 320,
     layers: int = 4,
     heads: int = 6,
     width: int = 192,
@@ -256,7 +256,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         description="Train a small GPT on the text of the Python standard library and watch its attention heads.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=450, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=320, help="optimizer steps")
     parser.add_argument(
         "--every-n-steps", type=int, default=20, help="optimizer steps between two readings of the heads"
     )
