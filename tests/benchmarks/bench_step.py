@@ -21,6 +21,7 @@ import torch
 
 from examples.train_gpt import GPT, LitGPT
 from hdi_callback import HeadDiversityMonitor
+from hdi_callback.monitoring.session.settings import Settings
 from tests.benchmarks.ratios import Ratio, measure, outside, table, write
 
 
@@ -34,7 +35,8 @@ class Steps:
         self.lit = LitGPT(GPT(layers=layers, heads=heads, width=width, length=length), steps=1000).to(device)
         self.optimizer = torch.optim.AdamW(self.lit.parameters(), lr=1e-4)
         self.window = torch.randint(256, (batch, length + 1), device=device)
-        self.monitor = HeadDiversityMonitor(self.lit) if monitored else None
+        # As a callback does with its defaults: with what the default rules look at.
+        self.monitor = HeadDiversityMonitor(self.lit, **Settings().measuring) if monitored else None
 
     def __call__(self, *, armed: bool = False, read: bool = False) -> None:
         if armed:
@@ -92,7 +94,7 @@ def report(
         f"Made by `{command}`",
         f"with {rounds} rounds, {torch.get_num_threads()} CPU threads, torch {torch.__version__.split('+')[0]}, "
         f"on {torch.cuda.get_device_name() if device == 'cuda' else 'a CPU'}. Model: {described}. "
-        f"{'Time on the clock' if device == 'cuda' else 'CPU time'}, the default curves.",
+        f"{'Time on the clock' if device == 'cuda' else 'CPU time'}, the default curves and rules.",
         "",
         *table("a training step of the GPT example", ratios, absolute=device == "cuda"),
         f"At one reading in 50 steps that is {least:+.1f} % to {most:+.1f} % of the time of a step{unknown}.",

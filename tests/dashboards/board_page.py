@@ -50,8 +50,10 @@ def tensorboard(folder: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["-m", "tensorboard.main", "--logdir", str(folder), "--port", str(port), "--load_fast=false"]
-    server = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # From the folder above, as the page shows the path that it was given.
+    command = ["-m", "tensorboard.main", "--logdir", folder.name, "--port", str(port), "--load_fast=false"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([sys.executable, *command], cwd=folder.parent, **quiet)
     address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(400):
