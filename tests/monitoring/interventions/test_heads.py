@@ -147,6 +147,7 @@ def test_the_gradient_of_the_circuits_is_that_of_the_products_written_out():
     assert model.blocks[1].attn.v_proj.weight.grad is None
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("groups", [4, 2, 1], ids=["own keys", "grouped", "multi-query"])
 def test_heads_of_one_circuit_are_pushed_apart_until_they_attend_to_other_things(groups):
     torch.manual_seed(0)
