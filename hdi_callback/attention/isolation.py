@@ -406,6 +406,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
+_OF_COMPOSABLE = "__composable_api_state_key"  # where torch keeps the state of `fully_shard` in a module
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -434,6 +435,7 @@ def isolated_copy(
     with isolated(module):
         memo = _memo(module, replaced or {}, shares_parameters)
         try:
+            _copy_sharded(module, memo)
             trial: nn.Module = copy.deepcopy(module, memo)
         except KeyboardInterrupt:
             raise
@@ -455,6 +457,20 @@ def isolated_copy(
             if not shares_parameters:
                 _settle(part)
         return trial
+
+
+def _copy_sharded(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Copy what `fully_shard` has taken over as the class that it was: FSDP refuses copies of its own."""
+    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    blanks: list[tuple[nn.Module, Any]] = []
+    for part in module.modules():
+        if isinstance(part, sharded) and id(part) not in memo:
+            plain = next(kind for kind in type(part).__mro__ if not issubclass(kind, sharded))
+            blanks.append((part, object.__new__(plain)))
+            memo[id(part)] = blanks[-1][1]
+    for part, blank in blanks:
+        own = {name: one for name, one in part.__dict__.items() if not name.startswith(_OF_COMPOSABLE)}
+        blank.__dict__.update(copy.deepcopy(own, memo))
 
 
 def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: bool) -> dict[int, Any]:

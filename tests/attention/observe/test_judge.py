@@ -421,14 +421,8 @@ def _one_rank():
     torch.distributed.destroy_process_group()
 
 
-_REFUSED_SHARDED = pytest.mark.xfail(
-    strict=True,
-    reason="attention that is a unit of fully_shard by itself, with separate projections, is refused (docs/regimes.md)",
-)
-
-
 @pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("kind", [pytest.param(Plain, marks=_REFUSED_SHARDED), Packed])
+@pytest.mark.parametrize("kind", [Plain, Packed])
 def test_heads_of_sharded_parameters_are_established(kind):
     from torch.distributed.fsdp import fully_shard
 
