@@ -93,3 +93,11 @@ def batches(count: int = 16, size: int = 4) -> DataLoader:
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(16, (count * size, LENGTH), generator=generator)
     return DataLoader(TensorDataset(tokens, tokens.sum(1) % CLASSES), batch_size=size)
+
+
+def step(model: Classifier, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Train on the batch of a number."""
+    tokens = torch.randint(16, (4, LENGTH), generator=torch.Generator().manual_seed(number))
+    F.cross_entropy(model(tokens), tokens.sum(1) % CLASSES).backward()
+    optimizer.step()
+    optimizer.zero_grad()

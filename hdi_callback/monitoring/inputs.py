@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention import AttentionLayer, Capture
+from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.inputs import layers_of_inputs, tap_inputs
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import HeadDiversity, head_diversity_from_covariance
 from hdi_callback.core.tokens import TokenSpread, gram_energy
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
+from hdi_callback.monitoring.collected import Collected
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import KEYS, TOKENS
 from hdi_callback.monitoring.outputs import join
@@ -89,7 +90,7 @@ class InputMean:
         return [self.count, self.total, self.size, self.directions, self.pointing, self.pointing_squares]
 
 
-class LayerInputs:
+class LayerInputs(Collected):
     """Capture what layers are given, and measure it.
 
     Args:
@@ -116,7 +117,6 @@ class LayerInputs:
         self.taps, self._why_not = tap_inputs(layers.all, max_tokens=max_tokens, model=model, padding=padding)
         self._layers, self._reader, self._rank_tol = layers, reader, rank_tol
         self._sources = [source for source in SOURCES if source in sources]
-        self._captures: dict[str, Capture] | None = None
         self._tap()
 
     def _tap(self) -> None:
@@ -163,24 +163,6 @@ class LayerInputs:
                     for source in self._sources:
                         absent.leave_out(absence_of(source, layer.name), f"they are not known: {why}", f"inputs {why}")
         self.taps.release()
-
-    @property
-    def has_collected(self) -> bool:
-        """Whether a forward was to be captured for the measurement that follows."""
-        return self._captures is not None
-
-    @property
-    def tapped(self) -> list[AttentionLayer]:
-        """The layers whose inputs are captured."""
-        return self._tapped
-
-    def take_part(self) -> None:
-        """Measure what other ranks have captured, though no forward was to be captured on this one."""
-        self._captures = {} if self._captures is None else self._captures
-
-    def forget(self) -> None:
-        """Let go of what was collected, once it is measured."""
-        self._captures = None
 
     def measure(
         self,

@@ -18,6 +18,7 @@ from hdi_callback.core.contribution import ContributionSums, ImportanceSums, hea
 from hdi_callback.core.covariance import HeadMoments, HeadSums
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of, listed
+from hdi_callback.monitoring.collected import Collected
 from hdi_callback.monitoring.importance import Importances, closest_pairs
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, IMPORTANCE, METRICS
@@ -103,7 +104,7 @@ class OutputSums:
         return OutputSums(covariance, contribution, counts[0], importance, counts[1])
 
 
-class HeadOutputs:
+class HeadOutputs(Collected):
     """Capture head outputs and measure them.
 
     Args:
@@ -134,7 +135,6 @@ class HeadOutputs:
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
         self._wants_errors = any(name.endswith("_error") for name in metrics)
         self._wants_overlap = "head_output_overlap" in metrics
-        self._captures: dict[str, Capture] | None = None
         self._uncalled: set[str] = set()  # layers whose output projection is used without being called
         self._tap()
 
@@ -194,10 +194,6 @@ class HeadOutputs:
             self._say_what_is_padded(names)
         self.taps.release()
 
-    def forget(self) -> None:
-        """Let go of what was collected, once it is measured."""
-        self._captures = None
-
     def measure(self, absent: Absent, weights: Sequence[Measurement] = ()) -> list[Measurement]:
         """Measure what was collected, as one process alone.
 
@@ -235,20 +231,6 @@ class HeadOutputs:
                     kind = (source, layer.num_heads, layer.num_key_heads, device)
                     measured.setdefault(kind, []).append((layer.name, values))
         return [join(source, group) for (source, *_), group in measured.items()]
-
-    @property
-    def has_collected(self) -> bool:
-        """Whether a forward was to be captured for the measurement that follows."""
-        return self._captures is not None
-
-    @property
-    def tapped(self) -> list[AttentionLayer]:
-        """The layers whose outputs are captured."""
-        return self._tapped
-
-    def take_part(self) -> None:
-        """Measure what other ranks have captured, though no forward was to be captured on this one."""
-        self._captures = {} if self._captures is None else self._captures
 
     def shares(self, layers: Sequence[AttentionLayer], ranks: Ranks, device: torch.device) -> list[Tensor]:
         """Compute the mean head outputs of layers over the tokens of all ranks.

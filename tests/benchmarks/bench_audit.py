@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from tests.benchmarks.ratios import write
+
 WIDTH, HIDDEN, HEADS, WORDS = 4096, 11008, 32, 32000
 
 _CHILD = """
@@ -132,10 +134,7 @@ def main() -> None:
         sizes = write_folder(Path(name), arguments.layers)
         print(f"written in {time.perf_counter() - start:.0f} s", file=sys.stderr)
         text = page(arguments.layers, sizes, measured(Path(name)))
-    if arguments.output is None:
-        print(text)
-    else:
-        arguments.output.write_text(text)
+    write(text.splitlines(), arguments.output)
 
 
 if __name__ == "__main__":

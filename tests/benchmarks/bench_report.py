@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from hdi_callback.monitoring.history import History
+from tests.benchmarks.ratios import write
 from tests.dashboards.collapsing_run import collapsing_run
 
 _CHILD = """
@@ -111,10 +112,7 @@ heads merges.
 
 The report says: "{verdict}"
 """
-    if options.output is None:
-        print(page)
-    else:
-        options.output.write_text(page)
+    write(page.splitlines(), options.output)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,10 @@ from hdi_callback.errors import MonitoringWarning
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.metrics import METRICS, MOVEMENT
 from tests.integrations import test_transformers as with_transformers
-from tests.models import CLASSES, LENGTH, Classifier, LitClassifier, batches
+from tests.models import CLASSES, LENGTH, Classifier, LitClassifier, batches, step
 
 NAMES = list(METRICS)
 QUIET = {"every_n_steps": 1, "verbose": False, "alerts": None}
-
-
-def step(model: Classifier, optimizer: torch.optim.Optimizer, number: int) -> None:
-    tokens = torch.randint(16, (4, LENGTH), generator=torch.Generator().manual_seed(number))
-    F.cross_entropy(model(tokens), tokens.sum(1) % CLASSES).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def made() -> tuple[Classifier, torch.optim.Optimizer]:

@@ -10,26 +10,18 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.nn import functional as F
 
 from hdi_callback import HDICallback, HDIHandler, HDITrainerCallback, watch_heads
 from hdi_callback.errors import MonitoringWarning
 from hdi_callback.interventions import QKClip
 from hdi_callback.monitoring.history import read_lines
 from tests.integrations import test_transformers as with_transformers
-from tests.models import CLASSES, LENGTH, Classifier, LitClassifier, batches
+from tests.models import Classifier, LitClassifier, batches, step
 
 # Readings at 0, 3, 6, 8: the checkpoint at step 4 lies between two, with heads that were scaled since the last one.
 OPTIONS = {"every_n_steps": 3, "verbose": False, "alerts": None, "metrics": ["default", "attention_logit_bound"]}
 HALF, WHOLE = 4, 8
 LIMITS = {"loop": 0.5, "ignite": 0.5, "lightning": 0.5, "transformers": 0.02}
-
-
-def step(model: Classifier, optimizer: torch.optim.Optimizer, number: int) -> None:
-    tokens = torch.randint(16, (4, LENGTH), generator=torch.Generator().manual_seed(number))
-    F.cross_entropy(model(tokens), tokens.sum(1) % CLASSES).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def made() -> tuple[Classifier, torch.optim.Optimizer]:
