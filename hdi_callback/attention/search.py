@@ -37,6 +37,7 @@ _MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention b
 _NO_SOFTMAX = "no softmax-weighted sum over tokens was seen when it was run with inputs that are made up"
 _NO_SOFTMAX_SEEN = "no softmax-weighted sum over tokens was seen in the forward that was run"
 _NOT_RUN = "it could not be run with inputs that are made up"
+_NOT_RUN_AGAIN = "it could not be run by itself, neither with inputs that are made up nor with those of the forward"
 _SLOW = "running it with inputs that are made up takes too long"
 _WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
 
@@ -60,6 +61,7 @@ class Search:
         self.reasons: dict[str, tuple[str, str]] = {}
         self._vouched: set[str] = set()  # names of modules that the registry knows
         self._ran: set[str] = set()
+        self._failed: set[str] = set()  # names of modules that could not be run with the inputs of a forward
         self._open: set[str] = set()  # names of modules that ran, and that another way to look may read
         self._tracer = KindTracer()
 
@@ -103,8 +105,12 @@ class Search:
             recorded: name of a module -> its arguments, in each of the ways in which they may be cut.
         """
         for name in self._from_the_inside(recorded):
-            if recorded[name]:
-                self._take(name, self._traced(name, recorded[name]))
+            if not recorded[name]:
+                continue
+            found = self._traced(name, recorded[name])
+            if found is None:
+                self._failed.add(name)
+            self._take(name, found)
 
     def _traced(self, name: str, recorded: Sequence[Inputs] | None) -> Sequence[Found] | None:
         def is_known(path: str) -> bool:
@@ -228,7 +234,8 @@ class Search:
             name = users_name(printable(one.core.module))
             known = (*self.reasons, *self.layers)
             if not one.layer and not any(name == o or is_inside(name, o) or is_inside(o, name) for o in known):
-                self.reasons[name] = "it computes attention whose queries, keys and values are traced to no weights", ""
+                why = "it computes attention whose queries, keys and values are traced to no weights"
+                self.reasons[name] = _NOT_RUN_AGAIN if name in self._failed else why, ""
 
     def name_what_ran_silently(self, names: Iterable[str]) -> None:
         """Note of modules that were open before a real forward that it showed no attention in them.
@@ -279,6 +286,8 @@ class Search:
             return "it knows its sizes only after the first forward", ""
         if self._tracer.is_slow(module):
             return _SLOW, _WITH_FORWARD.format(name=name)
+        if name in self._failed:
+            return _NOT_RUN_AGAIN, ""
         return _NOT_RUN, _WITH_FORWARD.format(name=name)
 
     def _is_explained(self, name: str) -> bool:

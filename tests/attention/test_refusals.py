@@ -176,3 +176,26 @@ def test_attention_feature_by_feature_is_named() -> None:
     found = survey(nn.Sequential(MultiheadByFeature()))
     assert found.layers == ()
     assert [refusal.name for refusal in found.refused] == ["0"]
+
+
+class RunsOnce(by_hand.Separate):
+    """Attention that cannot be run beside the forward that it is in."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 1 or len(x) != 3:
+            raise RuntimeError("once, and on a batch of three")
+        return self.out_proj(by_hand.attend(*self.heads(x)))
+
+
+def test_what_cannot_be_run_with_the_inputs_of_a_forward_either_is_refused_for_that():
+    model = nn.ModuleDict({"odd": RunsOnce()})
+    model.forward = lambda x: model["odd"](x)
+    (refusal,) = survey(model, forward=lambda: model(torch.randn(3, 9, D))).refused
+    assert refusal.name == "odd"
+    assert refusal.reason == (
+        "it could not be run by itself, neither with inputs that are made up nor with those of the forward"
+    )
+    assert "forward=" not in refusal.message, "one was given"
