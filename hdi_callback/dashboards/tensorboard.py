@@ -44,7 +44,7 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers
         "worst alignment of two heads, over all layers (0 chance, 1 the same head)": [
             _exactly(prefix + WORST), f"^{re.escape(prefix)}alert/worst_alignment/.*", *scale,
         ],
-        "alerts that stand": [_exactly(prefix + tag) for tag in (ALERTS, *_ONE_ALERT)],
+        "active alerts": [_exactly(prefix + tag) for tag in (ALERTS, *_ONE_ALERT)],
     }  # fmt: skip
     if "hdi" in metrics:
         first["HDI: mean of the layers, and the lowest"] = [_exactly(f"{prefix}hdi/{one}") for one in ("mean", "min")]

@@ -127,7 +127,7 @@ def test_the_page_of_tensorboard_begins_with_what_is_over_all_layers(run):
     assert {event.value for event in events.Scalars("scale/same head")} == {1.0}
     assert events.Scalars("attention_heads/alerts")[0].value == 0
     assert {event.value for event in events.Scalars("scale/one alert")} == {1.0}
-    assert re.search(charts["alerts that stand"][1], "scale/one alert")
+    assert re.search(charts["active alerts"][1], "scale/one alert")
 
 
 def test_every_mark_of_an_alert_is_a_curve_of_one_point_that_lies_on_its_curve(run):

@@ -216,7 +216,7 @@ def differences_of(runs: Sequence[RunPage]) -> list[tuple[str, list[str]]]:
         A label, and what each run has.
     """
     found = [
-        ("alerts that stand", [_standing(run) for run in runs]),
+        ("active alerts", [_standing(run) for run in runs]),
         ("closest pair at the end", [_closest(run) for run in runs]),
     ]
     labels = list(dict.fromkeys(label for run in runs for label, _ in run.facts))
