@@ -84,7 +84,7 @@ class WatchedLayers:
         self._say_what_is_left_out({place.name for place in found.undecided} - again)
         self._looks = 0
         self._is_armed = False
-        self._heard: set[str] = set()  # what other ranks have contradicted
+        self._adopted: set[str] = set()  # what other ranks have contradicted
         self._others_await = False
         self._unexplained: set[str] = set()
         self._late: list[AttentionLayer] = []
@@ -240,7 +240,7 @@ class WatchedLayers:
         if is_first:  # what observation leaves open or contradicts is run again, with the same inputs
             seen = {name for name, one in verdicts.items() if one.state == "established"}
             tried = self._check.contradictions(leave_out=spread | seen)
-        told = {name: f"a trial with the inputs of the first forward contradicts its heads: {what}"
+        told = {name: f"a run with the inputs of the first forward contradicts its heads: {what}"
                 for name, what in tried.items()}  # fmt: skip
         for name, what in shown.items():
             # What a traced run has shown is not given up for what looking on alone shows.
@@ -328,29 +328,29 @@ class WatchedLayers:
             found.append(text)
         return found
 
-    def tell(self) -> dict[str, Any]:
-        """Tell other ranks what this one has found out about its layers.
+    def findings(self) -> dict[str, Any]:
+        """Say what this rank has found out about its layers.
 
         Returns:
             What a `Roster` is made of, without the layers.
         """
         return {
-            "contradicted": {name: why for name, why in self._contradicted.items() if name not in self._heard},
+            "contradicted": {name: why for name, why in self._contradicted.items() if name not in self._adopted},
             "awaits": bool(self._awaited()),
             "late": sorted(self.found_late),
         }
 
-    def hear(self, roster: Roster) -> None:
+    def adopt(self, roster: Roster) -> None:
         """Leave out what any rank leaves out, so that all have the same numbers.
 
         Args:
-            roster: what the ranks have told each other.
+            roster: the layers of all ranks, with their findings.
         """
         self._others_await = roster.awaits
         here = set(self.names)
         for name in roster.contradicted:
             if name in here and name not in self._contradicted:
-                self._heard.add(name)
+                self._adopted.add(name)
                 self._leave_out({name: "what another rank saw contradicts its heads"})
 
     def take_late(self) -> list[AttentionLayer]:

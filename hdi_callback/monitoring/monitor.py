@@ -21,7 +21,6 @@ from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.inputs import LayerInputs
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.measuring import DEFAULT_MEMORY, Method, check_arguments
-from hdi_callback.monitoring.meeting import Meeting
 from hdi_callback.monitoring.metrics import (
     COVARIANCE,
     METRICS,
@@ -38,6 +37,7 @@ from hdi_callback.monitoring.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.pooled import measure_over_ranks
 from hdi_callback.monitoring.ranks import Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement, Reading
+from hdi_callback.monitoring.rendezvous import Rendezvous
 from hdi_callback.monitoring.roster import SIZES, Roster
 from hdi_callback.monitoring.rows import AttentionReadings
 from hdi_callback.monitoring.sources import weight_sources
@@ -155,7 +155,7 @@ class HeadDiversityMonitor:
         self._captures: list[Taps | AttentionReadings] = [one for one in captures if one is not None]
         self._pending_outputs: set[str] = set()
         self._training_only = False
-        self._meeting = Meeting(process_group)
+        self._rendezvous = Rendezvous(process_group)
         self._roster: Roster | None = None
         self._subject = [list(self.metrics), list(unasked), rank_tol, method]
         self._sample: list[str] | None = None
@@ -163,7 +163,7 @@ class HeadDiversityMonitor:
     @property
     def ranks(self) -> Ranks:
         """The ranks that measure together, as they were asked for."""
-        return self._meeting.asked
+        return self._rendezvous.asked
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
@@ -361,8 +361,8 @@ class HeadDiversityMonitor:
         if self._layers.verify(self._rows.observer) and self._outputs is not None and self._layers.is_first_look:
             self._outputs.verified()
 
-    def _tell(self, absent: Absent) -> dict[str, Any]:
-        """Tell the other ranks what this one measures, see `Roster`."""
+    def _describe(self, absent: Absent) -> dict[str, Any]:
+        """Say what this rank measures, see `Roster`."""
         if self._sample is None:  # once, as it waits for the device
             self._sample = self._layers.sample()
         outputs, inputs = (
@@ -381,7 +381,7 @@ class HeadDiversityMonitor:
             ],
             "weights": self._sample,
             "absent": absent.reasons,
-            **self._layers.tell(),
+            **self._layers.findings(),
         }
 
     def _measure_alone(self, absent: Absent) -> list[Measurement]:
@@ -400,11 +400,11 @@ class HeadDiversityMonitor:
         self._roster = None
         try:
             is_armed = any(one.has_collected for one in collected)
-            met = self._meeting.attend(lambda: self._tell(absent), is_armed=is_armed, say=self.warn_once.warn)
+            met = self._rendezvous.join(lambda: self._describe(absent), is_armed=is_armed, say=self.warn_once.warn)
             if met is None:
                 return None
             roster, is_any_armed = met
-            self._layers.hear(roster)
+            self._layers.adopt(roster)
             absent.reasons.update(roster.absent)
             for one in collected if is_any_armed else ():
                 one.take_part()
@@ -425,6 +425,6 @@ class HeadDiversityMonitor:
             self._roster = roster
             return measurements
         except Exception as error:  # such as a backend that does not know the device; it fails on every rank alike
-            self._meeting.part()
+            self._rendezvous.leave()
             self.warn_once.error("measuring head diversity over several ranks", error)
             return None

@@ -1,8 +1,8 @@
-"""`Meeting`: the ranks agree, before each reading and without the device, on what they are about to measure.
+"""`Rendezvous`: the ranks agree, before each reading and without the device, on what they are about to measure.
 
 A collective call with a rank that never comes would end the run, so the ranks meet in the store of the process group,
-where waiting has an end. What every rank tells of itself is plain text. As long as nobody has anything new to tell,
-a meeting is a count: three short calls of each rank. If somebody has, all texts are read again.
+where waiting has an end. What a rank says of itself is plain text. As long as no text is new,
+a rendezvous is a count: three short calls of each rank. Otherwise all texts are read again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch.distributed as dist
 from hdi_callback.monitoring.ranks import Ranks, check_process_group, number_of_processes
 from hdi_callback.monitoring.roster import Roster, what_keeps_apart
 
-_PATIENCE = timedelta(seconds=120)
-_LATER = timedelta(seconds=300)  # between two readings a rank may save a checkpoint or evaluate
-_meetings = itertools.count()
+_FIRST_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=300)  # between two readings a rank may save a checkpoint or evaluate
+_numbers = itertools.count()
 
 
-class Meeting:
+class Rendezvous:
     """Find the ranks that measure together, and make sure at every reading that all of them came.
 
     Args:
@@ -37,7 +37,7 @@ class Meeting:
 
     def __init__(self, group: Any = "auto") -> None:
         self._choice = check_process_group(group)
-        self._board: _Board | None = None
+        self._exchange: _Exchange | None = None
         self._roster: Roster | None = None
         self._is_over = False
 
@@ -50,13 +50,13 @@ class Meeting:
             return self._roster.ranks
         return Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
 
-    def attend(
-        self, tell: Callable[[], Mapping[str, Any]], *, is_armed: bool, say: Callable[[str, str], None]
+    def join(
+        self, describe: Callable[[], Mapping[str, Any]], *, is_armed: bool, say: Callable[[str, str], None]
     ) -> tuple[Roster, bool] | None:
         """Meet the other ranks before a reading.
 
         Args:
-            tell: gives what this rank tells of itself, see `Roster`.
+            describe: gives the layers of this rank and what it has found out about them, see `Roster`.
             is_armed: whether a forward was to be captured on this rank.
             say: takes a kind of warning and its message.
 
@@ -65,25 +65,25 @@ class Meeting:
         """
         if self._is_over or self._choice is None or number_of_processes() == 1:
             return None
-        if self._board is None:
+        if self._exchange is None:
             ranks = Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
             if ranks.size == 1:
-                self.part()
+                self.leave()
                 return None
-            self._board = _Board(ranks)
-        mine = json.dumps(tell(), sort_keys=False)
-        told = self._board.exchange(mine, is_armed)
-        reason = told if isinstance(told, str) else None
-        if not isinstance(told, str):
-            texts, is_any_armed = told
+            self._exchange = _Exchange(ranks)
+        mine = json.dumps(describe(), sort_keys=False)
+        answer = self._exchange.exchange(mine, is_armed)
+        reason = answer if isinstance(answer, str) else None
+        if not isinstance(answer, str):
+            texts, is_any_armed = answer
             if self._roster is not None and texts is None:
                 return self._roster, is_any_armed
             every = {rank: json.loads(text) for rank, text in (texts or {}).items()}
             reason = what_keeps_apart(every)
             if reason is None:
-                self._roster = Roster(self._board.ranks, every)
+                self._roster = Roster(self._exchange.ranks, every)
                 return self._roster, is_any_armed
-        self.part()
+        self.leave()
         say(
             "measuring together",
             f"This rank measures head diversity alone: {reason}. Its readings are of its own layers and tokens. Give "
@@ -91,51 +91,51 @@ class Meeting:
         )
         return None
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Measure alone from now on."""
-        self._is_over, self._board, self._roster = True, None, None
+        self._is_over, self._exchange, self._roster = True, None, None
 
 
-class _Board:
-    """What ranks tell each other, in the store of the process group."""
+class _Exchange:
+    """Texts of all ranks, exchanged through the store of the process group."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._store: Any = dist.distributed_c10d._get_default_store()
         members = hashlib.sha256(repr(dist.get_process_group_ranks(ranks.group)).encode()).hexdigest()[:16]
-        self._place = f"hdi_callback/{members}/{next(_meetings)}"
+        self._place = f"hdi_callback/{members}/{next(_numbers)}"
         self._count = 0
         self._mine = ""
-        self._alike: dict[str, int] = {}  # digest of a text -> how many ranks told it last time
+        self._alike: dict[str, int] = {}  # digest of a text -> how many ranks sent it last time
         self._written: list[str] = []
         self._texts: dict[str, str] = {}
 
     def exchange(self, text: str, is_armed: bool) -> tuple[dict[int, str] | None, bool] | str:
-        """Tell the others, and hear what they tell.
+        """Send a text to the other ranks, and receive theirs.
 
         Args:
-            text: what this rank tells.
+            text: of this rank.
             is_armed: counted over the ranks.
 
         Returns:
             Rank -> its text, `None` if no text is new; and whether any rank is armed. A reason if some did not come.
         """
         place, store = f"{self._place}/{self._count}", self._store
-        patience = _LATER if self._count else _PATIENCE
+        timeout = _TIMEOUT if self._count else _FIRST_TIMEOUT
         digest = hashlib.sha256(text.encode()).hexdigest()
         if is_armed:
             store.add(f"{place}/armed", 1)
         if digest == self._mine:
-            # The last of those that tell this, if it is of the last such group to come, speaks for all.
+            # The last rank with this text, if its group is the last to be complete, decides for all.
             is_last = store.add(f"{place}/{digest}", 1) == self._alike[digest]
             if is_last and store.add(f"{place}/groups", 1) == len(self._alike):
                 self._decide(f"{place}/first", f"same {store.add(f'{place}/armed', 0)}")
         else:
             self._decide(f"{place}/first", "news")
-        verdict = self._wait(f"{place}/first", patience)
+        verdict = self._wait(f"{place}/first", timeout)
         texts = None
         if verdict == "news":
-            verdict = self._read_all(place, text, digest, patience)
+            verdict = self._read_all(place, text, digest, timeout)
             texts = None if verdict.startswith("!") else self._texts_of(place, verdict)
         if verdict.startswith("!"):
             return verdict[1:]
@@ -143,7 +143,7 @@ class _Board:
         self._count += 1
         return texts, int(verdict.split()[1]) > 0
 
-    def _read_all(self, place: str, text: str, digest: str, patience: timedelta) -> str:
+    def _read_all(self, place: str, text: str, digest: str, timeout: timedelta) -> str:
         store = self._store
         store.set(f"{self._place}/text/{digest}", text)
         store.set(f"{place}/rank/{self.ranks.rank}", digest)
@@ -152,7 +152,7 @@ class _Board:
             known = list(dict.fromkeys(digests))
             listed = ",".join(known) + " " + ",".join(str(known.index(one)) for one in digests)
             self._decide(f"{place}/second", f"all {store.add(f'{place}/armed', 0)} {listed}")
-        return self._wait(f"{place}/second", patience)
+        return self._wait(f"{place}/second", timeout)
 
     def _texts_of(self, place: str, verdict: str) -> dict[int, str]:
         _, _, listed, places = verdict.split()
@@ -165,11 +165,11 @@ class _Board:
         self._mine = known[of_ranks[self.ranks.rank]]
         return {rank: self._texts[known[one]] for rank, one in enumerate(of_ranks)}
 
-    def _wait(self, key: str, patience: timedelta) -> str:
+    def _wait(self, key: str, timeout: timedelta) -> str:
         try:
-            self._store.wait([key], patience)
+            self._store.wait([key], timeout)
         except RuntimeError:
-            late = f"some of the {self.ranks.size} ranks have taken no reading within {patience.seconds} seconds"
+            late = f"some of the {self.ranks.size} ranks have taken no reading within {timeout.seconds} seconds"
             self._decide(key, f"!{late}")
         return str(self._store.get(key).decode())
 

@@ -16,8 +16,8 @@ from hdi_callback.core import head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
-from hdi_callback.monitoring.meeting import _meetings as meetings
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
+from hdi_callback.monitoring.rendezvous import _numbers as numbers
 from tests.models import LAYERS, LENGTH, Attention, Classifier
 
 METRICS = [
@@ -107,9 +107,12 @@ def read_with_a_layer_that_one_rank_lacks(rank: int) -> dict:
 
 def read_where_one_rank_has_no_monitor(rank: int) -> dict | None:
     if rank == 1:
-        next(meetings)  # so that the next monitors of both ranks meet again
+        next(numbers)  # so that the next monitors of both ranks meet again
         return None
-    with mock.patch("hdi_callback.monitoring.meeting._PATIENCE", timedelta(seconds=1)), monitor_of(classifier()) as one:
+    with (
+        mock.patch("hdi_callback.monitoring.rendezvous._FIRST_TIMEOUT", timedelta(seconds=1)),
+        monitor_of(classifier()) as one,
+    ):
         return [one.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
 
 
@@ -131,7 +134,7 @@ def miss_a_reading(rank: int) -> list[dict]:
     """The second rank takes one reading less, and the training goes on."""
     seen = []
     with (
-        mock.patch("hdi_callback.monitoring.meeting._LATER", timedelta(seconds=1)),
+        mock.patch("hdi_callback.monitoring.rendezvous._TIMEOUT", timedelta(seconds=1)),
         monitor_of(classifier(), metrics=["hdi"]) as one,
     ):
         for step in range(3):
