@@ -251,9 +251,9 @@ def _flags_kept() -> Iterator[None]:
             with suppress(Exception):  # torch refuses to read some once others were written
                 kept.append((read, write, read()))
     with suppress(Exception):
-        if torch.are_deterministic_algorithms_enabled():  # which refuses some of what only a trial computes
+        if torch.are_deterministic_algorithms_enabled():  # which refuses some of what only a copy's run computes
             torch.use_deterministic_algorithms(False)
-        if torch.is_anomaly_enabled():  # it would warn of what a trial is meant to find
+        if torch.is_anomaly_enabled():  # it would warn of what such a run is meant to find
             torch.autograd.set_detect_anomaly(False)
     try:
         yield
@@ -338,7 +338,7 @@ def _without_modes() -> Iterator[None]:
 
 @contextmanager
 def _without_compilation() -> Iterator[None]:
-    """Run compiled parts as they were written: graphs of a trial would count against the user's limit."""
+    """Run compiled parts as they were written: graphs of such a run would count against the user's limit."""
     if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
         yield
         return
