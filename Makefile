@@ -39,6 +39,7 @@ types: $(INSTALLED)  ## Check types strictly.
 
 docs: $(INSTALLED)  ## Build the documentation, warnings as errors.
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/explanations.py
 	$(BIN)/python docs/picture.py
 	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html
 

@@ -1,4 +1,4 @@
-"""The commands: `hdi audit`, `report`, `compare`, `watch`, `alerts`, `replay` and `allocate`."""
+"""The commands: `hdi audit`, `report`, `compare`, `watch`, `alerts`, `explain`, `replay` and `allocate`."""
 
 from __future__ import annotations
 
@@ -202,6 +202,37 @@ def alerts(run: str, since: int, level: str, as_json: bool) -> int:
     from hdi_callback.monitoring.run_folder import find_history
 
     return _tell_alerts(read_alerts(find_history(run)), since, level, as_json)
+
+
+@hdi.command()
+@click.argument("name", nargs=-1, metavar="[RULE or CURVE]")
+@_JSON
+def explain(name: tuple[str, ...], as_json: bool) -> int:
+    """Say what a rule or a curve means and what to do about it.
+
+    Without a name it lists the rules. An alert on the console names its rule at the end.
+
+    \b
+    Examples:
+      hdi explain
+      hdi explain worst-pair
+      hdi explain hdi_alignment
+    """
+    from hdi_callback.command.explaining import print_explanation, print_rules
+    from hdi_callback.monitoring.rules.explanations import explain as explain_one
+    from hdi_callback.monitoring.rules.explanations import rule_explanations
+
+    if name:
+        found = explain_one(" ".join(name))
+        if as_json:
+            print_json(found.to_dict())
+        else:
+            print_explanation(found)
+    elif as_json:
+        print_json({"rules": [one.to_dict() for one in rule_explanations().values()]})
+    else:
+        print_rules(rule_explanations().values())
+    return NOTHING_UNUSUAL
 
 
 @hdi.command(epilog=_EXIT_CODES)

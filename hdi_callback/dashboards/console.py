@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from typing import TYPE_CHECKING, TypeVar
 
 from hdi_callback.errors import HeadCollapseWarning
-from hdi_callback.monitoring.rules import default_rules
+from hdi_callback.monitoring.rules.explanations import rule_explanations
 from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class AlertLines:
             return ""
         self._explained.add(alert.rule)
         place = place_to_read(alert.rule)
-        return f" [more: {place}]" if place else ""
+        return f". More: {place}" if place else ""
 
     def _print_actions(self, actions: Sequence[Action]) -> None:
         told = _gather([action.message for action in actions], [action.layer for action in actions])
@@ -156,23 +156,22 @@ class AlertLines:
 
 
 def place_to_read(rule: str) -> str:
-    """Give the place that explains a rule: a page of the project, if its metadata name one, or the help of its class.
+    """Give the place that explains a rule: a page of the project, if its metadata name one, or a command.
 
     Args:
         rule: its name.
 
     Returns:
-        An address, or a call of `help`; empty for a rule of the user's own.
+        An address, or a call of `hdi`; empty for a rule of the user's own.
 
     Example:
-        >>> place_to_read("worst pair").endswith(("alerts.html", "help(hdi_callback.rules.WorstPair)"))
+        >>> place_to_read("worst pair").endswith(("what-number-is-bad.html", "hdi explain worst-pair"))
         True
     """
-    classes = {one.name: type(one).__name__ for one in default_rules()}
-    if rule not in classes:
+    if rule not in rule_explanations():
         return ""
     pages = _documentation()
-    return f"{pages.rstrip('/')}/alerts.html" if pages else f"help(hdi_callback.rules.{classes[rule]})"
+    return f"{pages.rstrip('/')}/what-number-is-bad.html" if pages else f"hdi explain {rule.replace(' ', '-')}"
 
 
 @cache

@@ -52,7 +52,9 @@ def good_run(tmp_path_factory) -> Path:
 def test_the_help_names_every_command_and_the_exit_codes():
     shown = run("--help")
     assert shown.exit_code == 0
-    assert {"audit", "report", "compare", "watch", "alerts", "replay", "allocate"} <= set(shown.output.split())
+    assert {"audit", "report", "compare", "watch", "alerts", "explain", "replay", "allocate"} <= set(
+        shown.output.split()
+    )
     assert "Exit codes: 0 nothing is unusual" in shown.output
 
 

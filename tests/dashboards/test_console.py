@@ -5,12 +5,14 @@ import pty
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
 from hdi_callback import HDICallback, HeadDiversityMonitor
 from hdi_callback.attention import survey
+from hdi_callback.dashboards import console
 from hdi_callback.dashboards.console import place_to_read, print_layers
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Finding
@@ -107,7 +109,7 @@ def test_a_critical_alert_is_printed_once_and_says_once_where_to_read_more(root)
     done = subprocess.run([sys.executable, "-c", COLLAPSE], cwd=root, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     first, second = done.stdout.splitlines()
-    assert first.startswith("hdi_callback critical: step 4, attn: all heads are nearly one [more: ")
+    assert first == "hdi_callback critical: step 4, attn: all heads are nearly one. More: hdi explain mean-alignment"
     assert second == "hdi_callback critical: step 8, attn: all heads are nearly one"
 
 
@@ -126,18 +128,15 @@ def test_a_critical_alert_is_a_warning_for_those_who_take_warnings(root, way):
     assert "HeadCollapseWarning" in done.stderr
 
 
-def test_what_a_rule_prints_as_the_place_to_read_more_is_there():
-    from hdi_callback import rules
-    from hdi_callback.monitoring.rules import default_rules
-
-    for rule in default_rules():
-        place = place_to_read(rule.name)
-        assert place.startswith(("http", "help(hdi_callback.rules."))
-        if place.startswith("help("):
-            assert (
-                getattr(rules, place.removeprefix("help(hdi_callback.rules.").removesuffix(")")).__doc__ or ""
-            ) != ""
+def test_the_place_to_read_more_is_the_address_of_the_project_where_there_is_one(monkeypatch):
+    known = {"Project-URL": ["Repository, https://example.org/hdi", "Documentation, https://example.org/docs/"]}
+    console._documentation.cache_clear()
+    assert place_to_read("worst pair") == "hdi explain worst-pair"
+    monkeypatch.setattr(console, "metadata", lambda _: SimpleNamespace(get_all=known.get))
+    console._documentation.cache_clear()
+    assert place_to_read("worst pair") == "https://example.org/docs/what-number-is-bad.html"
     assert place_to_read("a rule of one's own") == ""
+    console._documentation.cache_clear()
 
 
 def test_objects_show_themselves_in_a_notebook_and_names_stay_text():

@@ -1,0 +1,75 @@
+"""What rules and curves mean, as text for a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+
+import click
+
+from hdi_callback.monitoring.rules.explanations import CurveExplanation, RuleExplanation
+
+_LABEL = 16
+_WIDEST, _NARROWEST = 100, 40
+
+
+def print_explanation(one: RuleExplanation | CurveExplanation) -> None:
+    """Print a rule or a curve.
+
+    Args:
+        one: its explanation.
+    """
+    click.echo(f"{one.name} ({'rule' if isinstance(one, RuleExplanation) else 'curve'})\n")
+    _print_rows(_rule_rows(one) if isinstance(one, RuleExplanation) else _curve_rows(one))
+
+
+def print_rules(rules: Iterable[RuleExplanation]) -> None:
+    """Print a line for each rule.
+
+    Args:
+        rules: their explanations.
+    """
+    rules = list(rules)
+    click.echo("The rules, and how their alerts begin:\n")
+    _print_rows([(one.name, f'"{one.messages[0]}"') for one in rules], label=2 + max(len(one.name) for one in rules))
+    click.echo(
+        "\nhdi explain RULE says what it means and what to do, hdi explain CURVE (such as hdi_alignment) what is bad."
+    )
+
+
+def _rule_rows(one: RuleExplanation) -> list[tuple[str, str]]:
+    rows = [("the alert says", f'"{message}"') for message in one.messages]
+    rows += [("it means", one.meaning), ("what to do", one.action)]
+    rows += [(f"{level} when", when) for level, when in one.raised]
+    rows += [("resolved when", one.resolved)] if one.resolved else []
+    rows += [("it judges", ", ".join(one.metrics))] if one.metrics else []
+    if not one.limits:
+        return [*rows, ("limits", "none to set")]
+    limits = [f"{name} {'off' if value is None else f'{value:g}'}" for name, value in one.limits.items()]
+    name = next(iter(one.limits))
+    rows += [
+        ("limits", f"{', '.join(limits)} by default"),
+        ("to try others", f"hdi replay RUN --threshold {name}=VALUE (off instead of VALUE switches it off)"),
+        ("to set them", f'HDICallback(thresholds={{"*": {{"{name}": VALUE}}}}) (None switches it off)'),
+    ]
+    return rows
+
+
+def _curve_rows(one: CurveExplanation) -> list[tuple[str, str]]:
+    rows = [("what it is", one.summary), ("read from", one.source if " " in one.source else f"{one.source} weights")]
+    rows += [(key.replace("_", " "), text) for key, text in one.hints.items()]
+    rows += [("judged by", ", ".join(one.rules) or "no rule")]
+    return [*rows, ("to log it", f'HDICallback(metrics=["default", "{one.name}"])')]
+
+
+def _print_rows(rows: Iterable[tuple[str, str]], label: int = _LABEL) -> None:
+    """Print rows of a label and a text that is wrapped beside it; a label that comes again is not repeated."""
+    width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+    last = ""
+    for name, text in rows:
+        lines = textwrap.wrap(text, width - label - 2, break_long_words=False, break_on_hyphens=False) or [""]
+        for number, line in enumerate(lines):
+            shown = name if number == 0 and name != last else ""
+            click.echo(f"  {shown.ljust(label)}{line}".rstrip())
+        last = name
