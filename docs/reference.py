@@ -31,7 +31,8 @@ versions, and a test goes on from each of them.
 
 All other modules may change with any version. Names of version 0.1 that were documented and have moved (`HeadWatch`;
 `WhileItStands` and its `lasts`; `Watch`, `Outcome` and `Follower` in `hdi_callback.monitoring.watch`; `Faults` in
-`hdi_callback.monitoring.faults`) work until version 0.4.
+`hdi_callback.monitoring.faults`) work until version 0.4, and so does the
+key `standing` of `hdi alerts --json` and `hdi replay --json`, which is called `active` now.
 """
 
 

@@ -106,9 +106,14 @@ class Audit:
         return {**without, **self.refused}
 
     @property
+    def audited(self) -> tuple[LayerAudit, ...]:
+        """The layers that were judged."""
+        return tuple(layer for layer in self.layers if layer.name not in self.not_audited)
+
+    @property
     def verdict(self) -> str:
         """What to know first, in one or two sentences."""
-        read = [layer for layer in self.layers if layer.name not in self.not_audited]
+        read = self.audited
         left_out = f" {_count(len(self.not_audited), 'layer')} could not be audited." if self.not_audited else ""
         if not read:
             return "Nothing could be audited." if self.not_audited else "There is no attention in this model."
@@ -141,6 +146,7 @@ class Audit:
                 {"layer": one.layer, "rule": one.rule, "level": one.level, **_finding(one)} for one in self.findings
             ],
             "layers": [_plain(asdict(layer)) for layer in self.layers],
+            "not_audited": self.not_audited,
             "refused": dict(self.refused),
         }
 

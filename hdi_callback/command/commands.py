@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hdi_callback.command.group import NOTHING_UNUSUAL, UNUSUAL, CommandGroup, print_json
+from hdi_callback.command.group import CANNOT_WORK, NOTHING_UNUSUAL, UNUSUAL, CommandGroup, print_json
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
 _CLASS = click.option(
@@ -33,8 +33,8 @@ _LEVEL = click.option(
 )
 
 _EXIT_CODES = (
-    "Exit codes: 0 nothing is unusual, 1 something is unusual (a warning or a critical alert stands), 2 the command "
-    "cannot work as it was given, 130 interrupted."
+    "Exit codes: 0 nothing is unusual, 1 something is unusual (a warning or a critical alert is active), 2 the command "
+    "cannot work as it was given, or there is nothing to judge, 130 interrupted."
 )
 
 
@@ -102,6 +102,8 @@ def audit(
     else:
         terminal.print_audit(out, found)
         _say_written(html)
+    if not found.audited:
+        return CANNOT_WORK
     return UNUSUAL if found.unusual else NOTHING_UNUSUAL
 
 
@@ -177,7 +179,7 @@ def compare(
 @click.option("--idle", type=float, metavar="SECONDS", help="End when nothing was written for this long.")
 @click.option("--interval", type=float, default=2.0, show_default=True, help="Seconds between two looks.")
 def watch(run: str, once: bool, until: int | None, idle: float | None, interval: float) -> int:
-    """Follow a run live; the exit code tells whether alerts stand.
+    """Follow a run live; the exit code says whether an alert is active.
 
     Ends with Ctrl-C, or as --once, --until and --idle say.
     """
@@ -192,7 +194,7 @@ def watch(run: str, once: bool, until: int | None, idle: float | None, interval:
 @_LEVEL
 @_JSON
 def alerts(run: str, since: int, level: str, as_json: bool) -> int:
-    """List the alerts of a run, and whether any stands.
+    """List the alerts of a run, and which of them are active.
 
     \b
     Example:
@@ -201,7 +203,7 @@ def alerts(run: str, since: int, level: str, as_json: bool) -> int:
     from hdi_callback.monitoring.rules.replay import read_alerts
     from hdi_callback.monitoring.run_folder import find_history
 
-    return _tell_alerts(read_alerts(find_history(run)), since, level, as_json)
+    return _show_alerts(read_alerts(find_history(run)), since, level, as_json)
 
 
 @hdi.command()
@@ -252,7 +254,7 @@ def replay(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
     from hdi_callback.monitoring.rules.replay import replay as judge_again
     from hdi_callback.monitoring.run_folder import find_history
 
-    return _tell_alerts(judge_again(find_history(run), thresholds=parse_limits(thresholds)), since, level, as_json)
+    return _show_alerts(judge_again(find_history(run), thresholds=parse_limits(thresholds)), since, level, as_json)
 
 
 @hdi.command()
@@ -276,18 +278,20 @@ def allocate(run: str, keys: int, multiple_of: int, as_json: bool) -> int:
     return NOTHING_UNUSUAL
 
 
-def _tell_alerts(found: list[Any], since: int, level: str, as_json: bool) -> int:
+def _show_alerts(found: list[Any], since: int, level: str, as_json: bool) -> int:
     from hdi_callback.command import terminal
     from hdi_callback.monitoring.alerts import is_at_least
     from hdi_callback.monitoring.rules.replay import active_alerts
 
-    standing = active_alerts(found)
+    active = active_alerts(found)
     shown = [one for one in found if one.step >= since and is_at_least(one.level, level)]  # type: ignore[arg-type]
     if as_json:
-        print_json({"alerts": [one.to_dict() for one in shown], "standing": [one.to_dict() for one in standing]})
+        still = [one.to_dict() for one in active]
+        # `standing` is the name that version 0.1 gave to `active`; it goes with version 0.4.
+        print_json({"alerts": [one.to_dict() for one in shown], "active": still, "standing": still})
     else:
-        terminal.print_alerts(terminal.console(), shown, standing)
-    return UNUSUAL if standing else NOTHING_UNUSUAL
+        terminal.print_alerts(terminal.console(), shown, active)
+    return UNUSUAL if active else NOTHING_UNUSUAL
 
 
 def _require_plotly() -> None:

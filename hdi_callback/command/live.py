@@ -34,7 +34,7 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
         interval: seconds between two looks.
 
     Returns:
-        True if a warning or a critical alert stands.
+        True if a warning or a critical alert is active.
 
     Raises:
         MisconfigurationError: if there is no such run.
@@ -44,12 +44,12 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
     path = find_history(run)
     out = console()
     if once:
-        history, standing = _look(path)
-        out.print(frame(history, standing, out.width, out.height))
-        return bool(standing)
+        history, active = _look(path)
+        out.print(frame(history, active, out.width, out.height))
+        return bool(active)
     from rich.live import Live
 
-    standing = []
+    active = []
     size, last_change = -1, time.monotonic()
     with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
         try:
@@ -57,8 +57,8 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
                 now = path.stat().st_size if path.exists() else size
                 if now != size:
                     size, last_change = now, time.monotonic()
-                    history, standing = _look(path)
-                    live.update(frame(history, standing, out.width, out.height), refresh=True)
+                    history, active = _look(path)
+                    live.update(frame(history, active, out.width, out.height), refresh=True)
                     if until is not None and any(record.step >= until for record in history.records()[-1:]):
                         break
                 if idle is not None and time.monotonic() - last_change >= idle:
@@ -66,7 +66,7 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
                 time.sleep(interval)
         except KeyboardInterrupt:  # how one leaves
             pass
-    return bool(standing)
+    return bool(active)
 
 
 def _look(path: Path) -> tuple[RunHistory, list[Alert]]:
@@ -75,12 +75,12 @@ def _look(path: Path) -> tuple[RunHistory, list[Alert]]:
     return history, active_alerts(alerts)
 
 
-def frame(history: RunHistory, standing: Sequence[Alert], width: int, height: int) -> RenderableType:
-    """Draw one picture of a run: what stands, the map of layers, and the heads of one of them.
+def frame(history: RunHistory, active: Sequence[Alert], width: int, height: int) -> RenderableType:
+    """Draw one picture of a run: its active alerts, the map of layers, and the heads of one of them.
 
     Args:
         history: the run so far.
-        standing: the alerts that stand.
+        active: the active alerts.
         width: columns of the terminal.
         height: lines of the terminal.
 
@@ -92,11 +92,11 @@ def frame(history: RunHistory, standing: Sequence[Alert], width: int, height: in
 
     records = history.records()
     parts: list[Any] = [Text(f"{history.path}, step {records[-1].step if records else '-'}", style="dim")]
-    style = LEVEL_STYLES[standing[0].level] if standing else "bold green"
-    parts.append(Text(("! " if standing else "") + active_sentence(standing), style=style))
+    style = LEVEL_STYLES[active[0].level] if active else "bold green"
+    parts.append(Text(("! " if active else "") + active_sentence(active), style=style))
     if not records:
         return Group(*parts, Text("There is no reading yet."))
-    alerted = {alert.layer: alert.finding.heads for alert in reversed(standing)}
+    alerted = {alert.layer: alert.finding.heads for alert in reversed(active)}
     heads = _heads_map(history, records, alerted, min(_MOST_HEADS, max(_FEWEST_HEADS, (height - 8) // 2)))
     shown = _layers_to_show(records, alerted, max(4, height - 8 - len(heads)))
     label = min(max(map(len, shown), default=8), max(12, width // 3)) + 2

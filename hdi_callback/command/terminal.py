@@ -185,23 +185,20 @@ def print_comparison(out: Console, comparison: Comparison, most: int) -> None:
 
     out.print(Text(f"A  {comparison.first}\nB  {comparison.second}\n"), soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in (
-        "layer",
-        "closest in A",
-        "in B",
-        "aligned in A",
-        "in B",
-        "mean in A",
-        "in B",
-        "heads that moved most",
-    ):
-        table.add_column(heading, overflow="fold", justify="left" if heading == "layer" else "right")
+    is_narrow = out.width < _NARROW
+    quantities = ["worst_alignment"] if is_narrow else ["worst_alignment", "alignment"]
+    table.add_column("layer", overflow="fold", min_width=16)
+    for quantity in ("pair", *({"worst_alignment": "aligned", "alignment": "mean"}[name] for name in quantities)):
+        table.add_column(f"{quantity} in A", justify="right", no_wrap=True)
+        table.add_column("in B", justify="right", no_wrap=True)
+    table.add_column("heads that moved", justify="right", overflow="fold")
     for layer in comparison.layers[:most]:
         pairs = ("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after))
-        numbers = [
-            decimal(side.get(name)) for name in ("worst_alignment", "alignment") for side in (layer.before, layer.after)
+        numbers = [decimal(side.get(name)) for name in quantities for side in (layer.before, layer.after)]
+        moved = [
+            f"{head} ({layer.moved[head]:.2f})" if layer.moved else str(head)
+            for head in layer.moved_heads[: 1 if is_narrow else 3]
         ]
-        moved = [f"{head} ({layer.moved[head]:.2f})" if layer.moved else str(head) for head in layer.moved_heads[:3]]
         table.add_row(Text(layer.name), *pairs, *numbers, ", ".join(moved) or "-")
     out.print(table)
     if len(comparison.layers) > most:
@@ -217,13 +214,13 @@ def print_comparison(out: Console, comparison: Comparison, most: int) -> None:
     out.print(Text(comparison.summary, style="bold"), soft_wrap=True)
 
 
-def print_alerts(out: Console, alerts: Iterable[Alert], standing: Sequence[Alert]) -> None:
-    """Print alerts, and how many stand.
+def print_alerts(out: Console, alerts: Iterable[Alert], active: Sequence[Alert]) -> None:
+    """Print alerts, and how many are active.
 
     Args:
         out: where to.
         alerts: the alerts, in their order.
-        standing: those of them that stand at the end.
+        active: those of them that are active at the end.
     """
     from rich.text import Text
 
@@ -233,22 +230,22 @@ def print_alerts(out: Console, alerts: Iterable[Alert], standing: Sequence[Alert
             Text(f"{word}: {alert.message}", style="green" if alert.is_resolved else LEVEL_STYLES[alert.level]),
             soft_wrap=True,
         )
-    out.print(Text(active_sentence(standing), style="bold red" if standing else "bold"), soft_wrap=True)
+    out.print(Text(active_sentence(active), style="bold red" if active else "bold"), soft_wrap=True)
 
 
-def active_sentence(standing: Sequence[Alert]) -> str:
-    """Say how many alerts stand, and where.
+def active_sentence(active: Sequence[Alert]) -> str:
+    """Say how many alerts are active, and where.
 
     Args:
-        standing: warnings and critical alerts that are not resolved.
+        active: warnings and critical alerts that are not resolved.
 
     Returns:
         One sentence.
     """
-    if not standing:
-        return "No alert stands."
-    first = standing[0]
-    more = f", and {len(standing) - 1} more" if len(standing) > 1 else ""
-    count = "1 alert stands" if len(standing) == 1 else f"{len(standing)} alerts stand"
+    if not active:
+        return "No active alert."
+    first = active[0]
+    more = f", and {len(active) - 1} more" if len(active) > 1 else ""
+    count = "1 active alert" if len(active) == 1 else f"{len(active)} active alerts"
     since = first.step if first.finding.since is None else first.finding.since
     return f"{count}: {first.layer}: {first.finding.what}, since step {since}{more}."

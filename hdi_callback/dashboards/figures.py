@@ -146,8 +146,8 @@ def plot_heads(
     Args:
         history: a history file, or what `read_history` gave.
         step: the reading; by default the last of which matrices are kept.
-        layers: names of layers; by default those with an alert that stands then, and the five worst after them, six in
-            all.
+        layers: names of layers; by default those with an alert that is active then, and the five worst after them, six
+            in all.
 
     Returns:
         A matplotlib figure, not attached to any window.
@@ -163,7 +163,7 @@ def plot_heads(
     if record is None or step not in kept:
         few = ", ".join(map(str, kept[:8])) + (", ..." if len(kept) > 8 else "")
         raise MisconfigurationError(f"No matrix is kept of step {step}. There are some of: {few or 'no step'}.")
-    alerted = _standing(_alerts(run), record.step)
+    alerted = _active_heads(_alerts(run), record.step)
     chosen = layers_that_matter(record, alerted) if layers is None else list(layers)
     panels = []
     for name in chosen:
@@ -178,7 +178,7 @@ def layers_that_matter(record: Record, alerted: Iterable[str]) -> list[str]:
 
     Args:
         record: a reading.
-        alerted: layers for which an alert stands.
+        alerted: layers with an active alert.
 
     Returns:
         At most six names.
@@ -197,7 +197,7 @@ def panel_of(name: str, layer: LayerRecord, alignment: Tensor, heads: tuple[int,
         name: the layer.
         layer: its numbers.
         alignment: ``(H, H)``.
-        heads: the heads of the alert that stands; `None` if there is none.
+        heads: the heads of the active alert; `None` if there is none.
 
     Returns:
         The panel, with the pair of the alert marked, else the worst one.
@@ -215,20 +215,20 @@ def _alerts(run: RunHistory) -> list[Alert]:
     return [Alert.from_dict(line) for line in run.lines if line["kind"] == "alert"]
 
 
-def _standing(alerts: Iterable[Alert], step: int) -> dict[str, tuple[int, ...]]:
-    """Give the layers with an alert that stands at a step, and the heads that it names."""
-    standing = {}
+def _active_heads(alerts: Iterable[Alert], step: int) -> dict[str, tuple[int, ...]]:
+    """Give the layers with an active alert at a step, and the heads that it names."""
+    active = {}
     for alert in alerts:
         if alert.step <= step and alert.level != "notice":
-            standing[alert.layer, alert.rule] = None if alert.is_resolved else alert
-    return heads_of(one for one in standing.values() if one is not None)
+            active[alert.layer, alert.rule] = None if alert.is_resolved else alert
+    return heads_of(one for one in active.values() if one is not None)
 
 
 def heads_of(alerts: Iterable[Alert]) -> dict[str, tuple[int, ...]]:
     """Give the heads that alerts name, by layer.
 
     Args:
-        alerts: those that stand; notices are passed over.
+        alerts: the active ones; notices are passed over.
 
     Returns:
         Layer -> heads; those of a pair count before others.

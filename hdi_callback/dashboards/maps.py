@@ -54,7 +54,7 @@ class HeadPanel:
         alignment: ``(H, H)``, NaN where there is none.
         pair: the two heads to mark; empty for none.
         value: their alignment.
-        is_alerted: an alert stands for the layer.
+        is_alerted: an alert of the layer is active.
     """
 
     layer: str

@@ -84,7 +84,7 @@ def run_summary(
     Returns:
         HTML.
     """
-    state = "no alert stands" if not alerts else f"{len(alerts)} alert{'s' if len(alerts) > 1 else ''} stand"
+    state = f"{len(alerts) or 'no'} active alert{'s' if len(alerts) > 1 else ''}"
     told = "".join(map(alert_line, alerts[:_MOST_ROWS]))
     place = "" if history is None else f"<p>history: <code>{escape(str(history))}</code></p>"
     watched = layer_table(layers, refused) if layers or refused else "<p>no run has begun</p>"

@@ -115,15 +115,22 @@ def test_alerts_are_listed_from_a_step_on(bad_run):
     at, later = (json.loads(run("alerts", bad_run, "--json", "--since", since).stdout) for since in (last, last + 1))
     assert at["alerts"] == [one for one in all_of_them["alerts"] if one["step"] == last] != []
     assert later["alerts"] == []
-    assert all_of_them["standing"] == later["standing"]
-    assert [one["finding"]["heads"] for one in all_of_them["standing"]] == [[1, 3]]
+    assert all_of_them["active"] == later["active"]
+    assert [one["finding"]["heads"] for one in all_of_them["active"]] == [[1, 3]]
 
 
-def test_alerts_say_last_what_stands(bad_run, good_run):
+@pytest.mark.parametrize("words", [["alerts"], ["replay"], ["replay", "--threshold", "pair=off"]])
+def test_active_alerts_are_found_under_the_key_of_version_0_1_as_well(bad_run, words):
+    data = json.loads(run(words[0], bad_run, *words[1:], "--json").stdout)
+    assert list(data) == ["alerts", "active", "standing"]
+    assert data["standing"] == data["active"]
+
+
+def test_alerts_say_last_which_are_active(bad_run, good_run):
     bad, good = run("alerts", bad_run), run("alerts", good_run)
     assert (bad.exit_code, good.exit_code) == (1, 0)
-    assert bad.output.splitlines()[-1].startswith("1 alert stands: model.blocks.2.attn: heads 1 and 3")
-    assert good.output.splitlines()[-1] == "No alert stands."
+    assert bad.output.splitlines()[-1].startswith("1 active alert: model.blocks.2.attn: heads 1 and 3")
+    assert good.output.splitlines()[-1] == "No active alert."
 
 
 def test_a_replay_with_other_limits_tells_other_alerts(bad_run):
@@ -231,7 +238,7 @@ def test_the_program_works_from_a_shell(bad_run, root):
     command = [sys.executable, "-m", "hdi_callback"]
     done = subprocess.run([*command, "alerts", str(bad_run)], capture_output=True, text=True, cwd=root, check=False)
     assert done.returncode == 1
-    assert "1 alert stands: model.blocks.2.attn: heads 1 and 3" in done.stdout
+    assert "1 active alert: model.blocks.2.attn: heads 1 and 3" in done.stdout
     wrong = subprocess.run([*command, "alerts", "nowhere"], capture_output=True, text=True, cwd=root, check=False)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("hdi: There is no file or folder `nowhere`")
@@ -241,3 +248,36 @@ def test_the_program_works_from_a_shell(bad_run, root):
 def test_the_script_of_the_package_is_the_same_program(root):
     text = (root / "pyproject.toml").read_text()
     assert '[project.scripts]\nhdi = "hdi_callback.command:main"' in text
+
+
+def without_attention() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8))
+
+
+def unreadable() -> nn.Module:
+    model = healthy()
+    for part in model.values():
+        part.forward = None  # as no function that can be run
+        part.in_proj_weight = nn.Parameter(torch.zeros(7, 32))
+    return model
+
+
+@pytest.mark.parametrize(("model", "said"), [("without_attention", "no attention"), ("unreadable", "Nothing could")])
+def test_an_audit_that_judged_nothing_does_not_say_that_all_is_well(model, said):
+    shown = run("audit", f"{__name__}:{model}")
+    assert shown.exit_code == 2
+    assert said in shown.output.splitlines()[-1]
+    data = json.loads(run("audit", f"{__name__}:{model}", "--json").stdout)
+    assert (data["is_unusual"], bool(data["not_audited"])) == (False, model == "unreadable")
+
+
+def test_a_comparison_keeps_names_whole_on_a_narrow_terminal():
+    shown = run("compare", f"{__name__}:nested", f"{__name__}:nested", width=80).output
+    assert "model.blocks.0.attn" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def nested() -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"attn": nn.MultiheadAttention(32, 4)})
+    return nn.ModuleDict({"model": nn.ModuleDict({"blocks": nn.ModuleList([block])})})

@@ -24,8 +24,8 @@ COMMANDS = {  # words on good input -> exit code, and what is printed
     ("report", "bad", "good", "-o", "page.html"): (1, "heads 1 and 3 are nearly one head"),
     ("compare", "bad", "good"): (0, "model.blocks.2.attn changed most"),
     ("watch", "bad", "--once"): (1, "! model.blocks.2.attn"),
-    ("alerts", "bad"): (1, "1 alert stands: model.blocks.2.attn: heads 1 and 3"),
-    ("replay", "bad", "--threshold", "pair=off", "--threshold", "forecast=off"): (0, "No alert stands."),
+    ("alerts", "bad"): (1, "1 active alert: model.blocks.2.attn: heads 1 and 3"),
+    ("replay", "bad", "--threshold", "pair=off", "--threshold", "forecast=off"): (0, "No active alert."),
     ("allocate", "measured", "--keys", "64"): (0, "attn"),
 }
 WRONG = {  # words on bad input -> what the one line says

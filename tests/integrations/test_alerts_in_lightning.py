@@ -99,7 +99,7 @@ def test_the_function_of_the_user_gets_every_alert(collapsed):
 def test_the_console_shows_alerts_and_what_was_done(collapsed):
     told = read_alerts(collapsed["callback"].history_path)
     lines = [line for line in collapsed["printed"] if "hdi_callback" in line]
-    more = [" [more: help(hdi_callback.rules.MeanAlignment)]", ""]  # once for each rule
+    more = [". More: hdi explain mean-alignment", ""]  # once for each rule
     assert [f"hdi_callback {alert.level}: {alert.message}{where}" for alert, where in zip(told, more, strict=True)] == [
         line for line in lines if ": step" in line.split(", ")[0]
     ]

@@ -23,7 +23,7 @@ class Report:
     Attributes:
         path: the file.
         verdicts: name of each run -> what to know first.
-        is_unusual: whether an alert stands in any of them.
+        is_unusual: whether an alert is active in any of them.
     """
 
     path: Path

@@ -154,10 +154,10 @@ def _verdict(records: Sequence[Record], alerts: Sequence[Alert], standing: Seque
         before = f" {len(began)} earlier {'alert is' if len(began) == 1 else 'alerts are'} resolved."
     worst = [(layer.values[WORST], name, layer) for name, layer in records[-1].layers.items() if WORST in layer.values]
     if not worst:
-        return f"No alert stands.{before}"
+        return f"No active alert.{before}"
     value, name, layer = max(worst, key=lambda item: item[0])
     pair = " and ".join(map(str, _pair(layer, WORST)))
-    return f"No alert stands. The two closest heads are {pair} of {name} (alignment {value:.2f}).{before}"
+    return f"No active alert. The two closest heads are {pair} of {name} (alignment {value:.2f}).{before}"
 
 
 def _facts_of(

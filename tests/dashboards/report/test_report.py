@@ -78,7 +78,7 @@ def test_a_report_says_first_which_layer_and_which_two_heads(runs):
 def test_a_run_without_alerts_says_so_and_names_its_closest_pair(runs, tmp_path):
     found = report(runs / "good", path=tmp_path / "new folder" / "page.html")
     assert not found.is_unusual
-    assert "No alert stands. The two closest heads are" in read(found.path).text
+    assert "No active alert. The two closest heads are" in read(found.path).text
 
 
 def test_the_map_of_a_layer_is_what_was_measured(runs):
