@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 
@@ -103,3 +105,22 @@ def test_rules_and_interventions_can_be_imported_from_the_door():
     assert hdi_callback.interventions.StopTraining is StopTraining
     with pytest.warns(DeprecationWarning, match="choose_rules"):
         assert hdi_callback.rules.choose_rules is importlib.import_module("hdi_callback.monitoring.rules").choose_rules
+
+
+def test_the_import_of_the_package_loads_nothing_else(root):
+    """All public names together take longer to load than a line at the top of a script should."""
+    code = "import sys; import hdi_callback; print([name for name in sys.modules if name.startswith('hdi_callback')])"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "['hdi_callback']"
+
+
+def test_type_checkers_see_the_public_names_where_they_are_loaded_from(root):
+    import hdi_callback
+
+    tree = ast.parse((root / "hdi_callback" / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body for alias in node.names}  # type: ignore[attr-defined]
+    rooms = {name for name, module in seen.items() if module == "hdi_callback"}
+    assert set(seen) == set(hdi_callback.__all__)
+    assert {name: module for name, module in seen.items() if name not in rooms} == hdi_callback._MODULES
+    assert all(getattr(hdi_callback, name).__name__ == f"hdi_callback.{name}" for name in rooms)
