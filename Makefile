@@ -53,6 +53,7 @@ theory: $(INSTALLED)  ## Try the claims of the paper, with verdicts; writes docs
 
 bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 	$(BIN)/python -m tests.benchmarks.bench_reading --output docs/benchmarks/reading.md
+	$(BIN)/python -m tests.benchmarks.bench_start --output docs/benchmarks/start.md
 	$(BIN)/python -m tests.benchmarks.bench_step --output docs/benchmarks/step.md
 	$(BIN)/python -m tests.benchmarks.bench_unarmed --output docs/benchmarks/unarmed.md
 	$(BIN)/python -m tests.benchmarks.plan --output docs/benchmarks/plan.md

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.benchmarks import bench_reading, bench_step, differences, plan, ratios
+from tests.benchmarks import bench_reading, bench_start, bench_step, differences, plan, ratios
 from tests.benchmarks.ratios import measure
 
 
@@ -24,6 +24,25 @@ def test_a_benchmark_writes_its_command_and_a_ratio_with_its_spread(bench, rows,
         assert float(low) <= float(median) <= float(high)
     assert found[0] == ("1.00", "1.00", "1.00")
     assert capsys.readouterr().out.strip() == text.strip()
+
+
+def test_finding_heads_is_measured_of_every_layer_of_the_models_that_the_report_names():
+    for name, (layers, _) in bench_start.SMALL.items():
+        found = bench_start.find(name)
+        assert found["layers"] == layers
+        assert found["seconds"] > 0
+        # Parameters on the meta device have sizes, and no memory that finding could take for a copy.
+        assert found["weights"] > 0
+
+
+@pytest.mark.slow
+def test_the_report_of_the_start_gives_each_import_and_each_model_its_row(tmp_path):
+    path = tmp_path / "start.md"
+    bench_start.main(["--small", "--rounds", "1", "--output", str(path)])
+    rows = path.read_text().splitlines()
+    assert "python -m tests.benchmarks.bench_start --small --rounds 1 " in rows[0]
+    for name in (*bench_start.IMPORTS, *bench_start.SMALL):
+        assert sum(row.startswith(f"| {name} | ") for row in rows) == 1
 
 
 def test_ratios_are_taken_round_by_round(monkeypatch):
