@@ -42,9 +42,29 @@ ARROWS: dict[str, set[str]] = {
 FOLDERS: dict[str, set[str]] = {
     "attention/observe": {"attention"},
     "attention/trace": {"attention"},
-    "monitoring/rules": {"monitoring"},
-    "monitoring/interventions": {"monitoring", "monitoring/rules"},
-    "monitoring/session": {"monitoring", "monitoring/rules", "monitoring/interventions"},
+    "monitoring/alerts": {"monitoring"},
+    "monitoring/history": {"monitoring", "monitoring/alerts"},
+    "monitoring/ranks": {"monitoring"},
+    "monitoring/layers": {"monitoring", "monitoring/ranks"},
+    "monitoring/monitor": {"monitoring", "monitoring/ranks", "monitoring/layers"},
+    "monitoring/rules": {"monitoring", "monitoring/alerts", "monitoring/history"},
+    "monitoring/interventions": {
+        "monitoring",
+        "monitoring/alerts",
+        "monitoring/ranks",
+        "monitoring/monitor",
+        "monitoring/rules",
+    },
+    "monitoring/session": {
+        "monitoring",
+        "monitoring/alerts",
+        "monitoring/history",
+        "monitoring/ranks",
+        "monitoring/layers",
+        "monitoring/monitor",
+        "monitoring/rules",
+        "monitoring/interventions",
+    },
 }
 # Not mended yet: the search for heads stands in the folder of what it searches with.
 MUTUAL = {("attention", "attention/observe"), ("attention", "attention/trace")}

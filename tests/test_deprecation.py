@@ -13,7 +13,7 @@ from hdi_callback.errors import MonitoringWarning
 from hdi_callback.monitoring.alerts import Alerts, Finding, Rule
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import StopTraining
-from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.session.schedule import Schedule
 from tests.models import Classifier
 
 

@@ -23,12 +23,12 @@ from hdi_callback.audits.stored import first_line
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts, Finding
 from hdi_callback.monitoring.metrics import FINITENESS
-from hdi_callback.monitoring.movement import LastWeights
+from hdi_callback.monitoring.monitor.movement import LastWeights
+from hdi_callback.monitoring.monitor.sources import weight_sources
+from hdi_callback.monitoring.monitor.weights import WeightSource, without_autocast
 from hdi_callback.monitoring.readings import LayerRecord, Measurement, Reading, Record
 from hdi_callback.monitoring.rules import DeadHeads, choose_rules
 from hdi_callback.monitoring.rules.words import named_heads
-from hdi_callback.monitoring.sources import weight_sources
-from hdi_callback.monitoring.weights import WeightSource, without_autocast
 
 Progress = Callable[[int, int, str], None]
 """Takes how many layers are done, how many there are, and the name of the next one."""

@@ -21,8 +21,8 @@ from hdi_callback.audits.stored import first_line
 from hdi_callback.core import head_diversity
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring.history import read_records, run_lines
+from hdi_callback.monitoring.history.run_folder import find_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.run_folder import find_history
 
 _COMPARED = {
     "hdi": "hdi",

@@ -7,7 +7,7 @@ from typing import Any
 from hdi_callback.core.allocation import rank_allocations
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.history import read_lines, read_records
-from hdi_callback.monitoring.run_folder import find_history
+from hdi_callback.monitoring.history.run_folder import find_history
 
 
 def allocations(run: str, keys: int, multiple_of: int) -> list[dict[str, Any]]:

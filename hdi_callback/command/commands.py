@@ -200,8 +200,8 @@ def alerts(run: str, since: int, level: str, as_json: bool) -> int:
     Example:
       hdi alerts lightning_logs/version_0 --since 1000 --json
     """
+    from hdi_callback.monitoring.history.run_folder import find_history
     from hdi_callback.monitoring.rules.replay import read_alerts
-    from hdi_callback.monitoring.run_folder import find_history
 
     return _show_alerts(read_alerts(find_history(run)), since, level, as_json)
 
@@ -251,8 +251,8 @@ def replay(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
       hdi replay lightning_logs/version_0 --threshold pair=0.9 --threshold trend=off
     """
     from hdi_callback.command.limits import parse_limits
+    from hdi_callback.monitoring.history.run_folder import find_history
     from hdi_callback.monitoring.rules.replay import replay as judge_again
-    from hdi_callback.monitoring.run_folder import find_history
 
     return _show_alerts(judge_again(find_history(run), thresholds=parse_limits(thresholds)), since, level, as_json)
 

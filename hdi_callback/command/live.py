@@ -12,9 +12,9 @@ from hdi_callback.dashboards.report.runs import pair_alignment
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
+from hdi_callback.monitoring.history.run_folder import find_history
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.rules.replay import active_alerts
-from hdi_callback.monitoring.run_folder import find_history
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

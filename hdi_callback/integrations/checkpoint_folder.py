@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hdi_callback.monitoring.state import read_state
+from hdi_callback.monitoring.session.state import read_state
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 STATE = "hdi_state.json"

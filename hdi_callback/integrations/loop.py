@@ -18,7 +18,7 @@ from hdi_callback.integrations.shell import Shell
 from hdi_callback.integrations.signature import function_of
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.session.session import Session
-from hdi_callback.monitoring.state import sound_state
+from hdi_callback.monitoring.session.state import sound_state
 
 
 class HeadSession(Shell):

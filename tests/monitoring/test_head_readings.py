@@ -8,7 +8,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.monitoring.history import History, read_records
-from hdi_callback.monitoring.movement import LastWeights
+from hdi_callback.monitoring.monitor.movement import LastWeights
 from tests.core.no_sync import NoSync
 from tests.models import HEADS, LAYERS, LENGTH, Classifier
 

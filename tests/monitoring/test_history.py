@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hdi_callback import replay
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import History, load_history, read_history, read_lines, read_records
-from hdi_callback.monitoring.place import place_history
+from hdi_callback.monitoring.history.place import place_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.rules.replay import read_alerts
 
@@ -230,7 +230,7 @@ def test_a_line_that_is_merely_odd_is_read(tmp_path, odd):
 
 
 def test_a_line_that_is_far_too_long_is_told_and_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr("hdi_callback.monitoring.history._LONGEST", 500)
+    monkeypatch.setattr("hdi_callback.monitoring.history.scan._LONGEST", 500)
     path = tmp_path / "history.jsonl"
     path.write_bytes(reading_line(step=1) + b"\n" + b"x" * 5000 + b"\n" + reading_line(step=2) + b"\n")
     with pytest.warns(MonitoringWarning, match=r"line 2 \(it is far too long\)"):

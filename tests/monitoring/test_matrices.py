@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hdi_callback.core import head_diversity
 from hdi_callback.monitoring.alerts import Alert, Finding
 from hdi_callback.monitoring.history import History, read_history
-from hdi_callback.monitoring.matrices import (
+from hdi_callback.monitoring.history.matrices import (
     MatrixError,
     MatrixFile,
     decode_layer,
@@ -21,7 +21,7 @@ from hdi_callback.monitoring.matrices import (
     matrix_path,
     steps_to_leave_out,
 )
-from hdi_callback.monitoring.place import place_history
+from hdi_callback.monitoring.history.place import place_history
 from hdi_callback.monitoring.readings import LayerRecord, Measurement, Reading, Record
 
 NAMES = ("overlap", "energy_overlap", "pair_alignment", "energy_pair_alignment")
@@ -202,7 +202,9 @@ def test_asking_for_the_steps_of_every_layer_walks_the_lines_once(tmp_path, monk
     History(path).write(record_at(20))
     run = read_history(path)
     walked: list[str] = []
-    monkeypatch.setattr("hdi_callback.monitoring.history.printable", lambda name: walked.append(name) or name)
+    monkeypatch.setattr(
+        "hdi_callback.monitoring.history.run_history.printable", lambda name: walked.append(name) or name
+    )
     for _ in range(5):
         assert [run.matrix_steps(layer) for layer in ("a", "b", "c")] == [[0, 10, 20], [20], []]
         assert run.matrix_steps() == [0, 10, 20]

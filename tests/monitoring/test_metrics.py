@@ -7,7 +7,6 @@ from hdi_callback.attention import ROLES
 from hdi_callback.core import head_covariance, head_diversity, ov_circuits, qk_circuits
 from hdi_callback.core.tokens import token_spread
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.importance import HeadImportance
 from hdi_callback.monitoring.metrics import (
     CONTRIBUTION,
     COVARIANCE,
@@ -26,11 +25,12 @@ from hdi_callback.monitoring.metrics import (
     UPDATES_QK,
     choose_metrics,
 )
-from hdi_callback.monitoring.movement import HeadMovement, LastWeights
-from hdi_callback.monitoring.outputs import HeadContribution, join
-from hdi_callback.monitoring.rows import RowSums
-from hdi_callback.monitoring.sources import WeightFiniteness
-from hdi_callback.monitoring.update_lens import UpdateLens
+from hdi_callback.monitoring.monitor.importance import HeadImportance
+from hdi_callback.monitoring.monitor.movement import HeadMovement, LastWeights
+from hdi_callback.monitoring.monitor.outputs import HeadContribution, join
+from hdi_callback.monitoring.monitor.rows import RowSums
+from hdi_callback.monitoring.monitor.sources import WeightFiniteness
+from hdi_callback.monitoring.monitor.update_lens import UpdateLens
 
 EXAMPLES = {
     QK: lambda weight: qk_circuits(weight, weight),

@@ -99,7 +99,7 @@ def test_layers_of_one_shape_are_measured_in_one_call(model, monkeypatch):
         shapes.append(tuple(weight.shape))
         return head_diversity(weight, **options)
 
-    monkeypatch.setattr("hdi_callback.monitoring.sources.head_diversity", count)
+    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.head_diversity", count)
     with HeadDiversityMonitor(model) as monitor:
         monitor.measure(step=0)
     assert shapes == [(len(LAYERS), HEADS, WIDTH // HEADS, WIDTH)]

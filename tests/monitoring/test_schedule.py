@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.schedule import Schedule
+from hdi_callback.monitoring.session.schedule import Schedule
 
 
 def steps_read(schedule: Schedule, steps) -> list[int]:

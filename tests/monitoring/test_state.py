@@ -19,7 +19,7 @@ from hdi_callback.errors import HDIWarning
 from hdi_callback.monitoring.atomic import create_atomically, write_atomically
 from hdi_callback.monitoring.history import read_lines
 from hdi_callback.monitoring.interventions import Call, ScaleLearningRate
-from hdi_callback.monitoring.state import sound_state
+from hdi_callback.monitoring.session.state import sound_state
 from hdi_callback.monitoring.warn_once import WarnOnce
 from tests.integrations.test_loop import adam, batch, classifier, loss_of
 from tests.integrations.test_transformers import train as train_with_transformers

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.nn import functional as F
 
 from hdi_callback import HDICallback, interventions
-from hdi_callback.monitoring import history
+from hdi_callback.monitoring.history import writer
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from tests.integrations.test_alerts_in_lightning import Collapse
 from tests.models import CLASSES, LENGTH, batches
@@ -74,7 +74,7 @@ def end_in(moment: Moment) -> Any:
 
         return mock.patch.object(HeadDiversityMonitor, "measure", measures)
     kind = what.removeprefix("writing ")
-    write = history._write_all
+    write = writer.write_all
 
     def writes(file, data):
         if f'"kind":"{kind}","step":{step},'.encode() in data:
@@ -82,7 +82,7 @@ def end_in(moment: Moment) -> Any:
             kill()
         write(file, data)
 
-    return mock.patch.object(history, "_write_all", writes)
+    return mock.patch.object(writer, "write_all", writes)
 
 
 def run(folder: Path, moment: Moment, accumulate: int) -> None:

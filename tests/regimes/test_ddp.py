@@ -15,9 +15,9 @@ from hdi_callback import HeadDiversityMonitor
 from hdi_callback.core import head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
-from hdi_callback.monitoring.rendezvous import _numbers as numbers
+from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
+from hdi_callback.monitoring.ranks.rendezvous import _numbers as numbers
 from tests.models import LAYERS, LENGTH, Attention, Classifier
 
 METRICS = [
@@ -66,7 +66,7 @@ def read_under_ddp(rank: int, lone_forward: bool) -> dict:
         monitor_of(model) as monitor,
         mock.patch.object(dist, "all_reduce", side_effect=_counted(dist.all_reduce, collectives)),
         mock.patch(
-            "hdi_callback.monitoring.sources.head_diversity",
+            "hdi_callback.monitoring.monitor.sources.head_diversity",
             side_effect=_counted(head_diversity, shares),
         ),
     ):
@@ -110,7 +110,7 @@ def read_where_one_rank_has_no_monitor(rank: int) -> dict | None:
         next(numbers)  # so that the next monitors of both ranks meet again
         return None
     with (
-        mock.patch("hdi_callback.monitoring.rendezvous._FIRST_TIMEOUT", timedelta(seconds=1)),
+        mock.patch("hdi_callback.monitoring.ranks.rendezvous._FIRST_TIMEOUT", timedelta(seconds=1)),
         monitor_of(classifier()) as one,
     ):
         return [one.measure(step).record().scalars(["hdi"]) for step in range(2)][-1]
@@ -134,7 +134,7 @@ def miss_a_reading(rank: int) -> list[dict]:
     """The second rank takes one reading less, and the training goes on."""
     seen = []
     with (
-        mock.patch("hdi_callback.monitoring.rendezvous._TIMEOUT", timedelta(seconds=1)),
+        mock.patch("hdi_callback.monitoring.ranks.rendezvous._TIMEOUT", timedelta(seconds=1)),
         monitor_of(classifier(), metrics=["hdi"]) as one,
     ):
         for step in range(3):

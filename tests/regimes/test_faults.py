@@ -221,7 +221,7 @@ def test_memory_that_ends_in_a_reading_is_met_with_fewer_layers_at_once(monkeypa
         return head_diversity(weight, **options) if weight.shape[0] == 1 else out_of_memory()
 
     run = Run(Classifier(blocks=4))
-    monkeypatch.setattr("hdi_callback.monitoring.sources.head_diversity", only_one)
+    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.head_diversity", only_one)
     run.step()
     run.step()
     assert run.warnings == []
@@ -231,8 +231,8 @@ def test_memory_that_ends_in_a_reading_is_met_with_fewer_layers_at_once(monkeypa
 
 def test_memory_that_is_not_enough_for_one_layer_costs_one_warning(monkeypatch):
     run = Run()
-    monkeypatch.setattr("hdi_callback.monitoring.sources.head_diversity", out_of_memory)
-    monkeypatch.setattr("hdi_callback.monitoring.outputs.head_covariance", out_of_memory)
+    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.head_diversity", out_of_memory)
+    monkeypatch.setattr("hdi_callback.monitoring.monitor.outputs.head_covariance", out_of_memory)
     for _ in range(3):
         run.step()
     assert sorted("head outputs" in line for line in run.warnings) == [False, True]

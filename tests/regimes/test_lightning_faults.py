@@ -18,9 +18,8 @@ from torch import nn
 
 from hdi_callback import HDICallback, Rule
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring import history as history_file
 from hdi_callback.monitoring.alerts import Finding
-from hdi_callback.monitoring.history import load_history, read_lines, read_records
+from hdi_callback.monitoring.history import load_history, read_lines, read_records, writer
 from hdi_callback.monitoring.interventions import Call, Intervention, SaveCheckpoint, ScaleLearningRate
 from tests.models import CLASSES, LIT_LAYERS, WIDTH, Block, batches
 from tests.regimes.trainings import Module, in_a_process, told, trainer_for
@@ -90,8 +89,8 @@ def test_a_disk_that_is_full_to_the_end(tmp_path):
 
 
 def test_a_disk_that_stays_full_does_not_fill_the_memory_instead(monkeypatch):
-    monkeypatch.setattr(history_file, "_MOST_KEPT", 3)
-    history = history_file.History("/dev/full")
+    monkeypatch.setattr(writer, "_MOST_KEPT", 3)
+    history = writer.History("/dev/full")
     for step in range(10):
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
             history.note("reading", step=step)

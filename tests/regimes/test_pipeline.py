@@ -12,7 +12,7 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor, watch_heads
 from hdi_callback.monitoring.history import read_records
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
-from hdi_callback.monitoring.roster import in_model_order
+from hdi_callback.monitoring.ranks.roster import in_model_order
 from tests.models import HEADS, LENGTH, WIDTH, Block
 from tests.regimes.test_ddp import METRICS, ROWS, by_layer
 

@@ -11,7 +11,7 @@ from hdi_callback.audits import Audit
 from hdi_callback.dashboards.report.page import differences_of, page
 from hdi_callback.dashboards.report.runs import RunPage, page_of_audit, page_of_run
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.run_folder import find_history
+from hdi_callback.monitoring.history.run_folder import find_history
 
 __all__ = ["Report", "report", "require_plotly"]
 

@@ -20,9 +20,9 @@ from hdi_callback.audits.audit import dead_heads_of
 from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
+from hdi_callback.monitoring.history.run_folder import find_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.rules.replay import active_alerts
-from hdi_callback.monitoring.run_folder import find_history
 
 WORST = "hdi_worst_alignment"
 QUANTITIES = {

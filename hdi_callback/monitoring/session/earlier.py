@@ -13,9 +13,9 @@ from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Intervention, Training
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.schedule import Schedule
 from hdi_callback.monitoring.session.host import PlainHost
 from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.schedule import Schedule
 from hdi_callback.monitoring.session.session import Session
 from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.session.sink import Result

@@ -12,7 +12,7 @@ from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import Intervention, plain_state
 from hdi_callback.monitoring.interventions.intervention import WhileActive
-from hdi_callback.monitoring.state import sound_state
+from hdi_callback.monitoring.session.state import sound_state
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 

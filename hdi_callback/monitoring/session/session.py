@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Alerts
 from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.history.place import place_history
 from hdi_callback.monitoring.interventions import Intervention, Training
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.place import place_history
 from hdi_callback.monitoring.ranks import number_of_processes, refuse_apart
 from hdi_callback.monitoring.readings import Readout
-from hdi_callback.monitoring.schedule import Schedule
 from hdi_callback.monitoring.session.host import Host, HostTraining
 from hdi_callback.monitoring.session.pending import Pending
 from hdi_callback.monitoring.session.position import Position
@@ -35,9 +34,10 @@ from hdi_callback.monitoring.session.resume import (
     state_of,
     state_of_this_model,
 )
+from hdi_callback.monitoring.session.schedule import Schedule
 from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.session.sink import Result, Sink
-from hdi_callback.monitoring.state import FORMAT
+from hdi_callback.monitoring.session.state import FORMAT
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _MEASURING, _RESUMING = "measuring head diversity", "resuming head diversity"

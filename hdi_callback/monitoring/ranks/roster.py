@@ -15,7 +15,7 @@ from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Role
 from hdi_callback.attention.heads import HeadWeight
-from hdi_callback.monitoring.ranks import Ranks
+from hdi_callback.monitoring.ranks.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hdi_callback.attention import ROLES, AttentionLayer, Role
 from hdi_callback.core import CircuitSimilarity, HeadDiversity, head_diversity, ov_circuits, qk_circuits
-from hdi_callback.monitoring.measuring import DEFAULT_MEMORY, Method
 from hdi_callback.monitoring.metrics import FINITENESS, MOVEMENT, OV, QK, UPDATES, UPDATES_OV, UPDATES_QK
-from hdi_callback.monitoring.movement import LastWeights
-from hdi_callback.monitoring.update_lens import UpdateLens
-from hdi_callback.monitoring.weights import WeightSource
+from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, Method
+from hdi_callback.monitoring.monitor.movement import LastWeights
+from hdi_callback.monitoring.monitor.update_lens import UpdateLens
+from hdi_callback.monitoring.monitor.weights import WeightSource
 
 
 @dataclass(frozen=True)

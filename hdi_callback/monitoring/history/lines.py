@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hdi_callback.attention.names import printable
+from hdi_callback.monitoring.history.schema import is_alert, is_text_map, is_value, is_whole
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.schema import is_alert, is_text_map, is_value, is_whole
 
 _DIGITS = 9  # what a float32 carries
 _NAN = float("nan")

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdi_callback.monitoring.history.schema import is_number, is_text_map, is_whole
 from hdi_callback.monitoring.readings import Record
-from hdi_callback.monitoring.schema import is_number, is_text_map, is_whole
 
 LEVELS = 255
 """Codes 0 to 254 are numbers, the last one is no number; so an entry is off by at most 1/508 of its matrix' range."""

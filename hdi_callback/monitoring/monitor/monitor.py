@@ -17,10 +17,7 @@ from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.absent import Absent, absence_of
-from hdi_callback.monitoring.inputs import SOURCES as OF_INPUTS
-from hdi_callback.monitoring.inputs import LayerInputs
 from hdi_callback.monitoring.layers import WatchedLayers
-from hdi_callback.monitoring.measuring import DEFAULT_MEMORY, Method, check_arguments
 from hdi_callback.monitoring.metrics import (
     COVARIANCE,
     METRICS,
@@ -31,18 +28,21 @@ from hdi_callback.monitoring.metrics import (
     UPDATES_QK,
     choose_metrics,
 )
-from hdi_callback.monitoring.movement import LARGEST, LARGEST_UNASKED, LastWeights
+from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
+from hdi_callback.monitoring.monitor.inputs import LayerInputs
+from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, Method, check_arguments
+from hdi_callback.monitoring.monitor.movement import LARGEST, LARGEST_UNASKED, LastWeights
+from hdi_callback.monitoring.monitor.outputs import SOURCES, HeadOutputs
+from hdi_callback.monitoring.monitor.pooled import measure_over_ranks
+from hdi_callback.monitoring.monitor.rows import AttentionReadings
+from hdi_callback.monitoring.monitor.sources import weight_sources
+from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.notebook import layer_table
-from hdi_callback.monitoring.outputs import SOURCES, HeadOutputs
-from hdi_callback.monitoring.pooled import measure_over_ranks
 from hdi_callback.monitoring.ranks import Ranks, number_of_processes
+from hdi_callback.monitoring.ranks.rendezvous import Rendezvous
+from hdi_callback.monitoring.ranks.roster import SIZES, Roster
 from hdi_callback.monitoring.readings import Measurement, Reading
-from hdi_callback.monitoring.rendezvous import Rendezvous
-from hdi_callback.monitoring.roster import SIZES, Roster
-from hdi_callback.monitoring.rows import AttentionReadings
-from hdi_callback.monitoring.sources import weight_sources
 from hdi_callback.monitoring.warn_once import WarnOnce
-from hdi_callback.monitoring.weights import WeightReader
 
 
 class HeadDiversityMonitor:

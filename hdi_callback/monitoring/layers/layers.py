@@ -22,7 +22,7 @@ from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError, MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning
 from hdi_callback.monitoring.absent import ContradictedError, listed
-from hdi_callback.monitoring.roster import Roster
+from hdi_callback.monitoring.ranks.roster import Roster
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _DECIDES = "; the first forward that is read decides"

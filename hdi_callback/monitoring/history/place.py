@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hdi_callback.errors import HDIError
-from hdi_callback.monitoring.history import History, free_path, read_records, run_lines
+from hdi_callback.monitoring.history.files import free_path
+from hdi_callback.monitoring.history.run_history import read_records
+from hdi_callback.monitoring.history.scan import run_lines
+from hdi_callback.monitoring.history.writer import History
 
 _LONGEST_NAME = 100  # bytes; file systems take 255, and a number and a suffix come after it
 _Say = Callable[[str, str], None]

@@ -14,12 +14,12 @@ from torch import Tensor
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
-from hdi_callback.monitoring.outputs import HeadOutputs
+from hdi_callback.monitoring.monitor.outputs import HeadOutputs
+from hdi_callback.monitoring.monitor.rows import AttentionReadings
+from hdi_callback.monitoring.monitor.weights import Heads, WeightReader, WeightSource
+from hdi_callback.monitoring.ranks.roster import Roster
 from hdi_callback.monitoring.readings import Measurement
-from hdi_callback.monitoring.roster import Roster
-from hdi_callback.monitoring.rows import AttentionReadings
 from hdi_callback.monitoring.warn_once import WarnOnce
-from hdi_callback.monitoring.weights import Heads, WeightReader, WeightSource
 
 
 def measure_over_ranks(

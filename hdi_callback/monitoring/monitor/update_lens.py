@@ -11,7 +11,7 @@ from torch import Tensor
 from hdi_callback.attention import Role
 from hdi_callback.core import CircuitSimilarity, head_update, ov_circuits, qk_circuits, weight_update
 from hdi_callback.core.whitening import DEFAULT_BUDGET
-from hdi_callback.monitoring.movement import LastWeights
+from hdi_callback.monitoring.monitor.movement import LastWeights
 
 
 @dataclass(frozen=True)

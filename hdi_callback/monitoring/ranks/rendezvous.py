@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hdi_callback.monitoring.ranks import Ranks, check_process_group, number_of_processes
-from hdi_callback.monitoring.roster import Roster, what_keeps_apart
+from hdi_callback.monitoring.ranks.ranks import Ranks, check_process_group, number_of_processes
+from hdi_callback.monitoring.ranks.roster import Roster, what_keeps_apart
 
 _FIRST_TIMEOUT = timedelta(seconds=120)
 _TIMEOUT = timedelta(seconds=300)  # between two readings a rank may save a checkpoint or evaluate

@@ -18,14 +18,14 @@ from hdi_callback.core.contribution import ContributionSums, ImportanceSums, hea
 from hdi_callback.core.covariance import HeadMoments, HeadSums
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of, listed
-from hdi_callback.monitoring.collected import Collected
-from hdi_callback.monitoring.importance import Importances, closest_pairs
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, IMPORTANCE, METRICS
+from hdi_callback.monitoring.monitor.collected import Collected
+from hdi_callback.monitoring.monitor.importance import Importances, closest_pairs
+from hdi_callback.monitoring.monitor.weights import WeightReader, without_autocast
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 from hdi_callback.monitoring.warn_once import WarnOnce
-from hdi_callback.monitoring.weights import WeightReader, without_autocast
 
 SOURCES = (COVARIANCE, CONTRIBUTION, IMPORTANCE)
 """What is measured on head outputs."""

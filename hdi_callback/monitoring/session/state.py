@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hdi_callback.attention.names import printable
-from hdi_callback.monitoring.schema import is_alert, is_number, is_text_map, is_whole
+from hdi_callback.monitoring.history.schema import is_alert, is_number, is_text_map, is_whole
 from hdi_callback.monitoring.warn_once import WarnOnce, describe
 
 FORMAT = 3

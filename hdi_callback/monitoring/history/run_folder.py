@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hdi_callback.arguments import path as check_path
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.history import run_lines
+from hdi_callback.monitoring.history.scan import run_lines
 
 _MOST_NAMED = 3
 

@@ -16,13 +16,13 @@ from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import HeadDiversity, head_diversity_from_covariance
 from hdi_callback.core.tokens import TokenSpread, gram_energy
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
-from hdi_callback.monitoring.collected import Collected
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import KEYS, TOKENS
-from hdi_callback.monitoring.outputs import join
+from hdi_callback.monitoring.monitor.collected import Collected
+from hdi_callback.monitoring.monitor.outputs import join
+from hdi_callback.monitoring.monitor.weights import WeightReader, without_autocast
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
-from hdi_callback.monitoring.weights import WeightReader, without_autocast
 
 SOURCES = (KEYS, TOKENS)
 """What is measured on the inputs of layers."""

@@ -1,0 +1,150 @@
+"""`Finding` and `Alert`: what a rule has found in a layer at one reading, and the sentence that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+from hdi_callback.attention.names import printable
+from hdi_callback.monitoring.notebook import alert_line
+
+Level = Literal["notice", "warning", "critical"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
+def is_at_least(level: Level, least: Level) -> bool:
+    """Tell whether a level is as serious as another, or more.
+
+    Args:
+        level: the level in question.
+        least: what it is held against.
+
+    Returns:
+        True if it is.
+
+    Example:
+        >>> is_at_least("critical", "warning"), is_at_least("notice", "warning")
+        (True, False)
+    """
+    return LEVELS.index(level) >= LEVELS.index(least)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule says of a layer at one reading.
+
+    Attributes:
+        what: what happened, as the middle of a sentence: ``heads 2 and 5 are nearly one head (alignment 0.93)``.
+        level: ``"notice"``, ``"warning"`` or ``"critical"``.
+        value: the number that was judged.
+        threshold: the number that it was held against.
+        metric: the metric that the number is of, if it is one.
+        heads: the heads concerned; empty if it is the whole layer.
+        groups: those of them that belong together, as heads that are nearly one; empty where they do not.
+        since: first step at which it was so, if that was before this reading.
+        certainty: how sure this is, as a part of a sentence.
+        remedy: what to try, as a part of a sentence; one that begins with "no " says that there is none.
+        is_from_start: True if the limit was reached at step 0 and at every reading since, as by weights that were
+            loaded so.
+    """
+
+    what: str
+    level: Level = "warning"
+    value: float | None = None
+    threshold: float | None = None
+    metric: str | None = None
+    heads: tuple[int, ...] = ()
+    since: int | None = None
+    certainty: str = ""
+    remedy: str = ""
+    is_from_start: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that happened to the heads of a layer, as a sentence and as data.
+
+    Attributes:
+        step: optimizer steps taken before the reading that showed it.
+        layer: name of the layer.
+        rule: name of the rule.
+        level: ``"notice"``, ``"warning"`` or ``"critical"``.
+        message: one sentence: when, where, what, since when, how sure, and what to try.
+        finding: the same as data.
+        is_resolved: True if this tells the end of an earlier alert.
+    """
+
+    step: int
+    layer: str
+    rule: str
+    level: Level
+    message: str
+    finding: Finding
+    is_resolved: bool = False
+
+    def _repr_html_(self) -> str:
+        return alert_line(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the alert as plain data, as the history keeps it.
+
+        Returns:
+            What `from_dict` takes.
+        """
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Alert:
+        """Make an alert from plain data.
+
+        Args:
+            data: what `to_dict` gave.
+
+        Returns:
+            The alert.
+        """
+        names = Alert.__dataclass_fields__
+        known = {name: value for name, value in data.items() if name in names}
+        finding = {name: value for name, value in data["finding"].items() if name in Finding.__dataclass_fields__}
+        finding["heads"] = tuple(finding.get("heads", ()))
+        finding["groups"] = tuple(tuple(group) for group in finding.get("groups", ()))
+        return Alert(**{**known, "finding": Finding(**finding)})
+
+
+def alert_of(finding: Finding, *, step: int, layer: str, rule: str) -> Alert:
+    """Make the alert that reports a finding.
+
+    Args:
+        finding: what a rule has found.
+        step: optimizer steps taken before the reading that showed it.
+        layer: name of the layer.
+        rule: name of the rule.
+
+    Returns:
+        An alert whose message says step, layer, finding, since when, how sure, and what to try.
+    """
+    parts = [finding.what]
+    if finding.since is not None and finding.since < step:
+        parts.append(f"since step {finding.since}")
+    if finding.certainty:
+        parts.append(finding.certainty)
+    if finding.remedy:
+        parts.append(finding.remedy if finding.remedy.startswith("no ") else f"try {finding.remedy}")
+    message = printable(f"step {step}, {layer}: {'; '.join(parts)}")
+    return Alert(step, layer, rule, finding.level, message, finding)
+
+
+def resolution_of(alert: Alert, *, step: int) -> Alert:
+    """Make the alert that reports the end of another.
+
+    Args:
+        alert: the one that was active.
+        step: of the reading at which its rule finds nothing any more.
+
+    Returns:
+        An alert with `is_resolved`.
+    """
+    message = f"step {step}, {alert.layer}: {alert.rule}: resolved ({alert.level} of step {alert.step})"
+    return replace(alert, step=step, message=message, is_resolved=True)

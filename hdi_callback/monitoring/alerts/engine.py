@@ -1,0 +1,220 @@
+"""`Alerts`: asks rules about every reading, and reports each finding when it begins, gets worse and is resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from hdi_callback.monitoring.alerts.alert import Alert, Finding, alert_of, is_at_least, resolution_of
+from hdi_callback.monitoring.alerts.rule import Rule, check_finding
+from hdi_callback.monitoring.alerts.series import Row, Series
+from hdi_callback.monitoring.origin import has_been_trained
+from hdi_callback.monitoring.readings import Record
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+_MOVEMENT = "head_movement"
+_Answer = TypeVar("_Answer")
+
+
+class Alerts:
+    """Ask rules about every reading, and tell each finding once.
+
+    Args:
+        rules: the rules, or a function that gives the rules for a layer by its name.
+        layers: what is known of each layer, as `AttentionLayer.facts` gives it.
+        warn_once: contains the exceptions of rules; without it they are raised.
+        loaded: whether the weights had been trained before this run: said, or ``"auto"`` to tell it from them.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule] | Callable[[str], Sequence[Rule]],
+        layers: Iterable[Mapping[str, Any]] = (),
+        warn_once: WarnOnce | None = None,
+        *,
+        loaded: bool | Literal["auto"] = "auto",
+    ) -> None:
+        self._loaded = loaded
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        self.learn(layers)
+        self._rules_of: dict[str, list[Rule]] = {}
+        self._rules = rules
+        self._warn_once = warn_once
+        self._series: dict[str, Series] = {}
+        self._active: dict[tuple[str, str], Alert] = {}
+        self._is_model_loaded = False
+
+    def learn(self, layers: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what is known of layers.
+
+        Args:
+            layers: as `AttentionLayer.facts` gives it.
+        """
+        self._facts.update({str(facts["name"]): facts for facts in layers})
+
+    @property
+    def active(self) -> list[Alert]:
+        """The alerts that stand, in the order in which they began."""
+        return list(self._active.values())
+
+    def judge(self, record: Record) -> list[Alert]:
+        """Judge one reading.
+
+        Args:
+            record: its numbers; readings come in the order of steps.
+
+        Returns:
+            What is new: alerts that begin, get worse or are over.
+        """
+        news: list[Alert] = []
+        self._learn_origins(record)
+        does_move = any(
+            move for row in record.layers.values() for move in row.arrays.get(_MOVEMENT, ()) if move and move > 0
+        )
+        for name, layer in record.layers.items():
+            absent = record.absent.get(f"hdi/{name}", "")
+            row = Row(record.step, layer.values, layer.arrays, absent, layer.matrices)
+            series = self._series.get(name)
+            if series is None:
+                series = self._series[name] = self._begin(name, len(record.layers), row)
+            series.append(row)
+            series.do_others_move = does_move
+            for rule in self._rules_for(name):
+                alert = self._ask(rule, series)
+                if alert is None:
+                    continue
+                if alert.is_resolved:
+                    del self._active[name, rule.name]
+                else:
+                    self._active[name, rule.name] = alert
+                news.append(alert)
+        return news
+
+    def rewrite(self, layer: str, heads: Iterable[int]) -> None:
+        """Take note that an intervention has written the weights of heads.
+
+        Args:
+            layer: name of their layer.
+            heads: their numbers.
+        """
+        if layer in self._series:
+            self._series[layer].rewritten.update(heads)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs.
+
+        Returns:
+            Plain data.
+        """
+        return {
+            "active": [alert.to_dict() for alert in self._active.values()],
+            "rewritten": {name: sorted(series.rewritten) for name, series in self._series.items() if series.rewritten},
+            "loaded": self._is_model_loaded,
+            "series": {
+                name: [_row_to_dict(row) for row in (series.first, *series.rows)]
+                for name, series in self._series.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off; layers that are no longer watched are dropped.
+
+        Args:
+            state: what `state_dict` gave.
+        """
+        is_known = self._facts.__contains__ if self._facts else lambda name: True
+        self._is_model_loaded = state.get("loaded", False)
+        alerts = [Alert.from_dict(item) for item in state["active"]]
+        self._active = {(alert.layer, alert.rule): alert for alert in alerts if is_known(alert.layer)}
+        self._series = {}
+        for name, rows in state["series"].items():
+            if not is_known(name):
+                continue
+            first, *others = (Row(**row) for row in rows)
+            series = self._begin(name, len(state["series"]), first)
+            series.rows.extend(others)
+            self._series[name] = series
+        for name, heads in state.get("rewritten", {}).items():
+            self.rewrite(name, heads)
+
+    def _learn_origins(self, record: Record) -> None:
+        """Take layers that look fresh for loaded where most of the model was loaded: single ones go unnoticed."""
+        if self._loaded == "auto" and not self._series and record.layers:
+            trained = [
+                has_been_trained(layer.arrays, self._facts.get(name, {})) for name, layer in record.layers.items()
+            ]
+            self._is_model_loaded = sum(trained) > len(trained) / 2
+
+    def _begin(self, name: str, siblings: int, first: Row) -> Series:
+        facts = self._facts.get(name, {})
+        is_loaded = self._loaded
+        if is_loaded == "auto":
+            is_loaded = self._is_model_loaded or has_been_trained(first.arrays, facts)
+        return Series(name, facts, siblings, first, is_loaded=is_loaded)
+
+    def _rules_for(self, name: str) -> list[Rule]:
+        if name not in self._rules_of:
+            rules = self._rules(name) if callable(self._rules) else self._rules
+            chosen = [(rule, self._contain(rule, partial(_is_for, rule, name))) for rule in rules]
+            self._rules_of[name] = [rule for rule, is_for in chosen if is_for]
+        return self._rules_of[name]
+
+    def _ask(self, rule: Rule, series: Series) -> Alert | None:
+        """Ask a rule about the latest reading; whatever is wrong with its answer concerns this rule alone."""
+        return self._contain(rule, partial(self._judge_by, rule, series))
+
+    def _contain(self, rule: Rule, ask: Callable[[], _Answer]) -> _Answer | None:
+        try:
+            return ask()
+        except Exception as error:
+            if self._warn_once is None:
+                raise
+            self._warn_once.error(f"the alert rule {getattr(rule, 'name', rule)!r}", error)
+            return None
+
+    def _judge_by(self, rule: Rule, series: Series) -> Alert | None:
+        """Give an alert if there is something to tell."""
+        if not all(metric in series.latest.values for metric in rule.needs):
+            return None
+        active = self._active.get((series.layer, rule.name))
+        finding = rule.judge(series, active)
+        if finding is None:
+            return None if active is None else resolution_of(active, step=series.latest.step)
+        finding = check_finding(finding, series)
+        if active is not None and is_at_least(active.level, finding.level) and not _names_others(finding, active):
+            return None
+        if finding.since is None:
+            finding = replace(finding, since=series.latest.step)
+        return alert_of(finding, step=series.latest.step, layer=series.layer, rule=rule.name)
+
+
+def heads_written(line: Mapping[str, Any]) -> list[int]:
+    """Tell whose weights an intervention has written.
+
+    Args:
+        line: the action as plain data, as the history keeps it.
+
+    Returns:
+        Numbers of heads; none if it only would have done so, or refused.
+    """
+    heads = (line.get("facts") or {}).get("heads", ())
+    if line.get("is_dry_run") or line.get("is_refusal") or not isinstance(heads, (list, tuple)):
+        return []
+    return [head for head in heads if type(head) is int]
+
+
+def _names_others(finding: Finding, active: Alert) -> bool:
+    """Tell whether a finding names heads, and others than those of the alert that stands."""
+    before = active.finding
+    return bool(finding.heads) and (set(finding.heads), set(finding.groups)) != (set(before.heads), set(before.groups))
+
+
+def _is_for(rule: Rule, name: str) -> bool:
+    return rule.layers is None or any(fnmatchcase(name, pattern) for pattern in rule.layers)
+
+
+def _row_to_dict(row: Row) -> dict[str, Any]:
+    return {"step": row.step, "values": dict(row.values), "arrays": dict(row.arrays), "absent": row.absent}

@@ -1,0 +1,254 @@
+"""`History`: appends the lines of one run to its file.
+
+A file has one writer. Each start of a run writes a session of its own into its ``run`` line; a writer that finds the
+session of another one at the end of its file leaves the file to it, and goes on in a copy of what it wrote.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from hdi_callback.errors import HDIError, MonitoringWarning
+from hdi_callback.monitoring.alerts import Alert
+from hdi_callback.monitoring.history.files import closed, free_path, identity, is_created, is_stream, locked, write_all
+from hdi_callback.monitoring.history.lines import line_to_text, record_to_line
+from hdi_callback.monitoring.history.matrices import MatrixFile, matrix_path
+from hdi_callback.monitoring.history.scan import FORMAT, counting_lines, run_lines_in
+from hdi_callback.monitoring.readings import Record
+
+DEFAULT_BUDGET = 200e6
+_SHARE_WITH_HEADS = 0.25  # of the budget: as long as the numbers take less, those of single heads go with each reading
+_LEAST_SHARE = 0.1  # of the budget, for matrices, however many numbers there are
+_MOST_KEPT = 1000  # lines; a disk that stays full must not fill the memory instead
+
+
+class History:
+    """Append lines to a history file; what could not be written is kept, and written with a later line.
+
+    Args:
+        path: the file; its folders are made at the first line.
+        matrix_every: matrices are kept of the first and then of every so many readings, and of alerts, of step 0 and
+            of the end besides; 0 for never.
+        budget: bytes that the history may have on the disk with its matrices, which are thinned then. Numbers are never
+            left out, except those of single heads once a quarter is used up; `None` for no limit.
+        run: id of the run; a new one by default.
+        is_new: begin a file of its own, under the next free name if there is something under this one by then.
+        parent: the run that a new one goes on from: ``run`` and ``history``, whose lines are taken over.
+        say: takes a kind of warning and its message.
+
+    Attributes:
+        path: the file that is written now.
+        run: id of the run.
+        final_step: step of the last reading of the run, once it is known.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        matrix_every: int = 10,
+        budget: float | None = DEFAULT_BUDGET,
+        run: str | None = None,
+        is_new: bool = False,
+        parent: Mapping[str, Any] | None = None,
+        say: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.run = uuid.uuid4().hex if run is None else run
+        self._session = uuid.uuid4().hex
+        self._matrix_every, self._budget = matrix_every, math.inf if budget is None else budget
+        self.final_step: int | None = None
+        self._is_over_budget = False
+        self._is_new, self._parent, self._say = is_new, parent, say
+        self._readings = 0
+        self._unwritten: list[str] = []
+        self._header: dict[str, Any] | None = None
+        self._last = -1  # step of the last reading that was written
+        self._left: tuple[int, int] | None = None  # inode and size of the file after the last line
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def begin(
+        self, step: int, layers: Iterable[dict[str, Any]], *, last_reading: int | None = None, **facts: Any
+    ) -> None:
+        """Mark the start of a run, or its resumption, at `step`.
+
+        Args:
+            step: optimizer steps taken before.
+            layers: what is known of each layer: ``name``, ``num_heads``, ...
+            last_reading: step of the last reading that the run knows of (-1: of none), `step` by default; what the file
+                holds beyond it is void.
+            facts: further plain data.
+        """
+        self._last = step if last_reading is None else last_reading
+        is_first = self._header is None
+        self._header = {
+            "kind": "run",
+            "format": FORMAT,
+            "step": step,
+            "last_reading": self._last,
+            "run": self.run,
+            "session": self._session,
+            "layers": list(layers),
+            **({} if self._parent is None else {"parent": {**self._parent, "last_reading": self._last}}),
+            **facts,
+        }
+        if self._is_new and is_first:
+            self._write()
+        else:
+            self._append(self._header)
+
+    def write(self, record: Record, alerts: Sequence[Alert] = ()) -> None:
+        """Append one reading.
+
+        Args:
+            record: the numbers.
+            alerts: what is new at it; the matrices of these layers are kept for good.
+        """
+        is_turn = self._matrix_every > 0 and (self._readings % self._matrix_every == 0 or bool(alerts))
+        is_end = self._matrix_every > 0 and record.step in (0, self.final_step)
+        self._readings += 1
+        self._last = record.step
+        size = 0 if self._left is None else self._left[1]
+        with_heads = is_turn or is_end or size < _SHARE_WITH_HEADS * self._budget
+        self._append(record_to_line(record, with_heads=with_heads))
+        if (is_turn or is_end) and not is_stream(self.path):
+            told = {alert.layer for alert in alerts if alert.level != "notice"}
+            kept = set(record.layers) if is_end else told & set(record.layers)
+            self._write_matrices(record, kept)
+
+    def _write_matrices(self, record: Record, kept: Set[str]) -> None:
+        size = self.path.stat().st_size
+        limit = max(self._budget - size, _LEAST_SHARE * self._budget)
+        file = MatrixFile(matrix_path(self.path))
+        file.write(record, set(record.layers) - kept, is_kept=False, limit=limit)
+        file.write(record, kept, is_kept=True, limit=limit)
+        if size + file.size > self._budget and not self._is_over_budget:
+            self._is_over_budget = True
+            self._tell(
+                "history budget",
+                f"The history `{self.path}` has more than the {self._budget / 1e6:.0f} MB that it may have, with "
+                "nothing left to thin. It goes on; read less often (every_n_steps), or allow it more (history_mb).",
+            )
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Append a line of another kind.
+
+        Args:
+            kind: the kind of line.
+            facts: plain data.
+        """
+        self._append({"kind": kind, **facts})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._unwritten.append(line_to_text(line))
+        del self._unwritten[:-_MOST_KEPT]
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._is_new:
+            self._create(self._first_lines())
+        if not self._unwritten:
+            return
+        with self.path.open("a+b", buffering=0) as file, locked(file):
+            if self._is_still_ours(file):
+                self._add_to(file)
+                return
+        self._step_aside()
+        with self.path.open("a+b", buffering=0) as file, locked(file):
+            self._add_to(file)
+
+    def _add_to(self, file: FileIO) -> None:
+        text = ("\n".join(self._unwritten) + "\n").encode()
+        end = file.seek(0, os.SEEK_END)
+        if end > 0:
+            # A process that was killed may have left half a line: close it, so that only that one is lost.
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                text = b"\n" + text
+        elif self._left is not None and self._header is not None:  # the file was deleted or moved
+            text = self._header_now() + text
+        try:
+            write_all(file, text)
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)  # else what has arrived of it would be there twice later
+            raise
+        self._unwritten.clear()
+        self._left = identity(file)
+
+    def _create(self, data: bytes) -> None:
+        """Begin a file of one's own."""
+        while not is_created(self.path, data):
+            self.path = free_path(self.path)
+        self._is_new = False
+        if self._parent is not None and self._header is not None:
+            with suppress(OSError):  # the numbers are there without them
+                parent, bound = matrix_path(self._parent["history"]), self._header["last_reading"]
+                MatrixFile(matrix_path(self.path)).take_over(parent, bound)
+        with self.path.open("rb", buffering=0) as file:
+            self._left = identity(file)
+
+    def _first_lines(self) -> bytes:
+        header = b"" if self._header is None else closed(line_to_text(self._header).encode())
+        if self._parent is None or self._header is None:
+            return header
+        bound = self._header["last_reading"]
+        try:
+            lines = counting_lines(self._parent["history"])
+        except (OSError, HDIError):  # it went away since it was looked at; the header still names it
+            return header
+        kept = [data for line, data in lines if line["kind"] != "run" and line.get("step", 0) <= bound]
+        return header + b"".join(map(closed, kept))
+
+    def _header_now(self) -> bytes:
+        assert self._header is not None
+        return closed(line_to_text({**self._header, "last_reading": self._last}).encode())
+
+    # Asked before every line, and answered by the size of the file alone as long as nobody else has written.
+    def _is_still_ours(self, file: FileIO) -> bool:
+        now = identity(file)
+        if self._left is None or now is None or now == self._left or now[1] == 0:
+            return True
+        is_same = now[0] == self._left[0] and now[1] >= self._left[1]
+        file.seek(self._left[1] if is_same else 0)
+        sessions = [line.get("session") for line in run_lines_in(file)]
+        if sessions:
+            return sessions[-1] == self._session
+        return is_same  # somebody's blank line, or another file in this one's place
+
+    def _step_aside(self) -> None:
+        """Go on in a file of one's own, with what this run has written so far."""
+        taken, written = self.path, b""
+        with suppress(OSError), taken.open("rb", buffering=0) as file:
+            now = identity(file)
+            if self._left is not None and now is not None and now[0] == self._left[0]:
+                written = file.read(self._left[1])
+        former, self.run = self.run, uuid.uuid4().hex
+        self._parent = {"run": former, "history": str(taken)}
+        if self._header is not None:
+            self._header = {**self._header, "run": self.run, "parent": {**self._parent, "last_reading": self._last}}
+            written += self._header_now()
+        self.path = free_path(self.path)
+        self._create(written)
+        self._tell(
+            "another writer",
+            f"Another run has begun to write the history `{taken}`; this run goes on in `{self.path}`, which holds its "
+            "earlier readings as well. Give each run a folder of its own.",
+        )
+
+    def _tell(self, kind: str, message: str) -> None:
+        if self._say is None:
+            warnings.warn(message, MonitoringWarning, stacklevel=4)
+        else:
+            self._say(kind, message)

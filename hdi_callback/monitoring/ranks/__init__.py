@@ -1,0 +1,12 @@
+"""A run on several ranks: what they add up, how they meet before a reading, and which layers each of them holds."""
+
+from hdi_callback.monitoring.ranks.ranks import (
+    Ranks,
+    check_process_group,
+    is_first_rank,
+    number_of_processes,
+    refuse_apart,
+    share_within,
+)
+
+__all__ = ["Ranks", "check_process_group", "is_first_rank", "number_of_processes", "refuse_apart", "share_within"]
