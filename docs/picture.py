@@ -7,6 +7,7 @@ rooms import (`errors`, `arguments`, `deprecation`) is the ground.
 from __future__ import annotations
 
 import ast
+import textwrap
 from html import escape
 from pathlib import Path
 
@@ -22,7 +23,8 @@ ROOMS = {  # where each stands: column and row, and what it does
     "integrations": (2, 0, "a trainer's hooks"),
     "command": (0, 0, "the command line"),
 }
-WIDTH, HEIGHT, COLUMN, ROW, LEFT, TOP = 232, 74, 268, 112, 22, 18
+WIDTH, HEIGHT, COLUMN, ROW, LEFT, TOP = 280, 92, 306, 128, 22, 18
+LETTERS = 46  # of a line of folders in a box
 
 
 def imports_of_rooms() -> dict[str, set[str]]:
@@ -63,12 +65,13 @@ def picture() -> str:
     for room, (_, _, what) in ROOMS.items():
         x, y = corner(room)
         folders = sorted(path.parent.name for path in (PACKAGE / room).glob("*/__init__.py"))
-        middle = x + WIDTH // 2
         lines = [(room, 'font-weight="600" fill="#0f172a"'), (what, 'fill="#475569"')]
-        lines += [(" · ".join(folders), 'fill="#6366f1"')] if folders else []
+        listed = textwrap.wrap(" · ".join(folders), LETTERS)
+        lines += [(line.removesuffix(" ·"), 'fill="#6366f1"') for line in listed]
+        middle, first = x + WIDTH // 2, y + 15 + (HEIGHT - 20 * len(lines)) // 2
         boxes.append(f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="8"/>')
         boxes += [
-            f'<text x="{middle}" y="{y + 22 + 21 * place}" stroke="none" {style}>{escape(text)}</text>'
+            f'<text x="{middle}" y="{first + 20 * place}" stroke="none" {style}>{escape(text)}</text>'
             for place, (text, style) in enumerate(lines)
         ]
     for room, other in needed(imports_of_rooms()):
