@@ -25,9 +25,10 @@ from hdi_callback.monitoring.metrics import (
     UPDATES_QK,
     choose_metrics,
 )
+from hdi_callback.monitoring.monitor.contributions import HeadContribution
 from hdi_callback.monitoring.monitor.importance import HeadImportance
+from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.monitor.movement import HeadMovement, LastWeights
-from hdi_callback.monitoring.monitor.outputs import HeadContribution, join
 from hdi_callback.monitoring.monitor.rows import RowSums
 from hdi_callback.monitoring.monitor.sources import WeightFiniteness
 from hdi_callback.monitoring.monitor.update_lens import UpdateLens

@@ -19,7 +19,7 @@ from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import KEYS, TOKENS
 from hdi_callback.monitoring.monitor.collected import Collected
-from hdi_callback.monitoring.monitor.outputs import join
+from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.monitor.weights import WeightReader, without_autocast
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement

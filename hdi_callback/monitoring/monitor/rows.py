@@ -18,7 +18,7 @@ from hdi_callback.core import AttentionSums, NormSums, logit_bound
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import ROWS
-from hdi_callback.monitoring.monitor.outputs import join
+from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 

@@ -1,0 +1,96 @@
+"""What each head adds to the output of its layer, summed over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdi_callback.core.contribution import ContributionSums
+
+
+@dataclass(frozen=True)
+class HeadContribution:
+    """What each head adds to the output of its layer.
+
+    Attributes:
+        relative: ``(H,)``, RMS over tokens of the norm of what a head adds, over that of what all heads add together.
+        not_finite: ``(H,)``, 1 where an output of the head is NaN or infinite, 0 elsewhere.
+        tokens: how many tokens counted.
+    """
+
+    relative: Tensor
+    not_finite: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, sums: ContributionSums, bad: Tensor) -> HeadContribution:
+        """Take the roots of what was summed.
+
+        Args:
+            sums: over the tokens.
+            bad: ``(H,)``, whether an output of the head is not finite.
+
+        Returns:
+            The contribution of each head.
+        """
+        return cls(sums.relative, bad.to(sums.count.dtype), sums.count)
+
+
+def contribution_sums(
+    outputs: Tensor, output_weight: Tensor, weights: Tensor | None, trace: Tensor | None = None
+) -> ContributionSums:
+    """Add up what heads contribute, each token as often as it counts.
+
+    Args:
+        outputs: ``(tokens, H, d_v)``.
+        output_weight: ``(H, d_v, d)``.
+        weights: ``(tokens,)``, how often each token counts, 0 for padding; once if `None`.
+        trace: ``(H, H)``, trace of the covariance of two heads' contributions, if it is known: then no token is
+            projected once more.
+
+    Returns:
+        Their sums.
+    """
+    if trace is not None:
+        return _contributions_of(trace, outputs, output_weight, weights)
+    if weights is None:
+        return ContributionSums.of(outputs, output_weight)
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    # Squares are added up, so that the root of a weight counts a token that often; NaN in padding stays out.
+    counted = torch.where(weights[:, None, None] == 0, 0, wide * weights.sqrt()[:, None, None])
+    sums = ContributionSums.of(counted, output_weight)
+    return ContributionSums(weights.sum().to(sums.count.dtype), sums.heads, sums.output)
+
+
+def _contributions_of(
+    trace: Tensor, outputs: Tensor, output_weight: Tensor, weights: Tensor | None
+) -> ContributionSums:
+    """Second moments of contributions: their covariance, and the squares of their means."""
+    wide = outputs.to(trace.dtype)
+    if weights is None:
+        count, mean = trace.new_full((), len(wide)), wide.mean(0)
+    else:
+        weights = weights.to(trace.dtype)
+        count = weights.sum()
+        counted = torch.where(weights[:, None, None] == 0, 0, wide)
+        mean = torch.tensordot(weights, counted, 1) / count
+    means = (mean[:, None, :] @ output_weight.to(trace.dtype))[:, 0]  # (H, d)
+    heads = count * (trace.diagonal() + means.square().sum(-1))
+    output = count * (trace.sum() + means.sum(0).square().sum())
+    return ContributionSums(count, heads.clamp_min(0), output.clamp_min(0))
+
+
+def not_finite(outputs: Tensor, weights: Tensor | None) -> Tensor:
+    """Tell which heads gave what is no number.
+
+    Args:
+        outputs: ``(tokens, H, d_v)``.
+        weights: ``(tokens,)``, 0 for padding, which is not looked at; `None` if there is none.
+
+    Returns:
+        ``(H,)``, boolean.
+    """
+    bad = ~outputs.isfinite().all(-1)
+    return bad.any(0) if weights is None else (bad & (weights != 0)[:, None]).any(0)
