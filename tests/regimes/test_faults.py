@@ -11,7 +11,7 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadMoments
 from hdi_callback.errors import MonitoringWarning
-from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.layers import HeadVerifier
 from tests.models import LAYERS, LENGTH, Attention, Classifier
 
 METRICS = ["hdi", "head_covariance"]
@@ -147,7 +147,7 @@ def test_a_layer_that_is_frozen():
 @pytest.mark.parametrize("others_await", [False, True])
 def test_a_forward_that_skips_a_layer_on_some_steps(monkeypatch, others_await):
     if others_await:  # another rank judges claims for longer, so that this one does too
-        monkeypatch.setattr(WatchedLayers, "is_judging", property(lambda layers: layers._is_armed))
+        monkeypatch.setattr(HeadVerifier, "is_verifying", property(lambda verifier: verifier._is_armed))
 
     class Skipping(Classifier):
         skips = False

@@ -1,5 +1,6 @@
 """Which layers of a model are watched, and why others are not."""
 
 from hdi_callback.monitoring.layers.layers import WatchedLayers
+from hdi_callback.monitoring.layers.verifier import HeadVerifier
 
-__all__ = ["WatchedLayers"]
+__all__ = ["HeadVerifier", "WatchedLayers"]

@@ -17,7 +17,7 @@ from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.absent import Absent, absence_of
-from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers
 from hdi_callback.monitoring.metrics import (
     COVARIANCE,
     METRICS,
@@ -123,9 +123,8 @@ class HeadDiversityMonitor:
         self.metrics: tuple[str, ...] = checked["metrics"]
         self.warn_once = WarnOnce()
         self._model = model
-        self._layers = WatchedLayers(
-            model, include=include, exclude=exclude, check_heads=check_heads, strict=strict, warn_once=self.warn_once
-        )
+        self._layers = WatchedLayers(model, include=include, exclude=exclude)
+        self._verifier = HeadVerifier(model, self._layers, is_on=check_heads, strict=strict, warn_once=self.warn_once)
         memory_budget = checked["memory_budget"]
         self._reader = WeightReader(self._layers, memory_budget)
         asked = {METRICS[name].source for name in self.metrics}
@@ -144,7 +143,7 @@ class HeadDiversityMonitor:
                 padding=padding, warn_once=self.warn_once,
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
-        self._rows = AttentionReadings(self._layers, model, padding=padding, reads_rows=ROWS in sources)
+        self._rows = AttentionReadings(self._layers, self._verifier, model, padding=padding, reads_rows=ROWS in sources)
         self._inputs = None
         if sources & set(OF_INPUTS):
             self._inputs = LayerInputs(
@@ -213,7 +212,7 @@ class HeadDiversityMonitor:
         """Remove the hooks and release what was captured; calling it again does nothing."""
         for capture in self._captures:
             capture.remove()
-        self._layers.suspend()
+        self._verifier.suspend()
 
     def _repr_html_(self) -> str:
         return layer_table(self.layers, self.refused)
@@ -228,7 +227,7 @@ class HeadDiversityMonitor:
             training_only: pass over forwards that autograd does not record, even if there are no others.
             padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
         """
-        self._layers.arm()
+        self._verifier.arm()
         self._training_only = training_only
         for capture in self._captures:
             capture.arm(training_only=training_only, padding_mask=padding_mask)
@@ -252,13 +251,13 @@ class HeadDiversityMonitor:
         """Take the hooks off for an evaluation, so that it runs exactly as without a monitor."""
         for capture in self._captures:
             capture.suspend()
-        self._layers.suspend()
+        self._verifier.suspend()
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         for capture in self._captures:
             capture.resume()
-        self._layers.resume()
+        self._verifier.resume()
 
     def measure(
         self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last_forward: bool = True
@@ -287,7 +286,7 @@ class HeadDiversityMonitor:
                 whole_number(name, value, least=0, example=0)
         absent = Absent(self.warn_once, unasked=self._unasked)
         self._verify()
-        self._layers.look_for_removed()
+        self._layers.find_removed()
         # Over several ranks all sums are made at once.
         alone = number_of_processes() == 1
         self._pending_outputs = set()
@@ -358,8 +357,9 @@ class HeadDiversityMonitor:
 
     def _verify(self) -> None:
         """Check the heads at the first reading of an armed forward."""
-        if self._layers.verify(self._rows.observer) and self._outputs is not None and self._layers.is_first_look:
-            self._outputs.verified()
+        is_verified = self._verifier.verify(self._rows.observer)
+        if is_verified and self._outputs is not None and self._verifier.is_first_reading:
+            self._outputs.verified(self._verifier.ran)
 
     def _describe(self, absent: Absent) -> dict[str, Any]:
         """Say what this rank measures, see `Roster`."""
@@ -382,6 +382,7 @@ class HeadDiversityMonitor:
             "weights": self._sample,
             "absent": absent.reasons,
             **self._layers.findings(),
+            **self._verifier.findings(),
         }
 
     def _measure_alone(self, absent: Absent) -> list[Measurement]:
@@ -405,6 +406,7 @@ class HeadDiversityMonitor:
                 return None
             roster, is_any_armed = met
             self._layers.adopt(roster)
+            self._verifier.adopt(others_await=roster.awaits)
             absent.reasons.update(roster.absent)
             for one in collected if is_any_armed else ():
                 one.take_part()

@@ -74,9 +74,13 @@ class OutputCapture(Collected):
         for layer in layers:
             absent.reasons[outputs_of(layer.name)] = self.taps.absent.get(layer.name, FOUND_LATE)
 
-    def verified(self) -> None:
-        """Take note, after the heads were checked, of layers that ran without calling their output projection."""
-        self._uncalled = set(self.taps.missed) & self._layers.ran
+    def verified(self, ran: Collection[str]) -> None:
+        """Take note, after the heads were verified, of layers that ran without calling their output projection.
+
+        Args:
+            ran: names of the layers that ran.
+        """
+        self._uncalled = set(self.taps.missed).intersection(ran)
 
     def pending(self) -> set[str]:
         """Name the layers that were to be captured and did not run yet."""

@@ -16,7 +16,7 @@ from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowC
 from hdi_callback.attention.padding import PaddingChoice, find_padding, fit_padding
 from hdi_callback.core import AttentionSums, NormSums, logit_bound
 from hdi_callback.monitoring.absent import Absent, absence_of
-from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers
 from hdi_callback.monitoring.metrics import ROWS
 from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.ranks import Ranks
@@ -137,13 +137,14 @@ class RowSums:
 
 
 class AttentionReadings:
-    """Observe attention in the armed forward, for the claims about heads, and measure its rows.
+    """Observe attention in the armed forward, to verify heads, and measure its rows.
 
     Args:
         layers: the layers that are watched.
+        verifier: verifies their heads by the same forward.
         model: the model that is called.
         padding: how padding is known.
-        reads_rows: measure attention rows; else attention is observed for the claims alone.
+        reads_rows: measure attention rows; else attention is observed to verify heads alone.
         max_queries: how many queries of each layer are read.
 
     Attributes:
@@ -153,13 +154,15 @@ class AttentionReadings:
     def __init__(
         self,
         layers: WatchedLayers,
+        verifier: HeadVerifier,
         model: nn.Module,
         *,
         padding: PaddingChoice,
         reads_rows: bool = True,
         max_queries: int = 64,
     ) -> None:
-        self._layers, self._model, self._choice, self._reads_rows = layers, model, padding, reads_rows
+        self._layers, self._verifier, self._model = layers, verifier, model
+        self._choice, self._reads_rows = padding, reads_rows
         self.observer = AttentionObserver(
             model,
             layers.all,
@@ -184,10 +187,10 @@ class AttentionReadings:
             self._observe()
 
     def _observe(self) -> None:
-        is_judging = self._layers.is_judging
-        if self._reads_rows or is_judging:
+        is_verifying = self._verifier.is_verifying
+        if self._reads_rows or is_verifying:
             self.observer.layers = self._layers.all
-            self.observer.arm(keeps_samples=is_judging)
+            self.observer.arm(keeps_samples=is_verifying)
 
     def disarm(self) -> None:
         """Observe nothing more, and keep what was seen."""

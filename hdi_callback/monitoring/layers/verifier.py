@@ -1,0 +1,287 @@
+"""`HeadVerifier`: the first forwards that are read decide which claims about heads hold, and what else attends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSearch, Refusal
+from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.attention.search import is_inside
+from hdi_callback.attention.trace.inputs import Inputs
+from hdi_callback.attention.wrappers import users_name
+from hdi_callback.errors import MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning
+from hdi_callback.monitoring.absent import listed
+from hdi_callback.monitoring.layers.layers import WatchedLayers
+from hdi_callback.monitoring.layers.refusals import may_attend, nothing_to_watch, warn_by_kind
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+_DECIDES = "; the first forward that is read decides"
+_MOST_READINGS = 3  # armed readings in which claims are verified, for layers that do not run in each of them
+
+
+class HeadVerifier:
+    """Verify the heads of layers by the first forwards, and look there again at what was refused.
+
+    Args:
+        model: the model.
+        layers: its layers, as they were found without a forward.
+        is_on: verify at all; else only what is refused is reported.
+        strict: make it an error if there is nothing to watch.
+        warn_once: turns what goes wrong into one warning.
+
+    Raises:
+        NothingToWatchError: if there is nothing to watch and `strict` is set.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: WatchedLayers, *, is_on: bool, strict: bool, warn_once: WarnOnce
+    ) -> None:
+        self._model, self._layers, self._is_strict, self._warn_once = model, layers, strict, warn_once
+        undecided = layers.undecided if is_on else ()
+        self._check = HeadCheck(layers.all) if is_on else None
+        self._search = HeadSearch(undecided) if undecided else None
+        awaited = {place.name for place in undecided}
+        self._pending = {one.name: one for one in layers.refused if one.name in awaited}  # refused, until a forward
+        layers.refused = tuple(
+            replace(one, reason=one.reason + _DECIDES) if one.name in awaited else one for one in layers.refused
+        )
+        self._has_warned_of_pending = self._has_searched = False
+        self._warn_of_refused({place.name for place in layers.undecided} - awaited)
+        self._count = 0  # of readings whose forward verified claims
+        self._is_armed = False
+        self._others_await = False
+        self._unexplained: set[str] = set()
+        self._contradictions: dict[str, str] = {}  # name of what was searched -> what contradicts its heads
+
+    @property
+    def ran(self) -> frozenset[str]:
+        """Names of the layers that ran in the forward that was checked."""
+        return frozenset(() if self._check is None else self._check.ran)
+
+    def arm(self) -> None:
+        """Verify heads by the next forward, if there is still something to verify."""
+        self._is_armed = self._check is not None and self._count < _MOST_READINGS
+        if self._check is not None and not self._count:
+            self._check.arm()
+            if self._search is not None:
+                self._search.arm()
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether heads are verified by the forward that is armed, on this rank or on another."""
+        return self._is_armed and (not self._count or bool(self._awaited()) or self._others_await)
+
+    @property
+    def is_first_reading(self) -> bool:
+        """Whether one forward alone has verified heads so far, the one that `ran` is of."""
+        return self._count == 1
+
+    def _awaited(self) -> list[str]:
+        """Names of the modules that a forward is to decide, and that no forward has called yet."""
+        ran = frozenset() if self._search is None else self._search.ran
+        return [name for name in self._pending if name not in ran]
+
+    def suspend(self) -> None:
+        """Take the hooks off."""
+        for recorder in (self._check, self._search):
+            if recorder is not None:
+                recorder.suspend()
+
+    def resume(self) -> None:
+        """Put the hooks back after `suspend`."""
+        for recorder in (self._check, self._search):
+            if recorder is not None:
+                recorder.resume()
+
+    def findings(self) -> dict[str, bool]:
+        """Give what other ranks must know.
+
+        Returns:
+            What a `Roster` is made of: whether this rank awaits further forwards.
+        """
+        return {"awaits": bool(self._awaited())}
+
+    def adopt(self, *, others_await: bool) -> None:
+        """Verify as long as any rank does, so that all arm the same forwards.
+
+        Args:
+            others_await: whether a rank awaits further forwards.
+        """
+        self._others_await = others_await
+
+    def verify(self, observer: AttentionObserver) -> bool:
+        """Verify the heads by the forward that was armed, on every rank at the same readings.
+
+        Args:
+            observer: which observed the forward.
+
+        Returns:
+            True at the readings where heads were verified.
+
+        Raises:
+            NothingToWatchError: if nothing is left to watch and `strict` is set.
+        """
+        if self._check is None:
+            return False
+        if not self._is_armed:
+            if not self._count:
+                self._warn_of_pending()
+            return False
+        is_verifying, is_first = self.is_verifying, not self._count
+        self._is_armed, self._count = False, self._count + 1
+        observer.disarm()
+        if is_verifying:
+            with self._warn_once.guard("checking heads"):
+                self._leave_out_contradicted(observer, is_first=is_first)
+            with self._warn_once.guard("looking for heads"):
+                # Hooks leave as it stops recording, which isolation would undo.
+                recorded = self._search.recorded() if is_first and self._search is not None else {}
+                with isolated(self._model, keeps_defaults=True):
+                    found = self._found_in(observer, recorded)
+                self._layers.admit(found)
+                self._has_searched = True
+            with self._warn_once.guard("saying what stays refused"):
+                self._warn_of_decided()
+            with self._warn_once.guard("accounting for attention"):
+                self._warn_of_unexplained(observer)
+        # Layers that are left out were reported.
+        if is_first and not self._layers.watched and (self._is_strict or not self._layers.all):
+            self._report_nothing_to_watch()
+        return is_verifying
+
+    def _leave_out_contradicted(self, observer: AttentionObserver, *, is_first: bool) -> None:
+        """Leave out the layers whose heads are not what was claimed."""
+        assert self._check is not None
+        layers = self._layers
+        # A module whose projections are spread over ranks may count the heads of its own rank alone.
+        spread = {one.name for one in layers.all if any(layers.sharding.is_sharded(one, role) for role in one.slices)}
+        with isolated(self._model, keeps_defaults=True):
+            verdicts = {name: one for name, one in observer.verdicts(layers.all).items() if name not in spread}
+        contradicted: dict[str, str] = {}
+        if is_first:  # what observation leaves open or contradicts is run again, with the same inputs
+            established = {name for name, one in verdicts.items() if one.state == "established"}
+            traced = self._check.contradictions(leave_out=spread | established)
+            contradicted = {name: f"a run with the inputs of the first forward contradicts its heads: {what}"
+                            for name, what in traced.items()}  # fmt: skip
+        for name, one in verdicts.items():
+            # Observation does not outweigh what a traced run has shown.
+            if one.state == "contradicted" and (
+                name in contradicted or layers.named(name).evidence not in ("trace", "forward")
+            ):
+                contradicted[name] = f"the first forward contradicts its heads: {one.sentence}"
+        contradicted = {name: why for name, why in contradicted.items() if not layers.is_contradicted(name)}
+        layers.leave_out(contradicted)
+        if contradicted:
+            why = "; ".join(f"`{name}`: {why}" for name, why in list(contradicted.items())[:3])
+            warnings.warn(
+                f"{listed(list(contradicted))} left out from now on. {why}. Describe it with `register_layout`.",
+                UnsupportedAttentionWarning,
+                stacklevel=6,
+            )
+
+    def _found_in(self, observer: AttentionObserver, recorded: Mapping[str, Sequence[Inputs]]) -> list[AttentionLayer]:
+        """Find the layers that the forward shows: refused before it, or not proposed at all."""
+        found: list[AttentionLayer] = []
+        if self._search is not None and recorded:
+            searched = self._search.found(recorded)
+            verdicts = observer.verdicts(searched)
+            contradicted = {name: one.sentence for name, one in verdicts.items() if one.state == "contradicted"}
+            self._contradictions |= contradicted
+            found += [one for one in searched if one.name not in contradicted]
+        for path, layer in observer.proposals([*self._layers.all, *found]).items():
+            if isinstance(layer, AttentionLayer) and self._may_be_watched(path, layer, [*self._layers.all, *found]):
+                found.append(layer)
+        return [replace(layer, evidence="forward") for layer in found]
+
+    def _may_be_watched(self, path: str, layer: AttentionLayer, others: Sequence[AttentionLayer]) -> bool:
+        """Tell whether a layer from observation alone is one that is asked for, beside all others."""
+        inside = set(layer.module.modules())
+        if any(one.module in inside or layer.module in set(one.module.modules()) for one in others):
+            return False
+        is_spread = any(self._layers.sharding.is_sharded(layer, role) for role in layer.slices)
+        return layer.num_heads > 1 and not is_spread and self._layers.is_chosen(users_name(path))
+
+    def _warn_of_unexplained(self, observer: AttentionObserver) -> None:
+        """Name the attention that ran and is not watched, once for each kind of module."""
+        layers = self._layers
+        refused = {refusal.name for refusal in layers.refused}
+        reported = [path for path, _ in self._model.named_modules() if users_name(path) in refused]
+        with isolated(self._model, keeps_defaults=True):
+            unexplained = observer.unexplained(layers.all, told=reported)
+        found = [
+            one for one in unexplained
+            if one.name not in self._unexplained and layers.is_chosen(users_name(one.name))
+        ]  # fmt: skip
+        self._unexplained |= {one.name for one in found}
+        refusals = [Refusal(users_name(one.name), one.module_type, one.reason) for one in found]
+        warn_by_kind(zip(refusals, (one.message for one in found)), stacklevel=6)
+        layers.refused = (*layers.refused, *(refusal for one, refusal in zip(found, refusals) if not one.layer))
+
+    def _warn_of_refused(self, unchecked: Collection[str]) -> None:
+        """Warn about what no forward will decide; `unchecked` names what one would."""
+        for refusal in self._layers.refused:
+            if refusal.name not in self._pending:
+                later = " With check_heads=True the first forward that is read may show them."
+                message = refusal.message + (later if refusal.name in unchecked else "")
+                warnings.warn(message, UnsupportedAttentionWarning, stacklevel=5)
+        if not (self._layers.all or (self._check is not None and (self._pending or may_attend(self._model)))):
+            self._report_nothing_to_watch()
+
+    def _warn_of_pending(self) -> None:
+        """Warn, at a reading before any forward was armed, about what awaits one."""
+        if self._has_warned_of_pending or not (self._pending or not self._layers.all):
+            return
+        self._has_warned_of_pending = True
+        of = f" may show those of {listed(sorted(self._pending))}" if self._pending else " may show them"
+        heads = "The heads of some attention layers" if self._layers.all else "The heads of no attention layer"
+        could = "could not be read yet" if self._layers.all else "could be read yet"
+        warnings.warn(
+            f"{heads} of {type(self._model).__name__} {could}. The first forward that is read{of}.",
+            MonitoringWarning,
+            stacklevel=6,
+        )
+
+    def _warn_of_decided(self) -> None:
+        """Warn about what a forward was to decide and did not, once for each kind of module, with what it showed."""
+        waiting = set(self._awaited()) if self._count < _MOST_READINGS else set()
+        decided = {name: one for name, one in self._pending.items() if name not in waiting}
+        self._pending = {name: one for name, one in self._pending.items() if name in waiting}
+        kept: dict[str, Refusal] = {}
+        for name, refusal in decided.items():
+            reason = self._reason_of_forward(refusal)
+            if reason is not None:
+                kept[name] = Refusal(name, refusal.module_type, reason)
+        self._layers.refused = tuple(
+            kept.get(one.name, one) for one in self._layers.refused if one.name not in decided or one.name in kept
+        )
+        warn_by_kind(((one, one.message) for one in kept.values()), stacklevel=6)
+
+    def _reason_of_forward(self, refusal: Refusal) -> str | None:
+        """Say why a module stays refused after a forward; `None` where its heads are read by now."""
+        name, search = refusal.name, self._search
+        assert search is not None
+        if any(layer.name == name for layer in self._layers.all):
+            return None
+        if name in search.reasons:
+            return search.reasons[name]
+        against = [what for other, what in self._contradictions.items() if other == name or is_inside(other, name)]
+        if against:
+            return f"in the first forward that was read, {against[0]}"
+        if any(is_inside(late, name) for late in self._layers.found_late):
+            return None
+        if name not in search.ran:
+            return f"{refusal.reason}, and no call of it in Python was seen in the first forward that was read"
+        if not self._has_searched:  # searching failed, which was reported
+            return refusal.reason
+        return "no softmax-weighted sum over tokens was seen in the first forward that was read"
+
+    def _report_nothing_to_watch(self) -> None:
+        message = nothing_to_watch(self._model)
+        if self._is_strict:
+            raise NothingToWatchError(message)
+        warnings.warn(message, MonitoringWarning, stacklevel=6)
