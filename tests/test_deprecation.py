@@ -32,7 +32,7 @@ SESSION = "hdi_callback.monitoring.session"
         ("hdi_callback.monitoring.watch.Outcome", f"{SESSION}.sink.Result"),
         ("hdi_callback.monitoring.watch.Follower", f"{SESSION}.sink.Sink"),
         ("hdi_callback.monitoring.watch.OnAlert", f"{SESSION}.sink.OnAlert"),
-        ("hdi_callback.monitoring.watch.check_patterns", f"{SESSION}.session.check_patterns"),
+        ("hdi_callback.monitoring.watch.check_patterns", f"{SESSION}.patterns.check_patterns"),
         (
             "hdi_callback.monitoring.watch.state_of_this_model",
             f"{SESSION}.resume.state_of_this_model",

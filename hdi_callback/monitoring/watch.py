@@ -14,7 +14,7 @@ _find = renamed(
         "Outcome": "hdi_callback.monitoring.session.sink:Result",
         "Follower": "hdi_callback.monitoring.session.sink:Sink",
         "OnAlert": "hdi_callback.monitoring.session.sink:OnAlert",
-        "check_patterns": "hdi_callback.monitoring.session.session:check_patterns",
+        "check_patterns": "hdi_callback.monitoring.session.patterns:check_patterns",
         "state_of_this_model": "hdi_callback.monitoring.session.resume:state_of_this_model",
     },
 )

@@ -88,9 +88,8 @@ class _Watch:
             raise MisconfigurationError("Interventions answer alerts: give rules and a training as well.")
         self._host = _PositionedHost(training, followers, share, is_first=False)
         settings = Settings(every_n_steps=schedule.every, alerts=None, history=False)
-        self._session = Session(monitor, self._host, settings, warn_once=faults)
-        self._session.schedule, self._session.alerts = schedule, alerts
-        self._session.interventions = tuple(interventions)
+        self._session = Session(monitor, self._host, settings, warn_once=faults, schedule=schedule)
+        self._session.alerts, self._session.interventions = alerts, tuple(interventions)
         self._session.attach(training)
         self._history, self._is_open = history, False
 

@@ -6,8 +6,7 @@ what the session needs of the trainer it asks its `Host`. Whatever goes wrong co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from hdi_callback.monitoring.history.place import place_history
 from hdi_callback.monitoring.interventions import Intervention, Training
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.ranks import number_of_processes, refuse_apart
-from hdi_callback.monitoring.readings import Readout
 from hdi_callback.monitoring.session.host import Host, HostTraining
-from hdi_callback.monitoring.session.pending import Pending
+from hdi_callback.monitoring.session.patterns import check_patterns
 from hdi_callback.monitoring.session.position import Position
 from hdi_callback.monitoring.session.publisher import Publisher
+from hdi_callback.monitoring.session.reader import Reader
 from hdi_callback.monitoring.session.resume import (
     end_what_is_resolved,
     judge_again,
@@ -40,7 +39,7 @@ from hdi_callback.monitoring.session.sink import Result, Sink
 from hdi_callback.monitoring.session.state import FORMAT
 from hdi_callback.monitoring.warn_once import WarnOnce
 
-_MEASURING, _RESUMING = "measuring head diversity", "resuming head diversity"
+_RESUMING = "resuming head diversity"
 
 
 class Session:
@@ -55,6 +54,7 @@ class Session:
         settings: what the run is watched with.
         name: what tells its history from others of the same folder, if there are others.
         warn_once: turns what goes wrong into one warning.
+        schedule: when a reading is due; by default as the settings say.
 
     Attributes:
         monitor: what measures.
@@ -71,9 +71,11 @@ class Session:
         *,
         name: str | None = None,
         warn_once: WarnOnce | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.monitor, self.warn_once = monitor, WarnOnce() if warn_once is None else warn_once
-        self.schedule = Schedule(settings.every_n_steps)
+        schedule = Schedule(settings.every_n_steps) if schedule is None else schedule
+        self._reader = Reader(monitor, schedule, self.warn_once)
         self.alerts = None
         if settings.rules is not None:
             self.alerts = Alerts(settings.rules, monitor.facts, self.warn_once, loaded=settings.loaded)
@@ -81,7 +83,6 @@ class Session:
         self.history: History | None = None
         self._host, self._settings, self._name = host, settings, name
         self._facts = monitor.facts
-        self._pending = Pending()
         self._publisher = self._publisher_to(())
         self._is_attached = False
         self._final_step: int | None = None
@@ -219,6 +220,11 @@ class Session:
         return step - 1 if step > 0 else None
 
     @property
+    def schedule(self) -> Schedule:
+        """When a reading is due."""
+        return self._reader.schedule
+
+    @property
     def history_path(self) -> Path | None:
         """Where the history of the run is; `None` before `open` and when there is none."""
         return None if self.history is None else self.history.path
@@ -231,20 +237,14 @@ class Session:
     @property
     def is_capturing(self) -> bool:
         """Whether a forward is captured, or about to be, that has not been measured yet."""
-        return self._pending.is_capturing
+        return self._reader.is_capturing
 
     def before_forward(self) -> None:
         """Capture the forward that follows if a reading is due."""
         for intervention in self.interventions:
             with self.warn_once.guard(f"the intervention {intervention.name}"):
                 intervention.before_forward()
-        if self._pending.is_capturing:
-            return
-        if self.schedule.is_due(self._host.position.step):
-            self._pending.is_capturing = True
-            self.monitor.arm(training_only=True)
-        else:
-            self.monitor.rest()
+        self._reader.before_forward(self._host.position.step)
 
     def after_backward(self, *, is_last: bool = True) -> None:
         """Read if a reading is due, while the weights are still those of the forward and the activations are gone.
@@ -253,17 +253,12 @@ class Session:
             is_last: False if further networks may be trained before `after_step`, whose head outputs then join the
                 reading.
         """
-        if self._pending.is_capturing:
-            self._read(self._host.position, is_last)
-        elif self._pending.incomplete is not None:
-            self._complete(is_last)
+        self._reader.after_backward(self._host.position, is_last=is_last)
+        self._learn_layers()
 
     def abandon(self) -> None:
         """Give up a reading whose forward or backward did not come to its end; it is due again at once."""
-        if self._pending.is_capturing:
-            self._pending.is_capturing = False
-            self.monitor.release()
-        self._complete()
+        self._reader.abandon()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Let interventions act on the gradients.
@@ -281,9 +276,8 @@ class Session:
         Returns:
             Their results.
         """
-        if self._pending.is_capturing:  # a batch without a backward
-            self._read(self._host.position)
-        self._complete()
+        self._reader.after_step(self._host.position)
+        self._learn_layers()
         # Ranks that intervene do so after the same step, and wait for the numbers.
         return self._publish(waits=bool(self.interventions))
 
@@ -295,11 +289,7 @@ class Session:
         Args:
             position: where the training is.
         """
-        final = self._pending.final
-        if position.step in (self.schedule.last, None if final is None else final.step):
-            return
-        with self.warn_once.guard(_MEASURING):
-            self._pending.final = Readout(self.monitor.measure(position.step, epoch=position.epoch, axis=position.axis))
+        self._reader.measure_final_early(position)
 
     def finish(self, position: Position | None = None) -> None:
         """Read the final weights, publish everything, and leave nothing behind.
@@ -308,12 +298,8 @@ class Session:
             position: where the training has ended; by default where the host is.
         """
         position = self._host.position if position is None else position
-        if self.schedule.last != position.step:
-            if self._pending.add_final(position.step):
-                self.schedule.done(position.step)
-            else:
-                self._read(position)
-        self._pending.final = None
+        self._reader.finish(position)
+        self._learn_layers(position)
         self._final_step = position.step
         if self.history is not None:
             self.history.final_step = position.step
@@ -330,7 +316,7 @@ class Session:
         Returns:
             Their results.
         """
-        self._complete()
+        self._reader.complete()
         return self._publish(waits=True, may_intervene=not is_broken)
 
     def close(self) -> None:
@@ -380,62 +366,21 @@ class Session:
             self.alerts.load_state_dict(alerts)
         restore_interventions(self.interventions, state.get("interventions", ()), self.warn_once)
 
-    def _read(self, position: Position, is_last: bool = True) -> None:
-        pending = self._pending
-        pending.is_capturing = False
-        self.schedule.done(position.step)
-        with self.warn_once.guard(_MEASURING):
-            pending.incomplete = self.monitor.measure(
-                position.step, epoch=position.epoch, axis=position.axis, is_last_forward=is_last
-            )
-        if self.monitor.facts is not self._facts:
-            self._learn(position.step)
-        if not self.monitor.awaits_forwards:
-            self._complete()
-
-    def _learn(self, step: int) -> None:
+    def _learn_layers(self, position: Position | None = None) -> None:
         """Take in the layers that a real forward has shown."""
+        if self.monitor.facts is self._facts:
+            return
         self._facts = self.monitor.facts
         if self.alerts is not None:
             self.alerts.learn(self._facts)
         if self.history is not None:
+            step = (self._host.position if position is None else position).step
             with self.warn_once.guard(f"writing {self.history.path}"):
                 self.history.begin(step, self._facts)
 
-    def _complete(self, is_last_forward: bool = True) -> None:
-        """Add what was captured after the reading, and queue it once no further forward belongs to it."""
-        reading, self._pending.incomplete = self._pending.incomplete, None
-        if reading is None:
-            return
-        with self.warn_once.guard(_MEASURING):
-            if self.monitor.awaits_forwards:
-                reading = self.monitor.complete(reading, is_last_forward=is_last_forward)
-            if self.monitor.awaits_forwards:
-                self._pending.incomplete = reading
-            else:
-                self._pending.add(reading)
-
     def _publish(self, *, waits: bool, may_intervene: bool = True) -> list[Result]:
         results: list[Result] = []
-        for readout in self._pending.arrived(waits=waits):
+        for readout in self._reader.arrived(waits=waits):
             is_last = readout.step == self._final_step
             results += self._publisher.publish(readout, may_intervene=may_intervene, is_last=is_last)
         return results
-
-
-def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse patterns that match no layer.
-
-    Args:
-        what: where they were written.
-        patterns: patterns of layer names.
-        names: names of layers.
-
-    Raises:
-        MisconfigurationError: if one matches none; says which layers there are.
-    """
-    for pattern in patterns:
-        if names and not any(fnmatchcase(name, pattern) for name in names):
-            raise MisconfigurationError(
-                f"The pattern {pattern!r} in {what} matches no attention layer. There are: {', '.join(names)}."
-            )

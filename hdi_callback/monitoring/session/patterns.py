@@ -1,0 +1,26 @@
+"""Patterns of layer names, checked against the layers that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from hdi_callback.errors import MisconfigurationError
+
+
+def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse patterns that match no layer.
+
+    Args:
+        what: where they were written.
+        patterns: patterns of layer names.
+        names: names of layers.
+
+    Raises:
+        MisconfigurationError: if one matches none; says which layers there are.
+    """
+    for pattern in patterns:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            raise MisconfigurationError(
+                f"The pattern {pattern!r} in {what} matches no attention layer. There are: {', '.join(names)}."
+            )

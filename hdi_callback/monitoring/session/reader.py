@@ -1,0 +1,145 @@
+"""`Reader`: takes the readings of a session when they are due, and queues them until their numbers arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hdi_callback.monitoring.monitor import HeadDiversityMonitor
+from hdi_callback.monitoring.readings import Readout
+from hdi_callback.monitoring.session.pending import Pending
+from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.schedule import Schedule
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+_MEASURING = "measuring head diversity"
+
+
+class Reader:
+    """Arm, measure and queue: each reading from the forward that is captured to the numbers that arrive.
+
+    Args:
+        monitor: what measures.
+        schedule: when a reading is due.
+        warn_once: turns what goes wrong into one warning.
+
+    Attributes:
+        schedule: when a reading is due.
+    """
+
+    def __init__(self, monitor: HeadDiversityMonitor, schedule: Schedule, warn_once: WarnOnce) -> None:
+        self.schedule = schedule
+        self._monitor, self._warn_once = monitor, warn_once
+        self._pending = Pending()
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a forward is captured, or about to be, that has not been measured yet."""
+        return self._pending.is_capturing
+
+    def before_forward(self, step: int) -> None:
+        """Capture the forward that follows if a reading is due.
+
+        Args:
+            step: optimizer steps taken so far.
+        """
+        if self._pending.is_capturing:
+            return
+        if self.schedule.is_due(step):
+            self._pending.is_capturing = True
+            self._monitor.arm(training_only=True)
+        else:
+            self._monitor.rest()
+
+    def after_backward(self, position: Position, *, is_last: bool) -> None:
+        """Measure what was captured, or add it to a reading that is incomplete.
+
+        Args:
+            position: where the training is.
+            is_last: False if further networks may be trained, whose head outputs then join the reading.
+        """
+        if self._pending.is_capturing:
+            self._measure(position, is_last)
+        elif self._pending.incomplete is not None:
+            self.complete(is_last)
+
+    def abandon(self) -> None:
+        """Give up a reading whose forward or backward did not come to its end; it is due again at once."""
+        if self._pending.is_capturing:
+            self._pending.is_capturing = False
+            self._monitor.release()
+        self.complete()
+
+    def after_step(self, position: Position) -> None:
+        """End the reading of the step that was made.
+
+        Args:
+            position: where the training is.
+        """
+        if self._pending.is_capturing:  # a batch without a backward
+            self._measure(position)
+        self.complete()
+
+    def measure_final_early(self, position: Position) -> None:
+        """Measure the last weights, before others may replace them.
+
+        Args:
+            position: where the training is.
+        """
+        final = self._pending.final
+        if position.step in (self.schedule.last, None if final is None else final.step):
+            return
+        with self._warn_once.guard(_MEASURING):
+            reading = self._monitor.measure(position.step, epoch=position.epoch, axis=position.axis)
+            self._pending.final = Readout(reading)
+
+    def finish(self, position: Position) -> None:
+        """Take the last reading, unless it was taken.
+
+        Args:
+            position: where the training has ended.
+        """
+        if self.schedule.last != position.step:
+            if self._pending.add_final(position.step):
+                self.schedule.done(position.step)
+            else:
+                self._measure(position)
+        self._pending.final = None
+
+    def complete(self, is_last_forward: bool = True) -> None:
+        """Add what was captured after the reading, and queue it once no further forward belongs to it.
+
+        Args:
+            is_last_forward: False if further forwards of the same step may follow.
+        """
+        reading, self._pending.incomplete = self._pending.incomplete, None
+        if reading is None:
+            return
+        with self._warn_once.guard(_MEASURING):
+            if self._monitor.awaits_forwards:
+                reading = self._monitor.complete(reading, is_last_forward=is_last_forward)
+            if self._monitor.awaits_forwards:
+                self._pending.incomplete = reading
+            else:
+                self._pending.add(reading)
+
+    def arrived(self, *, waits: bool) -> Iterator[Readout]:
+        """Take readings off the queue.
+
+        Args:
+            waits: take all of them, also those whose numbers have not arrived.
+
+        Returns:
+            Readings, the oldest first.
+        """
+        return self._pending.arrived(waits=waits)
+
+    def _measure(self, position: Position, is_last: bool = True) -> None:
+        pending = self._pending
+        pending.is_capturing = False
+        self.schedule.done(position.step)
+        with self._warn_once.guard(_MEASURING):
+            pending.incomplete = self._monitor.measure(
+                position.step, epoch=position.epoch, axis=position.axis, is_last_forward=is_last
+            )
+        if not self._monitor.awaits_forwards:
+            self.complete()
