@@ -40,8 +40,10 @@ ARROWS: dict[str, set[str]] = {
 }
 # Which folders of its own room each folder may import. A folder and its parent do not import each other.
 FOLDERS: dict[str, set[str]] = {
-    "attention/observe": {"attention"},
-    "attention/trace": {"attention"},
+    "attention": {"attention/isolation"},
+    "attention/isolation": set(),
+    "attention/observe": {"attention", "attention/isolation"},
+    "attention/trace": {"attention", "attention/isolation"},
     "monitoring/alerts": {"monitoring"},
     "monitoring/history": {"monitoring", "monitoring/alerts"},
     "monitoring/ranks": {"monitoring"},

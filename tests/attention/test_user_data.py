@@ -7,7 +7,7 @@ import copy
 
 import pytest
 
-from hdi_callback.attention.user_data import UserData
+from hdi_callback.attention.isolation.user_data import UserData
 
 
 class Guarded(dict):
