@@ -59,6 +59,6 @@ def checkpoint_of(args: Any, state: Any) -> Path:
     usual = Path(args.output_dir) / name
     if not getattr(state, "is_hyper_param_search", False):
         return usual
-    # Each trial has a folder of its own, whose name no callback is told: that which was written last.
+    # Each trial has a folder of its own, whose name no callback gets: that which was written last.
     places = [place for place in Path(args.output_dir).glob(f"*/{name}") if place.is_dir()]
     return max(places, key=lambda place: place.stat().st_mtime_ns, default=usual)

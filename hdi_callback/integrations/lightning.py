@@ -57,7 +57,7 @@ class HDICallback(Shell, pl.Callback):
     Rules judge every reading. Their alerts are printed, written to TensorBoard as text and as marks on the curves, sent
     through `wandb.alert` and kept in the history; a critical one is a
     `HeadCollapseWarning` as well where warnings are recorded, logged or made errors. Nothing is done about them
-    unless interventions are given; then the host waits for the numbers of each reading.
+    unless there are interventions; then the host waits for the numbers of each reading.
 
     Args:
         settings: the arguments of `Settings`, ``prog_bar`` and ``name``, by their names.

@@ -28,7 +28,7 @@ class LightningHost:
     Args:
         trainer: the trainer.
         settings: what the run is watched with.
-        prefix: what stands before every tag.
+        prefix: put before every tag.
         warn_once: takes what goes wrong.
 
     Attributes:
@@ -117,7 +117,7 @@ class LightningHost:
 
 
 def other_callbacks_act_on_train_end(trainer: pl.Trainer, own: type[pl.Callback]) -> bool:
-    """Tell whether callbacks that do not only look on do something at the end of training.
+    """Tell whether callbacks that do more than observe do something at the end of training.
 
     Args:
         trainer: the trainer.

@@ -127,8 +127,8 @@ class HeadSession(Shell):
             if not self._has_seen_any:
                 self._warn_once.warn(
                     "no step",
-                    "No step of the optimizer was seen in `with heads.step():`, so that there is one reading at most. "
-                    "Call optimizer.step() within it, on the optimizer that was given to `watch_heads`.",
+                    "The optimizer made no step in `with heads.step():`, so that there is one reading at most. "
+                    "Call optimizer.step() within it, on the optimizer that `watch_heads` got.",
                 )
         self.close()
 

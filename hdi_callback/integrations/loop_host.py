@@ -64,7 +64,8 @@ class LoopSettings(Settings):
         function("save_checkpoint", self.save_checkpoint, "the name of a checkpoint")
         if self.save_checkpoint is None and any(isinstance(item, SaveCheckpoint) for item in self.acting):
             raise MisconfigurationError(
-                "SaveCheckpoint has to be told how: write save_checkpoint=lambda name: torch.save(..., name + '.pt')."
+                "SaveCheckpoint needs a function that saves: write "
+                "save_checkpoint=lambda name: torch.save(..., name + '.pt')."
             )
         self._set("optimizer", inner_optimizers(self.optimizer))
         self._set("log_dir", path("log_dir", self.log_dir, "runs/heads"))

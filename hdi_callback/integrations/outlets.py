@@ -16,7 +16,7 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 def _folder_of(history: Path) -> str:
-    """Name the folder of pictures: that of a second history is told from that of the first."""
+    """Name the folder of pictures: a second history has another than the first."""
     return "figures" if history.stem == "history" else f"figures-{history.stem.removeprefix('history-')}"
 
 
@@ -45,7 +45,7 @@ class Dashboards:
 
         Args:
             loggers: those loggers.
-            prefix: what stands before every tag.
+            prefix: put before every tag.
             layers: names of layers.
         """
         for logger in loggers:

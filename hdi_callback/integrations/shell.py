@@ -1,4 +1,4 @@
-"""`Shell`: what the callbacks of all trainers have in common, whose own hooks stand on top of it."""
+"""`Shell`: what the callbacks of all trainers have in common, whose own hooks build on it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shell:
         self._restored: Any = None  # what a checkpoint held, until the session is opened
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the run behind: a copy is as new, and can be given to another trainer or process."""
+        """Leave the run behind: a copy is as new, and another trainer or process can use it."""
         kept = {
             "_restored": None if self._opened is not None else self._restored,
             **dict.fromkeys(("_host", "_session", "_opened", "_history")),

@@ -26,8 +26,8 @@ class Absent:
         unasked: sources that are measured for the default rules alone: what they lack is noted, and nobody is warned.
 
     Attributes:
-        reasons: as given, and what was noted since.
-        unasked: as given.
+        reasons: those known at first, and what was noted since.
+        unasked: see above.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Absent:
         Args:
             what: what `absence_of` gives.
             reason: why.
-            kind: reasons of one kind are told once.
+            kind: reasons of one kind are reported once.
         """
         self.reasons[what] = reason
         if what.partition("/")[0] in self.unasked:
@@ -60,7 +60,7 @@ class Absent:
             source: what was to be measured.
             layers: their names.
             reason: why.
-            kind: reasons of one kind are told once.
+            kind: reasons of one kind are reported once.
         """
         for name in layers:
             self.leave_out(absence_of(source, name), reason, kind)

@@ -72,20 +72,20 @@ def layer_table(layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) ->
 def run_summary(
     name: str, layers: Sequence[AttentionLayer], refused: Sequence[Refusal], alerts: Sequence[Alert], history: object
 ) -> str:
-    """Write how a run that is watched stands: its alerts, its history, its layers.
+    """Summarise a run that is watched: its alerts, its history, its layers.
 
     Args:
         name: what watches.
         layers: those that are watched.
         refused: those that are not.
-        alerts: those that stand.
+        alerts: those that are active.
         history: where the history is; `None` for nowhere.
 
     Returns:
         HTML.
     """
     state = f"{len(alerts) or 'no'} active alert{'s' if len(alerts) > 1 else ''}"
-    told = "".join(map(alert_line, alerts[:_MOST_ROWS]))
+    lines = "".join(map(alert_line, alerts[:_MOST_ROWS]))
     place = "" if history is None else f"<p>history: <code>{escape(str(history))}</code></p>"
     watched = layer_table(layers, refused) if layers or refused else "<p>no run has begun</p>"
-    return f"<p><b>{escape(name)}</b>: {state}</p>{told}{place}{watched}"
+    return f"<p><b>{escape(name)}</b>: {state}</p>{lines}{place}{watched}"

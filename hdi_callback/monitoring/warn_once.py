@@ -16,12 +16,12 @@ class WarnOnce:
     Example:
         >>> import warnings
         >>> warn_once = WarnOnce()
-        >>> with warnings.catch_warnings(record=True) as seen:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     for _ in range(3):
         ...         with warn_once.guard("writing the history"):
         ...             raise OSError("disk full")
-        >>> len(seen), warn_once.count["writing the history"]
+        >>> len(caught), warn_once.count["writing the history"]
         (1, 3)
     """
 

@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
         return _find(name)
     warnings.warn(
         "`Watch` is deprecated: write `from hdi_callback import Session`, which asks a `Host` for "
-        "what `Watch` was told.",
+        "the arguments of `Watch`.",
         DeprecationWarning,
         stacklevel=2,
     )

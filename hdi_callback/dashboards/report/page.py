@@ -19,7 +19,7 @@ _MEANINGS = (
      "random heads share, 1 is one head twice. From 0.8 on a pair is reported."),
     ("mean alignment", "The same over all pairs of a layer. From 0.5 on all heads are closing up; 0.9 is critical."),
     ("by energy", "Directions count by how strongly the heads use them. Healthy language models often come close to 1, "
-     "as what they learn first is one direction for all heads: look at the curve, not at the number alone."),
+     "as what they learn first is one direction for all heads: the curve says more than the number alone."),
     ("HDI, chance", "Head Diversity Index: 1 less the mean overlap of all pairs. Chance is where a fresh model of the "
      "same sizes is, and depends on the sizes."),
     ("effective heads", "How many heads without any overlap would be as diverse."),
@@ -243,9 +243,9 @@ def differences_of(runs: Sequence[RunPage]) -> list[tuple[str, list[str]]]:
 
 
 def _standing(run: RunPage) -> str:
-    layers = list(dict.fromkeys(alert.layer for alert in run.standing))
+    layers = list(dict.fromkeys(alert.layer for alert in run.active))
     more = f" and {len(layers) - 2} more" if len(layers) > 2 else ""
-    return f"{len(run.standing)}: {', '.join(layers[:2])}{more}" if layers else "none"
+    return f"{len(run.active)}: {', '.join(layers[:2])}{more}" if layers else "none"
 
 
 def _closest(run: RunPage) -> str:

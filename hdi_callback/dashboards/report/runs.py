@@ -39,7 +39,7 @@ _MOST_MAPS, _MOST_MAPS_ELSEWHERE = 60, 8  # of a layer: of one that matters, of 
 _FIVE = 5  # layers that are followed closely beside the alerted ones
 _MOST_ALERTS = 400
 _MOST_SPECTRA = 12  # of a layer
-_NOTHING = 255  # stands for a pair without a number
+_NOTHING = 255  # of a pair without a number
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RunPage:
         layers: names of the layers, in model order.
         data: everything that the page draws, as JSON has it.
         last: the last reading.
-        standing: the alerts that stand.
+        active: the active alerts.
     """
 
     name: str
@@ -64,7 +64,7 @@ class RunPage:
     layers: tuple[str, ...]
     data: dict[str, Any] = field(repr=False)
     last: Record | None = field(repr=False)
-    standing: tuple[Alert, ...] = ()
+    active: tuple[Alert, ...] = ()
 
 
 def page_of_audit(audit: Audit) -> RunPage:
@@ -110,17 +110,17 @@ def page_of_run(run: str | os.PathLike[str], name: str | None = None) -> RunPage
     alerts = [Alert.from_dict(line) for line in lines if line["kind"] == "alert"]
     actions = [line for line in lines if line["kind"] == "intervention"]
     facts = list(headers[-1]["layers"]) if headers else []
-    standing = active_alerts(alerts)
+    active = active_alerts(alerts)
     losses = [
         {"name": curve.name, "steps": _on_steps(curve.steps, records), "values": [_rounded(v, 5) for v in curve.values]}
         for curve in find_losses(path)
     ]
-    data = _data(records, facts, alerts, standing, actions, losses, _KeptMatrices(kept, records))
+    data = _data(records, facts, alerts, active, actions, losses, _KeptMatrices(kept, records))
     return RunPage(
-        name or _name_of(path), _verdict(records, alerts, standing), _state(records, standing),
+        name or _name_of(path), _verdict(records, alerts, active), _state(records, active),
         tuple(_facts_of(path, headers, facts, records, alerts, actions)),
         tuple(records[-1].layers) if records else tuple(layer["name"] for layer in facts),
-        {**data, "isAudit": False}, records[-1] if records else None, tuple(standing),
+        {**data, "isAudit": False}, records[-1] if records else None, tuple(active),
     )  # fmt: skip
 
 
@@ -131,19 +131,20 @@ def _name_of(path: Path) -> str:
     return (resolved.name or str(path)) + own
 
 
-def _state(records: Sequence[Record], standing: Sequence[Alert]) -> str:
-    return "bad" if standing else "good" if records else "unknown"
+def _state(records: Sequence[Record], active: Sequence[Alert]) -> str:
+    return "bad" if active else "good" if records else "unknown"
 
 
-def _verdict(records: Sequence[Record], alerts: Sequence[Alert], standing: Sequence[Alert]) -> str:
+def _verdict(records: Sequence[Record], alerts: Sequence[Alert], active: Sequence[Alert]) -> str:
     if not records:
         return "There is no reading yet."
-    if standing:
-        layers = {alert.layer for alert in standing}
-        first = standing[0]
+    if active:
+        layers = {alert.layer for alert in active}
+        first = active[0]
         since = first.step if first.finding.since is None else first.finding.since
         others = sorted(layers - {first.layer})
-        more = f" Alerts stand in {len(others)} more {'layer' if len(others) == 1 else 'layers'}." if others else ""
+        where = f"{len(others)} more {'layer' if len(others) == 1 else 'layers'}"
+        more = f" There are active alerts in {where}." if others else ""
         last = records[-1]
         now = last.layers[first.layer].values.get(first.finding.metric or "") if first.layer in last.layers else None
         later = f"; now {now:.2f}, at step {last.step}" if now is not None and last.step > first.step else ""
@@ -179,8 +180,8 @@ def _facts_of(
     starts = [str(header["step"]) for header in headers[1:]]
     if starts:
         found.append(("resumed at", f"step {', '.join(starts)}"))
-    told = [alert for alert in alerts if not alert.is_resolved]
-    found.append(("alerts", f"{len(told)} raised, {len(active_alerts(alerts))} active"))
+    raised = [alert for alert in alerts if not alert.is_resolved]
+    found.append(("alerts", f"{len(raised)} raised, {len(active_alerts(alerts))} active"))
     if actions:
         found.append(("interventions", str(len(actions))))
     found.append(("history", str(path)))
@@ -221,7 +222,7 @@ def _data(
     records: Sequence[Record],
     facts: Sequence[Mapping[str, Any]],
     alerts: Sequence[Alert],
-    standing: Sequence[Alert],
+    active: Sequence[Alert],
     actions: Sequence[Mapping[str, Any]],
     losses: Sequence[Mapping[str, Any]],
     matrices: _PairMatrices,
@@ -230,13 +231,13 @@ def _data(
     columns = _columns(records)
     maps = {name: _grid(records, columns, layers, name) for name in QUANTITIES}
     last = records[-1].layers if records else {}
-    alerted = list(dict.fromkeys(alert.layer for alert in standing))
-    told = [alert.layer for alert in alerts if alert.level != "notice"]
+    alerted = list(dict.fromkeys(alert.layer for alert in active))
+    warned = [alert.layer for alert in alerts if alert.level != "notice"]
     ever = {
         name: max((v for v in row if v is not None), default=-1.0) for name, row in zip(layers, maps[WORST]["values"])
     }
     worst = sorted(layers, key=lambda name: -ever[name])[:_FIVE]
-    important = [name for name in dict.fromkeys([*alerted, *told, *worst]) if name in layers]
+    important = [name for name in dict.fromkeys([*alerted, *warned, *worst]) if name in layers]
     steps_of_alerts = {(alert.layer, alert.step) for alert in alerts}
     counts = {known["name"]: known for known in facts}
     return {
@@ -249,7 +250,7 @@ def _data(
         "readings": [record.step for record in records],
         "maps": maps,
         "quantities": QUANTITIES,
-        "alerted": {alert.layer: _alert(alert) for alert in reversed(standing)},
+        "alerted": {alert.layer: _alert(alert) for alert in reversed(active)},
         "alerts": [_alert(alert) for alert in alerts[-_MOST_ALERTS:]],
         "numAlerts": len(alerts),
         "actions": [

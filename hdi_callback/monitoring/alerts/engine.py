@@ -20,13 +20,13 @@ _Answer = TypeVar("_Answer")
 
 
 class Alerts:
-    """Ask rules about every reading, and tell each finding once.
+    """Ask rules about every reading, and report each finding once.
 
     Args:
         rules: the rules, or a function that gives the rules for a layer by its name.
         layers: what is known of each layer, as `AttentionLayer.facts` gives it.
-        warn_once: contains the exceptions of rules; without it they are raised.
-        loaded: whether the weights had been trained before this run: said, or ``"auto"`` to tell it from them.
+        warn_once: turns the exceptions of rules into one warning each; without it they are raised.
+        loaded: whether the weights had been trained before this run; ``"auto"`` to conclude it from them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Alerts:
 
     @property
     def active(self) -> list[Alert]:
-        """The alerts that stand, in the order in which they began."""
+        """The active alerts, in the order in which they began."""
         return list(self._active.values())
 
     def judge(self, record: Record) -> list[Alert]:
@@ -67,7 +67,7 @@ class Alerts:
             record: its numbers; readings come in the order of steps.
 
         Returns:
-            What is new: alerts that begin, get worse or are over.
+            What is new: alerts that begin, get worse or are resolved.
         """
         news: list[Alert] = []
         self._learn_origins(record)
@@ -176,7 +176,7 @@ class Alerts:
             return None
 
     def _judge_by(self, rule: Rule, series: Series) -> Alert | None:
-        """Give an alert if there is something to tell."""
+        """Give an alert if there is something to report."""
         if not all(metric in series.latest.values for metric in rule.needs):
             return None
         active = self._active.get((series.layer, rule.name))
@@ -192,7 +192,7 @@ class Alerts:
 
 
 def heads_written(line: Mapping[str, Any]) -> list[int]:
-    """Tell whose weights an intervention has written.
+    """Name the heads whose weights an intervention has written.
 
     Args:
         line: the action as plain data, as the history keeps it.
@@ -207,7 +207,7 @@ def heads_written(line: Mapping[str, Any]) -> list[int]:
 
 
 def _names_others(finding: Finding, active: Alert) -> bool:
-    """Tell whether a finding names heads, and others than those of the alert that stands."""
+    """Tell whether a finding names heads, and others than those of the active alert."""
     before = active.finding
     return bool(finding.heads) and (set(finding.heads), set(finding.groups)) != (set(before.heads), set(before.groups))
 

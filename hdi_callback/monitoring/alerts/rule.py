@@ -20,7 +20,7 @@ class Rule(ABC):
     """Says what it finds in the readings of a layer; a rule of your own is a small class.
 
     Attributes:
-        name: what it looks for, in a few words; there is one alert for each layer and rule until it is over.
+        name: what it looks for, in a few words; there is one alert for each layer and rule until it is resolved.
         needs: metrics without which it is not asked, and then neither begins nor ends an alert.
         layers: patterns of layer names that it is for; all by default.
         is_optional: whether a callback passes it over where what it needs is not measured, as it does with what
@@ -48,10 +48,10 @@ class Rule(ABC):
 
         Args:
             series: its readings so far.
-            active: the alert of this rule that stands for this layer, if there is one.
+            active: the active alert of this rule for this layer, if there is one.
 
         Returns:
-            What is found; `None` if there is nothing (or no longer anything) to tell.
+            What is found; `None` if there is nothing (or no longer anything) to report.
         """
 
 

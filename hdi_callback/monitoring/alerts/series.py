@@ -52,9 +52,9 @@ class Series:
         siblings: number of layers that are watched.
         first: the first reading of the run.
         rows: the latest readings, in order.
-        is_loaded: whether the weights had been trained before this run: as it was said, or told from them.
+        is_loaded: whether the weights had been trained before this run, as `loaded` of `Alerts` says.
         do_others_move: whether at the latest reading the weights of some layer had moved since the one before.
-        rewritten: heads whose weights an intervention has written: what they were before tells nothing of them.
+        rewritten: heads whose weights an intervention has written: earlier readings say nothing about them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where the history of a run lies, given its folder."""
+"""Find the history of a run in its folder."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def run_lines_in(file: Any) -> Iterator[dict[str, Any]]:
 
 
 def _numbered(file: Any) -> Iterator[tuple[int, bytes]]:
-    """Read the lines of a file that is open; one that is far too long is given as its beginning."""
+    """Read the lines of a file that is open; of one that is far too long the beginning alone."""
     for number in itertools.count(1):
         data = file.readline(_LONGEST)
         if not data:

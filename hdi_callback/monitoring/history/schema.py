@@ -37,7 +37,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_value(value: Any) -> bool:
-    """Tell whether something is a number, or stands for one that is not finite.
+    """Tell whether something is a number, or what is written for one that is not finite.
 
     Args:
         value: anything.

@@ -122,8 +122,8 @@ class History:
         with_heads = is_turn or is_end or size < _SHARE_WITH_HEADS * self._budget
         self._append(record_to_line(record, with_heads=with_heads))
         if (is_turn or is_end) and not is_stream(self.path):
-            told = {alert.layer for alert in alerts if alert.level != "notice"}
-            kept = set(record.layers) if is_end else told & set(record.layers)
+            alerted = {alert.layer for alert in alerts if alert.level != "notice"}
+            kept = set(record.layers) if is_end else alerted & set(record.layers)
             self._write_matrices(record, kept)
 
     def _write_matrices(self, record: Record, kept: Set[str]) -> None:
@@ -134,7 +134,7 @@ class History:
         file.write(record, kept, is_kept=True, limit=limit)
         if size + file.size > self._budget and not self._is_over_budget:
             self._is_over_budget = True
-            self._tell(
+            self._warn(
                 "history budget",
                 f"The history `{self.path}` has more than the {self._budget / 1e6:.0f} MB that it may have, with "
                 "nothing left to thin. It goes on; read less often (every_n_steps), or allow it more (history_mb).",
@@ -206,7 +206,7 @@ class History:
         bound = self._header["last_reading"]
         try:
             lines = counting_lines(self._parent["history"])
-        except (OSError, HDIError):  # it went away since it was looked at; the header still names it
+        except (OSError, HDIError):  # deleted since the path was checked; the header still names it
             return header
         kept = [data for line, data in lines if line["kind"] != "run" and line.get("step", 0) <= bound]
         return header + b"".join(map(closed, kept))
@@ -241,13 +241,13 @@ class History:
             written += self._header_now()
         self.path = free_path(self.path)
         self._create(written)
-        self._tell(
+        self._warn(
             "another writer",
             f"Another run has begun to write the history `{taken}`; this run goes on in `{self.path}`, which holds its "
             "earlier readings as well. Give each run a folder of its own.",
         )
 
-    def _tell(self, kind: str, message: str) -> None:
+    def _warn(self, kind: str, message: str) -> None:
         if self._say is None:
             warnings.warn(message, MonitoringWarning, stacklevel=4)
         else:

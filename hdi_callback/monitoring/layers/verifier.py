@@ -25,7 +25,7 @@ _MOST_READINGS = 3  # armed readings in which claims are verified, for layers th
 
 
 class HeadVerifier:
-    """Verify the heads of layers by the first forwards, and look there again at what was refused.
+    """Verify the heads of layers by the first forwards, and search them for what was refused.
 
     Args:
         model: the model.
@@ -138,7 +138,7 @@ class HeadVerifier:
         if is_verifying:
             with self._warn_once.guard("checking heads"):
                 self._leave_out_contradicted(observer, is_first=is_first)
-            with self._warn_once.guard("looking for heads"):
+            with self._warn_once.guard("searching for heads"):
                 # Hooks leave as it stops recording, which isolation would undo.
                 recorded = self._search.recorded() if is_first and self._search is not None else {}
                 with isolated(self._model, keeps_defaults=True):

@@ -87,7 +87,7 @@ def not_finite(outputs: Tensor, weights: Tensor | None) -> Tensor:
 
     Args:
         outputs: ``(tokens, H, d_v)``.
-        weights: ``(tokens,)``, 0 for padding, which is not looked at; `None` if there is none.
+        weights: ``(tokens,)``, 0 for padding, which does not count; `None` if there is none.
 
     Returns:
         ``(H,)``, boolean.

@@ -152,7 +152,7 @@ class LayerInputs(Collected):
             self._captures = dict(self.taps.captures)
             reasons = {
                 **self._why_not,
-                **dict.fromkeys(self.taps.missed, "its key projection was not seen to be called"),
+                **dict.fromkeys(self.taps.missed, "no call of its key projection was captured"),
                 **self.taps.absent,
             }
             for layer in self._layers.all:

@@ -66,14 +66,14 @@ class HeadDiversityMonitor:
             first reading where a real forward may still show the heads of modules that look like attention.
         check_heads: check, on a few tokens of the first armed forward, that every layer computes attention with the
             heads that were found; a layer that does not is left out from then on, with a warning that shows why. What
-            is claimed by names alone is watched from the forward on that confirms it. Modules that were refused are
-            looked at again there, watched from then on if it shows their heads, and warned of if it does not;
+            is proposed by names alone is watched from the forward on that confirms it. Modules that were refused are
+            searched again there, watched from then on if it shows their heads, and warned of if it does not;
             attention that ran and is not watched is named once.
         process_group: the ranks that measure together, each its share of the weights and its own tokens: ``"auto"`` for
             all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
         padding: how it is known which tokens are padding, whose outputs are left out: ``"auto"`` from the masks that
             attention and the modules around it receive; the number of the token that is padding, among the integers
-            that the model is given; a function that takes what the outermost watched module is given, by name, and
+            that the model receives; a function that takes the arguments of the outermost watched module, by name, and
             returns ``(batch, length)``, true where a token is padding; `None` to count every token.
         unasked: further metrics to measure, of which nothing is said where they cannot be.
 
@@ -303,7 +303,7 @@ class HeadDiversityMonitor:
         for collected in (self._outputs, self._rows, self._inputs):
             if collected is not None:
                 collected.forget()
-        self._say_what_is_not_kept()
+        self._warn_of_weights_not_kept()
         names = self._layers.names if self._roster is None else self._roster.names
         late = self._layers.take_late()
         for collected in (self._outputs, self._inputs):
@@ -346,7 +346,7 @@ class HeadDiversityMonitor:
             self.arm(training_only=self._training_only)
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent.reasons)
 
-    def _say_what_is_not_kept(self) -> None:
+    def _warn_of_weights_not_kept(self) -> None:
         if self._last_weights.is_full and MOVEMENT not in self._unasked:
             self.warn_once.warn(
                 "keeping weights",

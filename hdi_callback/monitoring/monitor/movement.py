@@ -15,7 +15,7 @@ LARGEST = 2**31
 """Bytes of weights that are kept on the host in all; nothing is known of the movement and updates of layers beyond."""
 
 LARGEST_UNASKED = 2**28
-"""The same where no such curve was asked for, and the default rules alone look at them."""
+"""The same where no such curve was asked for, and the default rules alone need them."""
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,9 @@ class OutputCapture(Collected):
                 )
                 missed = []
             absent.reasons.update({outputs_of(name): self._why_missed(name) for name in missed})
-            if told := [name for name in missed if name not in pending]:
-                self._say_what_was_missed(told)
-            self._say_what_is_padded(names)
+            if absent_now := [name for name in missed if name not in pending]:
+                self._warn_of_missed(absent_now)
+            self._warn_of_padding(names)
         self.taps.release()
 
     def _why_missed(self, name: str) -> str:
@@ -126,9 +126,9 @@ class OutputCapture(Collected):
             return _REPLACED
         if name not in self._uncalled and takes_fast_path(layer.module, self._model):
             return _FAST_PATH
-        return _UNCALLED if name in self._uncalled else "its output projection was not seen to be called"
+        return _UNCALLED if name in self._uncalled else "no call of its output projection was captured"
 
-    def _say_what_is_padded(self, names: Collection[str]) -> None:
+    def _warn_of_padding(self, names: Collection[str]) -> None:
         doubts = {name: why for name, why in self.taps.doubts.items() if name in names}
         if doubts:
             self._warn_once.warn(
@@ -137,7 +137,7 @@ class OutputCapture(Collected):
                 f"{next(iter(doubts.values()))}. Write padding=... to say it, or padding=None if there is none.",
             )
 
-    def _say_what_was_missed(self, names: Sequence[str]) -> None:
+    def _warn_of_missed(self, names: Sequence[str]) -> None:
         for reason in (_REPLACED, _UNCALLED, _FAST_PATH):
             if alike := [name for name in names if self._why_missed(name) == reason]:
                 self._warn_once.warn(

@@ -40,7 +40,7 @@ def measure_over_ranks(
         reader: reads their weights.
         sources: what is computed from weights.
         outputs: what was captured; `None` if head outputs are not asked for.
-        rows: what was seen of attention; `None` if its rows are not asked for.
+        rows: what was observed of attention; `None` if its rows are not asked for.
         absent: takes what cannot be measured.
         warn_once: turns what goes wrong into one warning.
 

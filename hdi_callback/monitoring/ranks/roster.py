@@ -38,9 +38,9 @@ class Roster:
 
     Args:
         ranks: those that measure together.
-        told: rank -> what it tells: ``"layers"``, for each layer its ``"facts"``, ``"roles"`` and whether its
+        findings: rank -> what it has found: ``"layers"``, for each layer its ``"facts"``, ``"roles"`` and whether its
             ``"outputs"`` and ``"inputs"`` are captured; ``"contradicted"`` and ``"absent"``, with reasons; and whether
-            it ``"awaits"`` a forward for its claims.
+            it ``"awaits"`` a forward that verifies them.
 
     Attributes:
         ranks: those that measure together, with those that hold the same layers as this one.
@@ -48,17 +48,17 @@ class Roster:
         facts: what is known of each layer, in the order of the whole model.
         contradicted: name of a layer -> why its heads are not what was claimed.
         absent: what ranks with other layers could not capture, with the reasons.
-        awaits: whether a rank still waits for a forward that confirms claims.
+        awaits: whether a rank still waits for a forward that verifies heads.
     """
 
-    def __init__(self, ranks: Ranks, told: Mapping[int, Mapping[str, Any]]) -> None:
-        mine = told[ranks.rank]
+    def __init__(self, ranks: Ranks, findings: Mapping[int, Mapping[str, Any]]) -> None:
+        mine = findings[ranks.rank]
         names = _names(mine)
-        peers = [rank for rank, one in told.items() if _names(one) == names]
+        peers = [rank for rank, one in findings.items() if _names(one) == names]
         self.ranks = Ranks(ranks.group, peers)
-        self.spans = len(peers) < len(told)
+        self.spans = len(peers) < len(findings)
         entries: dict[str, Mapping[str, Any]] = {}
-        for one in told.values():
+        for one in findings.values():
             for entry in one["layers"]:
                 entries.setdefault(entry["facts"]["name"], entry)
         order = list(entries) if not self.spans else in_model_order(entries)
@@ -66,11 +66,11 @@ class Roster:
         self.facts: tuple[dict[str, Any], ...] = tuple(dict(entry["facts"]) for entry in self._entries.values())
         self.contradicted: dict[str, str] = {}
         self.absent: dict[str, str] = {}
-        for rank, one in told.items():
+        for rank, one in findings.items():
             self.contradicted = {**one["contradicted"], **self.contradicted}
             if rank not in peers:
                 self.absent = {**one["absent"], **self.absent}
-        self.awaits = any(one["awaits"] for one in told.values())
+        self.awaits = any(one["awaits"] for one in findings.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,47 +102,47 @@ class Roster:
         return [layer for layer in self.layers(held) if self._entries[layer.name][what]]
 
 
-def what_keeps_apart(told: Mapping[int, Mapping[str, Any]]) -> str | None:
+def what_keeps_apart(findings: Mapping[int, Mapping[str, Any]]) -> str | None:
     """Say why ranks cannot measure together.
 
     Args:
-        told: rank -> what it tells.
+        findings: rank -> what it has found, see `Roster`.
 
     Returns:
         A sentence; `None` if they can: any two of them hold the same layers, or none in common.
     """
-    first, *others = told.values()
+    first, *others = findings.values()
     if any(one["subject"] != first["subject"] for one in others):
-        return f"the {len(told)} ranks do not watch the same layers and metrics"
+        return f"the {len(findings)} ranks do not watch the same layers and metrics"
     groups: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    for one in told.values():
+    for one in findings.values():
         same = groups.setdefault(_names(one), one)
         if _sizes(same) != _sizes(one):
-            return f"the {len(told)} ranks do not watch the same layers and metrics"
+            return f"the {len(findings)} ranks do not watch the same layers and metrics"
         if any(mine and mine != other for mine, other in zip(same["weights"], one["weights"]) if other):
             return (
-                f"the {len(told)} ranks hold different weights under the same names, as the stages of a pipeline do "
-                "whose layers are numbered anew (let every stage keep the names of the whole model), or as models do "
-                "that are trained apart"
+                f"the {len(findings)} ranks hold different weights under the same names, as the stages of a pipeline "
+                "do whose layers are numbered anew (let every stage keep the names of the whole model), or as models "
+                "do that are trained apart"
             )
-    seen: set[str] = set()
+    known: set[str] = set()
     for names in groups:
-        if seen & set(names):
-            late = any(one["late"] for one in told.values())
+        if known & set(names):
+            late = any(one["late"] for one in findings.values())
             return (
                 "the forwards of the ranks have shown different attention layers; describe the attention with "
                 "`register_layout`"
                 if late
-                else f"the {len(told)} ranks do not watch the same layers and metrics"
+                else f"the {len(findings)} ranks do not watch the same layers and metrics"
             )
-        seen |= set(names)
+        known |= set(names)
     return None
 
 
 def in_model_order(names: Iterable[str]) -> list[str]:
     """Put the names of layers from several ranks in the order of the whole model.
 
-    Numbers count; other parts of names come in the order in which they are first seen.
+    Numbers count; other parts of names come in the order in which they first occur.
 
     Args:
         names: dotted paths.
@@ -166,12 +166,12 @@ def in_model_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _names(told: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(entry["facts"]["name"] for entry in told["layers"])
+def _names(found: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(entry["facts"]["name"] for entry in found["layers"])
 
 
-def _sizes(told: Mapping[str, Any]) -> list[Any]:
-    return [([entry["facts"][name] for name in (*SIZES, "width")], entry["roles"]) for entry in told["layers"]]
+def _sizes(found: Mapping[str, Any]) -> list[Any]:
+    return [([entry["facts"][name] for name in (*SIZES, "width")], entry["roles"]) for entry in found["layers"]]
 
 
 def _stand_in(entry: Mapping[str, Any]) -> AttentionLayer:

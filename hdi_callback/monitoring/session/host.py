@@ -1,4 +1,4 @@
-"""`Host`: what a session asks of a trainer, and what interventions are given of it."""
+"""`Host`: what a session asks of a trainer, and what interventions may use of it."""
 
 from __future__ import annotations
 

@@ -86,13 +86,13 @@ class Publisher:
             return actions
         news = {(alert.layer, alert.rule) for alert in alerts}
         active = [] if self.alerts is None else self.alerts.active
-        standing = [alert for alert in active if (alert.layer, alert.rule) not in news]
+        earlier = [alert for alert in active if (alert.layer, alert.rule) not in news]
         reports: list[Any] = [None] * len(self.interventions)
         for place, intervention in enumerate(self.interventions):
             with self.warn_once.guard(f"the intervention {intervention.name}"):
                 reports[place] = intervention.report(record)
-        told, stand, reported = self.broadcast((list(alerts), standing, reports))
-        for alerts_of, is_new in ((told, True), (stand, False)):
+        new, going_on, reported = self.broadcast((list(alerts), earlier, reports))
+        for alerts_of, is_new in ((new, True), (going_on, False)):
             for alert in alerts_of:
                 for intervention in self.interventions:
                     with self.warn_once.guard(f"the intervention {intervention.name}"):

@@ -110,7 +110,7 @@ def restore_interventions(interventions: Sequence[Intervention], kept: Any, warn
 
     Args:
         interventions: those of the run.
-        kept: pairs of a name and a state; several of one kind are told apart by their order.
+        kept: pairs of a name and a state; several of one kind differ by their order.
         warn_once: takes what goes wrong.
     """
     left = list(kept)

@@ -61,7 +61,7 @@ def _loaded(value: Any) -> bool | Literal["auto"]:
     )
 
 
-# One line for each argument that stands for itself; what depends on others is in `Settings.__post_init__`.
+# One line for each argument that can be checked alone; what depends on others is in `Settings.__post_init__`.
 CHECKS: Mapping[str, Callable[[Any], Any]] = {
     **MEASURING,
     "every_n_steps": lambda value: whole_number("every_n_steps", value, least=1, example=50, of=" of optimizer steps"),
@@ -94,7 +94,7 @@ class Settings:
         include: patterns of layer names to watch (``"encoder.*"``); all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
-        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` for what the masks tell that the
+        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` for what the masks say that the
             attention and the modules around it receive; the number of the token that is padding; a function that takes
             the arguments of the model by their names and returns ``(batch, length)``, true where a token is padding;
             `None` to count every token.
@@ -102,7 +102,7 @@ class Settings:
         method: how overlaps are computed, see `head_diversity`.
         memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone; less
             of it is slower.
-        history: write the history file, to ``hdi/history.jsonl`` in the folder of the run, or to the path given.
+        history: write the history file, to ``hdi/history.jsonl`` in the folder of the run, or to a path.
         matrices_every: the history keeps the heads-by-heads matrices of every so many readings, and those of step 0, of
             the end and of alerts besides; 0 for none at all.
         history_mb: megabytes that the history may have on the disk; when it has more, the matrices of older readings
@@ -164,7 +164,7 @@ class Settings:
     unasked: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
-        given = self.metrics
+        names = self.metrics
         for item in fields(self):
             if item.name in CHECKS:
                 self._set(item.name, CHECKS[item.name](getattr(self, item.name)))
@@ -175,7 +175,7 @@ class Settings:
                     if not rule.is_optional:
                         check_needs(rule.name, rule.needs, self.curves)
             self._set("rules", rules)
-            if has_default(given) and (callable(rules) or any(rule.is_optional for rule in rules)):
+            if has_default(names) and (callable(rules) or any(rule.is_optional for rule in rules)):
                 self._set("unasked", RULE_METRICS)
         elif self.thresholds:
             raise MisconfigurationError(
@@ -200,7 +200,7 @@ class Settings:
 
     @property
     def keeping(self) -> dict[str, Any]:
-        """What `History` is told of matrices."""
+        """The arguments of `History` about matrices."""
         budget = None if self.history_mb is None else self.history_mb * 1e6
         return {"matrix_every": self.matrices_every, "budget": budget}
 

@@ -24,7 +24,7 @@ class Result:
         record: its numbers.
         alerts: alerts that began, got worse or were resolved.
         actions: what interventions did about them.
-        active: alerts that stand after this reading; `None` if no rule is asked.
+        active: alerts that are active after this reading; `None` if no rule is asked.
         is_last: True for the last reading of a run.
     """
 
@@ -42,7 +42,7 @@ class Result:
 
         Returns:
             Tag -> number: those of `Record.scalars`, and over all layers ``attention_heads/worst_alignment``, of any
-            two heads, and ``attention_heads/alerts``, how many stand; notices are not counted.
+            two heads, and ``attention_heads/alerts``, how many alerts are active; notices are not counted.
         """
         tags = self.record.scalars(list(metrics))
         layers = self.record.layers.values()
@@ -77,7 +77,7 @@ class Latest:
     Args:
         metrics: names of metrics.
         take: takes tag -> number.
-        prefix: what stands before every tag.
+        prefix: put before every tag.
         name: what it does, for the warning if it fails.
     """
 

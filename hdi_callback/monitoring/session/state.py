@@ -1,4 +1,4 @@
-"""The state of a run as a checkpoint gives it back: taken as far as it is sound, and told where it is not."""
+"""The state of a run as a checkpoint gives it back: what is sound is taken, and what is not is reported."""
 
 from __future__ import annotations
 
