@@ -9,6 +9,12 @@ OBSERVE = ["attention/observe/test_by_hand.py", "attention/observe/test_judge.py
            "attention/observe/test_untouched.py", "monitoring/test_rows.py", "monitoring/test_claims.py"]  # fmt: skip
 RULES = ["monitoring/test_rules.py", "monitoring/test_reading_rules.py", "monitoring/test_alerts.py",
          "monitoring/test_head_readings.py", "test_arguments.py"]  # fmt: skip
+ALERTS = ["monitoring/test_alerts.py", "monitoring/test_state.py"]
+HISTORY = ["monitoring/test_history.py", "monitoring/test_matrices.py"]
+SESSION = ["monitoring/test_schedule.py", "monitoring/test_state.py", "monitoring/test_watch_interventions.py",
+           "test_deprecation.py", "test_arguments.py"]  # fmt: skip
+ROOMS = {"attention/trace": TRACE, "attention/observe": OBSERVE, "monitoring/rules": RULES,
+         "monitoring/alerts": ALERTS, "monitoring/history": HISTORY, "monitoring/session": SESSION}  # fmt: skip
 CORE = {
     "tensors": ["test_diversity", "test_subspaces", "test_arguments", "test_no_sync"],
     "pairs": ["test_diversity", "test_slices"],
@@ -26,8 +32,7 @@ CORE = {
 
 def files(package: Path) -> list[Path]:
     """Give the files that are broken, `core` first, each folder by name."""
-    folders = ["core", "attention/trace", "attention/observe", "monitoring/rules"]
-    return [path for folder in folders for path in sorted((package / folder).glob("[!_]*.py"))]
+    return [path for folder in ("core", *ROOMS) for path in sorted((package / folder).glob("[!_]*.py"))]
 
 
 def tests_of(path: Path, package: Path, tests: Path) -> list[str]:
@@ -36,5 +41,5 @@ def tests_of(path: Path, package: Path, tests: Path) -> list[str]:
     if room == "core":
         named = [f"core/{name}.py" for name in CORE.get(path.stem, [f"test_{path.stem}"])]
     else:
-        named = {"attention/trace": TRACE, "attention/observe": OBSERVE, "monitoring/rules": RULES}[room]
+        named = ROOMS[room]
     return [str(tests / name) for name in named if (tests / name).is_file()]
