@@ -1,4 +1,4 @@
-"""What a reading lacks, with the reason, which is said once for each kind."""
+"""`Absent`: what a reading lacks, with the reason; each kind of reason is reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What objects show of themselves in a notebook: small tables in HTML."""
+"""Small HTML tables that objects show in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Whether the weights of a layer are fresh from their initialisation, told from the weights themselves.
+r"""Whether the weights of a layer are fresh from their initialisation, by the weights themselves.
 
 Entries that are drawn independently, whatever the scale, give a head ``(d_k, d)`` a spectrum that is known: Mauchly's
 statistic of sphericity, to which the spectral flatness is a power, has an exact law for Gaussian entries and nearly the

@@ -1,4 +1,4 @@
-"""What goes wrong while monitoring costs one warning, never the run."""
+"""`WarnOnce`: what goes wrong while monitoring costs one warning, never the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Rule`: what judges the readings of a layer; and what is checked of a rule of a user's, and of its findings."""
+"""`Rule`: what judges the readings of a layer; checks of a user's rule and of its findings."""
 
 from __future__ import annotations
 

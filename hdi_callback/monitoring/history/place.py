@@ -1,4 +1,4 @@
-"""Which file a run writes its history to: the one that it has begun, or one that no other run has."""
+"""`place_history`: the file that a run writes its history to, its own or one that no other run has."""
 
 from __future__ import annotations
 

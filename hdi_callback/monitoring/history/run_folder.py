@@ -1,4 +1,4 @@
-"""Find the history of a run in its folder."""
+"""`find_history`: the history of a run, from its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plain data from a disk must look like before it is used."""
+"""Checks of plain data from a disk, before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are watched, and why others are not."""
+"""The layers of a model that are watched, and why others are not."""
 
 from hdi_callback.monitoring.layers.layers import WatchedLayers
 from hdi_callback.monitoring.layers.verifier import HeadVerifier

@@ -1,4 +1,4 @@
-"""What is said of attention that is not watched, once for each kind of module and reason."""
+"""Warnings about attention that is not watched, one for each kind of module and reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What taps have captured, kept until it is measured."""
+"""`Collected`: captures of layers, kept until they are measured."""
 
 from __future__ import annotations
 

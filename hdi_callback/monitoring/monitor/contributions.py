@@ -1,4 +1,4 @@
-"""What each head adds to the output of its layer, summed over tokens."""
+r"""`HeadContribution`: c_h = sqrt(E \|o_h W_h\|^2 / E \|sum_g o_g W_g\|^2), the share of a head in the output."""
 
 from __future__ import annotations
 

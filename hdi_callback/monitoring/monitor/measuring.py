@@ -1,4 +1,4 @@
-"""What a measurement is asked for, and what checks it: the arguments of `HeadDiversityMonitor`."""
+"""`MEASURING`: the arguments of `HeadDiversityMonitor`, and what checks each of them."""
 
 from __future__ import annotations
 

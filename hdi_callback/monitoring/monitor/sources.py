@@ -1,4 +1,4 @@
-"""What is computed from weights alone, by the name of its source."""
+"""Sources of readings that are computed from weights alone, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run takes up where a checkpoint left off."""
+"""Resumption: what a run takes from a checkpoint."""
 
 from __future__ import annotations
 

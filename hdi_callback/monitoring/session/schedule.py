@@ -1,4 +1,4 @@
-"""When a reading is due."""
+"""`Schedule`: when a reading is due."""
 
 from __future__ import annotations
 
