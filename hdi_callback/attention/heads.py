@@ -96,7 +96,8 @@ class AttentionLayer:
         """Tell what is known of the layer as plain data.
 
         Returns:
-            Its name, counts, widths and layout, and whether one of its parameters requires a gradient.
+            Its name, counts, widths and layout, the roles behind which a norm follows, and whether one of its
+            parameters requires a gradient.
         """
         return {
             "name": self.name,
@@ -107,6 +108,7 @@ class AttentionLayer:
             "value_dim": self.value_dim,
             "width": self.slices["key"].in_features,
             "kind": self.kind,
+            "normed": sorted(self.normed),
             "trains": any(parameter.requires_grad for parameter in self.module.parameters()),
         }
 

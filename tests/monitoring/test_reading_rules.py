@@ -14,6 +14,7 @@ from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.rules import (
     AttendAlike,
     AttentionSink,
+    DeadHeads,
     EntropyCollapse,
     FlatAttention,
     FrozenHeads,
@@ -476,6 +477,67 @@ def test_a_head_that_begins_near_zero_has_nothing_to_lose():
             model.qkv.weight[32:40] *= 0.1
 
     assert asked([VanishingWeights()], watched(model, fade)) == []
+
+
+class Normed(nn.Module):
+    """Attention with or without a norm on queries and keys, head by head."""
+
+    def __init__(self, has_norm: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.has_norm = has_norm
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        if self.has_norm:
+            q, k = (nn.functional.rms_norm(part, (8,), eps=1e-12) for part in (q, k))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def asked_of(rules, model, breaks, steps=range(0, 60, 10)):
+    """Read a model, break it before each reading, and judge with what is known of its layer."""
+    x, found = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)), []
+    with HeadDiversityMonitor(nn.ModuleDict({"attn": model}), metrics=list(OF_ALL)) as monitor:
+        alerts = Alerts(list(rules), monitor.facts, loaded=False)
+        for step in steps:
+            with torch.no_grad():
+                breaks(step, model)
+            monitor.arm()
+            model(x)
+            found += alerts.judge(monitor.measure(step).record())
+    return found
+
+
+@pytest.mark.parametrize("rule", [VanishingWeights, DeadHeads])
+def test_keys_that_shrink_before_a_norm_lose_nothing_and_are_not_told(rule):
+    def shrink(step, model):
+        model.k_proj.weight *= 0.3 if step else 1.0
+
+    model = Normed(True)
+    x = torch.randn(2, 12, 32)
+    before = model(x)
+    assert asked_of([rule()], model, shrink) == []
+    assert torch.allclose(model(x), before, atol=1e-5), "the norm takes the size away"
+    (alert,) = asked_of([rule()], Normed(False), shrink)
+    assert alert.finding.heads == (0, 1, 2, 3)
+
+
+def test_a_head_of_zeros_is_dead_behind_a_norm_too():
+    def clear(step, model):
+        model.k_proj.weight[:8] *= 0.3 if step < 30 else 0.0
+
+    (alert,) = asked_of([DeadHeads()], Normed(True), clear)
+    assert (alert.step, alert.finding.heads) == (30, (0,))
+
+
+def test_values_that_fade_are_told_where_a_norm_follows_queries_and_keys():
+    def fade(step, model):
+        model.v_proj.weight[:8] *= 0.4 if step else 1.0
+
+    (alert,) = asked_of([VanishingWeights()], Normed(True), fade)
+    assert (alert.finding.heads, alert.finding.metric) == ((0,), "circuit_ov_norm")
 
 
 def test_inputs_that_lose_directions_at_once_are_told_and_those_that_lose_them_slowly_are_not():

@@ -16,7 +16,8 @@ class DeadHeads(Rule):
 
     A head is dead whose norm has fallen to a small share of what it was at the first reading, or of that of the median
     head beside it. Heads that begin so are given time: until the key weights of the layer have changed at five
-    readings, or, if nothing is seen to change, for twenty. Of weights that were loaded they are left alone.
+    readings, or, if nothing is seen to change, for twenty. Of weights that were loaded they are left alone. Where a
+    norm follows the keys only a weight of zeros is dead, as the norm takes its size away again.
 
     Args:
         share: of the norm, that is a warning; the alert is over at twice as much.
@@ -36,11 +37,12 @@ class DeadHeads(Rule):
         # A history of an earlier version holds no norms; then ranks alone tell.
         before = first.per_head("head_norm") or [float(rank > 0) for rank in first.per_head("rank") or ranks]
         norms = series.latest.per_head("head_norm") or [float(rank > 0) for rank in ranks]
-        limit = 2 * self.share if active else self.share
+        share = 0.0 if "key" in series.facts.get("normed", ()) else self.share
+        limit = 2 * share if active else share
         dead, sizes = [], []
         for head, norm in enumerate(norms):
             beside = _median_beside(norms, head)
-            if before[head] <= self.share * _median_beside(before, head) or not before[head]:  # it began so
+            if before[head] <= share * _median_beside(before, head) or not before[head]:  # it began so
                 is_dead = not series.is_loaded and self._has_had_time(series) and norm <= limit * beside
                 reference = beside
             else:

@@ -16,7 +16,8 @@ class VanishingWeights(Rule):
 
     A circuit is the product of query and key weights, or of value and output weights: it falls when either does. Heads
     that begin near zero, beside the others of their layer, have nothing to lose, and heads that an intervention has
-    written begin anew.
+    written begin anew. Where a norm follows queries or keys (or values), the size of those weights is taken away again,
+    and decay shrinks them in healthy runs: the circuit that they are part of is not asked about.
 
     Args:
         share: of the norm at the first reading, that is a warning; the alert is over at twice as much.
@@ -27,6 +28,10 @@ class VanishingWeights(Rule):
     circuits: ClassVar[dict[str, str]] = {
         "circuit_qk_norm": "query and key weights", "circuit_ov_norm": "value and output weights",
     }  # fmt: skip
+    roles: ClassVar[dict[str, frozenset[str]]] = {
+        "circuit_qk_norm": frozenset({"query", "key"}), "circuit_ov_norm": frozenset({"value"}),
+    }  # fmt: skip
+    """Those whose size says nothing of a circuit where a norm follows them."""
     begins: ClassVar[float] = 0.1
     """Share of the layer's median head that a head must begin with to be asked about."""
 
@@ -38,6 +43,8 @@ class VanishingWeights(Rule):
         limit = 2 * self.share if active else self.share
         found: dict[str, dict[int, float]] = {}
         for metric in self.circuits:
+            if not self.roles[metric].isdisjoint(series.facts.get("normed", ())):
+                continue
             now, first = series.latest.per_head(metric), series.first.per_head(metric)
             middle = _median(first)
             found[metric] = {
@@ -45,10 +52,10 @@ class VanishingWeights(Rule):
                 for head, (after, before) in enumerate(zip(now, first))
                 if before > self.begins * middle and after <= limit * before and head not in series.rewritten
             }
+        if not any(found.values()):
+            return None
         metric = min(found, key=lambda name: min(found[name].values(), default=1.0))
         heads = tuple(found[metric])
-        if not heads:
-            return None
         share = min(found[metric].values())
         return Finding(
             f"the {self.circuits[metric]} of {named_heads(heads)} fade away (norm of the circuit at "
