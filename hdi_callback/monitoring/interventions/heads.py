@@ -255,10 +255,16 @@ class ReviveHeads(Intervention):
                 for head in part.leaving:
                     self._revive(layer, head, part.stays, generator, of_queries)
         taken = _listed(list(dict.fromkeys(part.stays for part in acting)))
+        it = "it" if len(leaving) == 1 else "they"
+        gone = (
+            ""
+            if lost < 0.005
+            else f", but for about {100 * lost:.0f} %, which is lost, as head {taken} attends or writes differently "
+            f"(max_loss={self.max_loss:g} allows it)"
+        )
         return self._action(
             alert,
-            f"{done}, and its part in the output to head {taken} (about {100 * lost:.0f} % of it could not be handed "
-            f"over){after}",
+            f"{done}; head {taken} now adds to the output what {it} added{gone}{after}",
             heads=leaving,
             stays=stays,
             lost=lost,

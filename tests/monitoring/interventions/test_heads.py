@@ -387,7 +387,22 @@ def test_what_could_not_be_given_over_is_said():
     revive.attach(Open(model))
     action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
     assert 0.5 < action.facts["lost"] <= 1
-    assert "could not be handed over" in action.message
+    head = f"head {action.facts['stays']}"
+    said = rf"; {head} now adds to the output what it added, but for about \d+ %, which is lost, as {head} attends or writes"
+    assert re.search(rf"{said} differently \(max_loss=1 allows it\)", action.message)
+
+
+def test_a_head_that_is_taken_over_whole_is_said_to_be():
+    model = make("many")
+    (layer,) = find_attention(model)
+    with torch.no_grad():
+        for role in ("query", "key", "value"):
+            layer.weight(role)[3] = layer.weight(role)[1]
+    revive = ReviveHeads()
+    revive.attach(Open(model))
+    action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
+    assert action.facts["lost"] < 0.005
+    assert "now adds to the output what it added (worst pair" in action.message
 
 
 @pytest.mark.some_slow(quick=17)
