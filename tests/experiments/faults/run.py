@@ -34,16 +34,17 @@ METRICS = [
 ]  # fmt: skip
 
 
-def train(job: Job, steps: int | None = None, interventions=()) -> dict[str, Any]:
-    """Train as a job says; give the losses, the readings and the alerts."""
+def train(
+    job: Job, steps: int | None = None, interventions=(), fault: Fault | None = None, metrics=METRICS
+) -> dict[str, Any]:
+    """Train as a job says, or with a fault that no plan knows; give the losses, the readings and the alerts."""
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     base = (BASES | PROVOKED)[job.base]
-    fault = FAULTS.get(job.kind, Fault("", False, False))
+    fault = fault or FAULTS.get(job.kind, Fault("", False, False))
     steps = base.steps if steps is None else steps
     model, data = make_model(base), Data(base.task, job.seed, base.batch)
     optimizers = make_optimizers(model, base)
-    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     for _ in range(base.trained_before):
         model.loss(*data.draw()).backward()
         for optimizer in optimizers:
@@ -52,11 +53,11 @@ def train(job: Job, steps: int | None = None, interventions=()) -> dict[str, Any
     if base.adapter_rank:
         add_adapters(model, base.adapter_rank)
         optimizers = make_optimizers(model, base)
-        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     acted = Run(model, optimizers, job.seed)
     if fault.begin is not None:
         with torch.no_grad():
             fault.begin(acted, 0)
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     losses, gradients, validation, norms = [], [], [], []
     readings: list[dict[str, Any]] = []
     alerts: list[tuple[int, str, str, str]] = []
@@ -73,11 +74,11 @@ def train(job: Job, steps: int | None = None, interventions=()) -> dict[str, Any
     said = ExitStack()
     warned = said.enter_context(warnings.catch_warnings(record=True))
     warnings.simplefilter("always")
-    with said, HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+    with said, HeadDiversityMonitor(model, metrics=metrics) as monitor:
         facts = [dict(layer) for layer in monitor.facts]
         attention = acted.layers or [layer.module for layer in monitor.layers]
         loop = Loop(optimizers[0])
-        settings = Settings(every_n_steps=EVERY, metrics=METRICS, history=False, interventions=list(interventions))
+        settings = Settings(every_n_steps=EVERY, metrics=metrics, history=False, interventions=list(interventions))
         session = Session(monitor, loop, settings)
         session.open()
         for step in range(steps):

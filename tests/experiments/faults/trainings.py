@@ -86,6 +86,11 @@ class Switches:
         sink: added to the scores of the first token.
         rank: dimensions to which what attention is given is cut, 0 for all.
         common: a vector that is added to all tokens, not along the ones, which a norm takes away; 0 for none.
+        dropout: share of the attention weights that is dropped.
+        has_places: whether tokens are given learned positions of their own; else all are given the first.
+        is_detached: whether the graph is cut behind queries and keys, so that their weights get no gradient.
+        padding: what attention over all tokens sees where the last quarter of them is padding.
+        axis: over which the scores are made weights: that of the keys, or by mistake that of the queries.
     """
 
     def __init__(self) -> None:
@@ -94,6 +99,9 @@ class Switches:
         self.mask: Literal["causal", "none", "self"] = "causal"
         self.split: Literal["right", "no transpose"] = "right"
         self.rounds_down, self.has_skip, self.rank = False, True, 0
+        self.dropout, self.has_places, self.is_detached = 0.0, True, False
+        self.padding: Literal["none", "right", "inverted"] = "none"
+        self.axis: Literal["keys", "queries"] = "keys"
 
 
 class Attention(nn.Module):
@@ -116,9 +124,15 @@ class Attention(nn.Module):
         v = self._split(self.v_proj(source), self.num_key_value_heads)
         if self.is_rotary:
             q, k = rotate(q), rotate(k)
+        if switches.is_detached:
+            q, k = q.detach(), k.detach()
         groups = self.num_heads // self.num_key_value_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         bias = None
+        if switches.padding != "none" and not self.is_causal:
+            is_padding = torch.arange(k.shape[-2]) >= k.shape[-2] * 3 // 4
+            seen = is_padding if switches.padding == "inverted" else ~is_padding
+            bias = torch.zeros(q.shape[-2], k.shape[-2]).masked_fill(~seen, -torch.inf)
         if self.is_causal or switches.sink:
             bias = torch.zeros(q.shape[-2], k.shape[-2])
             if self.is_causal and switches.mask == "causal":
@@ -127,7 +141,11 @@ class Attention(nn.Module):
                 bias = bias.masked_fill(~torch.eye(len(bias), dtype=torch.bool), -torch.inf)
             bias = torch.cat([bias[:, :1] + switches.sink, bias[:, 1:]], -1)
         scale = switches.scale * q.shape[-1] ** -0.5
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        if switches.axis == "queries":
+            scores = scale * q @ k.mT if bias is None else scale * q @ k.mT + bias
+            heads = torch.nan_to_num(scores.softmax(-2)) @ v
+        else:
+            heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, dropout_p=switches.dropout)
         if switches.rounds_down:
             heads = heads + (_round_down(heads.detach()) - heads.detach())
         return self.out_proj(heads.transpose(1, 2).flatten(2))
@@ -220,7 +238,9 @@ class Model(nn.Module):
 
     def _embed(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        return x if self.places is None else x + self.places[: x.shape[1]]
+        if self.places is None:
+            return x
+        return x + (self.places[: x.shape[1]] if self.switches.has_places else self.places[:1])
 
 
 class Data:

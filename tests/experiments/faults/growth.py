@@ -1,0 +1,184 @@
+"""Scores that grow because queries and keys alone are driven: does `QKClip` bring such runs back?
+
+python -m tests.experiments.faults.growth --output docs/benchmarks/qk-clip.md
+
+Each run has an untouched twin and a healthy run of the same seed. The kinds of growth, the trainings, the limit and the
+order of the seeds were chosen on seeds below 100 and fixed before any of the seeds below was used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from hdi_callback.monitoring.interventions import QKClip
+from tests.experiments.faults.faults import Act, Fault, Run
+from tests.experiments.faults.plan import HEALTHY, Job
+from tests.experiments.faults.qk_clip import largest
+from tests.experiments.faults.report import COST, Result, bound
+from tests.experiments.faults.run import RESULTS, train
+
+LIMIT, SLIGHTLY = 6.0, 0.8
+WANTED, HEALTHY_RUNS, FIRST = 10, 20, 70_000
+METRICS = ["hdi", "attention_entropy", "attention_logit_bound"]
+BASES = ("text", "text, grouped", "text, multi-query, Muon", "text, four layers")
+
+
+def _faster(factor: float) -> Act:
+    """Give queries and keys parameter groups of their own, without decay and with a rate of their own."""
+
+    def begin(run: Run, step: int) -> None:
+        own = {id(layer.q_proj.weight) for layer in run.layers} | {id(layer.k_proj.weight) for layer in run.layers}
+        for optimizer in run.optimizers:
+            for group in list(optimizer.param_groups):
+                mine = [parameter for parameter in group["params"] if id(parameter) in own]
+                if mine:
+                    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
+                    rest = {name: value for name, value in group.items() if name != "params"}
+                    added = {**rest, "params": mine, "lr": factor * rest["lr"], "weight_decay": 0.0, "is_own": True}
+                    optimizer.add_param_group(added)
+
+    return begin
+
+
+def _for_steps(factor: float, start: int, stop: int) -> Act:
+    def before(run: Run, step: int) -> None:
+        if start <= step < stop:
+            for optimizer in run.optimizers:
+                for group in optimizer.param_groups:
+                    if group.get("is_own"):
+                        group["lr"] *= factor
+
+    return before
+
+
+def _grow(rate: float) -> Act:
+    def after(run: Run, step: int) -> None:
+        for layer in run.layers:
+            layer.q_proj.weight *= rate
+            layer.k_proj.weight *= rate
+
+    return after
+
+
+KINDS = {
+    "queries and keys learn 100 times faster": Fault("optimisation", True, True, begin=_faster(100), start=0),
+    "queries and keys learn 100 times faster, from step 40 on": Fault(
+        "optimisation", True, True, begin=_faster(1), before=_for_steps(100, 40, 2**40)
+    ),
+    "queries and keys learn 300 times faster, for 5 steps": Fault(
+        "optimisation", True, True, begin=_faster(1), before=_for_steps(300, 40, 45)
+    ),
+    "queries and keys grow by 5 % a step": Fault("optimisation", True, True, after=_grow(1.05)),
+}
+
+
+def candidates(first: int = FIRST) -> Iterator[Job]:
+    """Give runs in the order in which they are made: every training by turns, and then the next kind of growth."""
+    seed = first
+    while True:
+        for place in range(len(KINDS)):
+            for turn, base in enumerate(BASES):
+                yield Job(list(KINDS)[(place + turn) % len(KINDS)], base, seed)
+                seed += 1
+
+
+def make(job: Job, limit: float | None, folder: Path) -> Result:
+    """Make a run, if it is not made; `acted` is how many steps changed a weight."""
+    done = folder / f"{job.name}-{limit}.json.gz"
+    if not done.is_file():
+        clip = [] if limit is None else [QKClip(limit)]
+        result = train(job, None, clip, KINDS.get(job.kind), METRICS)
+        result["acted"] = clip[0].count if clip else 0
+        partial = done.with_suffix(".partial")
+        partial.write_bytes(gzip.compress(json.dumps(result).encode(), mtime=0))
+        partial.rename(done)
+    result = json.loads(gzip.decompress(done.read_bytes()))
+    print(job.name, limit, result["validation"][-1], f"{largest(result):.1f}", result["acted"], flush=True)
+    return result
+
+
+def loss_of(run: Result) -> float:
+    final = run["validation"][-1]
+    return float("inf") if final is None else final
+
+
+def of_growth(folder: Path, wanted: int, limit: float) -> list[str]:
+    """Make runs until enough have diverged, and write what the intervention did to all of them."""
+    lines = [
+        f"| growth | training | largest score | healthy | untouched | `QKClip({limit:g})` | its largest score |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    diverged = saved = tried = 0
+    for job in candidates():
+        if diverged == wanted:
+            break
+        healthy, run = make(Job(HEALTHY, job.base, job.seed), None, folder), make(job, None, folder)
+        tried += 1
+        if loss_of(run) <= loss_of(healthy) + COST:
+            continue
+        clipped = make(job, limit, folder)
+        is_saved = loss_of(clipped) <= loss_of(healthy) + COST
+        diverged, saved = diverged + 1, saved + is_saved
+        losses = " | ".join(f"{loss_of(one):.2f}" for one in (healthy, run, clipped))
+        mark = "" if is_saved else ", not saved"
+        lines.append(f"| {job.kind} | {job.base} | {largest(run):.0f} | {losses}{mark} | {largest(clipped):.0f} |")
+    said = (
+        f"{tried} runs whose queries and keys alone were driven were made until {wanted} had diverged, that is, ended "
+        f"more than {COST} nats above the healthy run of their seed. **With `QKClip({limit:g})` {saved} of these "
+        f"{diverged} ended within {COST} nats of it, or below.**"
+    )
+    return [said, "", *lines]
+
+
+def of_healthy(folder: Path, runs: int, limit: float) -> list[str]:
+    """Write what the intervention does to healthy runs, at its limit, and at one so low that it acts in each."""
+    same, low, acted = [], [], 0
+    for place in range(runs):
+        job = Job(HEALTHY, BASES[place % len(BASES)], FIRST + 5_000 + place)
+        plain = make(job, None, folder)
+        clipped, slightly = (make(job, at, folder) for at in (limit, round(SLIGHTLY * largest(plain), 2)))
+        same.append(loss_of(clipped) - loss_of(plain))
+        acted += clipped["acted"] > 0
+        low.append(loss_of(slightly) - loss_of(plain))
+
+    def said(differences: list[float]) -> str:
+        return (
+            f"the final loss changed by {min(differences):+.3f} to {max(differences):+.3f} nats, by more than 0.01 in "
+            f"{sum(abs(one) > 0.01 for one in differences)}, upwards in {sum(one > 0.01 for one in differences)}"
+        )
+
+    return [
+        f"On {runs} healthy runs of the same trainings `QKClip({limit:g})` acted in {acted}: {said(same)}. With a "
+        f"limit of {SLIGHTLY} times the largest score of the run itself, so that it acts in each: {said(low)} "
+        f"({bound(sum(one > 0.01 for one in low), runs)}).",
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS / "growth")
+    parser.add_argument("--wanted", type=int, default=WANTED, help="runs that diverge")
+    parser.add_argument("--healthy", type=int, default=HEALTHY_RUNS, help="healthy runs in which it acts")
+    parser.add_argument("--limit", type=float, default=LIMIT)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(argv)
+    options.results.mkdir(parents=True, exist_ok=True)
+    text = "\n".join([
+        "Made by `python -m tests.experiments.faults.growth --output docs/benchmarks/qk-clip.md`. Final validation "
+        "losses in nats; the healthy run has the same seed.",
+        "",
+        *of_growth(options.results, options.wanted, options.limit),
+        "",
+        *of_healthy(options.results, options.healthy, options.limit),
+    ]) + "\n"  # fmt: skip
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
