@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 
 from hdi_callback.errors import HDIWarning
+from hdi_callback.monitoring.rules import thresholds
 from tests.experiments.faults import plan, report, run
 from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.monitors import MONITORS, alarm_of, alarm_of_rules
@@ -112,3 +115,24 @@ def test_false_alarms_and_leads_are_counted():
     assert (row["left"], row["cost"]) == (40, 6.0)
     text = "\n".join(report.report(found, 1))
     assert "| rules as they ship | 1/1 | 1/1 | 0/1 | +0 | 1/2 (below 97 %) |" in text
+
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "benchmarks" / "faults.json.gz"
+
+
+@pytest.mark.parametrize(
+    ("metric", "monitor"),
+    [
+        ("circuit_qk_worst", "QK circuits: worst pair"),
+        ("attention_entropy", "attention: mean entropy falls"),
+        ("attention_logit", "attention: largest score"),
+        ("attention_sink", "attention: sink"),
+        ("token_cosine", "tokens: mean cosine"),
+    ],
+)
+def test_how_unusual_an_alarm_is_comes_from_the_healthy_runs_that_are_published(metric, monitor):
+    healthy = [one for one in json.loads(gzip.decompress(PUBLISHED.read_bytes())) if one["kind"] == HEALTHY]
+    peak = thresholds._HEALTHY_PEAKS[metric]
+    scores = [score for one in healthy for _, score in one["scores"][monitor]]
+    assert peak.runs == len(healthy)
+    assert (-max(scores) if peak.is_least else max(scores)) == pytest.approx(peak.value)

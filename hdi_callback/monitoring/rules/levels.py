@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.thresholds import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 
@@ -49,7 +50,7 @@ class _Level(Rule):
             self.metric,
             heads,
             series.since(lambda row: self._is_beyond(row.values.get(self.metric), limit)),
-            f"the limit is {self._shown(self.limit)}",
+            healthy_peak(self.metric, self.limit) or f"the limit is {self._shown(self.limit)}",
             self.remedy,
         )
 

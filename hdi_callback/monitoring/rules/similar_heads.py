@@ -7,6 +7,7 @@ from typing import ClassVar
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.groups import heads_in, new_since_loading, similar_groups
+from hdi_callback.monitoring.rules.thresholds import healthy_peak
 from hdi_callback.monitoring.rules.words import decimal, named_groups
 
 
@@ -54,7 +55,8 @@ class _SimilarHeads(Rule):
             metric,
             heads_in(groups),
             series.since(lambda row: row.values.get(metric, 0.0) >= limit),
-            remedy=self.remedy,
+            healthy_peak(metric, self.limit),
+            self.remedy,
             is_from_start=series.holds_from_start(lambda row: row.values.get(metric, 0.0) >= self.limit),
             groups=groups,
         )

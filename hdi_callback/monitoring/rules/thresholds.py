@@ -11,6 +11,7 @@ from hdi_callback.arguments import did_you_mean, number, shown
 from hdi_callback.errors import MisconfigurationError
 
 HEALTHY_RUNS = 144  # of small models, in docs/benchmarks/alerts-*.md
+HEALTHY_RUNS_WITH_ROWS = 79  # in docs/benchmarks/faults.json.gz
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,35 @@ def check_limit(argument: str, value: Any, *, below: float = 1) -> float | None:
 TRIED = Thresholds()
 
 
+@dataclass(frozen=True)
+class _Peak:
+    """How far a metric came in healthy runs.
+
+    Attributes:
+        value: the largest, or least, value in any of them.
+        runs: how many they are.
+        is_least: whether small values are those to warn of.
+        digits: behind the point, in what is said.
+    """
+
+    value: float
+    runs: int = HEALTHY_RUNS
+    is_least: bool = False
+    digits: int = 2
+
+
 _HEALTHY_PEAKS = {
-    "hdi_alignment": 0.39,
-    "hdi_energy_alignment": 0.94,
-    "hdi_worst_alignment": 0.44,
-    "hdi_energy_worst_alignment": 0.99,
+    "hdi_alignment": _Peak(0.39),
+    "hdi_energy_alignment": _Peak(0.94),
+    "hdi_worst_alignment": _Peak(0.44),
+    "hdi_energy_worst_alignment": _Peak(0.99),
+    "circuit_qk_worst": _Peak(0.459, HEALTHY_RUNS_WITH_ROWS),
+    "attention_entropy": _Peak(0.394, HEALTHY_RUNS_WITH_ROWS, is_least=True),
+    "attention_logit": _Peak(37.9, HEALTHY_RUNS_WITH_ROWS, digits=0),
+    "attention_sink": _Peak(0.836, HEALTHY_RUNS_WITH_ROWS),
+    "token_cosine": _Peak(0.986, HEALTHY_RUNS_WITH_ROWS, digits=3),
 }
-"""Metric -> the largest value in the 144 healthy runs of docs/benchmarks/alerts-*.md."""
+"""Metric -> what the healthy runs of docs/benchmarks/alerts-*.md came to, and of faults.json.gz those with rows."""
 
 
 def healthy_peak(metric: str, limit: float) -> str:
@@ -122,14 +145,20 @@ def healthy_peak(metric: str, limit: float) -> str:
 
     Returns:
         A part of a sentence; empty where nothing is known.
+
+    Example:
+        >>> healthy_peak("attention_entropy", 0.01)
+        'the limit is 0.01, and none of 79 healthy runs of small models fell below 0.39'
     """
     peak = _HEALTHY_PEAKS.get(metric)
     if peak is None:
         return ""
-    runs = f"{HEALTHY_RUNS} healthy runs of small models"
-    if limit > peak:
-        return f"the limit is {limit:.2f}, and {runs} came to {peak:.2f} at most"
-    return f"the limit is {limit:.2f}, which healthy runs reach: of {runs} one came to {peak:.2f}"
+    at, came = (f"{number:.{peak.digits}f}" for number in (limit, peak.value))
+    runs = f"{peak.runs} healthy runs of small models"
+    if limit < peak.value if peak.is_least else limit > peak.value:
+        so = f"none of {runs} fell below {came}" if peak.is_least else f"{runs} came to {came} at most"
+        return f"the limit is {at}, and {so}"
+    return f"the limit is {at}, which healthy runs reach: of {runs} one came to {came}"
 
 
 def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]] | None:

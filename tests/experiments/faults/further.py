@@ -21,9 +21,10 @@ from tests.experiments.faults.monitors import alarm_of_rules
 from tests.experiments.faults.plan import HEALTHY, PARTS, Job, Part
 from tests.experiments.faults.report import COST, Result, bound
 from tests.experiments.faults.run import RESULTS, train
+from tests.experiments.faults.trainings import BASES, PROVOKED
 
 FIRST: dict[Part, int] = {"looked-at": 40_000, "confirming": 80_000}
-SEEDS: dict[Part, int] = {"looked-at": 1, "confirming": 2}
+TURNS: dict[Part, int] = {"looked-at": 1, "confirming": 2}
 
 
 def _never_clear(run: Run, step: int) -> None:
@@ -177,17 +178,17 @@ GOOD: dict[str, Fault] = {
         "", False, False, begin=_set(padding="right"), start=0, bases=("digits, post-norm, SGD", "table")
     ),
 }
-TURNS = ("text", "text, grouped", "digits, post-norm, SGD", "reversal, encoder-decoder", "table")
+TRIED_ON = ("text", "text, grouped", "digits, post-norm, SGD", "reversal, encoder-decoder", "table")
 
 
-def plan(part: Part) -> list[Job]:
-    """Each kind on trainings by turns."""
+def plan(part: Part, turns: int | None = None) -> list[Job]:
+    """Each kind on trainings by turns; runs of one turn on one training have one seed, and so one healthy twin."""
     jobs = []
-    for turn in range(SEEDS[part]):
+    for turn in range(TURNS[part] if turns is None else turns):
         for place, (kind, fault) in enumerate((KINDS | GOOD).items()):
-            bases = TURNS if fault.bases == ("",) else fault.bases
+            bases = TRIED_ON if fault.bases == ("",) else fault.bases
             base = bases[(turn + (1 if part == "looked-at" else 0) + place) % len(bases)]
-            jobs.append(Job(kind, base, FIRST[part] + 100 * turn + place))
+            jobs.append(Job(kind, base, FIRST[part] + 100 * turn + list(BASES | PROVOKED).index(base)))
     return jobs
 
 
@@ -220,14 +221,14 @@ def told(run: Result) -> tuple[int, str] | None:
     return step, next(rule for at, _, rule, level in run["alerts"] if at == step and level != "notice")
 
 
-def report(part: Part, folder: Path) -> list[str]:
+def report(part: Part, folder: Path, turns: int | None = None) -> list[str]:
     """Make the runs and write what was told."""
     lines = [
         "| fault or healthy change | training | cost | told |",
         "|---|---|---|---|",
     ]
     found, false, shown, healthy = 0, 0, 0, 0
-    for job in plan(part):
+    for job in plan(part, turns):
         run, twin = make(job, folder), make(replace(job, kind=HEALTHY), folder)
         final, usual = run["validation"][-1], twin["validation"][-1]
         cost = "not finite" if final is None else f"{final - usual:+.2f}"
@@ -258,10 +259,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--results", type=Path, default=RESULTS / "further")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--turns", type=int, help="how often each kind is tried, on other trainings")
     options = parser.parse_args(argv)
     folder = options.results / options.part
     folder.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(report(options.part, folder)) + "\n"
+    text = "\n".join(report(options.part, folder, options.turns)) + "\n"
     print(text)
     if options.output is not None:
         options.output.write_text(text)

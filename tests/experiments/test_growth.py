@@ -1,0 +1,109 @@
+"""What is counted of `QKClip` on growing scores, and of a further family of faults, on runs whose answer is known."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.experiments.faults import further, growth
+from tests.experiments.faults.plan import HEALTHY, Job
+from tests.experiments.faults.run import train
+
+
+def result(final, largest=9.0, acted=3):
+    return {"validation": [5.0, final], "acted": acted, "readings": [{"values": {"a": {"attention_logit": largest}}}]}
+
+
+def test_runs_are_made_until_enough_have_diverged_and_those_that_are_saved_are_counted(monkeypatch, tmp_path):
+    made = []
+
+    def make(job, limit, folder):
+        made.append((job.kind, job.seed, limit))
+        if job.kind == HEALTHY:
+            return result(2.0)
+        if limit is None:
+            return result(None if job.seed % 2 else 2.04, 900.0)
+        return result(2.049 if job.seed % 3 else 2.051, 7.0)
+
+    monkeypatch.setattr(growth, "make", make)
+    said, _, _, _, *rows = growth.of_growth(tmp_path, 3, 6.0)
+    diverged = [seed for _, seed, limit in made if limit == 6.0]
+    assert diverged == [growth.FIRST + 1, growth.FIRST + 3, growth.FIRST + 5]
+    saved = sum(seed % 3 > 0 for seed in diverged)
+    assert f"With `QKClip(6)` {saved} of these 3 ended within 0.05 nats" in said
+    assert said.startswith("6 runs")
+    assert len(rows) == 3
+    assert sum("not saved" in row for row in rows) == 3 - saved
+
+
+def test_each_kind_of_growth_meets_each_training_and_no_seed_twice():
+    rounds = list(itertools.islice(growth.candidates(), 16))
+    assert {(job.kind, job.base) for job in rounds} == set(itertools.product(growth.KINDS, growth.BASES))
+    assert len({job.seed for job in rounds}) == 16
+
+
+def test_healthy_runs_are_compared_at_a_limit_below_their_own_largest_score(monkeypatch, tmp_path):
+    limits = []
+
+    def make(job, limit, folder):
+        limits.append(limit)
+        return result(2.0, 10.0, 0) if limit is None else result(2.02 if len(limits) == 2 else 1.995, 8.0, len(limits))
+
+    monkeypatch.setattr(growth, "make", make)
+    (said,) = growth.of_healthy(tmp_path, 3)
+    assert limits == [None, 8.0] * 3
+    assert "in 3 of them, at 2 to 6 steps of 100" in said
+    assert "by -0.0050 to +0.0200 nats, by more than 0.01 in 1." in said
+
+
+def test_queries_and_keys_get_a_rate_of_their_own_and_the_rest_keeps_its_own():
+    kind = "queries and keys learn 100 times faster"
+    job = Job(HEALTHY, "text", 3)
+    plain, fast = (train(job, 2, fault=fault, metrics=growth.METRICS) for fault in (None, growth.KINDS[kind]))
+    moved = [
+        {name: values["attention_logit"] for name, values in run["readings"][0]["values"].items()}
+        for run in (plain, fast)
+    ]
+    assert moved[0] == moved[1], "nothing has stepped at the first reading"
+    assert plain["losses"][0] == fast["losses"][0]
+    assert plain["losses"][1] != fast["losses"][1]
+
+
+def test_runs_of_one_turn_on_one_training_share_their_healthy_twin():
+    jobs = further.plan("confirming")
+    assert {job.kind for job in jobs} == {*further.KINDS, *further.GOOD}
+    assert len({(job.base, job.seed) for job in jobs}) < len(jobs) / 2
+    assert not {job.seed for job in jobs} & {job.seed for job in further.plan("looked-at")}
+
+
+def test_a_further_fault_is_told_by_its_first_alarm_and_not_by_what_prepares_it():
+    def one(kind, alerts, warnings=()):
+        return {"kind": kind, "alerts": alerts, "warnings": list(warnings)}
+
+    kind = "weights of an early step are loaded"
+    early, late = (15, "a", "weight jump", "warning"), (45, "a", "worst pair", "warning")
+    assert further.told(one(kind, [early])) is None
+    assert further.told(one(kind, [early, late])) == (45, "worst pair")
+    assert further.told(one("softmax over the queries", [], ["Its heads are not read."])) == (
+        -1,
+        "Its heads are not read.",
+    )
+    assert further.told(one("cosine restarts", [(50, "a", "trend", "notice")], ["w"])) is None
+    assert further.told(one("cosine restarts", [(50, "a", "weight jump", "warning")])) == (50, "weight jump")
+
+
+LATE = {"weights of an early step are loaded", "averaged weights are loaded"}
+"""They keep what they load some tens of steps later."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({*further.KINDS, *further.GOOD} - LATE))
+def test_every_further_kind_acts(kind, monkeypatch):
+    monkeypatch.setattr(further, "START", 2)
+    fault = (further.KINDS | further.GOOD)[kind]
+    job = Job(HEALTHY, "text" if fault.bases == ("",) else fault.bases[0], 5)
+    plain, other = (train(job, 5, fault=one) for one in (None, replace(fault, start=min(fault.start, 2))))
+    shown = ("losses", "gradients", "readings")
+    assert [plain[name] for name in shown] != [other[name] for name in shown]
