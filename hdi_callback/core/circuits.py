@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from hdi_callback.core.pairs import clusters, largest_pair, live_pairs, mean_over_pairs
 from hdi_callback.core.tensors import require_tensors
@@ -211,20 +212,21 @@ def _similarity(
     group = torch.arange(H, device=own.device) // (H // G) if key_head is None else key_head
     if group.shape != (H,):
         raise ShapeError(f"`key_head` has one entry for each of the {H} heads, got {tuple(group.shape)}.")
-    # K = M R with R a frame of the rows of K (in the metric of the covariance), so that Q^T K = (M^T Q)^T R and the
-    # circuit's norm is ||M^T Q||: nothing cancels, however unevenly a head shares its scale between Q and K.
-    keys = whiten_heads(
-        grouped.to(torch.promote_types(own.dtype, grouped.dtype)),
-        rank_tol=rank_tol,
-        metric=grouped_covariance,
-        memory_budget=memory_budget,
-        precise=True,
-    )
-    left, size = _left(own, keys.back, group, keys.rows.dtype, memory_budget)
-    inner = _inner_products(left, own_covariance, keys.rows, grouped_covariance, group, memory_budget)
+    batch, features = own.shape[:-3], (own.shape[-3:], grouped.shape[-3:])
+    own, grouped = (side.reshape(-1, *shape) for side, shape in zip((own, grouped), features))
+    has_metric = own_covariance is not None or grouped_covariance is not None
+    if not has_metric and may_decide_on_host(own) and may_decide_on_host(grouped):
+        inner, is_clear = _from_grams(own, grouped, group, memory_budget)
+        norm = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().double()
+        for row in (~is_clear).nonzero()[:, 0].tolist():
+            one = slice(row, row + 1)
+            inner[one], norm[one] = _whitened(own[one], grouped[one], None, None, group, rank_tol, memory_budget)
+    else:
+        metrics = (_by_layer(S, batch) for S in (own_covariance, grouped_covariance))
+        inner, norm = _whitened(own, grouped, *metrics, group, rank_tol, memory_budget)
+    inner, norm = inner.reshape(*batch, H, H), norm.reshape(*batch, H)
     out = inner.dtype
     in_metric = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-    norm = size * in_metric * keys.norm.index_select(-1, group)
     largest = norm.amax(-1, keepdim=True)
     dead = ((norm < rank_tol * largest) | (largest == 0)) & largest.isfinite()
 
@@ -250,6 +252,98 @@ def _similarity(
         norm=torch.where(largest.isfinite(), norm, torch.nan).to(out),
         dead=dead,
     )
+
+
+def may_decide_on_host(weight: Tensor) -> bool:
+    """Tell whether the host may look at what float32 gives, and take another way where that is not exact enough.
+
+    Args:
+        weight: of which something is computed.
+
+    Returns:
+        True where that waits for no device, and the result is to be float32.
+    """
+    return weight.device.type == "cpu" and weight.dtype != torch.float64 and type(weight) in (Tensor, Parameter)
+
+
+_CANCELLATION = 100.0
+"""How far below the product of their norms the two matrices of a circuit may meet, for float32 to give cosines to 1e-6.
+"""
+
+
+def _from_grams(own: Tensor, grouped: Tensor, group: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    r"""Compute inner products of circuits from the Gram matrices of both sides as they are, layer by layer.
+
+    The circuit's own is :math:`\langle Q_h Q_h^\top, K_h K_h^\top \rangle`. Where that is far below the product of the
+    two norms, as with a scale that is shared unevenly between Q and K, digits cancel.
+
+    Args:
+        own: ``(L, H, k, d)``.
+        grouped: ``(L, G, k, d')``.
+        group: ``(H,)``.
+        budget: bytes of temporary memory.
+
+    Returns:
+        Inner products ``(L, H, H)``, and in which layers they are exact to rounding, ``(L,)``.
+    """
+    L, H, k, _ = own.shape
+    G = grouped.shape[1]
+    inner = torch.empty(L, H, H)
+    size = torch.empty(2, L, H)
+    is_own = H == G and bool((group == torch.arange(H)).all())
+    for row in range(L):
+        left, right = own[row].float().flatten(0, 1), grouped[row].float().flatten(0, 1)
+        for part in head_chunks(H, 4 * k * (2 * H * k + (0 if is_own else 2 * G * k)), budget, at_least=4):
+            start, heads = part.start, part.stop - part.start
+            product = (left[start * k : part.stop * k] @ left[start * k :].T).view(heads, k, H - start, k)
+            if is_own:
+                other = (right[start * k : part.stop * k] @ right[start * k :].T).view(heads, k, H - start, k)
+            else:
+                # Heads of one group have one block.
+                mine, place = group[part].unique(return_inverse=True)
+                other = right.view(G, k, -1)[mine].flatten(0, 1) @ right.T
+                other = other.view(len(mine), k, G, k)[place][:, :, group[start:]]
+            for side, blocks in zip(size, (product, other)):
+                side[row, part] = torch.linalg.vector_norm(blocks.diagonal(dim1=0, dim2=2), dim=(0, 1))
+            sums = product.mul_(other).sum((1, 3))
+            inner[row, part, start:] = sums
+            inner[row, start:, part] = sums.T
+    scale, met = size.prod(0), inner.diagonal(dim1=-2, dim2=-1)
+    # Products of these squares must not leave the range either.
+    is_clear = (scale > 1e-24) & (scale < 1e30) & (scale <= _CANCELLATION * met)
+    return inner, is_clear.all(-1)
+
+
+def _whitened(
+    own: Tensor,
+    grouped: Tensor,
+    own_covariance: Tensor | None,
+    grouped_covariance: Tensor | None,
+    group: Tensor,
+    rank_tol: float,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute inner products of circuits ``(L, H, H)`` up to a scale of each head, and the circuits' norms."""
+    # K = M R with R a frame of the rows of K (in the metric of the covariance), so that Q^T K = (M^T Q)^T R and the
+    # circuit's norm is ||M^T Q||: nothing cancels, however unevenly a head shares its scale between Q and K.
+    keys = whiten_heads(
+        grouped.to(torch.promote_types(own.dtype, grouped.dtype)),
+        rank_tol=rank_tol,
+        metric=grouped_covariance,
+        memory_budget=memory_budget,
+        precise=True,
+    )
+    left, size = _left(own, keys.back, group, keys.rows.dtype, memory_budget)
+    inner = _inner_products(left, own_covariance, keys.rows, grouped_covariance, group, memory_budget)
+    in_metric = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    return inner, size * in_metric * keys.norm.index_select(-1, group)
+
+
+def _by_layer(covariance: Tensor | None, batch: torch.Size) -> Tensor | None:
+    """Flatten the batch dimensions of a covariance as those of the weights; one without them is for all layers."""
+    if covariance is None or covariance.dim() == 2:
+        return covariance
+    return covariance.expand(*batch, *covariance.shape[-2:]).reshape(-1, *covariance.shape[-2:])
 
 
 def _left(own: Tensor, back: Tensor, group: Tensor, out: torch.dtype, budget: int) -> tuple[Tensor, Tensor]:
