@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hdi_callback.core import head_diversity, ov_circuits, qk_circuits
+from hdi_callback.core import circuits, head_diversity, ov_circuits, qk_circuits
 from hdi_callback.core.circuits import circuit_penalty
 from hdi_callback.core.pairs import clusters
 from hdi_callback.errors import MisconfigurationError, ShapeError
@@ -116,6 +116,48 @@ def test_a_layer_of_full_size_is_read_to_1e_6(dtype):
     similarity = qk_circuits(query, key)
     assert np.abs(similarity.cosine.double().numpy() - expected).max() < 1e-6
     assert similarity.worst_pair.tolist() == [6, 7]
+
+
+@given(SHAPES, st.floats(0, 4))
+@SEARCH
+def test_in_float32_every_layer_of_a_batch_is_exact_however_uneven_its_scale(shape, log_condition):
+    G, m, k, d, d_keys, seed = shape
+    query, key = gaussian(3, G * m, k, d, seed=seed), gaussian(3, G, k, d_keys, seed=seed + 1)
+    A = with_spectrum(log_spectrum(10**log_condition, k), G, k, seed=seed + 2)
+    query[1] = torch.linalg.inv(A).mT.repeat_interleave(m, 0) @ query[1]  # the others are as they come
+    key[1] = A @ key[1]
+    query, key = query.float(), key.float()
+    for similarity in (qk_circuits(query, key), ov_circuits(key, query)):
+        for row in range(3):
+            expected = plain_cosines(query[row], key[row], side_by_side(G * m, G))
+            assert np.abs(similarity.cosine[row].double().numpy() - expected).max() < 2e-6
+    plain = torch.stack([query[0, h].double().mT @ key[0, g].double() for h, g in enumerate(side_by_side(G * m, G))])
+    assert torch.allclose(similarity.norm[0].double(), torch.linalg.matrix_norm(plain), rtol=1e-5)
+
+
+def test_only_layers_in_which_digits_cancel_are_whitened(monkeypatch):
+    whitened = []
+    way = circuits._whitened
+    monkeypatch.setattr(circuits, "_whitened", lambda own, *rest: whitened.append(own) or way(own, *rest))
+    query, key = gaussian(3, 6, 16, 96), gaussian(3, 6, 16, 96, seed=1)
+    A = with_spectrum(log_spectrum(1e3, 16), 6, 16, seed=2)
+    query[1], key[1] = torch.linalg.inv(A).mT @ query[1], A @ key[1]
+    qk_circuits(query.float(), key.float())
+    assert [torch.equal(one, query[1:2].float()) for one in whitened] == [True]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30, 0.0])
+def test_a_layer_that_float32_cannot_square_spoils_no_other(bad):
+    query, key = gaussian(3, 4, 4, 12).float(), gaussian(3, 4, 4, 12, seed=1).float()
+    clean = qk_circuits(query, key)
+    key[1] *= bad
+    similarity = qk_circuits(query, key)
+    assert torch.equal(similarity.cosine[[0, 2]], clean.cosine[[0, 2]])
+    assert similarity.norm[[0, 2]].isfinite().all()
+    if bad == 1e30:
+        assert torch.allclose(similarity.cosine[1], clean.cosine[1], atol=1e-6)
+    else:
+        assert bool(similarity.dead[1].all() if bad == 0 else similarity.cosine[1].isnan().all())
 
 
 def test_temperature_changes_nothing_and_a_sign_turns_the_cosine():

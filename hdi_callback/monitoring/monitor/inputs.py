@@ -61,12 +61,11 @@ class InputMean:
         """
         norm = torch.linalg.vector_norm(tokens, dim=-1)
         directed = weights * (norm != 0)
-        unit = tokens / torch.where(norm == 0, 1, norm)[:, None]
         return cls(
             weights.sum(),
             weights @ tokens,
             weights @ norm.square(),
-            directed @ unit,
+            (directed / torch.where(norm == 0, 1, norm)) @ tokens,
             directed.sum(),
             directed.square().sum(),
         )
@@ -214,10 +213,10 @@ class LayerInputs(Collected):
             rows = torch.zeros(0, width, dtype=torch.float64, device=device)
             if held is not None:
                 tokens, weights = held
-                rows = weights.sqrt()[:, None] * (tokens - mean.total / mean.count.clamp_min(1))
+                rows = (tokens - mean.total / mean.count.clamp_min(1)).mul_(weights.sqrt()[:, None])
             scatter: Tensor | None = None
             if ranks.size == 1 and KEYS not in self._sources:  # the smaller Gram matrix tells as much of tokens alone
-                variance, energy = rows.square().sum(), _energy_of(rows)
+                variance, energy = _variance_and_energy(rows)
             else:
                 (scatter,) = ranks.sum([rows.mT @ rows], device)
                 variance, energy = scatter.diagonal().sum(), scatter.square().sum()
@@ -293,12 +292,12 @@ def spread_of(mean: InputMean, variance: Tensor, energy: Tensor) -> TokenSpread:
     )
 
 
-def _energy_of(rows: Tensor) -> Tensor:
-    """Squared Frobenius norm of ``rows.mT @ rows``, from the smaller of the two Gram matrices in float32."""
+def _variance_and_energy(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms of rows and of ``rows.mT @ rows``, the latter from the smaller of two Gram matrices in float32."""
     size = torch.linalg.vector_norm(rows)
     small = (rows / torch.where(size > 0, size, 1)).float()
     energy: Tensor = gram_energy(small if len(small) < small.shape[1] else small.mT).double() * size**4
-    return energy
+    return size.square(), energy
 
 
 def _width(layer: AttentionLayer) -> int:

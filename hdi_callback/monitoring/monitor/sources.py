@@ -95,8 +95,9 @@ def _ov(names: Sequence[str], weights: Mapping[Role, Tensor], **options: Any) ->
 
 def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor]) -> WeightFiniteness:
     H = max(weight.shape[1] for weight in weights.values())
-    bad = [(~weight.isfinite()).flatten(2).any(-1) for weight in weights.values()]
-    return WeightFiniteness(torch.stack([by_head(one, H) for one in bad]).float().sum(0))
+    # Nothing times what is no number is none; layer by layer, as a product of all layers leaves the cache.
+    sums = [torch.stack([(own * 0).sum((-2, -1)) for own in weight]) for weight in weights.values()]
+    return WeightFiniteness(torch.stack([by_head(one, H) for one in sums]).isnan().float().sum(0))
 
 
 def by_head(values: Tensor, heads: int) -> Tensor:
