@@ -222,8 +222,8 @@ def _similarity(
             one = slice(row, row + 1)
             inner[one], norm[one] = _whitened(own[one], grouped[one], None, None, group, rank_tol, memory_budget)
     else:
-        metrics = (_by_layer(S, batch) for S in (own_covariance, grouped_covariance))
-        inner, norm = _whitened(own, grouped, *metrics, group, rank_tol, memory_budget)
+        of_own, of_grouped = (_by_layer(S, batch) for S in (own_covariance, grouped_covariance))
+        inner, norm = _whitened(own, grouped, of_own, of_grouped, group, rank_tol, memory_budget)
     inner, norm = inner.reshape(*batch, H, H), norm.reshape(*batch, H)
     out = inner.dtype
     in_metric = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -300,7 +300,8 @@ def _from_grams(own: Tensor, grouped: Tensor, group: Tensor, budget: int) -> tup
                 other = (right[start * k : part.stop * k] @ right[start * k :].T).view(heads, k, H - start, k)
             else:
                 # Heads of one group have one block.
-                mine, place = group[part].unique(return_inverse=True)
+                mine = sorted(set(group[part].tolist()))
+                place = [mine.index(one) for one in group[part].tolist()]
                 other = right.view(G, k, -1)[mine].flatten(0, 1) @ right.T
                 other = other.view(len(mine), k, G, k)[place][:, :, group[start:]]
             for side, blocks in zip(size, (product, other)):

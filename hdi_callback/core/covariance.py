@@ -284,10 +284,8 @@ def _centred(outputs: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def _block_sums(weighted: Tensor, centred: Tensor, output_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum scatter times mixing, and the squared scatter, over the blocks of each pair of heads: ``(H, H)`` twice.
-
-    In chunks of heads, the upper triangle alone: a symmetric matrix costs 5/8 of a product, and none is held whole.
-    """
+    """Sum scatter times mixing, and the squared scatter, over the blocks of each pair of heads: ``(H, H)`` twice."""
+    # In chunks of heads, the upper triangle alone: that is 5/8 of a product, and no symmetric matrix is held whole.
     H, width, _ = output_weight.shape
     flat = output_weight.flatten(0, 1)
     products, shared = flat.new_empty(H, H), flat.new_empty(H, H)
