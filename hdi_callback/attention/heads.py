@@ -97,7 +97,7 @@ class AttentionLayer:
 
         Returns:
             Its name, counts, widths and layout, the roles behind which a norm follows, and whether one of its
-            parameters requires a gradient.
+            parameters, and whether all of them require a gradient.
         """
         return {
             "name": self.name,
@@ -110,6 +110,7 @@ class AttentionLayer:
             "kind": self.kind,
             "normed": sorted(self.normed),
             "trains": any(parameter.requires_grad for parameter in self.module.parameters()),
+            "all_train": all(parameter.requires_grad for parameter in self.module.parameters()),
         }
 
 

@@ -16,6 +16,7 @@ from hdi_callback.monitoring.rules import (
     AttentionSink,
     DeadHeads,
     EntropyCollapse,
+    FewerKeys,
     FlatAttention,
     FrozenHeads,
     InputsLoseRank,
@@ -29,6 +30,7 @@ from hdi_callback.monitoring.rules import (
     RoundedAway,
     SharpFromStart,
     TokensAlike,
+    UntrainedWeights,
     VanishingWeights,
     WeightJump,
     default_rules,
@@ -522,6 +524,63 @@ def test_keys_that_shrink_before_a_norm_lose_nothing_and_are_not_told(rule):
     assert torch.allclose(model(x), before, atol=1e-5), "the norm takes the size away"
     (alert,) = asked_of([rule()], Normed(False), shrink)
     assert alert.finding.heads == (0, 1, 2, 3)
+
+
+def move_all_but(*left):
+    def act(step, model):
+        for name, parameter in model.named_parameters():
+            if name.removesuffix("_proj.weight") not in left:
+                parameter += 1e-3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [(("k",), "one of the query"), (("q", "k"), "two of the query"), (("q", "k", "v"), "three of the query")],
+)
+def test_weights_that_no_step_changes_are_told_by_their_share(left, said):
+    steps = range(0, 80, 10)
+    (alert,) = asked_of([UntrainedWeights()], Normed(False), move_all_but(*left), steps)
+    assert alert.step == 50, "at five readings that know what the one before was"
+    assert said in alert.message
+    assert alert.finding.value == pytest.approx(len(left) / 4, abs=0.002)
+
+
+def test_weights_that_all_change_or_are_frozen_on_purpose_are_no_untrained_ones():
+    steps = range(0, 80, 10)
+    assert asked_of([UntrainedWeights()], Normed(False), move_all_but(), steps) == []
+    model = Normed(False)
+    model.k_proj.weight.requires_grad_(False)
+    assert asked_of([UntrainedWeights()], model, move_all_but("k"), steps) == []
+    still = asked_of([UntrainedWeights()], Normed(False), move_all_but("q", "k", "v", "o"), steps)
+    assert still == [], "those are of frozen heads"
+
+
+def keys(*numbers):
+    return curve("attention_keys", numbers)
+
+
+def test_fewer_keys_than_ever_are_told_once_they_stay():
+    (alert,) = judge(FewerKeys(), keys(*[22.0] * 7, 8.0, 8.0, 8.0))
+    assert (alert.step, alert.finding.since, alert.finding.value) == (80, 70, 8)
+    assert "a query sees 8 keys, and saw 22 at every reading until step 60" in alert.message
+    over = judge(FewerKeys(), keys(*[22.0] * 7, 8.0, 8.0, 22.0))
+    assert [(one.step, one.is_resolved) for one in over] == [(80, False), (90, True)]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [22.0] * 7 + [8.0, 22.0, 22.0],  # one batch
+        [22.0, 40.0, 22.0, 30.0, 22.0, 22.0, 22.0, 8.0, 8.0],  # lengths that vary
+        [8.0] * 4 + [16.0] * 4 + [32.0] * 4,  # a curriculum
+        [22.0] * 7 + [15.0, 15.0],
+        [22.0] * 5 + [8.0, 8.0, 8.0],  # too little is known of before
+    ],
+)
+def test_keys_that_vary_or_become_more_are_left_alone(numbers):
+    assert judge(FewerKeys(), keys(*numbers)) == []
 
 
 def test_a_head_of_zeros_is_dead_behind_a_norm_too():

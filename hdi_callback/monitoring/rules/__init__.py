@@ -19,11 +19,11 @@ from hdi_callback.monitoring.rules.levels import (
     SharpFromStart,
     TokensAlike,
 )
-from hdi_callback.monitoring.rules.masks import LaterTokens, OneKey
+from hdi_callback.monitoring.rules.masks import FewerKeys, LaterTokens, OneKey
 from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
 from hdi_callback.monitoring.rules.non_finite import NonFinite
 from hdi_callback.monitoring.rules.shared_direction import SharedDirection
-from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution, RoundedAway
+from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution, RoundedAway, UntrainedWeights
 from hdi_callback.monitoring.rules.similar_heads import AttendAlike, MergedMessages, MergedScores
 from hdi_callback.monitoring.rules.thresholds import Thresholds, check_thresholds
 from hdi_callback.monitoring.rules.tied_heads import TiedHeads
@@ -40,6 +40,7 @@ __all__ = [
     "DeadHeads",
     "EntropyCollapse",
     "FallingRank",
+    "FewerKeys",
     "FlatAttention",
     "FrozenHeads",
     "InputsLoseRank",
@@ -57,6 +58,7 @@ __all__ = [
     "Thresholds",
     "TiedHeads",
     "TokensAlike",
+    "UntrainedWeights",
     "VanishingWeights",
     "WeightJump",
     "WorstPair",

@@ -22,11 +22,11 @@ from hdi_callback.monitoring.rules.levels import (
     SharpFromStart,
     TokensAlike,
 )
-from hdi_callback.monitoring.rules.masks import LaterTokens, OneKey
+from hdi_callback.monitoring.rules.masks import FewerKeys, LaterTokens, OneKey
 from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
 from hdi_callback.monitoring.rules.non_finite import NonFinite
 from hdi_callback.monitoring.rules.shared_direction import SharedDirection
-from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution, RoundedAway
+from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution, RoundedAway, UntrainedWeights
 from hdi_callback.monitoring.rules.similar_heads import AttendAlike, MergedMessages, MergedScores
 from hdi_callback.monitoring.rules.thresholds import TRIED, Thresholds, check_thresholds
 from hdi_callback.monitoring.rules.tied_heads import TiedHeads
@@ -91,7 +91,7 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
         (limits.inputs, InputsLoseRank),
     ]
     rules += [make(limit) for limit, make in on_levels if limit is not None]
-    rules += [FrozenHeads(), OneKey()]
+    rules += [FrozenHeads(), UntrainedWeights(), OneKey(), FewerKeys()]
     for rule in rules:
         rule.is_optional = True
     return rules

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hdi_callback.arguments import number
+from typing import ClassVar
+
+from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.words import decimal
 
@@ -48,6 +50,48 @@ class LaterTokens(Rule):
             since,
             "",
             MASK,
+        )
+
+
+class FewerKeys(Rule):
+    """Queries see far fewer keys at once than they always did: a mask is inverted, or hides too much.
+
+    Asked where the number of keys had been the same at all readings, as with sequences of one length; with sequences
+    that vary it says nothing, and of sequences that have become shorter it cannot tell a mask.
+
+    Args:
+        share: of the keys that were seen before, that is a warning.
+        readings: at which the number had been the same.
+    """
+
+    name = "fewer keys"
+    needs = ("attention_keys",)
+    varies: ClassVar[float] = 0.01
+    lasts: ClassVar[int] = 2
+
+    def __init__(self, share: float = 0.5, readings: int = 6) -> None:
+        self.share = number("share of FewerKeys", share, above=0, below=1, example=0.5)
+        self.readings = whole_number("readings of FewerKeys", readings, least=2, example=6)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Hold the number of keys against what it has always been."""
+        steps, curve = series.curve("attention_keys")
+        if active is not None:
+            return active.finding if curve[-1] <= (active.finding.threshold or 0.0) else None
+        before, now = curve[: -self.lasts], max(curve[-self.lasts :])
+        if len(before) < self.readings or max(before) - min(before) > self.varies * min(before):
+            return None
+        if now > self.share * min(before):
+            return None
+        return Finding(
+            f"a query sees {now:.0f} keys, and saw {min(before):.0f} at every reading until step "
+            f"{steps[len(before) - 1]}",
+            "warning",
+            now,
+            self.share * min(before),
+            "attention_keys",
+            since=steps[len(before)],
+            remedy=MASK + ", unless sequences have become shorter",
         )
 
 

@@ -93,6 +93,53 @@ class FrozenHeads(Rule):
         )
 
 
+class UntrainedWeights(Rule):
+    """Some of a layer's weights never change, to the last bit, while the others do.
+
+    As where keys were left out of what the optimizer was given, or the graph is cut behind queries and keys. It is told
+    by the share of a head's weights that do not change, which is then that of one, two or three of its four weights,
+    at every reading. Layers with a parameter that requires no gradient (adapters, parts that are frozen) are meant so,
+    and left alone. Keys and values that heads share are not seen, and weights that decay alone move.
+
+    Args:
+        readings: in a row at which it is so.
+    """
+
+    name = "untrained weights"
+    needs = ("head_unchanged", "head_movement_min")
+    margin: ClassVar[float] = 0.002
+
+    def __init__(self, readings: int = 5) -> None:
+        self.readings = whole_number("readings of UntrainedWeights", readings, least=3, example=5)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Ask of all heads of the layer."""
+        facts, shares = series.facts, series.latest.per_head("head_unchanged")
+        _, largest = series.curve("head_unchanged")
+        rows = largest[-self.readings :]
+        if not facts.get("all_train", False) or facts.get("head_dim") != facts.get("value_dim") or not shares:
+            return None
+        own = 4 if facts.get("num_heads") == facts.get("num_key_heads") else 2  # weights that are a head's own
+        count = round(own * shares[0])
+        if len(rows) < self.readings or not 0 < count < own:
+            return None
+        share = count / own
+        if any(not share <= one <= share + self.margin for one in (*rows, *shares)):
+            return None
+        what = "query, key, value and output weights" if own == 4 else "query and output weights"
+        which = {1: "one", 2: "two", 3: "three"}[count]
+        return Finding(
+            f"{which} of the {what} of its heads never {'changes' if count == 1 else 'change'}, and the others do",
+            "warning",
+            shares[0],
+            share,
+            "head_unchanged",
+            since=series.since(lambda row: row.values["head_unchanged"] >= share, "head_unchanged"),
+            remedy="a look at what the optimizer was given, and at whether gradients reach all of them (detach, "
+            "no_grad)",
+        )
+
+
 class RoundedAway(Rule):
     """Hardly any weight of a layer's heads changes between readings, to the last bit: updates round away.
 
