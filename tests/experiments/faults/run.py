@@ -35,7 +35,7 @@ METRICS = [
 
 
 def train(
-    job: Job, steps: int | None = None, interventions=(), fault: Fault | None = None, metrics=METRICS
+    job: Job, steps: int | None = None, interventions=(), fault: Fault | None = None, metrics=METRICS, thresholds=None
 ) -> dict[str, Any]:
     """Train as a job says, or with a fault that no plan knows; give the losses, the readings and the alerts."""
     torch.set_num_threads(1)
@@ -78,7 +78,13 @@ def train(
         facts = [dict(layer) for layer in monitor.facts]
         attention = acted.layers or [layer.module for layer in monitor.layers]
         loop = Loop(optimizers[0])
-        settings = Settings(every_n_steps=EVERY, metrics=metrics, history=False, interventions=list(interventions))
+        settings = Settings(
+            every_n_steps=EVERY,
+            metrics=metrics,
+            history=False,
+            interventions=list(interventions),
+            thresholds=thresholds,
+        )
         session = Session(monitor, loop, settings)
         session.open()
         for step in range(steps):
@@ -97,6 +103,8 @@ def train(
             losses.append(float(loss.detach()))
             loss.backward()
             session.after_backward()
+            for optimizer in optimizers:
+                session.before_optimizer_step(optimizer)
             gradients.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             begun = max(0, step + 1 - base.begin_at_rate_zero)
             factor = min(1.0, begun / (base.warm_up + 1)) * (1 - 0.9 * step / steps)
