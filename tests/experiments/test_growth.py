@@ -49,11 +49,13 @@ def test_healthy_runs_are_compared_at_a_limit_below_their_own_largest_score(monk
 
     def make(job, limit, folder):
         limits.append(limit)
-        return result(2.0, 10.0, 0) if limit is None else result(2.02 if len(limits) == 2 else 1.995, 8.0, len(limits))
+        return result(2.02 if len(limits) == 2 else 1.995, 8.0, 2 * len(limits))
 
     monkeypatch.setattr(growth, "make", make)
-    (said,) = growth.of_healthy(tmp_path, 3)
-    assert limits == [None, 8.0] * 3
+    kept = {"kind": HEALTHY, "base": "text", "seed": 3, "scores": {"attention: largest score": [[0, 9.0], [5, 20.0]]}}
+    plain = [{**result(2.0, 10.0), "base": "text", "seed": seed} for seed in range(2)]
+    (said,) = growth.of_healthy(tmp_path, [*plain, {**result(2.0), **kept}])
+    assert limits == [8.0, 8.0, 16.0]
     assert "in 3 of them, at 2 to 6 steps of 100" in said
     assert "by -0.0050 to +0.0200 nats, by more than 0.01 in 1." in said
 

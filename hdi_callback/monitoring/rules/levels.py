@@ -11,6 +11,13 @@ from hdi_callback.monitoring.rules.thresholds import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 
+SCORES = (
+    "a look at the learning rate and at the scale of the scores, or QKClip with a limit near the largest score of a "
+    "healthy run, which in trials brought back runs where queries and keys alone were driven"
+)
+"""What helps against scores that grow (docs/evidence.md)."""
+
+
 class _Level(Rule):
     """One curve has passed a limit and, of a run that began on the near side, gone a good way to get there."""
 
@@ -91,10 +98,7 @@ class EntropyCollapse(_Level):
     rises = False
     way = 0.5
     hysteresis = 0.02
-    remedy = (
-        "a lower learning rate, or a look at the scale of the scores; QKClip bounds them, and brought back one of six "
-        "runs in trials"
-    )
+    remedy = SCORES
 
     def __init__(self, limit: float = 0.01) -> None:
         self.limit = number("limit of EntropyCollapse", limit, above=0, below=1, example=0.01)
@@ -188,10 +192,7 @@ class LogitGrowth(_Level):
     rises = True
     way = 3.0
     hysteresis = 20.0
-    remedy = (
-        "a lower learning rate, or a look at the scale of the scores; QKClip bounds them, and brought back one of six "
-        "runs in trials"
-    )
+    remedy = SCORES
 
     def __init__(self, limit: float = 50.0) -> None:
         self.limit = number("limit of LogitGrowth", limit, above=0, below=float("inf"), example=50.0)

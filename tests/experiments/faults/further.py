@@ -192,9 +192,13 @@ def plan(part: Part, turns: int | None = None) -> list[Job]:
     return jobs
 
 
+def _place(job: Job, folder: Path) -> Path:
+    return folder / f"{job.name}.json.gz"
+
+
 def make(job: Job, folder: Path) -> Result:
     """Make a run, if it is not made."""
-    done = folder / f"{job.name}.json.gz"
+    done = _place(job, folder)
     if not done.is_file():
         result = train(job, fault=(KINDS | GOOD).get(job.kind))
         partial = done.with_suffix(".partial")
@@ -221,7 +225,7 @@ def told(run: Result) -> tuple[int, str] | None:
     return step, next(rule for at, _, rule, level in run["alerts"] if at == step and level != "notice")
 
 
-def report(part: Part, folder: Path, turns: int | None = None) -> list[str]:
+def report(part: Part, folder: Path, turns: int | None = None, *, only_made: bool = False) -> list[str]:
     """Make the runs and write what was told."""
     lines = [
         "| fault or healthy change | training | cost | told |",
@@ -229,6 +233,8 @@ def report(part: Part, folder: Path, turns: int | None = None) -> list[str]:
     ]
     found, false, shown, healthy = 0, 0, 0, 0
     for job in plan(part, turns):
+        if only_made and not (_place(job, folder).is_file() and _place(replace(job, kind=HEALTHY), folder).is_file()):
+            continue
         run, twin = make(job, folder), make(replace(job, kind=HEALTHY), folder)
         final, usual = run["validation"][-1], twin["validation"][-1]
         cost = "not finite" if final is None else f"{final - usual:+.2f}"
@@ -260,10 +266,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS / "further")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--turns", type=int, help="how often each kind is tried, on other trainings")
+    parser.add_argument("--only-made", action="store_true", help="write of the runs that there are")
     options = parser.parse_args(argv)
     folder = options.results / options.part
     folder.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(report(options.part, folder, options.turns)) + "\n"
+    text = "\n".join(report(options.part, folder, options.turns, only_made=options.only_made)) + "\n"
     print(text)
     if options.output is not None:
         options.output.write_text(text)

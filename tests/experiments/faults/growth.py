@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hdi_callback.monitoring.interventions import QKClip
 from tests.experiments.faults.faults import Act, Fault, Run
-from tests.experiments.faults.plan import HEALTHY, Job
+from tests.experiments.faults.plan import CONFIRMING, HEALTHY, Job
 from tests.experiments.faults.qk_clip import largest
-from tests.experiments.faults.report import COST, Result
-from tests.experiments.faults.run import RESULTS, train
+from tests.experiments.faults.report import COST, Result, published, read
+from tests.experiments.faults.run import PUBLISHED, RESULTS, train
 
 LIMIT, SLIGHTLY = 6.0, 0.8
 WANTED, HEALTHY_RUNS, FIRST = 10, 20, 70_000
@@ -134,17 +134,16 @@ def of_growth(folder: Path, wanted: int, limit: float) -> list[str]:
     return [said, "", *lines]
 
 
-def of_healthy(folder: Path, runs: int) -> list[str]:
+def of_healthy(folder: Path, healthy: Sequence[Result]) -> list[str]:
     """Write what the intervention does to healthy runs, with a limit so low that it acts in each."""
     differences, acted = [], []
-    for place in range(runs):
-        job = Job(HEALTHY, BASES[place % len(BASES)], FIRST + 5_000 + place)
-        plain = make(job, None, folder)
-        clipped = make(job, round(SLIGHTLY * largest(plain), 2), folder)
+    for plain in healthy:
+        clipped = make(Job(HEALTHY, plain["base"], plain["seed"]), round(SLIGHTLY * largest(plain), 2), folder)
         differences.append(loss_of(clipped) - loss_of(plain))
         acted.append(clipped["acted"])
     return [
-        f"On {runs} healthy runs of the same trainings, with a limit of {SLIGHTLY} times the largest score of the run "
+        f"On {len(healthy)} confirming healthy runs of these trainings, with a limit of {SLIGHTLY} times the largest "
+        f"score of the run "
         f"itself, so that it acted in {sum(count > 0 for count in acted)} of them, at {min(acted)} to {max(acted)} "
         f"steps of 100: the final loss changed by {min(differences):+.4f} to {max(differences):+.4f} nats, by more "
         f"than 0.01 in {sum(abs(one) > 0.01 for one in differences)}.",
@@ -156,17 +155,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS / "growth")
     parser.add_argument("--wanted", type=int, default=WANTED, help="runs that diverge")
     parser.add_argument("--healthy", type=int, default=HEALTHY_RUNS, help="healthy runs in which it acts")
+    parser.add_argument("--only-healthy", action="store_true")
+    parser.add_argument("--confirming", type=Path, default=RESULTS / "confirming", help="healthy runs that were made")
     parser.add_argument("--limit", type=float, default=LIMIT)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
     options.results.mkdir(parents=True, exist_ok=True)
+    made = read(options.confirming)
+    known = [*made, *published(PUBLISHED, made)]
+    healthy = [run for run in known if run["kind"] == HEALTHY and run["base"] in BASES and run["seed"] >= CONFIRMING]
+    healthy.sort(key=lambda run: run["seed"])
+    if options.only_healthy:
+        print("\n".join(of_healthy(options.results, healthy[: options.healthy])))
+        return
     text = "\n".join([
         "Made by `python -m tests.experiments.faults.growth --output docs/benchmarks/qk-clip.md`. Final validation "
         "losses in nats; the healthy run has the same seed.",
         "",
         *of_growth(options.results, options.wanted, options.limit),
         "",
-        *of_healthy(options.results, options.healthy),
+        *of_healthy(options.results, healthy[: options.healthy]),
     ]) + "\n"  # fmt: skip
     print(text)
     if options.output is not None:

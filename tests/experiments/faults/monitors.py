@@ -89,7 +89,7 @@ def _finder(run: Result) -> Scores:
     return [(0, float(bool(run["warnings"])))]
 
 
-MONITORS: dict[str, Callable[[Result], Scores]] = {
+_MEASURES: dict[str, Callable[[Result], Scores]] = {
     "warnings before training": _finder,
     "loss spike": _of_losses("losses", _spike),
     "gradient norm, against its past": _of_losses("gradients", _growth),
@@ -120,6 +120,20 @@ MONITORS: dict[str, Callable[[Result], Scores]] = {
     "tokens: mean cosine": _reading("token_cosine", 1),
     "tokens: effective rank": _reading("token_rank", -1),
 }
+
+
+def _of_made_or_published(name: str, measure: Callable[[Result], Scores]) -> Callable[[Result], Scores]:
+    """Measure a run that was made here; of one that was published take the scores that are kept."""
+
+    def scores(run: Result) -> Scores:
+        if "scores" not in run:
+            return measure(run)
+        return [(step, math.inf if score is None else score) for step, score in run["scores"][name]]
+
+    return scores
+
+
+MONITORS = {name: _of_made_or_published(name, measure) for name, measure in _MEASURES.items()}
 
 
 def alarm_of(scores: Scores, limit: float, start: int) -> int | None:

@@ -11,6 +11,8 @@ from tests.experiments.faults.trainings import BASES, LONG, PROVOKED
 
 HEALTHY = "healthy"
 STEPS, EVERY = 100, 5
+CONFIRMING = 50_000
+"""The first seed of confirming runs."""
 FAULTS_EVERY = 5
 """Rounds of healthy runs from one round of faults to the next."""
 Part = Literal["looked-at", "confirming"]
@@ -40,7 +42,7 @@ def plan(part: Part, *, rounds: int = 2, healthy: int = 19) -> list[Job]:
         healthy: how many confirming healthy runs of each kind of training, of the long ones a tenth as many; two are
             looked at.
     """
-    first = {"looked-at": 0, "confirming": 50_000}[part]
+    first = {"looked-at": 0, "confirming": CONFIRMING}[part]
     rounds, each = {"looked-at": (1, 2), "confirming": (rounds, healthy)}[part]
     jobs = []
     for round_ in range(max(FAULTS_EVERY * (rounds - 1) + 1, each)):

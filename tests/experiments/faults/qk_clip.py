@@ -21,6 +21,8 @@ GROWN, LIMIT, MISTAKEN = 50.0, 30.0, 4.0
 
 def largest(run: report.Result) -> float:
     """The largest score of any layer at any reading."""
+    if "scores" in run:  # of a published run
+        return max((score for _, score in run["scores"]["attention: largest score"] if score is not None), default=0.0)
     return max(
         (layer.get("attention_logit", 0.0) for reading in run["readings"] for layer in reading["values"].values()),
         default=0.0,

@@ -16,10 +16,10 @@ from pathlib import Path
 from scipy.stats import beta
 
 from tests.experiments.faults.faults import FAULTS
-from tests.experiments.faults.monitors import MONITORS, Result, alarm_of, alarm_of_rules
-from tests.experiments.faults.plan import EVERY, HEALTHY, STEPS
+from tests.experiments.faults.monitors import MONITORS, Result, Scores, alarm_of, alarm_of_rules
+from tests.experiments.faults.plan import CONFIRMING, EVERY, HEALTHY, PARTS, STEPS
 from tests.experiments.faults.prediction import table
-from tests.experiments.faults.run import RESULTS
+from tests.experiments.faults.run import PUBLISHED, RESULTS
 
 COST = 0.05
 RULES = {"rules as they ship": False, "those of them on key weights alone": True}
@@ -27,6 +27,13 @@ RULES = {"rules as they ship": False, "those of them on key weights alone": True
 
 def read(folder: Path) -> list[Result]:
     return [json.loads(gzip.decompress(path.read_bytes())) for path in sorted(folder.glob("*.json.gz"))]
+
+
+def published(path: Path, besides: Sequence[Result]) -> list[Result]:
+    """Read the runs that are published, without those that were made here."""
+    made = {(run["kind"], run["base"], run["seed"]) for run in besides}
+    runs = json.loads(gzip.decompress(path.read_bytes())) if path.is_file() else []
+    return [run for run in runs if (run["kind"], run["base"], run["seed"]) not in made]
 
 
 def limits_of(healthy: Sequence[Result]) -> dict[str, float]:
@@ -144,12 +151,17 @@ def _step(step: int | None) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--published", type=Path, default=PUBLISHED, help="runs that were made before, kept in one file"
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--raw", type=Path, help="where to keep what every run came to, compressed")
     options = parser.parse_args(argv)
-    all_looked_at = read(options.results / "looked-at")
+    made = {part: read(options.results / part) for part in PARTS}
+    before = published(options.published, [run for runs in made.values() for run in runs])
+    all_looked_at = made["looked-at"] + [run for run in before if run["seed"] < CONFIRMING]
     looked_at = [run for run in all_looked_at if run["kind"] == HEALTHY]
-    runs = read(options.results / "confirming")
+    runs = made["confirming"] + [run for run in before if run["seed"] >= CONFIRMING]
     healthy = [run for run in runs if run["kind"] == HEALTHY]
     found = judge(healthy, [run for run in runs if run["kind"] != HEALTHY], looked_at)
     prediction = [
@@ -173,11 +185,15 @@ def main(argv: list[str] | None = None) -> None:
 def _raw(runs: Sequence[Result]) -> list[dict]:
     kept = ("kind", "base", "seed", "validation", "losses", "gradients", "alerts")
     return [
-        {name: run[name] for name in kept}
-        | {"scores": {name: [[step, float(f"{score:.3g}")] for step, score in of(run) if math.isfinite(score)]
-                      for name, of in MONITORS.items()}}
-        for run in runs
-    ]  # fmt: skip
+        {name: run[name] for name in kept} | {"scores": {name: _plain(of(run)) for name, of in MONITORS.items()}}
+        for run in sorted(runs, key=lambda run: (run["seed"], run["kind"]))
+    ]
+
+
+def _plain(scores: Scores) -> list[list[float | None]]:
+    """Round scores; infinite ones, as of a loss that is not finite, are null."""
+    known = [(step, score) for step, score in scores if math.isfinite(score) or score == math.inf]
+    return [[step, float(f"{score:.3g}") if math.isfinite(score) else None] for step, score in known]
 
 
 if __name__ == "__main__":

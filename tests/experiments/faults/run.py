@@ -28,6 +28,7 @@ from tests.experiments.faults.plan import EVERY, HEALTHY, PARTS, Job, plan
 from tests.experiments.faults.trainings import BASES, PROVOKED, Data, add_adapters, make_model, make_optimizers
 
 RESULTS = Path("runs/faults")
+PUBLISHED = Path("docs/benchmarks/faults.json.gz")
 METRICS = [
     "hdi", "hdi_query", "head_correlation", "circuit_qk", "circuit_ov", "attention_entropy", "weights_not_finite",
     "outputs_not_finite", "head_contribution_min", "head_movement_min", "hdi_keys", "token_rank", "update_energy",
@@ -180,12 +181,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="how many confirming runs of each fault")
     parser.add_argument("--healthy", type=int, default=19, help="how many confirming healthy runs of each training")
     parser.add_argument("--share", nargs=2, type=int, default=(0, 1), help="of the runs, as 0 2 for every second one")
+    parser.add_argument("--anew", action="store_true", help="make those that are published as well")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     folder = options.results / options.part
     folder.mkdir(parents=True, exist_ok=True)
     jobs = plan(options.part, rounds=options.rounds, healthy=options.healthy)
     jobs = [job for job in jobs if not options.kinds or job.kind in options.kinds]
+    if PUBLISHED.is_file() and not options.anew:
+        runs = json.loads(gzip.decompress(PUBLISHED.read_bytes()))
+        known = {Job(run["kind"], run["base"], run["seed"]) for run in runs}
+        jobs = [job for job in jobs if job not in known]
     part, parts = options.share
     jobs = jobs[part::parts]
     for number, job in enumerate(jobs, 1):
