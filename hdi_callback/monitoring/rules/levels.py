@@ -10,7 +10,6 @@ from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.thresholds import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
-
 SCORES = (
     "a look at the learning rate and at the scale of the scores, or QKClip with a limit near the largest score of a "
     "healthy run, which in trials brought back runs where queries and keys alone were driven"
