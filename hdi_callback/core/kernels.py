@@ -130,9 +130,10 @@ class AttentionSums:
         sequences = rows.shape[:-3].numel()
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         seen = wide.new_ones((), dtype=torch.bool) if visible is None else visible
-        seen = seen.expand(rows.shape)
+        # One mask for all heads stays one: what is asked of it costs a fraction of what is asked of rows.
+        seen = seen[(None,) * (rows.dim() - seen.dim())].expand(*rows.shape[:-3], -1, queries, keys)
         logit = _largest_logit(wide if logits is None else logits, seen, wide.dtype, given=logits is not None)
-        sees = seen.sum(-1).to(wide.dtype)  # (..., H, queries)
+        sees = seen.sum(-1).to(wide.dtype)  # (..., H or 1, queries)
         # A query counts for all heads or for none, and not at all where there is one key alone.
         seeing = (sees > 0).all(-2) & (keys > 1)
         column = torch.arange(keys, device=rows.device)
@@ -142,24 +143,25 @@ class AttentionSums:
             ahead = _per_head(torch.where(later, wide, 0).sum(-1))
         if first is not None:
             seen = seen & (column != (first[..., None] if isinstance(first, Tensor) else first))
-        n = seen.sum(-1)  # (..., H, queries)
-        total = torch.where(seen, wide, 0).sum(-1)
+        n = seen.sum(-1)
+        a = torch.where(seen, wide, 0)
+        total = a.sum(-1)  # (..., H, queries)
         # A query counts for all heads or for none, so that pairs of heads are compared on the same queries.
         counts = n >= max(min_keys, 2)
         if first is not None:
             counts = counts & ~(total <= 0)
         counts = counts.all(-2, keepdim=True)
-        a = torch.where(seen & counts[..., None], wide, 0)
+        a.masked_fill_(~counts[..., None], 0)
         n = torch.where(counts, n, 1).to(wide.dtype)
         total = torch.where(counts, total, 1)
         if first is not None:
             a, total = a / total[..., None], torch.ones_like(total)
-        energy = a.square().sum(-1)
+        energy = torch.linalg.vector_norm(a, dim=-1).square()
         samples = torch.where(counts, total.square() / energy.clamp_min(torch.finfo(wide.dtype).tiny), 0)
-        centred = torch.where(seen & counts[..., None], a - (total / n)[..., None], 0)
+        centred = (a - (total / n)[..., None]).masked_fill_(~(seen & counts[..., None]), 0)
         # What is left of a uniform row is rounding, and rounding of two heads can look alike.
-        rounding = (2 * torch.finfo(rows.dtype).eps) ** 2 * energy
-        centred = torch.where((centred.square().sum(-1) <= rounding)[..., None], 0, centred)
+        rounding = 2 * torch.finfo(rows.dtype).eps * energy.sqrt()
+        centred.masked_fill_((torch.linalg.vector_norm(centred, dim=-1) <= rounding)[..., None], 0)
         flat, flat_centred = (x.reshape(sequences, H, queries * keys) for x in (a, centred))
         entropy = torch.special.entr(a).sum(-1) / torch.where(counts, n, 2).log()
         return cls(
@@ -383,7 +385,7 @@ def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: b
     if not given or logits.numel() == 0:  # an empty tensor has no largest entry
         return torch.full((H,), -torch.inf, dtype=dtype, device=logits.device)
     masked = torch.where(seen, logits.to(dtype), -torch.inf)
-    largest: Tensor = masked.movedim(-3, 0).flatten(1).amax(-1)
+    largest: Tensor = masked.amax(-1).movedim(-2, 0).flatten(1).amax(-1)
     return largest
 
 
@@ -391,7 +393,8 @@ def _inner_products(flat: Tensor) -> Tensor:
     """Sum the products of two heads, of ``(sequences, H, numbers)``."""
     # In pieces: of a million products that are added one after the other, float32 keeps five digits.
     count = -(-flat.shape[-1] // _PIECE)
-    padded = torch.nn.functional.pad(flat, (0, count * _PIECE - flat.shape[-1]))
+    missing = count * _PIECE - flat.shape[-1]
+    padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
     pieces = padded.view(*flat.shape[:2], count, _PIECE).transpose(1, 2)
     products: Tensor = (pieces @ pieces.mT).sum((0, 1))
     return products

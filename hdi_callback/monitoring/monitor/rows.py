@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -232,14 +232,17 @@ class AttentionReadings:
         self._seen = None
         if self._is_armed and self._reads_rows:
             self._seen = {}
-            paths = {id(module): name for name, module in self._model.named_modules()}
+            modules = {name: id(module) for name, module in self._model.named_modules()}
+            paths = {identity: name for name, identity in modules.items()}
+            watched = {id(layer.module) for layer in self._layers.all}
+            places = {name: identity for name, identity in modules.items() if identity in watched}
             for layer in self._layers.all:
                 if layer.name in self._layers.removed or self._layers.is_contradicted(layer.name):
                     continue
                 if layer.name in pending or layer.name not in names:
                     continue
                 path = paths.get(id(layer.module), layer.name)
-                found = self._sums_of(layer, path)
+                found = self._sums_of(layer, path, places)
                 if isinstance(found, str):
                     absent.leave_out(absence_of(ROWS, layer.name), f"they are not known: {found}", f"{ROWS} {found}")
                 else:
@@ -316,15 +319,15 @@ class AttentionReadings:
                 measured.setdefault((len(values.entropy), values.entropy.device), []).append((name, values))
         return [join(ROWS, group) for group in measured.values()]
 
-    def _sums_of(self, layer: AttentionLayer, path: str) -> RowSums | str:
-        """Find the attention that is a layer's, or say why there is none."""
+    def _sums_of(self, layer: AttentionLayer, path: str, places: Mapping[str, int]) -> RowSums | str:
+        """Find the attention that is a layer's, or say why there is none; `places` are those of all layers' modules."""
         closed = [why for name, why in self.observer.closed.items() if name in ("", path) or _is_in(path, name)]
         if closed:
             return closed[0]
         if not self.observer.has_run:
             return self.observer.reason or "no forward of the model ran"
         others = {id(one.module) for one in self._layers.all if one.name != layer.name}
-        inner = {name for name, module in self._model.named_modules() if id(module) in others and _is_in(name, path)}
+        inner = {name for name, identity in places.items() if identity in others and _is_in(name, path)}
         cores = [core for core in self.observer.cores if path in core.parts and not inner & set(core.parts)]
         if not cores:
             skipped = [why for name, why in self.observer.skipped.items() if name in ("", path) or _is_in(path, name)]
