@@ -37,6 +37,7 @@ class Steps:
         self.window = torch.randint(256, (batch, length + 1), device=device)
         # As a callback does with its defaults: with what the default rules look at.
         self.monitor = HeadDiversityMonitor(self.lit, **Settings().measuring) if monitored else None
+        self.taken = 0
 
     def __call__(self, *, armed: bool = False, read: bool = False) -> None:
         if armed:
@@ -44,9 +45,10 @@ class Steps:
         loss = self.lit.loss(self.window)
         loss.backward()
         if read:
-            self.monitor.measure(step=0).record()
+            self.monitor.measure(step=self.taken).record()  # a step of its own each, or none is compared with the last
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.taken += 1
 
 
 def in_pairs(on: Steps, rounds: int, path: Path) -> list[Ratio]:

@@ -26,6 +26,7 @@ _PASSED = frozenset((
     "__repr__", "__bool__", "backward", "item", "tolist", "has_names", "is_cuda", "register_hook", "requires_grad_",
     "untyped_storage", "nelement", "ndimension", "_is_view", "is_inference",
 ))  # fmt: skip
+_SAMPLED = frozenset(("linear", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "normalize"))
 _KERNEL = re.compile(r"attn|attention|flash", re.IGNORECASE)
 
 
@@ -85,6 +86,9 @@ class ObservingMode(TorchFunctionMode):
             "softmax": self._saw_softmax,
             "_softmax": self._saw_softmax,
         }
+        if name in _SAMPLED and not self._recorder.reading.keeps_samples:
+            # Of maps and norms samples alone are kept; what they do to scores is followed all the same.
+            return looks[name] if self._lineage.any_of((*args, *kwargs.values())) is not None else None
         if name in looks:
             return looks[name]
         if name in PRODUCTS:

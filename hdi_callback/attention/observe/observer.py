@@ -277,7 +277,7 @@ class _Forward:
     def left(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.recorder.leave(name)
         given = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(given, Tensor):
+        if not isinstance(given, Tensor) or not self.recorder.reading.keeps_samples:
             return
         try:
             with quiet(given.device):
