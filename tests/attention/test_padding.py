@@ -95,6 +95,7 @@ def batch(padded: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (~padded).long()}
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_padding_of_bert_is_left_out(implementation):
     from transformers import BertConfig, BertModel
@@ -112,6 +113,7 @@ def test_padding_of_bert_is_left_out(implementation):
     require(model, lambda: model(*by_position.values()), paths, dict.fromkeys(paths, PADDED))
 
 
+@pytest.mark.some_slow(quick=2)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("way", ["as it is", "reentrant", "not reentrant"])
 def test_left_padding_of_llama_is_left_out_also_under_checkpointing(implementation, way):

@@ -257,6 +257,7 @@ CORES = [softly, by_log_sums, in_parts, with_relative_values, with_keys_from_els
          of_longer_sequences]  # fmt: skip
 
 
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("core", CORES, ids=lambda core: core.__name__)
 def test_attention_by_odd_means_is_judged_as_strictly(core):
     """Right claims are right; with swapped heads, roles, or outputs the same computation is judged wrong."""

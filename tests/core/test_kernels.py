@@ -143,7 +143,10 @@ def test_uniform_rows_average_over_everything_and_are_not_alike():
     assert read.queries == 39
 
 
-@pytest.mark.parametrize(("sequences", "queries", "keys"), [(2, 1214, 1214), (1, 64, 16384), (60000, 8, 3)])
+@pytest.mark.parametrize(
+    ("sequences", "queries", "keys"),
+    [(2, 1214, 1214), (1, 64, 16384), pytest.param(60000, 8, 3, marks=pytest.mark.slow)],
+)
 def test_overlaps_keep_their_digits_however_long_the_rows_and_however_many(sequences, queries, keys):
     generator = torch.Generator().manual_seed(0)
     rows = (0.1 * torch.randn(sequences, 3, queries, keys, generator=generator)).softmax(-1)

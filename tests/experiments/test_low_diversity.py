@@ -12,7 +12,8 @@ from tests.experiments.collapse.models import Model, Shape
 from tests.experiments.low_diversity import Confinement, Copies, Job, plan, train
 
 
-@pytest.mark.parametrize("dimension", [16, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", [16, 32])
 def test_heads_in_one_subspace_have_the_hdi_of_its_dimension_and_heads_in_their_own_that_of_chance(dimension):
     shared, private = [], []
     for seed in range(20):

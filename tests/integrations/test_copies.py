@@ -36,7 +36,7 @@ def pickled(callback):
     return pickle.loads(pickle.dumps(callback))
 
 
-@pytest.mark.some_slow(quick=5)
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize(("kind", "run"), [(HDICallback, fit), (HDITrainerCallback, train)])
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
 @pytest.mark.parametrize("alerts", ["default", [FewEffectiveHeads()]], ids=["default", "own"])

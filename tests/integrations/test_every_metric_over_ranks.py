@@ -40,7 +40,7 @@ def read_all(rank: int | None, wrapper: str = "") -> dict[str, Any]:
     }
 
 
-@pytest.mark.some_slow(quick=1)
+@pytest.mark.some_slow(quick=0)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_metric_over_two_ranks_is_that_of_one_process_on_the_joined_batch(two_ranks, wrapper):  # noqa: F811
     alone, told = read_all(None), two_ranks(read_all, wrapper)

@@ -104,6 +104,7 @@ def _written(states: Any, path: Path) -> Path:
 SHELLS = {"loop": in_a_loop, "ignite": in_ignite, "lightning": in_lightning, "transformers": in_transformers}
 
 
+@pytest.mark.some_slow(quick=2)
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(shell, tmp_path):
     run, folders = SHELLS[shell], [tmp_path / name for name in ("whole", "parts")]
