@@ -8,7 +8,7 @@ import pytest
 
 from hdi_callback import Alert, Finding, Rule, replay
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
-from hdi_callback.monitoring.alerts import Alerts
+from hdi_callback.monitoring.alerts import Alerts, heads_written
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.rules import MeanAlignment, choose_rules
@@ -154,8 +154,79 @@ def test_a_state_of_another_model_is_dropped_layer_by_layer():
     first = Alerts([FewEffectiveHeads()], [{"name": "attn"}])
     first.judge(heads(1, 1))
     other = Alerts([FewEffectiveHeads()], [{"name": "mixer"}])
+    first.rewrite("attn", [0])
     other.load_state_dict(first.state_dict())
     assert other.active == []
+    assert other.state_dict()["series"] == {}
+    assert other.state_dict()["rewritten"] == {}
+
+
+FRESH, TRAINED = 1.0, 1e-6  # flatness of the heads: even as after an initialisation, and far from it
+
+
+class Origins(Rule):
+    name = "origins"
+
+    def __init__(self):
+        self.loaded = {}
+
+    def judge(self, series, active):
+        self.loaded[series.layer] = series.is_loaded
+
+
+def reading_of(step: int, **flatness: float) -> Record:
+    arrays = {name: {"flatness": [value] * 4, "rank": [8] * 4} for name, value in flatness.items()}
+    return Record(step, {name: LayerRecord({"hdi": 0.5}, array) for name, array in arrays.items()})
+
+
+def origins(*records: Record, resumes: bool = False, **options) -> dict[str, bool]:
+    rule, facts = Origins(), [{"name": name, "width": 64, "head_dim": 8} for name in "abcd"]
+    alerts = Alerts([rule], facts, **options)
+    for item in records:
+        alerts.judge(item)
+        if resumes:
+            state = json.loads(json.dumps(alerts.state_dict()))
+            alerts = Alerts([rule], facts, **options)
+            alerts.load_state_dict(state)
+    return rule.loaded
+
+
+def test_a_layer_that_looks_fresh_counts_as_loaded_where_most_of_the_model_was_loaded():
+    most = origins(reading_of(0, a=TRAINED, b=TRAINED, c=FRESH))
+    half = origins(reading_of(0, a=TRAINED, b=TRAINED, c=FRESH, d=FRESH))
+    assert most == {"a": True, "b": True, "c": True}
+    assert half == {"a": True, "b": True, "c": False, "d": False}
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_where_it_is_said_weights_count_as_loaded_or_fresh_whatever_they_look_like(loaded):
+    assert origins(reading_of(0, a=TRAINED, b=FRESH), loaded=loaded) == {"a": loaded, "b": loaded}
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize(("at_first", "loaded"), [(FRESH, False), (TRAINED, True)])
+def test_a_layer_that_is_found_late_counts_as_the_model_did_at_its_first_reading(at_first, loaded, resumes):
+    later = reading_of(50, a=TRAINED, b=TRAINED, c=FRESH)
+    found = origins(reading_of(0, a=at_first, b=at_first), later, resumes=resumes)
+    assert found == {"a": loaded, "b": loaded, "c": loaded}
+
+
+@pytest.mark.parametrize(
+    ("line", "heads"),
+    [
+        ({"facts": {"heads": [1, 3]}}, [1, 3]),
+        ({"facts": {"heads": (2,)}, "is_dry_run": False, "is_refusal": False}, [2]),
+        ({"facts": {"heads": [1]}, "is_dry_run": True}, []),
+        ({"facts": {"heads": [1]}, "is_refusal": True}, []),
+        ({"facts": {"heads": "13"}}, []),
+        ({"facts": {"heads": [True, 1.0, "2", 3]}}, [3]),
+        ({"facts": {}}, []),
+        ({"facts": None}, []),
+        ({}, []),
+    ],
+)
+def test_heads_count_as_written_where_an_action_names_them_and_was_carried_out(line, heads):
+    assert heads_written(line) == heads
 
 
 def test_a_series_keeps_sixty_four_readings_and_the_first():
