@@ -97,14 +97,21 @@ class Comparison:
             return "No layer could be compared."
         top = self.layers[0]
         if _size_of_change(top) < _ROUNDING:
-            return f"Nothing differs in {len(self.layers)} layers."
+            return f"Nothing differs in {len(self.layers)} layers.{self._only_in_one()}"
         pair = " and ".join(map(str, top.pair_after))
         closest = top.after.get("worst_alignment")
         now = f"; heads {pair} are the closest there now" if pair and closest is not None else ""
         heads = f"; head {top.moved_heads[0]} moved most" if top.moved_heads else ""
-        return (
-            f"{top.name} changed most: the alignment of its closest pair went from "
-            f"{decimal(top.before.get('worst_alignment'))} to {decimal(closest)}{now}{heads}."
+        before, after = decimal(top.before.get("worst_alignment")), decimal(closest)
+        change = f"went from {before} to {after}{now}" if before != after else f"stays at {after}"
+        return f"{top.name} changed most: the alignment of its closest pair {change}{heads}.{self._only_in_one()}"
+
+    def _only_in_one(self) -> str:
+        sides = (("A", self.only_in_first), ("B", self.only_in_second))
+        return "".join(
+            f" {len(names)} layer{'s are' if len(names) > 1 else ' is'} only in {side}."
+            for side, names in sides
+            if names
         )
 
     def to_dict(self) -> dict[str, Any]:

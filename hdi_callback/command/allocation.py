@@ -19,7 +19,7 @@ def allocations(run: str, keys: int, multiple_of: int) -> list[dict[str, Any]]:
         multiple_of: admit only head widths that are multiples of this.
 
     Returns:
-        Of each layer its name, its heads now, and either the best or the reason why nothing can be told.
+        Of each layer its name, its heads now, and either the best or the reason why none can be suggested.
 
     Raises:
         MisconfigurationError: if the run did not measure what is needed.
@@ -81,7 +81,8 @@ def print_allocations(found: list[dict[str, Any]]) -> None:
         now = f"{one['layer']}: {one['num_heads']} heads of width {one['head_dim']}"
         if one["reason"] is None:
             others = ", ".join(map(str, one["head_dims_as_good"]))
-            said = f"the model prefers {one['best_num_heads']} of width {one['best_head_dim']} (as good: {others})"
+            best = f"{one['best_num_heads']} of width {one['best_head_dim']}"
+            said = f"suggested: {best} (widths that are as good: {others})"
         else:
-            said = f"nothing can be told. {one['reason']}"
+            said = f"no number can be suggested. {one['reason']}"
         out.print(Text(f"{now}; {said}"), soft_wrap=True)

@@ -41,7 +41,7 @@ _EXIT_CODES = (
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
 @click.version_option(package_name="hdi-callback", prog_name="hdi", message="%(prog)s %(version)s")
 def hdi() -> None:
-    """Tell whether attention heads stay different: in a model, a checkpoint, or a run.
+    """Say whether attention heads stay different, in a model, a checkpoint or a run.
 
     MODEL is a folder of transformers, a .safetensors file, a checkpoint with --class, or module:function.
     RUN is the history.jsonl of a run, or its folder.
@@ -151,7 +151,7 @@ def report(runs: tuple[str, ...], output: Path | None, title: str | None, as_jso
 def compare(
     first: str, second: str, step: int | None, rows: int, model_class: str | None, config: str | None, as_json: bool
 ) -> int:
-    """Tell which layers and heads differ in two models or runs.
+    """Show which layers and heads differ in two models or runs.
 
     \b
     Examples:
@@ -175,13 +175,15 @@ def compare(
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("run")
 @click.option("--once", is_flag=True, help="Draw the run as it is now, and end.")
-@click.option("--until", type=click.IntRange(min=0), metavar="STEP", help="End when this step was read.")
+@click.option(
+    "--until", type=click.IntRange(min=0), metavar="STEP", help="End at the first reading of this step or a later one."
+)
 @click.option("--idle", type=float, metavar="SECONDS", help="End when nothing was written for this long.")
-@click.option("--interval", type=float, default=2.0, show_default=True, help="Seconds between two looks.")
+@click.option("--interval", type=float, default=2.0, show_default=True, help="Seconds between two updates.")
 def watch(run: str, once: bool, until: int | None, idle: float | None, interval: float) -> int:
-    """Follow a run live; the exit code says whether an alert is active.
+    """Follow a run live in the terminal.
 
-    Ends with Ctrl-C, or as --once, --until and --idle say.
+    Ends with Ctrl-C, or as --once, --until and --idle say. The exit code says whether an alert is active.
     """
     from hdi_callback.command.live import follow
 
@@ -203,7 +205,8 @@ def alerts(run: str, since: int, level: str, as_json: bool) -> int:
     from hdi_callback.monitoring.history.run_folder import find_history
     from hdi_callback.monitoring.rules.replay import read_alerts
 
-    return _show_alerts(read_alerts(find_history(run)), since, level, as_json)
+    path = find_history(run)
+    return _show_alerts(path, read_alerts(path), since, level, as_json)
 
 
 @hdi.command()
@@ -254,19 +257,26 @@ def replay(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
     from hdi_callback.monitoring.history.run_folder import find_history
     from hdi_callback.monitoring.rules.replay import replay as judge_again
 
-    return _show_alerts(judge_again(find_history(run), thresholds=parse_limits(thresholds)), since, level, as_json)
+    path = find_history(run)
+    return _show_alerts(path, judge_again(path, thresholds=parse_limits(thresholds)), since, level, as_json)
 
 
 @hdi.command()
 @click.argument("run")
 @click.option("--keys", type=click.IntRange(min=1), required=True, help="Keys that a query sees: the context length.")
-@click.option("--multiple-of", type=click.IntRange(min=1), default=1, show_default=True, help="Of head widths.")
+@click.option(
+    "--multiple-of",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Suggest only head widths that are multiples of this.",
+)
 @_JSON
 def allocate(run: str, keys: int, multiple_of: int, as_json: bool) -> int:
-    """Tell how many heads the measurements of a run suggest.
+    """Suggest a number of heads from what a run measured.
 
-    Needs the metrics attention_samples and token_rank in the run: metrics=[..., "attention_samples", "token_rank"]. A
-    model with assumptions, which are named; it often says that nothing can be told.
+    Needs a run with metrics=["default", "attention_samples", "token_rank"]. The suggestion comes from a model of the
+    error with assumptions. Often no number can be suggested; the reason is printed.
     """
     from hdi_callback.command.allocation import allocations, print_allocations
 
@@ -278,9 +288,10 @@ def allocate(run: str, keys: int, multiple_of: int, as_json: bool) -> int:
     return NOTHING_UNUSUAL
 
 
-def _show_alerts(found: list[Any], since: int, level: str, as_json: bool) -> int:
+def _show_alerts(path: Path, found: list[Any], since: int, level: str, as_json: bool) -> int:
     from hdi_callback.command import terminal
     from hdi_callback.monitoring.alerts import is_at_least
+    from hdi_callback.monitoring.history import read_records
     from hdi_callback.monitoring.rules.replay import active_alerts
 
     active = active_alerts(found)
@@ -291,6 +302,8 @@ def _show_alerts(found: list[Any], since: int, level: str, as_json: bool) -> int
         print_json({"alerts": [one.to_dict() for one in shown], "active": still, "standing": still})
     else:
         terminal.print_alerts(terminal.console(), shown, active)
+        if not found and not read_records(path):
+            click.echo("There is no reading yet.")
     return UNUSUAL if active else NOTHING_UNUSUAL
 
 

@@ -64,7 +64,7 @@ def colour_of(value: float) -> tuple[int, int, int]:
 
 
 def cell(value: float | None, width: int = 1) -> Text:
-    """Draw an alignment as a coloured cell that can be told without colour as well.
+    """Draw an alignment as a coloured cell that can be read without colour as well.
 
     Args:
         value: the alignment; `None` where nothing was measured.
@@ -109,7 +109,7 @@ _COLUMNS: tuple[tuple[str, bool, Callable[[LayerAudit], str | Text]], ...] = (  
     ("effective", True, lambda layer: "-" if layer.effective_heads is None else f"{layer.effective_heads:.1f}"),
     ("dead", False, lambda layer: ",".join(map(str, layer.dead_heads)) or "0"),
 )
-_NARROW = 100
+_NARROW_AUDIT, _NARROW = 120, 100
 
 
 def audit_table(audit: Audit, width: int) -> Table:
@@ -126,7 +126,7 @@ def audit_table(audit: Audit, width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    columns = [(heading, cell_of) for heading, is_minor, cell_of in _COLUMNS if width >= _NARROW or not is_minor]
+    columns = [(heading, cell_of) for heading, is_minor, cell_of in _COLUMNS if width >= _NARROW_AUDIT or not is_minor]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("layer", overflow="fold", min_width=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -281,3 +282,30 @@ def nested() -> nn.Module:
     torch.manual_seed(0)
     block = nn.ModuleDict({"attn": nn.MultiheadAttention(32, 4)})
     return nn.ModuleDict({"model": nn.ModuleDict({"blocks": nn.ModuleList([block])})})
+
+
+def test_a_comparison_says_which_layers_only_one_has_and_names_no_change_that_rounds_away(good_run, tmp_path):
+    write_run(tmp_path / "history.jsonl", layers=2, collapsed=None)
+    last = run("compare", good_run, tmp_path).output.splitlines()[-1]
+    assert last.endswith("2 layers are only in A.")
+    before, after = re.search(r"pair (?:went from (\S+) to (\S+)[;.]|stays)", last).groups()
+    assert before is None or before != after
+
+
+@pytest.mark.parametrize("command", ["alerts", "replay"])
+def test_a_run_that_has_only_begun_has_no_reading_yet(tmp_path, command):
+    History(tmp_path / "history.jsonl").begin(0, [])
+    shown = run(command, tmp_path)
+    assert (shown.exit_code, shown.output.splitlines()) == (0, ["No active alert.", "There is no reading yet."])
+
+
+def test_a_history_without_a_line_is_said_to_be_empty(tmp_path):
+    (tmp_path / "history.jsonl").touch()
+    for where in (tmp_path, tmp_path / "history.jsonl"):
+        shown = run("alerts", where)
+        assert shown.exit_code == 2
+        assert "is empty: its run has not written to it yet" in shown.stderr
+
+
+def test_the_list_of_commands_cuts_no_sentence_off():
+    assert [line for line in run("--help", width=80).output.splitlines()[1:] if line.endswith("...")] == []

@@ -52,7 +52,8 @@ def report(
     script = require_plotly()
     names = _names(runs)
     pages = [page_of_audit(run) if isinstance(run, Audit) else page_of_run(run, name) for run, name in zip(runs, names)]
-    heading = title or f"Attention heads of {' and '.join(page.name for page in pages)}"
+    *others, last = (page.name for page in pages)
+    heading = title or "Attention heads of " + (f"{', '.join(others)} and {last}" if others else last)
     text = page(heading, pages, differences_of(pages) if len(pages) > 1 else [], script)
     target = Path(path).expanduser() if path is not None else _beside(runs[0])
     try:

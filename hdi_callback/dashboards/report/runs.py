@@ -329,7 +329,7 @@ def _row(name: str, layer: LayerRecord) -> dict[str, Any]:
     return {
         "layer": name,
         "pair": _pair(layer, WORST),
-        **{ours: _rounded(values.get(metric), 3) for ours, metric in (
+        **{ours: _rounded(values.get(metric), 6) for ours, metric in (
             ("worst", WORST), ("mean", "hdi_alignment"), ("energyWorst", "hdi_energy_worst_alignment"),
             ("energy", "hdi_energy_alignment"), ("hdi", "hdi"), ("chance", "hdi_chance"),
             ("effective", "hdi_effective_heads"))},

@@ -34,6 +34,7 @@ def find_history(run: str | os.PathLike[str]) -> Path:
     """
     path = Path(check_path("run", run, "lightning_logs/version_0/hdi/history.jsonl")).expanduser()
     if path.is_file():
+        _refuse_empty(path)
         if not run_lines(path):
             raise MisconfigurationError(f"`{path}` is no history of a run: write the path of a `history.jsonl`.")
         return path
@@ -47,9 +48,16 @@ def find_history(run: str | os.PathLike[str]) -> Path:
             return near
     found = sorted(file for file in path.rglob("history*.jsonl") if file.is_file() and run_lines(file))
     if not found:
+        for file in sorted(path.rglob("history*.jsonl")):
+            _refuse_empty(file)
         raise MisconfigurationError(f"There is no `history.jsonl` in `{path}`, nor in a folder below it.")
     if len(found) > 1:
         named = ", ".join(str(file) for file in found[:_MOST_NAMED])
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         raise MisconfigurationError(f"`{path}` holds {len(found)} histories: {named}{more}. Write one of them.")
     return found[0]
+
+
+def _refuse_empty(file: Path) -> None:
+    if not file.stat().st_size:
+        raise MisconfigurationError(f"`{file}` is empty: its run has not written to it yet.")

@@ -16,7 +16,7 @@ from hdi_callback import audit, report
 from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.dashboards.report.runs import page_of_run
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.history import History
+from hdi_callback.monitoring.history import History, read_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from tests.dashboards.report.synthetic import write_run
 
@@ -83,8 +83,6 @@ def test_a_run_without_alerts_says_so_and_names_its_closest_pair(runs, tmp_path)
 
 def test_the_map_of_a_layer_is_what_was_measured(runs):
     import base64
-
-    from hdi_callback.monitoring.history import read_history
 
     (run,) = data_of(report(runs / "bad").path)
     layer, step = run["start"], run["steps"][-1]
@@ -190,3 +188,18 @@ def test_a_file_that_cannot_be_written_is_an_error_that_says_so(runs, tmp_path):
         report(runs / "bad", path=tmp_path / "file" / "page.html")
     with pytest.raises(MisconfigurationError, match="at least one run"):
         report()
+
+
+def test_a_number_is_rounded_once_so_that_verdict_and_tables_agree(tmp_path):
+    write_run(tmp_path / "history.jsonl", collapsed=None)
+    read_back = read_history(tmp_path / "history.jsonl").records()[-1].layers
+    rows = page_of_run(tmp_path / "history.jsonl", "run").data["table"]
+    shown = {row["layer"]: f"{row['worst']:.2f}" for row in rows}
+    assert shown == {name: f"{layer.values['hdi_worst_alignment']:.2f}" for name, layer in read_back.items()}
+
+
+def test_the_title_lists_the_names_of_all_runs(tmp_path):
+    for name in ("a", "b", "c"):
+        write_run(tmp_path / name / "history.jsonl", steps=1, collapsed=None)
+    page = report(*(tmp_path / name for name in "abc"), path=tmp_path / "page.html")
+    assert "<title>Attention heads of a, b and c</title>" in page.path.read_text()
