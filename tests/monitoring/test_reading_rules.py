@@ -606,9 +606,12 @@ def test_inputs_that_lose_directions_at_once_are_told_and_those_that_lose_them_s
 
     steady = [20.0, 21.0, 19.5, 20.5, 20.0, 21.0, 20.0]
     (alert,) = asked([InputsLoseRank()], tokens([*steady, 4.0, 4.1, 4.2]))
-    assert alert.step == 70
+    assert (alert.step, alert.finding.since) == (80, 70)
     over = asked([InputsLoseRank()], tokens([*steady, 4.0, 4.1, 15.0]))
-    assert [(one.step, one.is_resolved) for one in over] == [(70, False), (90, True)]
+    assert [(one.step, one.is_resolved) for one in over] == [(80, False), (90, True)]
+    assert asked([InputsLoseRank()], tokens([*steady, 4.0, 20.0, 19.0])) == [], "one batch"
+    learned = [7.31, 7.22, 7.12, 6.61, 6.79, 7.07, 7.17, 7.18, 4.95, 4.29, 2.92, 2.84, 2.47]  # of a healthy run
+    assert asked([InputsLoseRank()], tokens(learned)) == []
     assert asked([InputsLoseRank()], tokens([20 * 0.7**place for place in range(12)])) == []
     assert asked([InputsLoseRank()], tokens([*steady, 17.0])) == []
 

@@ -52,7 +52,8 @@ class InputsLoseRank(Rule):
     """The tokens that a layer is given have lost directions at once, and further than they ever changed in this run.
 
     As by a loader that gives one token again and again, or by code that cuts features off. What training does to them
-    goes slowly; data of another kind may do so too.
+    goes on from one reading to the next, so it is told when the reading after the fall is where the fall has ended;
+    data of another kind may do so too.
 
     Args:
         fall: factor by which the effective rank has fallen since the reading before, that is a warning.
@@ -63,6 +64,8 @@ class InputsLoseRank(Rule):
     needs = ("token_rank",)
     past: ClassVar[int] = 6
     compared: ClassVar[int] = 12
+    settled: ClassVar[float] = 0.25
+    """Share of the fall by which the next reading may differ, as a logarithm."""
 
     def __init__(self, fall: float = 1.4, factor: float = 4.0) -> None:
         self.fall = number("fall of InputsLoseRank", fall, above=1, below=float("inf"), example=1.4)
@@ -71,23 +74,27 @@ class InputsLoseRank(Rule):
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Hold the latest fall against the changes before; the alert stands until half of the fall is made up for."""
         steps, curve = series.curve("token_rank")
-        *before, now = curve
+        now = curve[-1]
         if active is not None:
             value, least = active.finding.value, active.finding.threshold
             is_over = value is None or least is None or now >= math.sqrt(max(value * least, 0.0))
             return None if is_over else active.finding
+        before, fallen = curve[:-2], curve[-2:-1]
         if len(before) < self.past or min(curve) <= 0:
             return None
         changes = [abs(math.log(b / a)) for a, b in itertools.pairwise(before[-self.compared - 1 :])]
-        fall = math.log(before[-1] / now)
-        if fall < math.log(self.fall) or now >= min(before) or fall < self.factor * max(changes):
+        fall, since_then = math.log(before[-1] / fallen[0]), abs(math.log(fallen[0] / now))
+        if fall < math.log(self.fall) or max(*fallen, now) >= min(before) or fall < self.factor * max(changes):
+            return None
+        if since_then > self.settled * fall:
             return None
         return Finding(
             f"the tokens that the layer is given have lost directions at once (effective rank {now:.1f}, "
-            f"{before[-1]:.1f} at step {steps[-2]}, and never below {min(before):.1f} before)",
+            f"{before[-1]:.1f} at step {steps[-3]}, and never below {min(before):.1f} before)",
             "warning",
             now,
             min(before),
             "token_rank",
+            since=steps[-2],
             remedy="a look at what the loader gives since then, and at what runs before this layer",
         )

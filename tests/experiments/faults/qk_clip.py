@@ -1,6 +1,6 @@
 """What `QKClip` does to runs whose scores grew: each beside its untouched twin and the healthy run of the same seed.
 
-python -m tests.experiments.faults.qk_clip --output docs/benchmarks/qk-clip.md
+python -m tests.experiments.faults.qk_clip --output docs/benchmarks/qk-clip-of-faults.md
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> None:
     runs = [run for part in PARTS for run in report.read(options.results / part)]
     grown = [run for run in runs if run["kind"] != HEALTHY and largest(run) > GROWN]
     lines = [
-        "Made by `python -m tests.experiments.faults.qk_clip --output docs/benchmarks/qk-clip.md`, from the runs of "
-        f"the benchmark of faults whose largest score came above {GROWN:.0f}. Final validation losses in nats; the "
-        "healthy run has the same seed.",
+        "Made by `python -m tests.experiments.faults.qk_clip --output docs/benchmarks/qk-clip-of-faults.md`, from the "
+        f"runs of the benchmark of faults whose largest score came above {GROWN:.0f}. Final validation losses in nats; "
+        "the healthy run has the same seed.",
         "",
         f"| fault | training | largest score | healthy | untouched | `QKClip({LIMIT:.0f})` | its largest score |",
         "|---|---|---|---|---|---|---|",
