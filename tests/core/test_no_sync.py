@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from hdi_callback.core import (
     AttentionSums,
@@ -124,8 +125,8 @@ def test_fake_tensors_on_cuda_go_through_with_their_devices_and_shapes(what, fas
     read, tensors = SILENT[what]
     with FakeTensorMode():
         results = read(*(torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for tensor in tensors))
-    results = vars(results).values() if hasattr(results, "__dataclass_fields__") else [results]
-    found = [result for result in results if isinstance(result, torch.Tensor)]
+    results = list(vars(results).values()) if hasattr(results, "__dataclass_fields__") else results
+    found = [result for result in tree_leaves(results) if isinstance(result, torch.Tensor)]
     assert found
     assert all(result.device.type == "cuda" for result in found)
 
