@@ -78,8 +78,8 @@ class Sharding:
                 stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(partitioned))
                 must_copy = True
             for owner, name, value in parts:
-                if _is_dtensor(value):
-                    stack.enter_context(_replaced(owner, name, _whole(value)))
+                if _distributed(value) is not None:
+                    stack.enter_context(_replaced(owner, name, _whole(_distributed(value))))
             weight = layer.weight(role).detach()
             # What FSDP1 and DeepSpeed gather is gone when the block ends.
             return weight.clone() if must_copy else weight
@@ -182,12 +182,13 @@ def as_if_whole(model: nn.Module) -> Iterator[set[nn.Module]]:
         managed = _managed_by_fsdp2(model)
         for module in model.modules():
             degrees = {
-                (int(value.shape[0]), degree)
+                (int(parts.shape[0]), degree)
                 for child in module.children()
                 for value in child.parameters(recurse=False)
                 if not is_lazy(value)
                 and value.dim() == 2
-                and (degree := _tensor_parallel_degree(value, id(value) in managed)) > 1
+                and (parts := _distributed(value)) is not None
+                and (degree := _tensor_parallel_degree(parts, is_managed=id(value) in managed)) > 1
             }
             if degrees:
                 _count_all_heads(module, degrees, stack, uncounted)
@@ -217,12 +218,18 @@ def _count_all_heads(
             module.__dict__[name] = count * next(iter(degrees))[1]
 
 
-def _tensor_parallel_degree(value: Tensor, is_managed: bool) -> int:
-    """Over how many ranks the rows of a matrix are split for computing; not for storing, as FSDP does."""
-    if not _is_dtensor(value):
-        return 1
-    split = [dim for dim, placement in enumerate(value.placements) if placement.is_shard(0)]  # type: ignore[attr-defined]
-    return math.prod(value.device_mesh.size(dim) for dim in (split[1:] if is_managed else split))  # type: ignore[attr-defined]
+def _tensor_parallel_degree(parts: Any, *, is_managed: bool) -> int:
+    """Over how many ranks the rows of a DTensor are split for computing; not for storing, as FSDP does."""
+    # FSDP's dims of the mesh come first: copies, if any, and the one over which it stores.
+    split = [dim for dim, placement in enumerate(parts.placements) if _split_dim(placement) is not None]
+    computed = split[1:] if is_managed else split
+    return math.prod(parts.device_mesh.size(dim) for dim in computed if _split_dim(parts.placements[dim]) == 0)
+
+
+def _split_dim(placement: Any) -> int | None:
+    """The dim of a tensor that is split over ranks, also where FSDP splits again what is split (`_StridedShard`)."""
+    dim = getattr(placement, "dim", None)
+    return dim if isinstance(dim, int) else None
 
 
 def _managed_by_fsdp2(model: nn.Module) -> set[int]:
@@ -235,8 +242,9 @@ def _shapes(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Size, Tens
     """Every parameter that is not whole here: owner, name, whole shape, and the part."""
     for module in model.modules():
         for name, value in module.named_parameters(recurse=False):
-            if _is_dtensor(value):
-                yield module, name, value.shape, value.to_local()  # type: ignore[attr-defined]
+            parts = _distributed(value)
+            if parts is not None:
+                yield module, name, parts.shape, parts.to_local()
             elif hasattr(value, "ds_id"):
                 yield module, name, torch.Size(value.ds_shape), value  # type: ignore[attr-defined]
         handle = getattr(module, "_handle", None)
@@ -299,8 +307,20 @@ def _is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
 
 
+def _distributed(tensor: Tensor) -> Any:
+    """The DTensor that a parameter is, or that DDP makes of it in forwards; `None` if it is neither."""
+    if _is_dtensor(tensor):
+        return tensor
+    spec: Any = getattr(tensor, "_st_info", None)  # of a mesh with tensor parallelism: only the part is left between
+    if not (hasattr(spec, "mesh") and hasattr(spec, "placements")):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(tensor.detach(), spec.mesh, spec.placements, run_check=False)
+
+
 def _is_part(tensor: Tensor) -> bool:
-    return _is_dtensor(tensor) or hasattr(tensor, "ds_id")
+    return _distributed(tensor) is not None or hasattr(tensor, "ds_id")
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -16,6 +16,7 @@ from hdi_callback.monitoring.ranks.roster import in_model_order
 from tests.models import HEADS, LENGTH, WIDTH, Block
 from tests.regimes.test_ddp import METRICS, ROWS, by_layer
 
+SLOW = pytest.mark.slow
 BLOCKS = 4
 ALL = [*METRICS, *ROWS, *(name for name in CATALOGUE if name.startswith(("update_", "weight_movement")))]
 
@@ -183,6 +184,31 @@ def read_stages_of_copies(rank: int, kind: str) -> dict[str, Any]:
     return {"tags": record.scalars(metrics), "absent": record.absent}
 
 
+class Parts(nn.Module):
+    """The stages that one rank holds of an interleaved pipeline, whose layers keep the names of the whole model."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({name: block for stage in stages for name, block in stage.blocks.items()})
+
+
+def read_interleaved(rank: int, kind: str) -> dict[str, Any]:
+    """Four stages, of which the first rank holds the first and the third."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    stages = [Stage(place, place + 1) for place in (rank, rank + 2)]
+    piped = [PipelineStage(one, rank + 2 * turn, 4, torch.device("cpu")) for turn, one in enumerate(stages)]
+    schedule = getattr(schedules, kind)(piped, n_microbatches=2, loss_fn=loss, scale_grads=False)
+    with monitor_of(Parts(stages)) as monitor:
+        monitor.measure(0)
+        monitor.arm()
+        run(schedule, rank, 2, batch())
+        for stage in stages:
+            move(stage)
+        record = monitor.measure(1).record()
+    return {"tags": record.scalars(ALL), "held": [layer.name for layer in monitor.layers]}
+
+
 # --- what must come of it
 
 
@@ -252,6 +278,22 @@ def test_microbatches_of_a_pipeline_count_as_the_whole_batch(two_ranks):
             for place in range(BLOCKS):
                 tag = f"{name}/blocks.{place}.attn"
                 assert found.get(tag) == (pytest.approx(whole[tag], rel=1e-4, abs=1e-5) if tag in whole else None), tag
+
+
+@pytest.mark.parametrize("kind", ["ScheduleInterleaved1F1B", pytest.param("ScheduleInterleavedZeroBubble", marks=SLOW)])
+def test_two_stages_on_each_rank_give_one_reading_of_the_whole_model(two_ranks, kind):
+    whole = read_whole()["tags"]
+    told = two_ranks(read_interleaved, kind)
+    assert [one.answer["held"] for one in told] == [
+        ["blocks.0.attn", "blocks.2.attn"],
+        ["blocks.1.attn", "blocks.3.attn"],
+    ]
+    for one in told:
+        for name in METRICS:  # attention rows are of the first microbatch
+            for place in range(BLOCKS):
+                tag = f"{name}/blocks.{place}.attn"
+                found = one.answer["tags"].get(tag)
+                assert found == (pytest.approx(whole[tag], rel=1e-4, abs=1e-5) if tag in whole else None), tag
 
 
 def test_stages_whose_layers_are_numbered_anew_are_not_taken_for_copies(two_ranks):

@@ -14,7 +14,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import find_attention
-from hdi_callback.attention.sharding import Sharding, as_if_whole
+from hdi_callback.attention.sharding import Sharding, _tensor_parallel_degree, as_if_whole
 from tests.models import HEADS, WIDTH, Classifier
 from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of, reading_alone
 
@@ -255,3 +255,32 @@ def test_looking_for_layers_gathers_nothing_and_leaves_nothing(monkeypatch):
     assert len(layers) == 3
     assert engine.gathered == []
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("splits", "is_managed", "degree"),
+    [
+        (["rows"], False, 2),
+        (["columns"], False, 1),
+        (["rows"], True, 1),
+        (["rows again", "rows"], True, 2),
+        (["columns", "rows"], True, 2),
+        (["rows", "columns"], True, 1),
+        (["copies", "rows again", "rows"], True, 2),
+        (["copies", "rows", "copies"], True, 1),
+    ],
+)
+def test_rows_that_fully_shard_stores_apart_are_told_from_rows_that_ranks_compute_apart(splits, is_managed, degree):
+    """In a mesh of both, FSDP's dims come first; `_StridedShard` splits rows that are split already."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    kinds = {
+        "rows": Shard(0),
+        "columns": Shard(1),
+        "rows again": _StridedShard(0, split_factor=2),
+        "copies": Replicate(),
+    }
+    mesh = SimpleNamespace(size=lambda dim: 2)
+    parts = SimpleNamespace(placements=[kinds[split] for split in splits], device_mesh=mesh)
+    assert _tensor_parallel_degree(parts, is_managed=is_managed) == degree
