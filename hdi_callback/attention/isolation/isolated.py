@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hdi_callback.attention.isolation.collectives import answered_locally
 from hdi_callback.attention.isolation.printing import muted
 from hdi_callback.attention.isolation.random_states import devices_in_use, random_states_kept
 from hdi_callback.attention.isolation.settings import (
@@ -44,7 +45,8 @@ def isolated(
     use; no device is initialised for it), data that the code of `modules` reaches (see `UserData`), the environment,
     and torch's settings: default type, gradients, deterministic algorithms, cuDNN, precision. Switched off are
     autocast, modes and saved-tensor hooks of the user's, torch's global module hooks, compilation, warnings, and what
-    this thread prints. New tensors lie on the CPU, in float32, unless `keeps_defaults` is set.
+    this thread prints. New tensors lie on the CPU, in float32, unless `keeps_defaults` is set; nor are collective calls
+    sent then, as other ranks may never come to them (see `answered_locally`).
 
     Blocks may be nested: random states are put back at the end of each, everything else at the end of the outermost.
 
@@ -84,6 +86,8 @@ def isolated(
                 torch.default_generator.manual_seed(seed)
             if keeps_defaults:
                 stack.enter_context(defaults(*_active.defaults))
+            elif not _active.answers_locally:  # the user's own tensors may be spread over ranks
+                stack.enter_context(_answered_locally())
             if seconds is not None:
                 stack.enter_context(_Clock(seconds))
             yield
@@ -110,10 +114,21 @@ class _Clock(TorchFunctionMode):
 
 class _Active(threading.local):
     data: UserData | None = None
+    answers_locally = False
     defaults: tuple[torch.device, torch.dtype] = (torch.device("cpu"), torch.float32)  # the user's
 
 
 _active = _Active()
+
+
+@contextmanager
+def _answered_locally() -> Iterator[None]:
+    _active.answers_locally = True
+    try:
+        with answered_locally():
+            yield
+    finally:
+        _active.answers_locally = False
 
 
 def _forget() -> None:

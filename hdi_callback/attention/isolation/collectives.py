@@ -1,0 +1,278 @@
+"""What user code asks of other ranks while it is run apart: answered here, as if every rank held what this one holds.
+
+Context-parallel and tensor-parallel modules call collectives in their forward. A copy that is run by this package runs
+on one rank, at a time of its own: the others may never come to such a call, and who waits for them waits until the
+process group gives up. So nothing is sent: a sum over N ranks is N times this rank's share, a gathered tensor has this
+rank's part N times, and what is received is what was sent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+class CollectiveError(RuntimeError):
+    """A collective call that has no answer without the other ranks."""
+
+
+@contextmanager
+def answered_locally() -> Iterator[None]:
+    """Answer collective calls of the block without the other ranks; does nothing where there are none.
+
+    Example:
+        >>> with answered_locally():
+        ...     pass
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    is_used = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if not is_used or distributed.get_world_size() == 1:
+        yield
+        return
+    with _LocalAnswers():
+        yield
+
+
+class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation below autograd, so also the collectives of backward functions and of DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sent: list[Tensor] = []  # and not received yet
+        self._awaited: list[Tensor] = []  # received before they are sent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in _NAMESPACES:
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        answer = getattr(self, f"_{func.namespace.strip('_')}_{name}", None)
+        if answer is None:
+            raise CollectiveError(f"{func.namespace}::{name} asks other ranks, which do not run this copy")
+        return answer(*args, **(kwargs or {}))
+
+    # --- calls that write into tensors
+
+    def _c10d_allreduce_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
+        _reduce(tensors, _is_sum(op), _size(group))
+        return list(tensors), _done(tensors)
+
+    def _c10d_allreduce_coalesced_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
+        _reduce(tensors, _is_sum(op), _size(group))
+        return _done(tensors)
+
+    def _c10d_reduce_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
+        return self._c10d_allreduce_coalesced_(tensors, group, op)
+
+    def _c10d_broadcast_(self, tensors: Sequence[Tensor], group: Any, root: int, *rest: Any) -> Any:
+        if root != _rank(group):
+            _refuse_numbers(tensors)
+        return list(tensors), _done(tensors)
+
+    def _c10d_allgather_(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *rest: Any) -> Any:
+        for gathered, own in zip(outputs, inputs):
+            for part in gathered:
+                _copy(part, own)
+        return [list(gathered) for gathered in outputs], _done(inputs)
+
+    def _c10d_allgather_coalesced_(self, outputs: Any, inputs: Sequence[Tensor], *rest: Any) -> Any:
+        for gathered in outputs:  # one list for each rank
+            for part, own in zip(gathered, inputs):
+                _copy(part, own)
+        return _done(inputs)
+
+    def _c10d__allgather_base_(self, output: Tensor, own: Tensor, group: Any, *rest: Any) -> Any:
+        for part in output.view(-1).chunk(_size(group)):
+            _copy(part, own.reshape(-1))
+        return output, _done([output])
+
+    def _c10d_allgather_into_tensor_coalesced_(self, outputs: Any, inputs: Any, group: Any, *rest: Any) -> Any:
+        for output, own in zip(outputs, inputs):
+            self._c10d__allgather_base_(output, own, group)
+        return _done(inputs)
+
+    def _c10d_gather_(self, outputs: Any, inputs: Sequence[Tensor], *rest: Any) -> Any:
+        return self._c10d_allgather_(outputs, inputs)[1]
+
+    def _c10d_scatter_(self, outputs: Any, inputs: Any, group: Any, root: int, *rest: Any) -> Any:
+        if not any(inputs):  # another rank would send what it has not sent yet
+            _refuse_numbers(outputs)
+            for output in outputs:
+                output.zero_()
+        for output, parts in zip(outputs, inputs):
+            _copy(output, parts[_rank(group)])
+        return list(outputs), _done(outputs)
+
+    def _c10d_reduce_scatter_(self, outputs: Any, inputs: Any, group: Any, op: Any, *rest: Any) -> Any:
+        for output, parts in zip(outputs, inputs):
+            _copy(output, parts[_rank(group)])
+        _reduce(outputs, _is_sum(op), _size(group))
+        return list(outputs), _done(outputs)
+
+    def _c10d__reduce_scatter_base_(self, output: Tensor, own: Tensor, group: Any, op: Any, *rest: Any) -> Any:
+        _copy(output, own.reshape(-1).chunk(_size(group))[_rank(group)].view_as(output))
+        _reduce([output], _is_sum(op), _size(group))
+        return output, _done([output])
+
+    def _c10d_reduce_scatter_tensor_coalesced_(self, outputs: Any, inputs: Any, group: Any, op: Any, *rest: Any) -> Any:
+        for output, own in zip(outputs, inputs):
+            self._c10d__reduce_scatter_base_(output, own, group, op)
+        return _done(outputs)
+
+    def _c10d_alltoall_(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any, *rest: Any) -> Any:
+        for output in outputs:
+            _copy(output, inputs[_rank(group)])
+        return list(outputs), _done(outputs)
+
+    def _c10d_alltoall_base_(self, output: Tensor, own: Tensor, group: Any, to: Any, sent: Any, *rest: Any) -> Any:
+        _copy(output, _swapped(own, _size(group), _rank(group), to, sent))
+        return _done([output])
+
+    def _c10d_send(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
+        for tensor in tensors:
+            place = next((place for place, one in enumerate(self._awaited) if _are_alike(one, tensor)), None)
+            if place is None:
+                self._sent.append(tensor.detach().clone())
+            else:
+                self._awaited.pop(place).copy_(tensor)
+        return _done(tensors)
+
+    def _c10d_recv_(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
+        for tensor in tensors:
+            place = next((place for place, one in enumerate(self._sent) if _are_alike(one, tensor)), None)
+            if place is None:
+                _refuse_numbers([tensor])
+                tensor.zero_()
+                self._awaited.append(tensor)
+            else:
+                tensor.copy_(self._sent.pop(place))
+        return _done(tensors)
+
+    _c10d_recv_any_source_ = _c10d_recv_
+
+    def _c10d_barrier(self, tensor: Tensor, *rest: Any, **options: Any) -> Any:
+        return _done([tensor])
+
+    def _c10d_monitored_barrier_(self, *rest: Any, **options: Any) -> None:
+        return None
+
+    def _c10d_check_for_nan(self, *rest: Any) -> None:
+        return None
+
+    # --- calls that give new tensors
+
+    def _c10d_functional_all_reduce(self, own: Tensor, op: str, group: Any) -> Tensor:
+        return self._c10d_functional_all_reduce_(own.clone(), op, group)
+
+    def _c10d_functional_all_reduce_(self, own: Tensor, op: str, group: Any) -> Tensor:
+        _reduce([own], op.lower() == "sum", _size(group))
+        return own
+
+    def _c10d_functional_all_reduce_coalesced(self, inputs: Sequence[Tensor], op: str, group: Any) -> list[Tensor]:
+        return [self._c10d_functional_all_reduce(own, op, group) for own in inputs]
+
+    def _c10d_functional_all_gather_into_tensor(self, own: Tensor, size: int, group: Any) -> Tensor:
+        return torch.cat([own] * size)
+
+    def _c10d_functional_all_gather_into_tensor_coalesced(self, inputs: Any, size: int, group: Any) -> list[Tensor]:
+        return [torch.cat([own] * size) for own in inputs]
+
+    def _c10d_functional_reduce_scatter_tensor(self, own: Tensor, op: str, size: int, group: Any) -> Tensor:
+        share = own.chunk(size)[_rank(group)].clone()
+        _reduce([share], op.lower() == "sum", size)
+        return share
+
+    def _c10d_functional_reduce_scatter_tensor_coalesced(
+        self, inputs: Any, op: str, size: int, group: Any
+    ) -> list[Tensor]:
+        return [self._c10d_functional_reduce_scatter_tensor(own, op, size, group) for own in inputs]
+
+    def _c10d_functional_all_to_all_single(self, own: Tensor, to: Any, sent: Any, group: Any) -> Tensor:
+        return _swapped(own, _size(group), _rank(group), to, sent).clone()
+
+    def _c10d_functional_broadcast(self, own: Tensor, root: int, group: Any) -> Tensor:
+        return own.clone()
+
+    def _c10d_functional_broadcast_(self, own: Tensor, root: int, group: Any) -> Tensor:
+        return own
+
+    def _c10d_functional_wait_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    _c10d_functional__wrap_tensor_autograd = _c10d_functional_wait_tensor
+
+    def _dtensor_shard_dim_alltoall(self, own: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
+        size = _size(group)
+        return torch.cat([own.chunk(size, shard_dim)[_rank(group)]] * size, gather_dim)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.numel() != source.numel():
+        raise CollectiveError("ranks that hold parts of different sizes cannot be answered for by one of them")
+    target.copy_(source.view_as(target) if target.shape != source.shape else source)
+
+
+def _swapped(own: Tensor, size: int, rank: int, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+    """Give what comes of an all-to-all along the first dim, where every rank sends the same parts."""
+    parts: Any = own.split(list(sent)) if sent else own.chunk(size)  # type: ignore[no-untyped-call]
+    result = torch.cat([parts[rank]] * size)
+    if received and sum(received) != result.shape[0]:
+        raise CollectiveError("ranks that hold parts of different sizes cannot be answered for by one of them")
+    return result
+
+
+def _reduce(tensors: Sequence[Tensor], is_sum: bool, size: int) -> None:
+    """Add up a share of every rank; the mean, the largest and the smallest of them are that of one."""
+    for tensor in tensors:
+        if is_sum:
+            tensor.mul_(size)
+
+
+def _refuse_numbers(tensors: Sequence[Tensor]) -> None:
+    """Refuse whole numbers that another rank would send: sizes and places, not features that may be any."""
+    if any(not tensor.is_floating_point() for tensor in tensors):
+        raise CollectiveError("another rank would have sent whole numbers, which cannot be made up")
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _is_sum(op: Any) -> bool:
+    from torch.distributed import ReduceOp
+
+    return bool(op.op() == ReduceOp.SUM)
+
+
+def _group(group: Any) -> Any:
+    from torch.distributed import ProcessGroup, distributed_c10d
+
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    if isinstance(group, str):
+        return resolve(group)
+    return ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
+
+
+def _size(group: Any) -> int:
+    return int(_group(group).size())
+
+
+def _rank(group: Any) -> int:
+    return int(_group(group).rank())
+
+
+def _done(_: Sequence[Tensor]) -> Any:
+    """Make the handle of a call that has ended."""
+    from torch._C import _distributed_c10d as c10d
+
+    kind: Any = getattr(c10d, "FakeWork", None)
+    if not hasattr(kind, "boxed"):
+        raise CollectiveError("this release of torch has no handle for a call that is not sent")
+    return kind().boxed()
