@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.benchmarks import bench_reading, bench_start, bench_step, differences, plan, ratios
+from tests.benchmarks import bench_growth, bench_reading, bench_start, bench_step, differences, plan, ratios
 from tests.benchmarks.ratios import measure
 
 
@@ -43,6 +43,15 @@ def test_the_report_of_the_start_gives_each_import_and_each_model_its_row(tmp_pa
     assert "python -m tests.benchmarks.bench_start --small --rounds 1 " in rows[0]
     for name in (*bench_start.IMPORTS, *bench_start.SMALL):
         assert sum(row.startswith(f"| {name} | ") for row in rows) == 1
+
+
+def test_an_exponent_is_that_of_the_power_with_an_interval_as_wide_as_the_scatter():
+    sizes = [1, 2, 4, 8, 16]
+    assert bench_growth.exponent(sizes, [3 * size**2 for size in sizes]) == pytest.approx((2, 2, 2))
+    slope, low, high = bench_growth.exponent(sizes, [size * factor for size, factor in zip(sizes, (1, 2, 1, 2, 1))])
+    assert slope == pytest.approx(1)  # what scatters is the same at both ends
+    # By hand: residuals in log2 are -0.4, 0.6, ..., their squares sum to 1.2; t of 3 degrees is 3.182.
+    assert (high - low) / 2 == pytest.approx(3.182 * (1.2 / 3 / 10) ** 0.5, abs=1e-3)
 
 
 def test_ratios_are_taken_round_by_round(monkeypatch):
