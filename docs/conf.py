@@ -48,7 +48,8 @@ nitpick_ignore_regex = [
     # Types of arguments that are no part of the public door.
     (
         r"py:class",
-        r"hdi_callback\.(monitoring\.(history\.(Run)?History|warn_once\.WarnOnce|readings\.Measurement|ranks\.Ranks)"
+        r"hdi_callback\.(monitoring\.(history\.(writer\.History|run_history\.RunHistory)|warn_once\.WarnOnce"
+        r"|readings\.Measurement|ranks\.ranks\.Ranks|session\.schedule\.Schedule)"
         r"|audits\.(audit\.LayerAudit|comparison\.LayerComparison)|integrations\.loop_host\.Loop(Settings|Host))",
     ),
     # The inventories of other projects would have to be downloaded.
