@@ -28,6 +28,7 @@ FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj",
 
 _ATTENTION_NAME = re.compile(r"(?i:attention|attn|attend|multi_?head)|MLA$|MHA$|SA$")
 _ATTENDS = re.compile(r"(?i:attend|attention|attn|softmax)")
+_RESULT = re.compile(r"Output|Result")  # classes of what comes back, such as BaseModelOutputWithNoAttention
 # What the code of attention asks torch for.
 _COMPUTES = frozenset({
     "scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flex_attention",
@@ -100,7 +101,7 @@ def _computes_attention(module: nn.Module) -> bool:
 
 def _asks_for_attention(code: types.CodeType) -> bool:
     called = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    if any(_ATTENDS.search(str(name)) for name in called):
+    if any(_ATTENDS.search(str(name)) and not _RESULT.search(str(name)) for name in called):
         return True
     names = set(code.co_names)
     is_product = _MULTIPLIES & names or any(one.argrepr in ("@", "@=") for one in dis.get_instructions(code))

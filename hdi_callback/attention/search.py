@@ -13,8 +13,10 @@ Module by module from the innermost outwards:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -94,9 +96,11 @@ class Search:
 
     def trace(self) -> None:
         """Run copies of modules with inputs that are made up."""
-        for name in self._from_the_inside(self.places):
-            if self._is_worth_running(name):
-                self._take(name, self._traced(name, None))
+        for _, names in groupby(self._from_the_inside(self.places), _depth):
+            layers_in = Counter(around for name in self.layers for around in containers(name))
+            for name in names:
+                if layers_in[name] <= _MOST_LAYERS_WITHIN and self._is_worth_running(name):
+                    self._take(name, self._traced(name, None))
 
     def trace_recorded(self, recorded: Mapping[str, Sequence[Inputs]]) -> None:
         """Run copies of modules with inputs of a real forward.
@@ -110,7 +114,7 @@ class Search:
             found = self._traced(name, recorded[name])
             if found is None:
                 self._failed.add(name)
-            self._take(name, found)
+            self._take(name, found, is_of_forward=True)
 
     def _traced(self, name: str, recorded: Sequence[Inputs] | None) -> Sequence[Found] | None:
         def is_known(path: str) -> bool:
@@ -119,17 +123,15 @@ class Search:
         return self._tracer.found_in(name, self.places[name].module, recorded, is_known=is_known)
 
     def _from_the_inside(self, names: Mapping[str, object]) -> list[str]:
-        return sorted(names, key=lambda name: len(name.split(".")) if name else 0, reverse=True)
+        return sorted(names, key=_depth, reverse=True)
 
     def _is_worth_running(self, name: str) -> bool:
         place = self.places[name]
-        if any(name == other or is_inside(name, other) for other in self._vouched):
+        if is_within(name, self._vouched):
             return False
         if any(is_lazy(one) for one in place.module.parameters()) or not _holds_matrices(place.module):
             return False
-        if self._is_slow(name):
-            return False
-        return sum(is_inside(other, name) for other in self.layers) <= _MOST_LAYERS_WITHIN
+        return not self._is_slow(name)
 
     def _is_slow(self, name: str) -> bool:
         """Tell what took too long to run, and what holds such a module."""
@@ -137,15 +139,15 @@ class Search:
 
     def _is_known(self, path: str, around: str) -> bool:
         """Tell whether the cores of a module are explained by a layer that leaves nothing open."""
-        for name, layer in self.layers.items():
-            if path == name or is_inside(path, name):
-                is_whole = name in self._vouched or "output" in layer.slices
-                # The projection of outputs may lie beside a module, and no further away.
-                if is_whole or len(name.split(".")) - len(around.split(".")) > 2:
-                    return True
-        return any(path == name or is_inside(path, name) for name in self._vouched)
+        if is_within(path, self._vouched):
+            return True
+        for name in (path, *containers(path)):
+            # The projection of outputs may lie beside a module, and no further away.
+            if name in self.layers and ("output" in self.layers[name].slices or _depth(name) - _depth(around) > 2):
+                return True
+        return False
 
-    def _take(self, name: str, found: Sequence[Found] | None) -> None:
+    def _take(self, name: str, found: Sequence[Found] | None, *, is_of_forward: bool = False) -> None:
         if found is None:
             return
         self._ran.add(name)
@@ -153,7 +155,8 @@ class Search:
             full = users_name(_joined(name, one.path))
             if one.layer is None:
                 is_told = any(is_inside(other, full) for other in self._vouched & self.reasons.keys())
-                if full not in self.reasons and not is_told and not self._is_explained(full):
+                is_new = full not in self.reasons or (is_of_forward and full in self._open)
+                if is_new and not is_told and not self._is_explained(full):
                     self.reasons[full] = one.reason, ""
                     if one.is_undecided:
                         self._open.add(full)
@@ -187,10 +190,13 @@ class Search:
 
     def name_what_is_silent(self) -> None:
         """Note of modules that are called attention, and ran without a softmax over tokens, that nothing was seen."""
-        told = {*self.layers, *self.reasons, *(name for name in self.places if self._is_explained(name))}
+        explained = self._modules_of_layers()
+        told = {*self.layers, *self.reasons}
+        told |= {name for name, place in self.places.items() if id(place.module) in explained}
+        told |= {around for name in told for around in containers(name)}
         for name, place in self.places.items():
             is_called = place.parent is not None and is_called_attention(place.module) and looks_like_attention(place)
-            if name in self._ran and is_called and not any(name == other or is_inside(other, name) for other in told):
+            if name in self._ran and name not in told and is_called:
                 self.reasons[name] = _NO_SOFTMAX, ""
 
     # --- 4. and 5. a real forward
@@ -201,21 +207,18 @@ class Search:
         Returns:
             Their places by name, in model order.
         """
-        explained = {id(layer.module) for layer in self.layers.values()}
+        explained = self._modules_of_layers()
+        around_vouched = {around for name in self._vouched for around in containers(name)}
         found = {name for name in self.reasons if name not in self._vouched and name in self.places}
         for name, place in self.places.items():
             is_open = name not in self._ran and name not in self._vouched and id(place.module) not in explained
-            is_open &= not any(is_inside(other, name) for other in self._vouched)
+            is_open &= name not in around_vouched
             if is_open and looks_like_attention(place):
                 found.add(name)
-        inner = {name for name in found if not any(is_inside(other, name) for other in found)}
+        inner = found - {around for name in found for around in containers(name)}
         inner |= {name for name in found if name in self.reasons}
-        known = [*self.layers, *self._vouched]
-        return {
-            name: self.places[name]
-            for name in self.places
-            if name in inner and not any(name == other or is_inside(name, other) for other in known)
-        }
+        known = self.layers.keys() | self._vouched
+        return {name: self.places[name] for name in self.places if name in inner and not is_within(name, known)}
 
     def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs]]) -> None:
         """Hold what is claimed against what attention received in a real forward.
@@ -225,8 +228,9 @@ class Search:
             ways: the arguments of each module in that forward.
         """
         for name, verdict in observer.verdicts().items():
-            if name in self.layers and verdict.state == "contradicted":
-                self._correct(self.layers[name], ways.get(name, ()), verdict.sentence)
+            if name in self.layers and verdict.state != "established":
+                what = verdict.sentence if verdict.state == "contradicted" else ""
+                self._correct(self.layers[name], ways.get(name, ()), what)
         for one in observer.accounts():
             read = self.layers.get(one.layer)
             if one.part == "in part" and read is not None and not read.left_out:
@@ -256,9 +260,10 @@ class Search:
         return said[0] if said else "tokens that other maps give"
 
     def _correct(self, layer: AttentionLayer, ways: Sequence[Inputs], seen: str) -> None:
-        """Read a layer again with the inputs with which something else was seen."""
+        """Read a layer again with the inputs of a forward that did not establish it."""
+        said = list(traced_contradictions(layer, ways))
         # Of heads that are computed one by one, each is no more than a part of what is claimed.
-        if None in traced_contradictions(layer, ways):
+        if None in said or not (said or seen):
             return
         name = layer.name
         self.layers.pop(name, None)
@@ -266,7 +271,7 @@ class Search:
         if found and all(one.layer is not None for one in found):
             self._take(name, found)
         else:
-            self.reasons[name] = f"in the forward that was run, {seen}", ""
+            self.reasons[name] = f"in the forward that was run, {seen or said[0]}", ""
 
     def why(self, name: str) -> tuple[str, str]:
         """Say why nothing is read of a module.
@@ -292,7 +297,10 @@ class Search:
 
     def _is_explained(self, name: str) -> bool:
         place = self.places.get(name)
-        return place is not None and any(layer.module is place.module for layer in self.layers.values())
+        return place is not None and id(place.module) in self._modules_of_layers()
+
+    def _modules_of_layers(self) -> set[int]:
+        return {id(layer.module) for layer in self.layers.values()}
 
 
 # --- places and names
@@ -333,6 +341,21 @@ def _first_line(error: Exception) -> str:
 
 def _joined(name: str, path: str) -> str:
     return ".".join(part for part in (name, path) if part)
+
+
+def _depth(name: str) -> int:
+    return len(name.split(".")) if name else 0
+
+
+def containers(name: str) -> list[str]:
+    """Give the dotted paths around one, the innermost first, without itself; the whole model is the empty path."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:count]) for count in reversed(range(len(parts)))]
+
+
+def is_within(name: str, names: Container[str]) -> bool:
+    """Tell whether a dotted path or one around it is among some."""
+    return name in names or any(around in names for around in containers(name))
 
 
 def is_inside(name: str, container: str) -> bool:

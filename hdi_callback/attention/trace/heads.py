@@ -29,6 +29,7 @@ from hdi_callback.attention.trace.run import Draw, Traceable, TracedRun
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
 
 _MOST_ROWS = 512  # of the weights of a core: batch x heads x windows
+SINGLE_KEYS = "every query has a single key in what was run, which tells nothing of keys"
 _BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
 
 
@@ -133,8 +134,15 @@ class TracedCores:
     @cached_property
     def again(self) -> list[list[Core]]:
         """The cores when maps answer nothing, one draw, another, and their sum."""
-        shares = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
-        return [cores_of(self.traceable.run(self.args, self.kwargs, Draw(share))) for share in shares]
+        shares = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
+        runs = [cores_of(self.traceable.run(self.args, self.kwargs, Draw(share))) for share in shares]
+        return [self.without_maps[1], *runs]
+
+    @cached_property
+    def without_maps(self) -> tuple[TracedRun, list[Core]]:
+        """The run in which maps answer nothing."""
+        run = self.traceable.run(self.args, self.kwargs, Draw((0.0, 0.0)))
+        return run, cores_of(run)
 
     @cached_property
     def with_means(self) -> tuple[TracedRun, list[Core]]:
@@ -186,7 +194,7 @@ class CoreReading:
         rows = [(unit, where) for unit, where in zip(units, self.where) if where is not None]
         if not rows:
             if core.weights.shape[-1] < 2:
-                raise UndecidedError("every query has a single key in what was run, which tells nothing of keys")
+                raise UndecidedError(SINGLE_KEYS)
             raise UndecidedError("what its scores are made of shows no queries and keys of tokens")
         product = self._product_of_tokens(rows)
         return self._grouped(rows, product)
@@ -239,8 +247,8 @@ class CoreReading:
         of_rows: list[set[tuple[str, int]]] = [set() for _ in range(count)]
         for leaf, codes in columns_of(side[n].mT, self.trace.tensors).items():
             start, parameter = self.trace.leaves[leaf].start, self.trace.parameter_of(leaf)
-            for feature, code in enumerate(codes.T):
-                for row in set(code[code >= 0].tolist()):
+            for feature, code in enumerate(codes.T.tolist()):
+                for row in {row for row in code if row >= 0}:
                     of_rows[row].add((parameter, start + feature))
         kinds: dict[frozenset[tuple[str, int]], list[int]] = {}
         for row, features in enumerate(of_rows):
@@ -345,8 +353,7 @@ class CoreReading:
             if mine is None:
                 continue
             _, keys, at_query, at_keys = mine
-            length = self._side(product, keys).shape[1]
-            if len({int(one) // length for one in at_keys}) > 1:
+            if not self._are_of_one_head(self._side(product, keys), at_keys):
                 raise NoHeadsError("its heads mix: the weights of one depend on the scores of several")
             places[n] = (keys, at_query, at_keys)
             supports[n] = {
@@ -356,6 +363,7 @@ class CoreReading:
             }
         first = next(iter(supports))
         self._check_tokens(first, product, places[first], flat_values[first // self.units.count])
+        self._refuse_added_inputs(flat_values[first // self.units.count])
         left_out = self._second_stream(supports, first)
         raw: dict[int, dict[Role, list[Rows]]] = {}
         roles: tuple[Role, ...] = ("query", "key", "value")
@@ -398,6 +406,16 @@ class CoreReading:
         if "query" not in heads and of_query:
             left_out = " and ".join(one for one in (left_out, "the weights of its queries") if one)
         return HeadRows(heads, members, normed, remarks, left_out, self.units)
+
+    def _are_of_one_head(self, keys: Tensor, at_keys: Tensor) -> bool:
+        """Tell whether keys of several matrices are of the same features: windows of one head overlap."""
+        matrices = at_keys // keys.shape[1]
+        seen = {
+            tuple((self.trace.parameter_of(leaf), found.features(leaf)) for leaf in found.masks)
+            for number in matrices.unique()
+            if (found := self._support(keys, at_keys[matrices == number]))
+        }
+        return len(seen) < 2
 
     def _leave_out_shared(self, of_heads: dict[Role, list[list[Rows]]], product: int, keys: int) -> bool:
         """Leave out a part of keys that all heads share beside their own, and what of queries meets it.
@@ -468,6 +486,20 @@ class CoreReading:
                     torch.equal(mask, other.masks[leaf]) for leaf, mask in one.masks.items()
                 ):
                     raise NoHeadsError(f"its {what} are the same for all tokens, or mix them all")
+
+    def _refuse_added_inputs(self, at_values: Tensor) -> None:
+        """Refuse values to which an input is added that no map is given, such as those of an earlier layer."""
+        run, cores = self.trace.without_maps
+        if len(cores) != len(self.trace.cores):
+            return
+        inputs = [one for name, one in run.others.items() if name.startswith("input")]
+        for at in at_values[:: max(1, len(at_values) - 1)]:  # of the first and the last token
+            gradient = torch.zeros(self.core.values.shape)
+            gradient.view(-1, gradient.shape[-1])[at] = 1.0
+            made = self._support(self.core.values, at[None])
+            if made and Support.of(cores[self.number].values, gradient, inputs):
+                names = "` and `".join(sorted({module_of(self.trace.parameter_of(leaf)) for leaf in made.masks}))
+                raise NoHeadsError(f"its values are sums of what `{names}` gives and of one of its inputs")
 
     def _second_stream(self, supports: dict[int, dict[Role, Support]], first: int) -> str:
         """Tell keys and values that come from one map for some tokens and from another for others."""

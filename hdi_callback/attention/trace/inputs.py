@@ -10,9 +10,10 @@ import copy
 import inspect
 import itertools
 import math
+import re
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,8 @@ _ROTARY_WIDTHS = (
 _MASKS = frozenset({"attention_mask", "mask", "attn_mask"})
 _POSITIONS = frozenset({"position_ids", "positions", "cache_position"})
 _BIASES = frozenset({"alibi", "position_bias", "attention_bias", "bias"})
+_OF_NO_TOKENS = _ROTATIONS | _MASKS | _POSITIONS | _BIASES
+_IS_OF_NO_TOKENS = re.compile(r"(?i)mask|past|cache|pos|bias|rot|rope|freq|len|index|ids|state$|config|scale|dropout")
 _SIDES = frozenset({"h", "w", "H", "W", "height", "width"})
 
 
@@ -105,6 +108,30 @@ def with_other_tokens(inputs: Inputs) -> Inputs | None:
         if name in _TOKENS_TOO and isinstance(one, Tensor)
     }
     return replace(inputs, kwargs={**inputs.kwargs, **others}) if others else None
+
+
+def with_optional(module: nn.Module, inputs: Inputs, shape: Sequence[int]) -> Iterator[tuple[str, Inputs]]:
+    """Give arguments that may be left out and were, one at a time, as tokens and as heads.
+
+    Args:
+        module: the module.
+        inputs: that were made up, the first of them tokens.
+        shape: ``(batch, heads, tokens, width)`` of values.
+
+    Yields:
+        The name of an argument, and the inputs with it.
+    """
+    generator = torch.Generator().manual_seed(2)
+    batch, heads, length, width = shape
+    for one in inspect.signature(module.forward).parameters.values():
+        is_named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if not is_named or one.default is not None or inputs.kwargs.get(one.name) is not None:
+            continue
+        if one.name in _OF_NO_TOKENS or _IS_OF_NO_TOKENS.search(one.name):
+            continue
+        for size in (inputs.args[0].shape, (batch, heads, length, width), (batch, length, heads, width)):
+            given = torch.randn(tuple(size), generator=generator)
+            yield one.name, replace(inputs, kwargs={**inputs.kwargs, one.name: given})
 
 
 def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:

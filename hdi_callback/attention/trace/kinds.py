@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_other_tokens
+from hdi_callback.attention.trace.heads import SINGLE_KEYS
+from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_optional, with_other_tokens
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Draw, Traceable, TracedRun
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same, contradiction_of
@@ -43,6 +45,7 @@ class _Traced:
 
 
 _BEST = 3
+_OPTIONAL = "its heads are others where `{name}` is given, and no forward has shown whether it is"
 _DEPENDS = "its heads are other rows where queries, keys and values are made of different tokens"
 
 
@@ -85,7 +88,7 @@ class KindTracer:
         """
         if self.is_slow(module):
             return None
-        kind = (*_kind_of(module), recorded is not None)
+        kind = (*_kind_of(module), None if recorded is None else tuple(map(_form_of, recorded)))
         end = time.monotonic() + _MOST_SECONDS
         try:
             with isolated(module, seconds=_MOST_SECONDS):
@@ -118,24 +121,58 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+def _form_of(inputs: Inputs) -> tuple[Any, ...]:
+    """Which arguments are given, and as what: of the same module some may make other heads."""
+    given = [*enumerate(inputs.args), *sorted(inputs.kwargs.items())]
+    return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in given)
+
+
 def _checked(traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
-    """Leave open what has other heads where the arguments of a module are different tokens."""
-    others = None if traced.inputs is None else with_other_tokens(traced.inputs)
-    if others is None or traced.found is None or not any(one.layer is not None for one in traced.found):
+    """Leave open what has other heads with other arguments than those that were made up."""
+    if traced.inputs is None or traced.found is None or not any(one.layer is not None for one in traced.found):
         return traced
-    try:
-        run, found = layers_in(Traceable(traced.module), others.args, others.kwargs, traced.name, is_known=is_known)
-    except Exception:  # which is no word on the layer
-        return traced
-    if run.error is not None:
-        return traced
+    traceable = Traceable(traced.module)
+    reasons: dict[str, str] = {}
+    for reason, inputs in _others(traced):
+        try:
+            run, found = layers_in(traceable, inputs.args, inputs.kwargs, traced.name, is_known=is_known)
+        except Exception:  # which is no word on the layer
+            continue
+        if run.error is not None:
+            continue
+        for one in traced.found:
+            if one.layer is not None and not _is_borne_out(one, one.layer, found, traced.name):
+                reasons.setdefault(one.layer.name, reason)
     kept = tuple(
-        Found(one.path, None, _DEPENDS, one.cores, one.maps, True)
-        if one.layer is not None and contradiction_of(one.layer, found, traced.name) is not None
+        Found(one.path, None, reasons[one.layer.name], one.cores, one.maps, True)
+        if one.layer is not None and one.layer.name in reasons
         else one
         for one in traced.found
     )
     return replace(traced, found=kept)
+
+
+def _is_borne_out(one: Found, layer: AttentionLayer, found: Sequence[Found], name: str) -> bool:
+    """Tell whether a run shows nothing else of a layer, nor that it is a part of what the layer's module attends to."""
+    again = [other.layer for other in found if other.layer is not None and other.layer.module is layer.module]
+    if not again:
+        return not any(other.path == one.path for other in found)
+    is_less = not layer.left_out and all(other.left_out for other in again)
+    return not is_less and contradiction_of(layer, found, name) is None
+
+
+def _others(traced: _Traced) -> Iterator[tuple[str, Inputs]]:
+    """Give other arguments to run a module with, and what is said of it if its heads are others then."""
+    assert traced.inputs is not None
+    others = with_other_tokens(traced.inputs)
+    if others is not None:
+        yield _DEPENDS, others
+    layer = next((one.layer for one in traced.found or () if one.layer is not None), None)
+    if layer is not None and traced.inputs.args[0].dim() == 3:
+        batch, length, _ = traced.inputs.args[0].shape
+        shape = (batch, layer.num_key_heads, length, layer.value_dim)
+        for name, inputs in with_optional(traced.module, traced.inputs, shape):
+            yield _OPTIONAL.format(name=name), inputs
 
 
 def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Callable[[str], bool]) -> _Traced:
@@ -152,7 +189,8 @@ def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Ca
         traced = _Traced(name, module, one, run, found)
         if best.run is None or traced.worth > best.worth:
             best = traced
-        vain += run.error is None
+        # What takes the first tokens for sequences may be shown something with other inputs.
+        vain += run.error is None and not any(item.reason == SINGLE_KEYS for item in found)
         if best.worth == _BEST or vain == _MOST_IN_VAIN:
             break
     return best

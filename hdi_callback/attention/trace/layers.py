@@ -243,7 +243,8 @@ def _ends(trace: TracedCores, cores: list[Core]) -> tuple[int | None, list[Tenso
             return None, [one.movedim(1, -1)]
     for one in trace.run.outputs:
         if _depends(one, cores[0]):
-            return None, [one, *([one.movedim(1, -1)] if one.dim() > 2 else [])]
+            others = [one.movedim(1, -1), one.flatten(-2)] if one.dim() > 2 else []
+            return None, [one, *others]
     return None, []
 
 

@@ -625,11 +625,12 @@ class _Cut(TorchFunctionMode):
     def softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
         scores = args[0] if args else kwargs["input"]
         answer = func(*args, **kwargs)
-        self.note(scores, answer)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        self.note(scores if dim is None else scores.movedim(dim, -1), answer)
         return answer
 
     def note(self, scores: Any, answer: Any) -> None:
-        """Keep what a softmax was given."""
+        """Keep what a softmax was given, what it adds up last."""
         node = getattr(answer, "grad_fn", None)
         while node is not None and "Softmax" not in node.name():
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attention.wild import fused, grouped, lying, plain, positions, scores, several  # noqa: F401
+from tests.attention.wild import fused, grouped, lying, plain, positions, recent, scores, several  # noqa: F401
 from tests.attention.wild.truth import CASES, Case
 
 

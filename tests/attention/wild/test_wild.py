@@ -71,6 +71,8 @@ READ = [
     # Heads share one product, a second attention is fed by the first, the softmax is written out, there are no numbers.
     "GroupsByEinsum", "GroupsTiledByEinsum", "OneKeyHeadByEinsum", "OneKeyHeadInOneProduct", "SelfThenCross",
     "SoftmaxOffByOne", "KeysOfFewerPixels", "LoopOverHeads", "OnMeta",
+    # What recent models do.
+    "HeadsApartUntilTheEnd", "GatesBesideQueries", "PooledByAQuestion", "CappedScores", "LatentsThatLearn",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
@@ -82,6 +84,8 @@ REFUSALS = {
     "Additive": "its scores are no products of queries and keys",
     "Distances": "its scores are no products of queries and keys",
     "ProductByHand": "its values are weighted by no matrix product",
+    "ValuesOfAnEarlierLayer": "its values are sums of what `v` gives and of one of its inputs",
+    "SecondStreamIfGiven": "without keys and values of a second stream, which `add_k` and `add_v` give",
     "Joint": "without keys and values of a second stream, which `add_k` and `add_v` give",
 }
 

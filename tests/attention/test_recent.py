@@ -1,0 +1,138 @@
+"""Attention as recent models write it: overlapping windows, sinks, arguments that may be left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdi_callback.attention import survey
+from tests.attention.wild.idioms import attend, join, split
+from tests.attention.wild.plain import Four
+from tests.attention.wild.recent import SecondStreamIfGiven, ValuesOfAnEarlierLayer
+from tests.attention.wild.truth import MODEL, WIDTH, H
+
+
+class OverlappingWindows(Four):
+    """Every window of four tokens attends to itself and to its neighbours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
+        q = q.unflatten(2, (-1, 4))
+        k, v = (F.pad(one, (0, 0, 4, 4)).unfold(2, 12, 4).mT for one in (k, v))
+        places = torch.arange(-4, x.shape[1] + 4).unfold(0, 12, 4)
+        hidden = ((places < 0) | (places >= x.shape[1]))[:, None]
+        scores = (q @ k.mT / WIDTH**0.5).masked_fill(hidden, float("-inf"))
+        return self.o(join((scores.softmax(-1) @ v).flatten(2, 3)))
+
+
+class OverlappingPairsOfWindows(Four):
+    """Scores of pairs of windows, each of which is a product of its own; weights are put together behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
+        q, k, v = (one.unflatten(2, (-1, 4)) for one in (q, k, v))
+        before = [one.roll(1, 2) for one in (k, v)]
+        scores = torch.cat([q @ before[0].mT, q @ k.mT], -1) / WIDTH**0.5
+        first = torch.arange(scores.shape[2]) == 0
+        scores = scores.masked_fill(first[:, None, None] & (torch.arange(8) < 4), float("-inf"))
+        return self.o(join((scores.softmax(-1) @ torch.cat([before[1], v], -2)).flatten(2, 3)))
+
+
+class PromptsOfSeveralPoints(Four):
+    """Tokens of each of several prompts, as in a mask decoder."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, points = x.shape[:2]
+        q, k, v = (m(x).view(batch * points, -1, H, WIDTH).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return self.o(join(attend(q, k, v))).view(batch, points, -1, MODEL)
+
+
+class LearnedSinks(Four):
+    """A learned score for each head takes a part of the weights, and gives nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
+        scores = q @ k.mT / WIDTH**0.5
+        sinks = self.sinks.view(1, -1, 1, 1).expand(len(x), -1, x.shape[1], 1)
+        return self.o(join(torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v))
+
+
+class OverHeadsByVmap(Four):
+    """One head is written down, and mapped over all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
+        return self.o(join(torch.vmap(torch.vmap(attend))(q, k, v)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [OverlappingWindows, OverlappingPairsOfWindows, PromptsOfSeveralPoints, LearnedSinks, OverHeadsByVmap],
+)
+def test_heads_side_by_side_are_read_before_training(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind())
+    found = survey(model)
+    assert [one.name for one in found.layers] == ["0"]
+    assert not found.refused
+    (layer,) = found.layers
+    for role in ("query", "key", "value"):
+        part = getattr(model[0], role[0])
+        assert torch.equal(layer.weight(role), part.weight.view(H, WIDTH, MODEL))
+    assert torch.equal(layer.weight("output"), model[0].o.weight.T.view(H, WIDTH, MODEL))
+
+
+class FeatureByFeature(Four):
+    """Weights of tokens are made for each feature by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x)[:, :, None] * self.k(x)[:, None]
+        return self.o((scores.softmax(2) * self.v(x)[:, None]).sum(2))
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_of_attention_feature_by_feature_a_softmax_was_seen(is_run):
+    model = nn.Sequential(FeatureByFeature())
+    found = survey(model, forward=(lambda: model(torch.randn(2, 7, MODEL))) if is_run else None)
+    assert not found.layers
+    assert [one.reason for one in found.refused] == ["its values are weighted by no matrix product"]
+
+
+class Blocks(nn.Module):
+    """Gives the attention of its second block what may be left out."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = kind(), kind()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.second(self.first(batch["x"]), batch["other"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "reason"),
+    [
+        (ValuesOfAnEarlierLayer, "first", "its values are sums of what `v` gives and of one of its inputs"),
+        (SecondStreamIfGiven, "context", "keys and values of a second stream, which `add_k` and `add_v` give"),
+    ],
+)
+def test_heads_that_an_argument_changes_are_left_open_until_a_forward_shows_whether_it_is_given(kind, argument, reason):
+    torch.manual_seed(0)
+    model = Blocks(kind)
+    found = survey(model)
+    assert not found.layers
+    assert {one.name for one in found.refused} == {"first", "second"} == {one.name for one in found.undecided}
+    assert all(f"where `{argument}` is given" in one.reason for one in found.refused)
+    batch = {"x": torch.randn(2, 7, MODEL), "other": torch.randn(2, 7, MODEL)}
+    found = survey(model, forward=lambda: model(batch))
+    by_name = {one.name: one for one in found.layers}
+    assert by_name["first"].num_heads == H
+    assert not by_name["first"].left_out
+    said = [one.reason for one in found.refused] + [one.left_out for one in found.layers if one.left_out]
+    assert [reason in one for one in said] == [True]
