@@ -23,6 +23,7 @@ from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.verify import contradiction_of
 
 _MOST_SECONDS = 60.0  # for one module
+_NOT_RUN = "it could not be run by itself with what it received in the first forward that was read"
 _SLOW = "running it with what it received in the first forward that was read takes too long"
 
 
@@ -113,6 +114,7 @@ class HeadSearch(ArgumentRecorder):
     def __init__(self, places: Sequence[Place]) -> None:
         self.reasons: dict[str, str] = {}
         self._places = {place.name: place for place in places}
+        self._failed: list[str] = []
         self._tracer = KindTracer()
         super().__init__({place.name: place.module for place in places})
 
@@ -146,6 +148,10 @@ class HeadSearch(ArgumentRecorder):
         layers: list[AttentionLayer] = []
         with isolated(*(self._places[name].module for name in ways)):
             self._look(ways, layers)
+        for name in self._failed:
+            # What could not be run is no attention of its own where that of its parts is read.
+            if not any(layer.name == name or layer.name.startswith(f"{name}.") for layer in layers):
+                self.reasons.setdefault(name, _NOT_RUN)
         return layers
 
     def _look(self, ways: Mapping[str, Sequence[Inputs]], layers: list[AttentionLayer]) -> None:
@@ -160,6 +166,8 @@ class HeadSearch(ArgumentRecorder):
         found = self._tracer.found_in(place.name, place.module, ways)
         if found is None and self._tracer.is_slow(place.module):
             self.reasons[place.name] = _SLOW
+        elif found is None:
+            self._failed.append(place.name)
         for one in found or ():
             if one.layer is None:
                 self.reasons[place.name] = one.reason

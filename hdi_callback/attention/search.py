@@ -36,9 +36,11 @@ from hdi_callback.attention.wrappers import is_wrapper, users_name
 
 _MOST_SECONDS = 60.0  # for one module
 _MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention beside that of its parts
-_NO_SOFTMAX = "no softmax-weighted sum over tokens was seen when it was run with inputs that are made up"
-_NO_SOFTMAX_SEEN = "no softmax-weighted sum over tokens was seen in the forward that was run"
+_NO_SUM = "no softmax-weighted sum over tokens that its own projections give was seen"
+_NO_SOFTMAX = f"{_NO_SUM} when it was run with inputs that are made up"
+_NO_SOFTMAX_SEEN = f"{_NO_SUM} in the forward that was run"
 _NOT_RUN = "it could not be run with inputs that are made up"
+_NOT_CALLED = f"{_NOT_RUN}, and no call of it was seen in the forward that was run"
 _NOT_RUN_AGAIN = "it could not be run by itself, neither with inputs that are made up nor with those of the forward"
 _SLOW = "running it with inputs that are made up takes too long"
 _WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
@@ -65,6 +67,7 @@ class Search:
         self._ran: set[str] = set()
         self._failed: set[str] = set()  # names of modules that could not be run with the inputs of a forward
         self._open: set[str] = set()  # names of modules that ran, and that another way to look may read
+        self._has_forward = False
         self._tracer = KindTracer()
 
     # --- 1. the registry
@@ -108,10 +111,9 @@ class Search:
         Args:
             recorded: name of a module -> its arguments, in each of the ways in which they may be cut.
         """
+        self._has_forward = True
         for name in self._from_the_inside(recorded):
-            if not recorded[name]:
-                continue
-            found = self._traced(name, recorded[name])
+            found = self._traced(name, recorded[name]) if recorded[name] else None
             if found is None:
                 self._failed.add(name)
             self._take(name, found, is_of_forward=True)
@@ -293,6 +295,8 @@ class Search:
             return _SLOW, _WITH_FORWARD.format(name=name)
         if name in self._failed:
             return _NOT_RUN_AGAIN, ""
+        if self._has_forward:
+            return _NOT_CALLED, ""
         return _NOT_RUN, _WITH_FORWARD.format(name=name)
 
     def _is_explained(self, name: str) -> bool:

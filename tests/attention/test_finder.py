@@ -299,9 +299,9 @@ def test_a_forward_that_is_given_is_run_once_and_without_gradients():
 class TwoWays(by_hand.Separate):
     """Made-up inputs bring it down one way, real ones down another, on which heads attend with other keys."""
 
-    def forward(self, x, is_turned=None):
+    def forward(self, x, is_turned=False):
         q, k, v = self.heads(x)
-        return self.out_proj(attend(q, k if is_turned is None else k.flip(2), v))
+        return self.out_proj(attend(q, k.flip(2) if is_turned else k, v))
 
 
 def test_a_real_forward_corrects_what_made_up_inputs_showed():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
+from hdi_callback.attention.registry import Place
+from hdi_callback.attention.runtime import HeadSearch
+from hdi_callback.attention.trace.inputs import Inputs
 from tests.attention.wild.idioms import attend, join, split
 from tests.attention.wild.plain import Four
 from tests.attention.wild.recent import SecondStreamIfGiven, ValuesOfAnEarlierLayer
@@ -136,3 +141,58 @@ def test_heads_that_an_argument_changes_are_left_open_until_a_forward_shows_whet
     assert not by_name["first"].left_out
     said = [one.reason for one in found.refused] + [one.left_out for one in found.layers if one.left_out]
     assert [reason in one for one in said] == [True]
+
+
+class NeedsTables(Four):
+    """Inputs that nobody can make up."""
+
+    def forward(self, x: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        q, k, v = (split(m(x * tables["scale"])) for m in (self.q, self.k, self.v))
+        return self.o(join(attend(q, k, v)))
+
+
+class NotCalled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(MODEL, MODEL), NeedsTables()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_what_a_forward_does_not_call_is_not_sent_to_give_a_forward():
+    model = NotCalled()
+    (before,) = survey(model).refused
+    assert "forward=" in before.message
+    (after,) = survey(model, forward=lambda: model(torch.randn(2, 7, MODEL))).refused
+    assert after.name == "unused"
+    assert after.reason == f"{before.reason}, and no call of it was seen in the forward that was run"
+    assert "forward=" not in after.message
+
+
+def test_what_cannot_be_run_with_recorded_inputs_is_not_said_to_have_no_softmax():
+    search = HeadSearch([Place("block", NeedsTables(), None)])
+    assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL), None))]}) == []
+    assert search.reasons == {
+        "block": "it could not be run by itself with what it received in the first forward that was read"
+    }
+    assert len(search.found({"block": [Inputs((torch.randn(2, 7, MODEL), {"scale": torch.ones(1)}))]})) == 1
+
+
+class ModelOutputWithNoAttention(NamedTuple):
+    hidden: Tensor
+
+
+class Convolutions(nn.Module):
+    """No attention, as the name of what it returns says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(MODEL, MODEL), nn.Linear(MODEL, MODEL)
+
+    def forward(self, x: Tensor, sizes: dict[str, Tensor]) -> ModelOutputWithNoAttention:
+        return ModelOutputWithNoAttention(self.second(self.first(x * sizes["scale"]).relu()))
+
+
+def test_a_module_that_names_its_result_after_attention_is_not_owed_a_word():
+    assert survey(nn.Sequential(Convolutions())).refused == ()
