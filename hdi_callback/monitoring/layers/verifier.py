@@ -278,7 +278,9 @@ class HeadVerifier:
             return f"{refusal.reason}, and no call of it in Python was seen in the first forward that was read"
         if not self._has_searched:  # searching failed, which was reported
             return refusal.reason
-        return "no softmax-weighted sum over tokens that its projections give was seen in the first forward that was read"
+        return (
+            "no softmax-weighted sum over tokens that its projections give was seen in the first forward that was read"
+        )
 
     def _report_nothing_to_watch(self) -> None:
         message = nothing_to_watch(self._model)
