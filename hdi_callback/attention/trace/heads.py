@@ -412,7 +412,7 @@ class CoreReading:
         matrices = at_keys // keys.shape[1]
         seen = {
             tuple((self.trace.parameter_of(leaf), found.features(leaf)) for leaf in found.masks)
-            for number in matrices.unique()
+            for number in set(matrices.tolist())
             if (found := self._support(keys, at_keys[matrices == number]))
         }
         return len(seen) < 2
