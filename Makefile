@@ -56,6 +56,7 @@ bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 	$(BIN)/python -m tests.benchmarks.bench_start --output docs/benchmarks/start.md
 	$(BIN)/python -m tests.benchmarks.bench_step --output docs/benchmarks/step.md
 	$(BIN)/python -m tests.benchmarks.bench_unarmed --output docs/benchmarks/unarmed.md
+	$(BIN)/python -m tests.benchmarks.bench_growth --output docs/benchmarks/growth.md --picture docs/images/growth.png
 	$(BIN)/python -m tests.benchmarks.plan --output docs/benchmarks/plan.md
 
 evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that collapse (under two hours; resumable).
