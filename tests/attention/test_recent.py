@@ -93,6 +93,25 @@ def test_heads_side_by_side_are_read_before_training(kind):
     assert torch.equal(layer.weight("output"), model[0].o.weight.T.view(H, WIDTH, MODEL))
 
 
+class TwoKernelsSubtracted(Four):
+    """Differential attention by two fused kernels, whose outputs are subtracted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)).unflatten(1, (-1, 2)) for m in (self.q, self.k, self.v))
+        v = v.transpose(2, 3).flatten(3)
+        one, two = (F.scaled_dot_product_attention(q[:, :, i], k[:, :, i], v) for i in range(2))
+        out = F.rms_norm(one - 0.5 * two, (2 * WIDTH,))
+        return self.o(join(out))
+
+
+def test_two_kernels_that_are_subtracted_are_refused():
+    found = survey(nn.Sequential(TwoKernelsSubtracted()))
+    assert not found.layers
+    assert [one.reason for one in found.refused] == [
+        "several of its softmaxes have heads of the same maps, and none of its own"
+    ]
+
+
 class FeatureByFeature(Four):
     """Weights of tokens are made for each feature by itself."""
 

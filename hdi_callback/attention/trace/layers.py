@@ -424,7 +424,19 @@ def _named_apart(found: list[Found], name: str) -> list[Found]:
         if layer is not None and sum(other.path == one.path for other in layers) > 1:
             layer = replace(layer, name=".".join(part for part in (layer.name, _key_map(layer)) if part))
         named.append(replace(one, layer=layer))
-    return named
+    return [_refused(one) if any(_conflict(one, other) for other in named) else one for one in named]
+
+
+def _refused(one: Found) -> Found:
+    return replace(one, layer=None, reason="several of its softmaxes have heads of the same maps, and none of its own")
+
+
+def _conflict(one: Found, other: Found) -> bool:
+    """Tell two layers of one name, the same maps and other rows of them, as where two softmaxes are subtracted."""
+    if one.layer is None or other.layer is None or one.layer.name != other.layer.name:
+        return False
+    shared = one.layer.slices.keys() & other.layer.slices.keys()
+    return any(one.layer.slices[role] != other.layer.slices[role] for role in shared)
 
 
 def _are_one(one: Found, other: Found) -> bool:
