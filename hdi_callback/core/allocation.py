@@ -331,6 +331,8 @@ def _over(error: float, best: float) -> float:
 def _lambert_w_of_exp(log_argument: float) -> float:
     """Solve y e^y = exp(log_argument) by Newton steps on y + log y, which never overflow."""
     y = math.exp(log_argument) if log_argument < 1 else log_argument
+    if y == 0:  # below the smallest double, where y and y e^y are the same
+        return y
     for _ in range(50):
         y = max(y - (y + math.log(y) - log_argument) / (1 + 1 / y), y / 10)
     return y

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -113,6 +113,7 @@ numbers = st.integers(-3, 2000) | st.floats() | st.sampled_from([None, "x", [], 
 
 
 @settings(max_examples=200, deadline=None)
+@example((1, 2.9e-272), {"bias_scale": 2.9e-272})  # the argument of Lambert's W is below the smallest double
 @given(st.tuples(numbers, numbers), st.fixed_dictionaries({}, optional=dict.fromkeys(
     ["bias_scale", "bias_decay", "variance_growth", "noise", "multiple_of"], numbers
 )))  # fmt: skip

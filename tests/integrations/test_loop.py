@@ -656,7 +656,7 @@ def told_outside(heads, trained):
         (outside, r"step outside of `with heads.step\(\):`"),
         (nested, "within another does nothing"),
         (around_the_loop, r"several steps within one `with heads.step\(\):`"),
-        (without_a_step, "No step of the optimizer was seen"),
+        (without_a_step, "The optimizer made no step"),
         (after_the_end, "after the watch was closed"),
         (told_outside, r"`heads.before_optimizer_step\(\)` does nothing outside"),
     ],

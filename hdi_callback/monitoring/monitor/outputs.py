@@ -90,7 +90,7 @@ class HeadOutputs(OutputCapture):
             device = capture.outputs.device
             with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
                 _require_two_tokens(capture)
-                weight = self._reader.weight(layer, "output", Ranks())
+                weight = _require_numbers(self._reader.weight(layer, "output", Ranks()))
                 outputs = whole(capture.outputs)
                 found: dict[str, Any] = {}
                 if COVARIANCE in self._sources:
@@ -163,7 +163,7 @@ class HeadOutputs(OutputCapture):
                 continue
             with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
                 # Both may be collective calls, so that every rank makes them.
-                weight = self._reader.weight(layer, "output", ranks)
+                weight = _require_numbers(self._reader.weight(layer, "output", ranks))
                 outputs = whole(held[layer.name].outputs) if layer.name in held else None
                 if outputs is not None and is_first_holder(held[layer.name].outputs):
                     weights = held[layer.name].weights
@@ -259,6 +259,12 @@ class HeadOutputs(OutputCapture):
             absent.reasons.update({f"head_output_overlap/{layer.name}": reason for layer in layers})
             self._warn_once.warn("output overlap", f"`head_output_overlap` is absent: {reason}.")
         return False
+
+
+def _require_numbers(weight: Tensor) -> Tensor:
+    if weight.is_meta:
+        raise HDIError("its output weight is on the meta device, which holds no numbers")
+    return weight
 
 
 def _require_two_tokens(capture: Capture) -> None:
