@@ -395,6 +395,7 @@ def torch_classifier() -> nn.Module:
     return nn.Sequential(nn.Embedding(16, D), encoder())
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("make", [Classifier, torch_classifier], ids=["own", "torch"])
 def test_a_compiled_model_is_captured_without_a_graph_break(dynamo, make, backend):

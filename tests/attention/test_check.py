@@ -132,7 +132,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.some_slow(quick=3)
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("length", [6, 32])
 def test_true_heads_are_seen_in_real_inputs(name, length):

@@ -70,6 +70,7 @@ def test_heads_of_t5_whose_width_is_not_a_part_of_the_models():
     assert {tuple(facts["heads"]) for facts in report["layers"].values()} == {(5, 5, 8, 8)}
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize(("family", "rotary"), [("deepseek_v3", 4), ("minicpm3", 4)])
 def test_latent_attention_without_the_rotary_part(family, rotary):
     """The package reads what each head has for itself; what attention receives has the part of all heads as well."""

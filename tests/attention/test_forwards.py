@@ -263,6 +263,7 @@ def trained_at_the_limit(is_watched: bool) -> tuple[list[float], list[torch.Tens
     return losses, [parameter.detach().clone() for parameter in model.parameters()], records
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Head outputs of:hdi_callback.errors.MonitoringWarning")
 def test_arming_never_exceeds_the_limit_of_recompilations():
     losses, weights, _ = trained_at_the_limit(is_watched=False)

@@ -147,6 +147,7 @@ def forward(name: str, model: nn.Module) -> None:
         model(tokens)
 
 
+@pytest.mark.some_slow(quick=8)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_are_read_right(name):
     config, heads, key_heads, width, normed = TRANSFORMERS[name]

@@ -116,7 +116,7 @@ def test_an_adapter_of_another_kind_is_refused_by_name():
     assert "a HiraLinear of tests, whose update is not known to be a matrix that is added" in refusal.reason
 
 
-@pytest.mark.some_slow(quick=1)
+@pytest.mark.some_slow(quick=0)
 @pytest.mark.parametrize("kind", ["lora", "rslora", "adalora", "dora", "loha"])
 def test_peft_is_read_as_it_multiplies_or_refused(kind):
     torch.manual_seed(0)

@@ -87,6 +87,7 @@ def test_a_healthy_model_names_its_closest_pair(folder):
     assert found.verdict.startswith("Nothing unusual in 2 layers. The two closest heads are ")
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"])
 def test_other_layouts_read_from_files_as_from_memory(kind, tmp_path):
     torch.manual_seed(0)

@@ -91,7 +91,7 @@ def hdi(folder: Path, root: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.some_slow(quick=1)
+@pytest.mark.some_slow(quick=0)
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_command_says_what_it_found_and_ends_with_the_code_for_it(folder, root, words):
     done = hdi(folder, root, *words)

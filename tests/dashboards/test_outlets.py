@@ -100,6 +100,7 @@ def test_a_table_shows_names_with_brackets_as_they_are(monkeypatch, capsys):
     assert "blocks[/0].attn" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_summary_of_wandb_has_the_extremes_of_names_with_dots_also_of_a_layer_found_late(tmp_path):
     import wandb
 

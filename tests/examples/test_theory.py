@@ -297,6 +297,7 @@ def test_every_pair_of_a_layer_is_merged():
 # --- 12. Neighbours
 
 
+@pytest.mark.slow
 def test_what_is_said_of_every_neighbour_is_so_and_none_is_misread():
     from examples.theory.neighbours import EXACT, NEIGHBOURS
 

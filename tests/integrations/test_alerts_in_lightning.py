@@ -320,6 +320,7 @@ def test_a_loaded_checkpoint_with_heads_alike_is_not_written_to_at_step_zero(tmp
     assert [line for line in lines if line["kind"] == "intervention" and line["step"] == 0] == []
 
 
+@pytest.mark.slow
 def test_interventions_compose_and_what_stands_is_undone_when_it_is_over(tmp_path):
     callback = HDICallback(
         every_n_steps=2,
@@ -361,6 +362,7 @@ def test_what_stands_goes_on_after_a_resumption(tmp_path):
     assert len(read_alerts(second.history_path)) == 1
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_penalty_works_in_half_precision(tmp_path, precision):
     callback = HDICallback(every_n_steps=2, interventions=[DiversityPenalty(1.0)], thresholds={"*": {"mean": 0.3}})

@@ -88,6 +88,7 @@ def test_the_state_of_a_loop_of_an_earlier_version_goes_on(version, tmp_path):
     shows_one_run(heads.history_path, version / "loop" / "history.jsonl")
 
 
+@pytest.mark.slow
 def test_a_transformers_checkpoint_of_an_earlier_version_goes_on(version, tmp_path):
     transformers_run(tmp_path)  # for the weights and the optimizer, which are not ours
     shutil.rmtree(tmp_path / "hdi")

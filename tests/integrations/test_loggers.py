@@ -186,6 +186,7 @@ def test_the_summary_of_wandb_has_the_highest_alignment_of_all_layers(run):
     assert read_wandb(folder).summary["attention_heads/worst_alignment"]["max"] == pytest.approx(max(worst), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_csv_and_mlflow_get_the_curves_and_mlflow_the_alerts_and_pictures(tmp_path, monkeypatch):
     from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
     from mlflow.tracking import MlflowClient

@@ -356,6 +356,7 @@ def dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("way", ["torch.compile(model)", "model.compile()"])
 def test_a_compiled_model_is_read_at_every_due_step_with_evaluations_between(tmp_path, dynamo, way):
     def run(is_watched: bool):

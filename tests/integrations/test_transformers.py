@@ -116,6 +116,7 @@ class Raises(transformers.TrainerCallback):
             raise OSError("the disk is gone")
 
 
+@pytest.mark.slow
 def test_a_training_that_raised_leaves_no_hook_once_the_callback_is_closed(tmp_path):
     callback = HDITrainerCallback(every_n_steps=2)
     watched: list[nn.Module] = []
@@ -170,6 +171,7 @@ def test_a_run_resumes_its_history_and_its_alerts(tmp_path):
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_state_starts_anew_with_a_warning(tmp_path):
     train(tmp_path, save_strategy="steps", save_steps=6)
     callback = HDITrainerCallback(every_n_steps=4)
@@ -231,6 +233,7 @@ def test_each_run_has_a_directory_of_tensorboard_and_a_resumed_one_goes_on_in_it
     assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith("hdi")]) == 2
 
 
+@pytest.mark.slow
 def test_the_penalty_is_in_the_step(tmp_path):
     class Penalised(transformers.Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):

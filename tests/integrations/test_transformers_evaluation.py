@@ -164,6 +164,7 @@ def test_generation_in_an_evaluation_has_no_hook(tmp_path):
     assert read == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_training_that_an_exception_ended_leaves_no_hook_to_the_next(tmp_path):
     class Fails(transformers.TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):

@@ -219,6 +219,7 @@ def test_a_model_without_attention_lists_what_was_seen():
         HeadDiversityMonitor(nn.Sequential(nn.Linear(4, 4)), strict=True)
 
 
+@pytest.mark.slow
 def test_armed_steps_leave_no_tensor_behind():
     model = Classifier(blocks=1, width=8, num_heads=2)
     x = tokens(2)

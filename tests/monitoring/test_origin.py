@@ -45,6 +45,7 @@ def test_the_law_of_the_flatness_is_that_of_gaussian_heads(k, d):
     assert float(flatness.std()) == pytest.approx(deviation, rel=0.06)
 
 
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("name", INITIALISATIONS)
 def test_no_fresh_layer_is_taken_for_a_trained_one(name):
     torch.manual_seed(0)

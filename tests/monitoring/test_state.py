@@ -178,6 +178,7 @@ class Puts(L.Callback):
         self.callback.load_state_dict(self.state)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=8, **SLOW)
 def test_lightning_goes_on_from_any_state_and_reads(lightning_checkpoint, tmp_path_factory, data):

@@ -8,7 +8,7 @@ from tests.promise.faults import FAULTS, PLAINEST, Fault, broken, leaving_hooks
 from tests.promise.plan import FAMILIES, SHELLS, TRAITS, Training, draw
 from tests.promise.run import compare, report, run, shrink
 
-RUNS, MORE = 10, 38  # in every run of the tests, and with the slow ones
+RUNS, MORE = 6, 42  # in every run of the tests, and with the slow ones
 _MAY_BE_REFUSED = ("linear per head", "bare parameters")
 
 

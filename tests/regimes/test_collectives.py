@@ -161,6 +161,7 @@ def answers(rank: int) -> dict[str, tuple[Any, Any]]:
     return told
 
 
+@pytest.mark.slow
 def test_code_that_is_run_apart_is_answered_what_ranks_with_the_same_tensors_would_answer(two_ranks):
     for one in two_ranks(answers):
         lacking = {name for name, (sent, _) in one.answer.items() if isinstance(sent, str)}

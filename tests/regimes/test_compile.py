@@ -68,6 +68,7 @@ def read(monitor: HeadDiversityMonitor, model: nn.Module, x: torch.Tensor) -> di
     return monitor.measure(0).record().scalars(METRICS)
 
 
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("is_monitored_first", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_model_reads_as_the_eager_one_under_the_users_names(dynamo, way, is_monitored_first):
@@ -128,6 +129,7 @@ class Checkpointed(Classifier):
         return self.head(x.mean(1))
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("kind", [Checkpointed, Classifier])
 def test_an_armed_step_leaves_the_model_compiled(kind):
     """What a checkpointed region does not allow would send the whole model back to eager, for the rest of the run."""

@@ -389,6 +389,7 @@ def test_ranks_with_different_models_say_so_and_read_alone(two_ranks):
         assert ["do not watch the same layers" in line for line in told.warnings] == [True]
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("on_both", [True, False])
 def test_layers_that_only_the_forward_of_one_rank_shows_hold_up_no_rank(two_ranks, on_both):
     first, second = two_ranks(read_what_the_forward_of_one_rank_shows, on_both)

@@ -221,6 +221,7 @@ def check_alike(records: list[Record], truth: list[Record], absent: Collection[s
         assert len(tags) == (6 if record.step < 9 else 4)
 
 
+@pytest.mark.slow
 def test_fully_sharded_weights_are_read_as_those_of_data_parallel_ranks(tmp_path, two_ranks):
     """`ModelParallelStrategy` with FSDP2; Lightning's FSDPStrategy asks for a GPU."""
     truth = records_of(two_ranks(fit_spread, tmp_path / "ddp", Module, SIZES, False))

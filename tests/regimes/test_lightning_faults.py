@@ -116,6 +116,7 @@ def fill_disk_for_a_while(folder: Path) -> None:
     (folder / "told.json").write_text(json.dumps({"said": said, "sizes": sizes}))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_leaves_no_gap_no_double_and_no_torn_line(tmp_path):
     assert in_a_process(fill_disk_for_a_while, tmp_path) == 0
     left = json.loads((tmp_path / "told.json").read_text())

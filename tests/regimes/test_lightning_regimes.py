@@ -89,7 +89,7 @@ def curves(folder, model, **options) -> dict[int, dict[str, float]]:
 WAYS = [(within, "aot_eager"), (within_in_place, "eager"), (whole, "eager"), (when_configured, "eager")]
 
 
-@pytest.mark.some_slow(quick=1)
+@pytest.mark.some_slow(quick=0)
 @pytest.mark.parametrize(("way", "backend"), [*WAYS, (whole_in_place, "eager")])
 def test_a_compiled_training_reads_as_the_eager_one(tmp_path, dynamo, way, backend):
     """With a sanity check and evaluations in between, for which the hooks are taken off."""

@@ -226,6 +226,7 @@ def assert_same(found: Any, truth: Any) -> None:
         assert found == pytest.approx(truth, rel=1e-4, abs=2e-5, nan_ok=True)
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("cuts", [[0, 2, 4], [0, 1, 4], [0, 0, 4]])
 def test_two_stages_give_one_reading_of_the_whole_model_on_both_ranks(two_ranks, cuts):
     whole = read_whole()
@@ -270,6 +271,7 @@ def test_four_stages_one_of_them_without_attention_give_one_reading_on_all_ranks
         assert one.answer["tags"] == pytest.approx(whole["tags"], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_pipeline_count_as_the_whole_batch(two_ranks):
     whole = read_whole()["tags"]
     for one in two_ranks(read_pipeline, [0, 2, 4], 2):
@@ -280,6 +282,7 @@ def test_microbatches_of_a_pipeline_count_as_the_whole_batch(two_ranks):
                 assert found.get(tag) == (pytest.approx(whole[tag], rel=1e-4, abs=1e-5) if tag in whole else None), tag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ScheduleInterleaved1F1B", pytest.param("ScheduleInterleavedZeroBubble", marks=SLOW)])
 def test_two_stages_on_each_rank_give_one_reading_of_the_whole_model(two_ranks, kind):
     whole = read_whole()["tags"]
@@ -313,6 +316,7 @@ def test_what_one_stage_cannot_capture_is_absent_with_its_reason_on_all_ranks(tw
         assert "no call of its output projection was captured" in one["absent"]["head outputs/blocks.3.attn"]
 
 
+@pytest.mark.slow
 def test_the_first_rank_writes_a_history_of_all_stages_and_resumes_it_on_all_ranks(two_ranks, tmp_path):
     names = [f"blocks.{place}.attn" for place in range(BLOCKS)]
     first, second = (one.answer for one in two_ranks(watch_pipeline, str(tmp_path), False))

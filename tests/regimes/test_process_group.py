@@ -85,6 +85,7 @@ def resumes(rank: int, folder: str, place: int) -> list:
     return [steps, len(heads.latest), heads.should_stop]
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("place", range(len(ODD_STATES)))
 def test_ranks_that_resume_from_an_odd_state_end_with_the_same_step_and_do_not_hang(two_ranks, tmp_path, place):
     first, second = (one.answer for one in two_ranks(resumes, str(tmp_path), place))
@@ -110,6 +111,7 @@ def resumes_beside_a_sound_rank(rank: int, folder: str, odd_rank: int) -> list:
     return [heads.global_step, heads.latest]
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("odd_rank", [0, 1])
 def test_one_rank_with_an_odd_state_reads_with_the_others(two_ranks, tmp_path, odd_rank):
     first, second = (one.answer for one in two_ranks(resumes_beside_a_sound_rank, str(tmp_path), odd_rank))

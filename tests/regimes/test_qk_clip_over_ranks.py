@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hdi_callback.attention import find_attention
@@ -19,6 +20,7 @@ def clipped_on(rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     return layer.weight("query").detach().clone(), layer.weight("key").detach().clone(), limit
 
 
+@pytest.mark.slow
 def test_all_ranks_clip_alike_by_the_largest_score_of_any(two_ranks):
     first, second = (told.answer for told in two_ranks(clipped_on))
     assert torch.equal(first[0], second[0])

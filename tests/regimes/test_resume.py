@@ -165,6 +165,7 @@ MOMENTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize(("moment", "accumulate"), [*((moment, 1) for moment in MOMENTS), (("measuring", 6), 2)])
 def test_a_run_that_ends_too_early_goes_on_as_if_it_had_not(tmp_path, twins, moment, accumulate):
     ended, twin = Ended(tmp_path), twins[accumulate]
@@ -187,6 +188,7 @@ def test_a_run_that_ends_too_early_goes_on_as_if_it_had_not(tmp_path, twins, mom
             assert [p for p in first.get(tag, ()) if p[0] in axis] + second.get(tag, []) == curve, tag
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice(tmp_path, twins):
     assert process(tmp_path, ("measuring", 10)) < 0
     assert process(tmp_path, ("writing reading", 16)) < 0

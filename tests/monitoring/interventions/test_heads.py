@@ -99,6 +99,7 @@ def test_no_gradient_is_given_to_what_is_frozen_or_belongs_to_another_optimizer(
     assert [name for name, item in model.named_parameters() if item.grad is not None] == ["blocks.1.attn.k_proj.weight"]
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("kind", ["copies", "one subspace"])
 def test_exact_clones_are_pushed_apart_and_the_weights_and_the_random_state_are_left_alone(kind):
     model = classifier()
@@ -405,7 +406,7 @@ def test_a_head_that_is_taken_over_whole_is_said_to_be():
     assert "now adds to the output what it added (worst pair" in action.message
 
 
-@pytest.mark.some_slow(quick=17)
+@pytest.mark.some_slow(quick=8)
 @pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
 @pytest.mark.parametrize("gain", [0.5, 1.0, 2.0, 3.0])  # scores with a spread from 0.1 to 5
 @pytest.mark.parametrize(
