@@ -90,8 +90,9 @@ class HeadOutputs(OutputCapture):
             device = capture.outputs.device
             with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
                 _require_two_tokens(capture)
-                weight = _require_numbers(self._reader.weight(layer, "output", Ranks()))
+                weight = self._reader.weight(layer, "output", Ranks())
                 outputs = whole(capture.outputs)
+                _require_numbers(weight, outputs)
                 found: dict[str, Any] = {}
                 if COVARIANCE in self._sources:
                     found[COVARIANCE] = head_covariance(outputs, weight, weights=capture.weights, sequences=sequences)
@@ -163,9 +164,10 @@ class HeadOutputs(OutputCapture):
                 continue
             with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
                 # Both may be collective calls, so that every rank makes them.
-                weight = _require_numbers(self._reader.weight(layer, "output", ranks))
+                weight = self._reader.weight(layer, "output", ranks)
                 outputs = whole(held[layer.name].outputs) if layer.name in held else None
                 if outputs is not None and is_first_holder(held[layer.name].outputs):
+                    _require_numbers(weight, outputs)
                     weights = held[layer.name].weights
                     if found.covariance is not None:
                         found.covariance = HeadSums.of(
@@ -261,10 +263,9 @@ class HeadOutputs(OutputCapture):
         return False
 
 
-def _require_numbers(weight: Tensor) -> Tensor:
-    if weight.is_meta:
+def _require_numbers(weight: Tensor, outputs: Tensor) -> None:
+    if weight.is_meta and not outputs.is_meta:
         raise HDIError("its output weight is on the meta device, which holds no numbers")
-    return weight
 
 
 def _require_two_tokens(capture: Capture) -> None:
