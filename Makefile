@@ -21,11 +21,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## Train a small GPT on real text and watch its heads (TensorBoard, offline W&B, a figure).
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
+# One thread for each worker: two workers of two threads each wait for one another on two cores.
 test: $(INSTALLED)  ## Run the tests (all but the slow ones), on all cores.
-	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow' --doctest-modules hdi_callback tests $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow' --doctest-modules hdi_callback tests $(ARGS)
 
 slow: $(INSTALLED)  ## Run the slow tests.
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow tests $(ARGS)
 
 promise: $(INSTALLED)  ## Compare 500 trainings, drawn from a fresh seed, with and without the monitor.
 	$(BIN)/python -m tests.promise $(or $(ARGS),--runs 500)
