@@ -77,6 +77,7 @@ def read_parts_of_heads(rank: int) -> list[Any]:
     return [(record.absent, {name: layer.values for name, layer in record.layers.items()}) for record in records]
 
 
+@pytest.mark.slow
 def test_attention_of_which_each_rank_has_a_part_is_absent_with_the_reason_which_is_said_once(two_ranks):  # noqa: F811
     for told in two_ranks(read_parts_of_heads):
         for absent, layers in told.answer:

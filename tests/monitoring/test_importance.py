@@ -203,6 +203,7 @@ def frozen(model, tokens, label):
     one(model, tokens, label).backward()
 
 
+@pytest.mark.some_slow(quick=2)
 @pytest.mark.parametrize(
     ("step", "why"),
     [

@@ -218,7 +218,7 @@ TORN = {
 }
 
 
-@pytest.mark.some_slow(quick=3)
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("tear", TORN.values(), ids=TORN)
 def test_a_torn_or_odd_state_file_costs_one_warning_and_the_run_goes_on(trainer_folder, tear):
     file = trainer_folder / "checkpoint-5" / "hdi_state.json"

@@ -25,7 +25,7 @@ def test_a_training_with_the_monitor_is_bit_identical_to_the_same_without_it(pla
     assert result.measurements or may_be_refused, f"nothing was read: {result}"
 
 
-_QUICK = 8  # the others take long for what they add
+_QUICK = 5  # the others take long for what they add
 _SEEN = [
     pytest.param(fault, id=fault.name, marks=() if place < _QUICK else pytest.mark.slow)
     for place, fault in enumerate(FAULTS)

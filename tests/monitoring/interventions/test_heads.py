@@ -359,6 +359,7 @@ def test_of_heads_that_are_all_alike_all_but_one_are_revived():
     assert float(head_diversity(layer.weight("key")).worst) < 1e-6, "four heads of 16 in 64 dimensions fit"
 
 
+@pytest.mark.some_slow(quick=2)
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
 def test_a_head_that_only_shares_its_keys_is_left_as_it_is_and_the_action_says_so(kind, dry_run):
@@ -406,7 +407,7 @@ def test_a_head_that_is_taken_over_whole_is_said_to_be():
     assert "now adds to the output what it added (worst pair" in action.message
 
 
-@pytest.mark.some_slow(quick=8)
+@pytest.mark.some_slow(quick=4)
 @pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
 @pytest.mark.parametrize("gain", [0.5, 1.0, 2.0, 3.0])  # scores with a spread from 0.1 to 5
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def step(model, x, clip, rate=0.0, steps=1, metrics=("attention_logit_bound",), 
     return heads
 
 
-@pytest.mark.some_slow(quick=6)
+@pytest.mark.some_slow(quick=4)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_above_the_limit_come_down_to_it_and_others_are_not_touched(name, seed):

@@ -194,6 +194,7 @@ def test_two_rules_of_one_layer_count_once():
     scale.detach()
 
 
+@pytest.mark.some_slow(quick=2)
 @pytest.mark.parametrize("make", [StopTraining, SaveCheckpoint, ScaleLearningRate, DiversityPenalty])
 def test_what_stands_and_how_often_it_acted_survive_a_resumption(make):
     first, second = make(on="warning", at_most=2), make(on="warning", at_most=2)
