@@ -27,7 +27,7 @@ class Entry:
     def __init__(self, receive: Callable[[Tensor], None]) -> None:
         self.receive = receive
         # A tensor, as a graph that is shared by the layers of a model would have to be compiled anew for each number.
-        self.number = torch.tensor(next(_numbers))
+        self.number = torch.tensor(next(_numbers), device="cpu")
         _by_number[int(self.number)] = self
 
 

@@ -203,10 +203,10 @@ class HeadSlice:
             ``(heads, width)``, whole numbers.
         """
         if self.order is not None:
-            return torch.tensor(self.order)
-        head, block = torch.arange(self.heads), self._block
+            return torch.tensor(self.order, device="cpu")
+        head, block = torch.arange(self.heads, device="cpu"), self._block
         first = self.start + head // block * self.block_stride + head % block * self._stride
-        return first[:, None] + torch.arange(self.width) * self.step
+        return first[:, None] + torch.arange(self.width, device="cpu") * self.step
 
     @property
     def by_token(self) -> HeadSlice:

@@ -288,9 +288,9 @@ def _from_grams(own: Tensor, grouped: Tensor, group: Tensor, budget: int) -> tup
     """
     L, H, k, _ = own.shape
     G = grouped.shape[1]
-    inner = torch.empty(L, H, H)
-    size = torch.empty(2, L, H)
-    is_own = H == G and bool((group == torch.arange(H)).all())
+    inner = own.new_empty(L, H, H, dtype=torch.float32)
+    size = inner.new_empty(2, L, H)
+    is_own = H == G and group.tolist() == list(range(H))
     for row in range(L):
         left, right = own[row].float().flatten(0, 1), grouped[row].float().flatten(0, 1)
         for part in head_chunks(H, 4 * k * (2 * H * k + (0 if is_own else 2 * G * k)), budget, at_least=4):

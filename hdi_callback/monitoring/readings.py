@@ -175,7 +175,7 @@ class Readout:
         self._devices = {device: torch.cat(parts) for device, parts in flat.items()}
         for device, joined in self._devices.items():
             if device.type == "cuda":
-                host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+                host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=True)
                 host.copy_(joined, non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))

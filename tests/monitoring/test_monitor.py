@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
+from hdi_callback.monitoring.metrics import METRICS
 from tests.core.no_sync import NoSync
 from tests.core.tensor_sizes import TensorSizes
 from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier
@@ -253,6 +254,27 @@ def test_the_largest_limit_of_tokens_costs_nothing(model):
         monitor.arm()
         model(tokens())
         assert monitor.measure(step=0).record().layers[LAYERS[0]].values["head_correlation"] < 1
+
+
+def test_where_the_user_makes_new_tensors_changes_no_reading(model):
+    ids = tokens()
+
+    def read() -> list[str]:
+        found = []
+        with HeadDiversityMonitor(model, metrics=sorted(METRICS)) as monitor:
+            for step in range(2):
+                monitor.arm()
+                model(ids).sum().backward()
+                record = monitor.measure(step=step).record()
+                for name, layer in record.layers.items():
+                    found.append(repr((name, layer.values, layer.arrays, layer.matrices)))
+                found.append(repr(sorted(record.absent.items())))
+        return found
+
+    expected = read()
+    with torch.device("meta"):  # as after `torch.set_default_device`
+        found = read()
+    assert found == expected
 
 
 def test_two_monitors_of_one_model_read_the_same():

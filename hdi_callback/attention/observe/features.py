@@ -104,7 +104,7 @@ def find_features(received: Tensor, made: Tensor, tol: float) -> Tensor:
         ``(features,)``, the number of the feature of the map, -1 where there is none.
     """
     if len(received) < _FEW:
-        return torch.full((received.shape[1],), -1)
+        return torch.full((received.shape[1],), -1, device="cpu")
     y = made.double().T
     x, step = received.double().T, max(1, 2**22 // max(y.shape[0], 1))
     return torch.cat([_nearest(x[start : start + step], y, tol) for start in range(0, len(x), step)])
@@ -135,13 +135,13 @@ def find_rotated(received: Tensor, made: Tensor, tol: float) -> Tensor:
         ``(H, width)``, numbers of features of the map, -1 where none is found; which of a pair is which is not known.
     """
     _, H, width = received.shape
-    found = torch.full((H, width), -1)
+    found = torch.full((H, width), -1, device="cpu")
     if width % 2 or len(received) < _FEW:
         return found
     x, y = received.double(), made.double()
     pairings = {(width // 2, tuple(range(width // 2))), (1, tuple(range(0, width, 2)))}
     for apart, firsts in sorted(pairings):
-        first = torch.tensor(firsts)
+        first = torch.tensor(firsts, device="cpu")
         norms = (x[..., first].square() + x[..., first + apart].square()).flatten(1)
         for lag in sorted({1, width // 2}):
             if lag >= y.shape[1]:

@@ -328,10 +328,11 @@ def _compare(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdic
     names, H, G = _PLURAL[role], x.shape[1], claimed.shape[1]
     if H % G:
         return None
-    expected = torch.arange(H) // (H // G)
+    heads = torch.arange(H, device=x.device)
+    expected = heads // (H // G)
     for match in match_heads(x, claimed, tolerance(x, claimed)):
         how = f"{match.how}{through}"
-        if bool(match.fits[torch.arange(H), expected].all()):
+        if bool(match.fits[heads, expected].all()):
             return RoleVerdict("established", f"its {names} are the claimed rows, {how}")
         if bool(match.fits.any(1).all()):
             of = match.fits.double().argmax(1)
@@ -387,7 +388,7 @@ def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapC
                     return RoleVerdict("established", "its head outputs are the claimed columns, as they are")
                 if bool(match.fits.any(1).all()):
                     of = match.fits.double().argmax(1)
-                    head = int((of != torch.arange(len(of))).nonzero()[0])
+                    head = int((of != torch.arange(len(of), device=of.device)).nonzero()[0])
                     return RoleVerdict(
                         "contradicted",
                         f"the outputs of head {head} are the claimed columns of head {int(of[head])}",

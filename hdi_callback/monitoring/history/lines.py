@@ -116,7 +116,7 @@ def record_from_line(line: Mapping[str, Any]) -> Record:
             values={printable(key): _number(value) for key, value in layer.get("values", {}).items()},
             arrays=dict(layer.get("arrays", {})),
             matrices={
-                key: torch.tensor([[_number(value) for value in row] for row in matrix])
+                key: torch.tensor([[_number(value) for value in row] for row in matrix], device="cpu")
                 for key, matrix in layer.get("matrices", {}).items()
             },
         )

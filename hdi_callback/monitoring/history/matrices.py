@@ -76,7 +76,7 @@ def encode_layer(matrices: Mapping[str, Tensor]) -> dict[str, Any]:
     for name, matrix in matrices.items():
         heads = len(matrix)
         exact = matrix.double()
-        above = torch.triu_indices(heads, heads, 1)
+        above = torch.triu_indices(heads, heads, 1, device="cpu")
         pairs, pair_range = _quantise(exact[above[0], above[1]])
         diagonal, diagonal_range = _quantise(exact.diagonal())
         codes += [pairs, diagonal]
@@ -102,14 +102,14 @@ def decode_layer(layer: Mapping[str, Any]) -> dict[str, Tensor]:
         raise MatrixError("its matrices are not described")
     sizes = [one["heads"] * (one["heads"] + 1) // 2 for one in described]
     data = _inflate(layer.get("data"), sum(sizes))
-    codes = torch.frombuffer(bytearray(data), dtype=torch.uint8).double() if data else torch.zeros(0)
+    codes = torch.tensor(list(data), dtype=torch.float64, device="cpu")
     matrices: dict[str, Tensor] = {}
     start = 0
     for one, size in zip(described, sizes):
         heads, part = one["heads"], codes[start : start + size]
         start += size
-        matrix = torch.zeros(heads, heads, dtype=torch.float64)
-        above = torch.triu_indices(heads, heads, 1)
+        matrix = codes.new_zeros(heads, heads)
+        above = torch.triu_indices(heads, heads, 1, device="cpu")
         matrix[above[0], above[1]] = _dequantise(part[: size - heads], one["pairs"])
         matrix = matrix + matrix.T
         matrix.diagonal().copy_(_dequantise(part[size - heads :], one["diagonal"]))
@@ -121,7 +121,7 @@ def _quantise(values: Tensor) -> tuple[Tensor, list[float]]:
     is_finite = values.isfinite()
     finite = values[is_finite]
     if not len(finite):
-        return torch.full(values.shape, _NOT_FINITE), [0.0, 0.0]
+        return torch.full_like(values, _NOT_FINITE).long(), [0.0, 0.0]
     low, high = (float(f"{bound:.9g}") for bound in torch.aminmax(finite))
     shares = (values - low) / (high - low) if high > low else torch.zeros_like(values)
     codes = (shares * (LEVELS - 1)).round().clamp(0, LEVELS - 1)

@@ -154,7 +154,7 @@ class DiversityPenalty(WhileActive):
         """Draw a displacement of each head, the same on every rank."""
         size = torch.linalg.vector_norm(weight, dim=(-2, -1), keepdim=True)
         generator = torch.Generator().manual_seed(weight.shape[0])
-        draw = torch.randn(weight.shape, generator=generator).to(weight)
+        draw = torch.randn(weight.shape, generator=generator, device="cpu").to(weight)
         aside: Tensor = self.noise * size * draw / weight[0].numel() ** 0.5
         return aside
 

@@ -161,7 +161,7 @@ class QKClip(Intervention):
             if heads:
                 largest = float(clipped.largest.max())
                 listed = ", ".join(str(head) for head in heads)
-                parts.append(f"{name}: head {listed}, up to {max(heads.values())} times, largest score {largest:.0f}")
+                parts.append(f"{name}: head {listed}, up to {max(heads.values())} times, largest score {largest:.3g}")
                 facts[name] = {"heads": list(heads), "times": list(heads.values()), "largest": largest}
         if not parts:
             return None
@@ -267,7 +267,8 @@ class _Clipped:
     @classmethod
     def of(cls, plain: Mapping[str, Sequence[float | None]]) -> _Clipped:
         largest = [-math.inf if one is None else one for one in plain["largest"]]
-        return cls(torch.tensor(plain["times"], dtype=torch.float32), torch.tensor(largest, dtype=torch.float32))
+        times, scores = (torch.tensor(one, dtype=torch.float32, device="cpu") for one in (plain["times"], largest))
+        return cls(times, scores)
 
     def plain(self) -> dict[str, list[float | None]]:
         largest = [one if math.isfinite(one) else None for one in self.largest.tolist()]
@@ -289,7 +290,7 @@ class _Largest:
     def of(cls, chunk: RowChunk) -> _Largest:
         heads = chunk.weights.shape[1]
         if chunk.logits is None:
-            return cls(torch.zeros(heads), False)
+            return cls(chunk.weights.new_zeros(heads, dtype=torch.float32), False)
         # Rows of padding are zero.
         seen = chunk.visible & (chunk.weights.sum(-1, keepdim=True) > 0)
         scores = torch.where(seen, chunk.logits.float(), -torch.inf)

@@ -134,7 +134,7 @@ class LastWeights:
             return
         if weight.device.type == "cuda":
             # A copy into pinned memory is not waited for; what reads it later is queued behind it.
-            host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
+            host = torch.empty(weight.shape, dtype=weight.dtype, device="cpu", pin_memory=True)
             self._next[name, role] = host.copy_(weight, non_blocking=True)
         else:
             self._next[name, role] = weight.detach().to("cpu", copy=True)

@@ -297,7 +297,7 @@ class AttentionReadings:
             return []
         sums = [self._seen.get(layer.name, RowSums.none(layer.num_heads, device)) for layer in layers]
         # Sequences may be of other lengths on other ranks, and all are to add up numbers of one shape.
-        widths = [torch.tensor(float(one.rows.columns.shape[-1])) for one in sums]
+        widths = [torch.tensor(float(one.rows.columns.shape[-1]), device=device) for one in sums]
         keys = [int(width) for width in ranks.largest(widths, device)]
         sums = [replace(one, rows=one.rows.padded(width)) for one, width in zip(sums, keys)]
         added = ranks.sum([tensor for one in sums for tensor in one.added()], device)
@@ -350,7 +350,7 @@ class AttentionReadings:
         if self._padding_mask is not None:
             told = fit_padding(self._padding_mask.bool(), shape)
         elif self._choice is None:
-            return torch.zeros(shape, dtype=torch.bool)
+            return torch.zeros(shape, dtype=torch.bool, device="cpu")
         else:
             told = find_padding(shape, calls_going_on(), choice=self._choice).padded
         return None if told is None or told.dtype != torch.bool else told.view(shape)
