@@ -66,7 +66,7 @@ class DeadHeads(Rule):
             tuple(dead),
             None if active is None else active.finding.since,
             "",
-            "less weight decay on the attention, or a look at whether its gradients arrive",
+            "less weight decay on the attention, or checking whether its gradients arrive",
         )
 
     def _has_had_time(self, series: Series) -> bool:

@@ -43,7 +43,7 @@ class WeightJump(Rule):
             now,
             self.change,
             "head_movement_min",
-            remedy="a look at what wrote to them: the learning rate, a checkpoint that was loaded, or rows in another "
+            remedy="checking what wrote to them: the learning rate, a checkpoint that was loaded, or rows in another "
             "order",
         )
 
@@ -96,5 +96,5 @@ class InputsLoseRank(Rule):
             min(before),
             "token_rank",
             since=steps[-2],
-            remedy="a look at what the loader gives since then, and at what runs before this layer",
+            remedy="checking what the loader gives since then, and what runs before this layer",
         )

@@ -11,7 +11,7 @@ from hdi_callback.monitoring.rules.thresholds import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 SCORES = (
-    "a look at the learning rate and at the scale of the scores, or QKClip with a limit near the largest score of a "
+    "checking the learning rate and the scale of the scores, or QKClip with a limit near the largest score of a "
     "healthy run, which in trials brought back runs where queries and keys alone were driven"
 )
 """What helps against scores that grow (docs/evidence.md)."""
@@ -136,7 +136,7 @@ class SharpFromStart(Rule):
             self.needs[0],
             since=None if active is None else active.finding.since,
             certainty=f"independent weights of the usual size leave it above {decimal(self.limit)}",
-            remedy="a look at the scale of the scores, usually one over the root of the head width, and at the size of "
+            remedy="checking the scale of the scores, usually one over the root of the head width, and the size of "
             "what the layer is given; for weights that were loaded, say loaded=True",
         )
 
@@ -172,7 +172,7 @@ class FlatAttention(Rule):
             self.limit,
             "attention_entropy",
             since=series.first.step,
-            remedy="a look at the scale of the scores, usually one over the root of the head width, and at whether "
+            remedy="checking the scale of the scores, usually one over the root of the head width, and whether "
             "gradients arrive at queries and keys",
         )
 
@@ -248,7 +248,7 @@ class TokensAlike(_Level):
     rises = True
     way = 0.5
     hysteresis = 0.02
-    remedy = "a look at the residual connections and norms before this layer"
+    remedy = "checking the residual connections and norms before this layer"
 
     def __init__(self, limit: float = 0.995) -> None:
         self.limit = number("limit of TokensAlike", limit, above=0, below=1, example=0.995)

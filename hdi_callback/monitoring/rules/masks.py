@@ -11,7 +11,7 @@ from hdi_callback.monitoring.rules.words import decimal
 _NOTHING = 1e-6
 """Attention to tokens that a mask hides, but for rounding."""
 
-MASK = "a look at the mask that attention is given, and at whether True means seen or hidden there"
+MASK = "checking the mask that attention is given, and whether True means seen or hidden there"
 
 
 class LaterTokens(Rule):

@@ -45,7 +45,7 @@ class NoContribution(Rule):
             self.share,
             "head_contribution_min",
             silent,
-            remedy="a look at whether gradients arrive at its value and output weights",
+            remedy="checking whether gradients arrive at its value and output weights",
         )
 
 
@@ -88,7 +88,7 @@ class FrozenHeads(Rule):
             "head_movement_min",
             still,
             series.since(lambda row: row.values["head_movement_min"] == 0, "head_movement_min"),
-            remedy="a look at what is frozen, at what the optimizer was given, and at the type of the weights: updates "
+            remedy="checking what is frozen, what the optimizer was given, and the type of the weights: updates "
             "may round away",
         )
 
@@ -135,8 +135,7 @@ class UntrainedWeights(Rule):
             share,
             "head_unchanged",
             since=series.since(lambda row: row.values["head_unchanged"] >= share, "head_unchanged"),
-            remedy="a look at what the optimizer was given, and at whether gradients reach all of them (detach, "
-            "no_grad)",
+            remedy="checking what the optimizer was given, and whether gradients reach all of them (detach, no_grad)",
         )
 
 
@@ -178,6 +177,6 @@ class RoundedAway(Rule):
             self.share,
             "head_unchanged",
             since=series.since(lambda row: row.values["head_unchanged"] >= self.share, "head_unchanged"),
-            remedy="a look at the learning rate and at the type of the weights: small updates of bfloat16 weights "
+            remedy="checking the learning rate and the type of the weights: small updates of bfloat16 weights "
             "round away, and float32 copies of them do not",
         )

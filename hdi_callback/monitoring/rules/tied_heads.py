@@ -60,7 +60,7 @@ class TiedHeads(Rule):
             EQUAL,
             "hdi_worst_pair",
             heads_in(groups),
-            remedy="a look at which parameters they share and how they were initialised; equal gradients keep equal "
+            remedy="checking which parameters they share and how they were initialised; equal gradients keep equal "
             "heads equal",
             groups=groups,
         )

@@ -67,7 +67,7 @@ class VanishingWeights(Rule):
             heads,
             None if active is None else active.finding.since,
             "",
-            "less weight decay on the attention, or a look at whether its gradients arrive",
+            "less weight decay on the attention, or checking whether its gradients arrive",
         )
 
 
