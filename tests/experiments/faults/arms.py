@@ -32,7 +32,7 @@ from hdi_callback.monitoring.interventions import (
 from hdi_callback.monitoring.readings import Record
 from tests.experiments.faults.faults import START, Fault, Run
 from tests.experiments.faults.growth import KINDS as GROWTH
-from tests.experiments.faults.growth import LIMIT
+from tests.experiments.faults.growth import LIMIT, publish
 from tests.experiments.faults.plan import HEALTHY, Job
 from tests.experiments.faults.report import Result
 from tests.experiments.faults.run import RESULTS, train
@@ -179,16 +179,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
     options.results.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([
+    publish([
         "Made by `python -m tests.experiments.faults.arms --output docs/benchmarks/interventions-by-attention.md`.",
         "",
         *of_scores(options.results),
         "",
         *of_pairs(options.results),
-    ]) + "\n"  # fmt: skip
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    ], options.output)  # fmt: skip
 
 
 if __name__ == "__main__":

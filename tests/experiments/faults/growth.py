@@ -150,6 +150,14 @@ def of_healthy(folder: Path, healthy: Sequence[Result]) -> list[str]:
     ]
 
 
+def publish(lines: list[str], output: Path | None) -> None:
+    """Print a report, and keep it."""
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if output is not None:
+        output.write_text(text)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS / "growth")
@@ -168,17 +176,14 @@ def main(argv: list[str] | None = None) -> None:
     if options.only_healthy:
         print("\n".join(of_healthy(options.results, healthy[: options.healthy])))
         return
-    text = "\n".join([
+    publish([
         "Made by `python -m tests.experiments.faults.growth --output docs/benchmarks/qk-clip.md`. Final validation "
         "losses in nats; the healthy run has the same seed.",
         "",
         *of_growth(options.results, options.wanted, options.limit),
         "",
         *of_healthy(options.results, healthy[: options.healthy]),
-    ]) + "\n"  # fmt: skip
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    ], options.output)  # fmt: skip
 
 
 if __name__ == "__main__":
