@@ -71,6 +71,7 @@ evidence: $(INSTALLED)  ## Try alerts and interventions on small trainings that 
 faults: $(INSTALLED)  ## Try 40 faults on small trainings, side by side with other monitors (hours; resumable).
 	$(BIN)/python -m tests.experiments.faults.run --part looked-at
 	$(BIN)/python -m tests.experiments.faults.run --part confirming $(ARGS)
+	$(BIN)/python -m tests.experiments.faults.run --part again $(ARGS)
 	$(BIN)/python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz
 
 zoo: $(INSTALLED)  ## Examine transformers, timm and packages of others; writes docs/supported-models.md (resumable).

@@ -21,8 +21,12 @@ PUBLISHED = Path(__file__).parents[2] / "docs" / "benchmarks" / "faults.json.gz"
 
 
 def test_the_plan_holds_what_is_asked_of_it_and_looked_at_seeds_confirm_nothing():
-    looked_at, confirming = plan.plan("looked-at"), plan.plan("confirming", rounds=3, healthy=19)
-    assert not {job.seed for job in looked_at} & {job.seed for job in confirming}
+    looked_at, confirming, again = plan.plan("looked-at"), plan.plan("confirming", rounds=3), plan.plan("again")
+    seeds = [{job.seed for job in part} for part in (looked_at, confirming, again)]
+    assert len(set.union(*seeds)) == sum(map(len, seeds))
+    assert min(seeds[2]) >= plan.AGAIN > max(seeds[1])
+    assert sum(job.kind == HEALTHY for job in again) >= 120
+    assert all(sum(job.kind == kind for job in again) == 2 for kind in FAULTS)
     assert len({job.name for job in confirming}) == len(confirming)
     assert sum(job.kind == HEALTHY for job in confirming) >= 300
     assert len(FAULTS) >= 25

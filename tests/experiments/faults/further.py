@@ -18,7 +18,7 @@ import torch
 
 from tests.experiments.faults.faults import START, Fault, Run, _set
 from tests.experiments.faults.monitors import alarm_of_rules
-from tests.experiments.faults.plan import HEALTHY, PARTS, Job, Part
+from tests.experiments.faults.plan import HEALTHY, Job, Part
 from tests.experiments.faults.report import COST, Result, bound
 from tests.experiments.faults.run import RESULTS, train
 from tests.experiments.faults.trainings import BASES, PROVOKED
@@ -262,7 +262,7 @@ def report(part: Part, folder: Path, turns: int | None = None, *, only_made: boo
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--part", choices=FIRST, required=True)
     parser.add_argument("--results", type=Path, default=RESULTS / "further")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--turns", type=int, help="how often each kind is tried, on other trainings")

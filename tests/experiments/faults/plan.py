@@ -11,12 +11,13 @@ from tests.experiments.faults.trainings import BASES, LONG, PROVOKED
 
 HEALTHY = "healthy"
 STEPS, EVERY = 100, 5
-CONFIRMING = 50_000
-"""The first seed of confirming runs."""
+CONFIRMING, AGAIN = 50_000, 150_000
+"""The first seeds of confirming runs: of those laid down first, and of those made again after rules had changed."""
 FAULTS_EVERY = 5
 """Rounds of healthy runs from one round of faults to the next."""
-Part = Literal["looked-at", "confirming"]
+Part = Literal["looked-at", "confirming", "again"]
 PARTS: tuple[Part, ...] = get_args(Part)
+HEALTHY_EACH: dict[Part, int] = {"looked-at": 2, "confirming": 19, "again": 8}
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,21 @@ class Job:
         return "".join(c if c.isalnum() else "-" for c in f"{self.kind} on {self.base} {self.seed}")
 
 
-def plan(part: Part, *, rounds: int = 2, healthy: int = 19) -> list[Job]:
+def plan(part: Part, *, rounds: int = 2, healthy: int | None = None) -> list[Job]:
     """Lay down every run, in the order in which they are made: whole rounds, so that an early end leaves no kind out.
 
     Args:
-        part: the seeds of the two parts have nothing in common. Limits are chosen on healthy looked-at runs, and rules
-            on looked-at runs of all kinds; nothing is changed once the first confirming run has been made.
+        part: the seeds of the parts have nothing in common. Limits are chosen on healthy looked-at runs, and rules
+            on looked-at runs of all kinds. After 180 of the confirming runs three rules were changed: the rest of them
+            and the part "again", on seeds that nothing had used, are made with the rules as they are since.
         rounds: how many confirming runs of each fault; one is looked at.
         healthy: how many confirming healthy runs of each kind of training, of the long ones a tenth as many; two are
-            looked at.
+            looked at. 19 by default, 8 of the part "again".
     """
-    first = {"looked-at": 0, "confirming": CONFIRMING}[part]
-    rounds, each = {"looked-at": (1, 2), "confirming": (rounds, healthy)}[part]
+    first = {"looked-at": 0, "confirming": CONFIRMING, "again": AGAIN}[part]
+    if healthy is None:
+        healthy = HEALTHY_EACH[part]
+    rounds, each = (1, HEALTHY_EACH[part]) if part == "looked-at" else (rounds, healthy)
     jobs = []
     for round_ in range(max(FAULTS_EVERY * (rounds - 1) + 1, each)):
         seed = first + 100 * round_

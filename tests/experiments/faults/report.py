@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     before = published(options.published, [run for runs in made.values() for run in runs])
     all_looked_at = made["looked-at"] + [run for run in before if run["seed"] < CONFIRMING]
     looked_at = [run for run in all_looked_at if run["kind"] == HEALTHY]
-    runs = made["confirming"] + [run for run in before if run["seed"] >= CONFIRMING]
+    runs = [*made["confirming"], *made["again"]] + [run for run in before if run["seed"] >= CONFIRMING]
     healthy = [run for run in runs if run["kind"] == HEALTHY]
     found = judge(healthy, [run for run in runs if run["kind"] != HEALTHY], looked_at)
     prediction = [
