@@ -25,7 +25,7 @@ def test_the_plan_holds_what_is_asked_of_it_and_looked_at_seeds_confirm_nothing(
     seeds = [{job.seed for job in part} for part in (looked_at, confirming, again)]
     assert len(set.union(*seeds)) == sum(map(len, seeds))
     assert min(seeds[2]) >= plan.AGAIN > max(seeds[1])
-    assert sum(job.kind == HEALTHY for job in again) >= 120
+    assert sum(job.kind == HEALTHY for job in again) >= 300
     assert all(sum(job.kind == kind for job in again) == 2 for kind in FAULTS)
     assert len({job.name for job in confirming}) == len(confirming)
     assert sum(job.kind == HEALTHY for job in confirming) >= 300
@@ -110,6 +110,12 @@ def test_the_loss_has_left_when_it_is_above_all_twins_twice():
     assert report.departure(twin([9.0, 5.0, 4.24, 3.16, 3.0, 3.04]), twins, 0) is None
     assert report.departure(twin([6.0, 5.0, 4.5, 3.1, 3.2, None]), twins, 0) == 20
     assert report.departure(twin([6.0, 5.0, 9.0, 9.0, 9.0, 9.0]), twins, 20) == 20
+
+
+def test_a_limit_is_what_one_in_a_hundred_healthy_runs_goes_beyond():
+    runs = [twin([3.0], scores={name: [[0, 0.1], [5, float(place)]] for name in MONITORS}) for place in range(200)]
+    assert set(report.limits_of(runs).values()) == {197.0}
+    assert set(report.limits_of(runs[:99]).values()) == {98.0}
 
 
 def test_alarms_come_at_the_first_score_beyond_the_limit_and_after_the_fault():

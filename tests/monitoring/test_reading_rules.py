@@ -148,17 +148,30 @@ def test_heads_that_attend_alike_are_named():
 
 
 @pytest.mark.parametrize(
-    ("rule", "metric", "healthy", "broken", "over"),
+    ("rule", "metric", "healthy", "broken", "over", "told"),
     [
-        (EntropyCollapse(), "attention_entropy", [0.9, 0.8, 0.6, 0.05], 0.005, 0.4),
-        (LogitGrowth(), "attention_logit", [1.0, 3.0, 8.0, 20.0], 90.0, 10.0),
-        (TokensAlike(), "token_cosine", [0.0, 0.1, 0.2, 0.98], 0.999, 0.3),
+        (EntropyCollapse(), "attention_entropy", [0.9, 0.8, 0.6, 0.05], 0.005, 0.4, 40),
+        (LogitGrowth(), "attention_logit", [1.0, 3.0, 8.0, 20.0], 90.0, 10.0, 40),
+        (TokensAlike(), "token_cosine", [0.0, 0.1, 0.2, 0.98], 0.999, 0.3, 60),
     ],
 )
-def test_a_level_is_told_once_and_over_below_its_hysteresis(rule, metric, healthy, broken, over):
-    alerts = judge(rule, curve(metric, [*healthy, broken, broken, over]))
-    assert [(alert.step, alert.is_resolved) for alert in alerts] == [(40, False), (60, True)]
+def test_a_level_is_told_once_and_over_below_its_hysteresis(rule, metric, healthy, broken, over, told):
+    alerts = judge(rule, curve(metric, [*healthy, broken, broken, broken, over]))
+    assert [(alert.step, alert.is_resolved) for alert in alerts] == [(told, False), (70, True)]
     assert alerts[0].finding.metric == metric
+
+
+def test_tokens_that_are_nearly_one_for_a_few_readings_as_they_learn_are_no_alarm():
+    of_healthy = [  # plain SGD at a high rate
+        [0.6184, 0.9035, 0.9711, 0.9942, 0.9952, 0.9943, 0.989, 0.9206, 0.9174],
+        [0.3497, 0.8661, 0.9875, 0.9937, 0.9972, 0.997, 0.9957, 0.9856, 0.9367],
+        [0.3497, 0.8661, 0.9875, 0.9985, 0.9985, 0.997, 0.9957, 0.9856, 0.9367],
+    ]
+    for values in of_healthy:
+        assert judge(TokensAlike(), curve("token_cosine", values)) == []
+    (alert,) = judge(TokensAlike(), curve("token_cosine", [0.6, 0.98, 0.9984, 0.999, 0.9991, 0.9992]))
+    assert (alert.step, alert.finding.since) == (40, 20)
+    assert "nearly one: mean cosine (0.999, 0.989 at the start)" in alert.message
 
 
 @pytest.mark.parametrize(
@@ -413,6 +426,34 @@ def test_attention_that_stays_uniform_is_told_after_fifteen_readings():
     assert asked([FlatAttention()], watched(Masked(), begin, steps=range(0, 200, 10))) == []
 
 
+def test_a_layer_whose_scores_have_grown_is_still_learning_and_not_flat():
+    def entropy(largest):
+        values = [{"attention_entropy": 0.9998, "attention_logit": logit} for logit in largest]
+        return [Record(10 * place, {"attn": LayerRecord(value)}) for place, value in enumerate(values)]
+
+    learns = [
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.05,
+        0.25,
+        0.53,
+        0.71,
+        0.83,
+        0.8,
+        0.77,
+        0.78,
+        0.77,
+        0.8,
+        0.74,
+        0.71,
+    ]  # keys began at 0
+    assert asked([FlatAttention()], entropy(learns)) == []
+    (alert,) = asked([FlatAttention()], entropy([0.1 * value for value in learns]))
+    assert "largest score 0.083" in alert.message
+
+
 def test_updates_that_round_away_are_told_and_small_ones_that_do_not_are_not():
     def train(kind):
         def act(step, model):
@@ -606,12 +647,15 @@ def test_inputs_that_lose_directions_at_once_are_told_and_those_that_lose_them_s
 
     steady = [20.0, 21.0, 19.5, 20.5, 20.0, 21.0, 20.0]
     (alert,) = asked([InputsLoseRank()], tokens([*steady, 4.0, 4.1, 4.2]))
-    assert (alert.step, alert.finding.since) == (80, 70)
-    over = asked([InputsLoseRank()], tokens([*steady, 4.0, 4.1, 15.0]))
-    assert [(one.step, one.is_resolved) for one in over] == [(80, False), (90, True)]
+    assert (alert.step, alert.finding.since) == (90, 70)
+    over = asked([InputsLoseRank()], tokens([*steady, 4.0, 4.1, 4.2, 15.0]))
+    assert [(one.step, one.is_resolved) for one in over] == [(90, False), (100, True)]
     assert asked([InputsLoseRank()], tokens([*steady, 4.0, 20.0, 19.0])) == [], "one batch"
-    learned = [7.31, 7.22, 7.12, 6.61, 6.79, 7.07, 7.17, 7.18, 4.95, 4.29, 2.92, 2.84, 2.47]  # of a healthy run
+    assert asked([InputsLoseRank()], tokens([*steady, 4.0, 4.1, 19.0])) == [], "two batches"
+    learned = [7.31, 7.22, 7.12, 6.61, 6.79, 7.07, 7.17, 7.18, 4.95, 4.29, 2.92, 2.84, 2.47]  # of healthy runs
+    paused = [7.913, 8.668, 8.484, 9.226, 9.108, 8.347, 3.78, 3.992, 2.91, 2.532, 2.598, 2.466, 2.593]
     assert asked([InputsLoseRank()], tokens(learned)) == []
+    assert asked([InputsLoseRank()], tokens(paused)) == []
     assert asked([InputsLoseRank()], tokens([20 * 0.7**place for place in range(12)])) == []
     assert asked([InputsLoseRank()], tokens([*steady, 17.0])) == []
 

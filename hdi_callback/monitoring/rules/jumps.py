@@ -52,8 +52,8 @@ class InputsLoseRank(Rule):
     """The tokens that a layer is given have lost directions at once, and further than they ever changed in this run.
 
     As by a loader that gives one token again and again, or by code that cuts features off. What training does to them
-    goes on from one reading to the next, so it is told when the reading after the fall is where the fall has ended;
-    data of another kind may do so too.
+    goes on from one reading to the next, so it is told when the two readings after the fall are where the fall has
+    ended; data of another kind may do so too.
 
     Args:
         fall: factor by which the effective rank has fallen since the reading before, that is a warning.
@@ -65,7 +65,9 @@ class InputsLoseRank(Rule):
     past: ClassVar[int] = 6
     compared: ClassVar[int] = 12
     settled: ClassVar[float] = 0.25
-    """Share of the fall by which the next reading may differ, as a logarithm."""
+    """Share of the fall by which the next readings may differ, as a logarithm."""
+    after: ClassVar[int] = 2
+    """How many readings after the fall are asked."""
 
     def __init__(self, fall: float = 1.4, factor: float = 4.0) -> None:
         self.fall = number("fall of InputsLoseRank", fall, above=1, below=float("inf"), example=1.4)
@@ -79,22 +81,23 @@ class InputsLoseRank(Rule):
             value, least = active.finding.value, active.finding.threshold
             is_over = value is None or least is None or now >= math.sqrt(max(value * least, 0.0))
             return None if is_over else active.finding
-        before, fallen = curve[:-2], curve[-2:-1]
+        fallen = len(curve) - 1 - self.after
+        before, since_then = curve[:fallen], curve[fallen:]
         if len(before) < self.past or min(curve) <= 0:
             return None
         changes = [abs(math.log(b / a)) for a, b in itertools.pairwise(before[-self.compared - 1 :])]
-        fall, since_then = math.log(before[-1] / fallen[0]), abs(math.log(fallen[0] / now))
-        if fall < math.log(self.fall) or max(*fallen, now) >= min(before) or fall < self.factor * max(changes):
+        fall = math.log(before[-1] / since_then[0])
+        if fall < math.log(self.fall) or max(since_then) >= min(before) or fall < self.factor * max(changes):
             return None
-        if since_then > self.settled * fall:
+        if any(abs(math.log(value / since_then[0])) > self.settled * fall for value in since_then[1:]):
             return None
         return Finding(
             f"the tokens that the layer is given have lost directions at once (effective rank {now:.1f}, "
-            f"{before[-1]:.1f} at step {steps[-3]}, and never below {min(before):.1f} before)",
+            f"{before[-1]:.1f} at step {steps[fallen - 1]}, and never below {min(before):.1f} before)",
             "warning",
             now,
             min(before),
             "token_rank",
-            since=steps[-2],
+            since=steps[fallen],
             remedy="checking what the loader gives since then, and what runs before this layer",
         )

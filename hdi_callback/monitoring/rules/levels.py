@@ -31,6 +31,8 @@ class _Level(Rule):
     hysteresis: ClassVar[float]
     """Share of the limit by which the curve must come back."""
     early: ClassVar[int] = 5
+    lasts: ClassVar[int] = 1
+    """Readings in a row at which the curve must be beyond the limit."""
     remedy: ClassVar[str] = NO_REMEDY
 
     limit: float
@@ -41,7 +43,7 @@ class _Level(Rule):
         limit = self.limit
         if active is not None:
             limit += -self.hysteresis if self.rises else self.hysteresis
-        if not self._is_beyond(value, limit):
+        if not self._is_beyond(value, limit) or (active is None and not self._has_lasted(series)):
             return None
         before = self._before(series)
         if active is None and (before is None or not self._has_left(before, value)):
@@ -63,6 +65,10 @@ class _Level(Rule):
     def heads(self, series: Series) -> tuple[int, ...]:
         """Name the heads that it is about; none for the whole layer."""
         return ()
+
+    def _has_lasted(self, series: Series) -> bool:
+        _, curve = series.curve(self.metric)
+        return len(curve) >= self.lasts and all(self._is_beyond(value, self.limit) for value in curve[-self.lasts :])
 
     def _before(self, series: Series) -> float | None:
         """The median of the first readings; of those that are kept where the run is longer."""
@@ -144,7 +150,8 @@ class SharpFromStart(Rule):
 class FlatAttention(Rule):
     """Attention has stayed uniform since it began: the scores are so small that nothing tells tokens apart.
 
-    As where the scale of the scores is far too small, or queries and keys do not train.
+    As where the scale of the scores is far too small, or queries and keys do not train. Where the largest score is
+    known it must have stayed small too: a layer that has begun to tell a few tokens from the rest is still learning.
 
     Args:
         limit: of the entropy over log n, mean over heads, at every reading so far.
@@ -153,6 +160,8 @@ class FlatAttention(Rule):
 
     name = "flat attention"
     needs = ("attention_entropy",)
+    largest: ClassVar[float] = 0.25
+    """A score above which some tokens are told apart."""
 
     def __init__(self, limit: float = 0.9995, readings: int = 15) -> None:
         self.limit = number("limit of FlatAttention", limit, above=0, below=1, example=0.9995)
@@ -164,9 +173,13 @@ class FlatAttention(Rule):
         first = series.first.values.get("attention_entropy", 0.0)
         if len(curve) < self.readings or min(*curve, first) < self.limit or not series.facts.get("trains", True):
             return None
+        _, logits = series.curve("attention_logit")
+        if max(logits, default=0.0) > self.largest:
+            return None
+        largest = f", largest score {max(logits):.2g}" if logits else ""
         return Finding(
-            f"attention has stayed uniform since step {series.first.step} (mean entropy {curve[-1]:.4f}): its heads "
-            "average all tokens",
+            f"attention has stayed uniform since step {series.first.step} (mean entropy {curve[-1]:.4f}{largest}): its "
+            "heads average all tokens",
             "warning",
             curve[-1],
             self.limit,
@@ -235,7 +248,10 @@ class AttentionSink(_Level):
 
 
 class TokensAlike(_Level):
-    """The tokens that a layer is given have become one: their mean cosine is at a limit.
+    """The tokens that a layer is given have become one, and stay so: their mean cosine is at a limit at three readings.
+
+    Under a high learning rate a model may first learn how often each output occurs, which gives all tokens of a later
+    layer nearly one direction for a few readings.
 
     Args:
         limit: of the mean cosine of two tokens.
@@ -248,7 +264,11 @@ class TokensAlike(_Level):
     rises = True
     way = 0.5
     hysteresis = 0.02
+    lasts = 3
     remedy = "checking the residual connections and norms before this layer"
 
-    def __init__(self, limit: float = 0.995) -> None:
-        self.limit = number("limit of TokensAlike", limit, above=0, below=1, example=0.995)
+    def __init__(self, limit: float = 0.998) -> None:
+        self.limit = number("limit of TokensAlike", limit, above=0, below=1, example=0.998)
+
+    def _shown(self, value: float) -> str:
+        return f"{value:.3f}"

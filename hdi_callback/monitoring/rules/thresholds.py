@@ -38,7 +38,7 @@ class Thresholds:
         entropy: mean entropy of attention over log n, below which it is a warning.
         logit: largest score.
         sink: attention to one position, of the head that gives it least.
-        tokens: mean cosine of two of the tokens that the layer is given.
+        tokens: mean cosine of two of the tokens that the layer is given, at three readings in a row.
         contribution: share of a head in the output, below which it is a warning; off, as it told nothing.
         start: mean entropy of attention at step 0 of fresh weights, below which it is a warning.
         flat: mean entropy of attention that is a warning if it was never lower, after 15 readings.
@@ -67,7 +67,7 @@ class Thresholds:
     entropy: float | None = 0.01
     logit: float | None = 50.0
     sink: float | None = 0.9
-    tokens: float | None = 0.995
+    tokens: float | None = 0.998
     contribution: float | None = None
     start: float | None = 0.5
     flat: float | None = 0.9995

@@ -267,7 +267,9 @@ FAULTS: dict[str, Fault] = {
     "every token of an input is the first": Fault("data", True, True, data=_constant_inputs),
     # --- collapses by force
     "keys and queries of all heads merge": Fault("collapse", False, True, after=_pull(("q", "k"), 0.05)),
-    "keys merge": Fault("collapse", False, True, after=_pull(("k",), 0.05), bases=("text", "digits", "table")),
+    "keys merge": Fault(  # not under multi-query attention, which has one key head
+        "collapse", False, True, after=_pull(("k",), 0.05), bases=("grouped", "four layers", "digits", "table")
+    ),
     "queries merge": Fault("collapse", False, True, after=_pull(("q",), 0.05)),
     "two heads merge": Fault("collapse", False, True, after=_pull(("q", "k"), 0.05, 2)),
     "values and outputs merge": Fault("collapse", False, True, after=_pull(("v", "out"), 0.05)),

@@ -11,13 +11,13 @@ from tests.experiments.faults.trainings import BASES, LONG, PROVOKED
 
 HEALTHY = "healthy"
 STEPS, EVERY = 100, 5
-CONFIRMING, AGAIN = 50_000, 150_000
+CONFIRMING, AGAIN = 50_000, 170_000
 """The first seeds of confirming runs: of those laid down first, and of those made again after rules had changed."""
 FAULTS_EVERY = 5
 """Rounds of healthy runs from one round of faults to the next."""
 Part = Literal["looked-at", "confirming", "again"]
 PARTS: tuple[Part, ...] = get_args(Part)
-HEALTHY_EACH: dict[Part, int] = {"looked-at": 2, "confirming": 19, "again": 8}
+HEALTHY_EACH: dict[Part, int] = {"looked-at": 2, "confirming": 19, "again": 19}
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ def plan(part: Part, *, rounds: int = 2, healthy: int | None = None) -> list[Job
 
     Args:
         part: the seeds of the parts have nothing in common. Limits are chosen on healthy looked-at runs, and rules
-            on looked-at runs of all kinds. After 180 of the confirming runs three rules were changed: the rest of them
-            and the part "again", on seeds that nothing had used, are made with the rules as they are since.
+            on looked-at runs of all kinds. Rules were changed after 180 of the confirming runs, and once more after all
+            394: these are looked at since, and the part "again", on seeds that nothing had used, confirms the rules as
+            they ship.
         rounds: how many confirming runs of each fault; one is looked at.
         healthy: how many confirming healthy runs of each kind of training, of the long ones a tenth as many; two are
-            looked at. 19 by default, 8 of the part "again".
+            looked at. 19 by default.
     """
     first = {"looked-at": 0, "confirming": CONFIRMING, "again": AGAIN}[part]
     if healthy is None:
