@@ -23,8 +23,8 @@ def metadata(root: Path, folder: Path, monkeypatch, urls: str = "") -> Message:
     for name in FOLDERS:
         shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     text = (folder / "pyproject.toml").read_text()
-    table = "[project.optional-dependencies]"
-    (folder / "pyproject.toml").write_text(text.replace(table, f"{urls}\n{table}", 1))
+    table = "[project.urls]"
+    (folder / "pyproject.toml").write_text(text.replace(table, f"{table}\n{urls}", 1))
     monkeypatch.chdir(folder)
     with zipfile.ZipFile(folder / build_wheel(str(folder))) as wheel:
         (name,) = (one for one in wheel.namelist() if one.endswith(".dist-info/METADATA"))
@@ -38,11 +38,12 @@ def test_the_readme_of_a_package_index_has_no_relative_link_while_no_address_is_
     assert "![" not in text
     assert "(`docs/getting-started.md`)" in text
     assert shown["Description-Content-Type"] == "text/markdown"
+    assert shown.get_all("Project-URL") == ["Paper, https://arxiv.org/abs/2605.20271"]
     assert RELATIVE.search((root / "README.md").read_text()), "the check would see them"
 
 
 def test_with_an_address_links_and_pictures_lead_to_the_tag_of_the_version(root, tmp_path, monkeypatch):
-    urls = '[project.urls]\nRepository = "https://example.org/them/hdi"\nDocumentation = "https://example.org/docs/"\n'
+    urls = 'Repository = "https://example.org/them/hdi"\nDocumentation = "https://example.org/docs/"\n'
     shown = metadata(root, tmp_path, monkeypatch, urls)
     text, place = shown.get_payload(), f"https://example.org/them/hdi/{{}}/v{shown['Version']}/"
     assert RELATIVE.search(text) is None

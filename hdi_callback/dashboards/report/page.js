@@ -275,6 +275,9 @@
   const all = () => redraws.forEach((redraw) => redraw());
   all();
   let waiting = null, lastWidth = window.innerWidth;
+  document.querySelectorAll("td.layer, .differences th, .differences td").forEach((cell) => {
+    cell.innerHTML = cell.innerHTML.replace(/\.(?=[a-z_])/gi, ".<wbr>");  // long names break after a dot
+  });
   window.addEventListener("resize", () => {
     if (window.innerWidth === lastWidth) return;
     lastWidth = window.innerWidth;

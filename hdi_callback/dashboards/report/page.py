@@ -140,7 +140,7 @@ _HEADING = (
 def _pair_row(row: dict[str, Any], is_alerted: bool) -> str:
     effective = "-" if row["effective"] is None else f"{row['effective']:.1f}"
     return (
-        f"<tr{' class=alerted' if is_alerted else ''}><td>{_e(row['layer'])}</td>"
+        f"<tr{' class=alerted' if is_alerted else ''}><td class='layer'>{_e(row['layer'])}</td>"
         f'<td class="heads">{" and ".join(map(str, row["pair"])) or "-"}</td>'
         f'<td class="number">{decimal(row["worst"])}</td><td class="number">{decimal(row["mean"])}</td>'
         f'<td class="number minor">{decimal(row["energy"])}</td>'

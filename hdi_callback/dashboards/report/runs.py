@@ -407,17 +407,20 @@ def _packed(
     chosen += [(name, step) for name, step in alerted if step in steps.get(name, ())]
     for names, most in ((important, _MOST_MAPS), (layers, _MOST_MAPS_ELSEWHERE)):
         chosen += [(name, step) for name in names for step in _thinned(steps.get(name, []), most)]
+    texts = {}
+    for name, step in sorted(dict.fromkeys(chosen), key=lambda one: one[1]):  # a file has them step by step
+        matrix = matrices.at(step, name)
+        if matrix is not None:
+            texts[name, step] = _bytes_of(matrix)
     packed: dict[str, dict[str, Any]] = {}
     size = 0
     for name, step in dict.fromkeys(chosen):
-        matrix = matrices.at(step, name)
-        if matrix is None:
-            continue
-        text = _bytes_of(matrix)
+        text = texts.get((name, step), "")
         size += len(text)
         if size > _MOST_BYTES:
             break
-        packed.setdefault(name, {})[str(step)] = text
+        if text:
+            packed.setdefault(name, {})[str(step)] = text
     return packed
 
 

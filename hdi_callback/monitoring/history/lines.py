@@ -188,7 +188,7 @@ def _is_array(name: str, value: Any) -> bool:
         return False
     if name.endswith("_pair"):
         return len(value) == 2 and all(is_whole(head, least=-1) for head in value)
-    return all(map(is_value, value))
+    return set(map(type, value)) <= {float, type(None)} or all(map(is_value, value))
 
 
 def _is_matrix(value: Any) -> bool:

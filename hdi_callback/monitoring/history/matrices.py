@@ -329,6 +329,7 @@ class Matrices:
     def __init__(self, path: Path, times: Mapping[int, float]) -> None:
         self._path = path
         self._places: dict[str, dict[int, int]] = {}  # layer -> step -> where its line begins
+        self._line: tuple[tuple[int, int, int], dict[str, Any]] | None = None  # the last one: many layers stand in one
         with suppress(FileNotFoundError), path.open("rb") as file:
             for place in list(_places(file)):
                 if times.get(place.step) != place.time:
@@ -365,7 +366,10 @@ class Matrices:
             return {}
         try:
             with self._path.open("rb") as file:
-                return decode_layer(_layers_at(file, start, step)[layer])
+                place = (start, step, os.fstat(file.fileno()).st_mtime_ns)
+                if self._line is None or self._line[0] != place:
+                    self._line = place, _layers_at(file, start, step)
+            return decode_layer(self._line[1][layer])
         except (OSError, MatrixError, KeyError):  # the file was thinned since
             return {}
 

@@ -54,12 +54,23 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     write_run(
         folder / "deep" / "history.jsonl", layers=48, heads=32, width=2, features=64, steps=8, collapsed=(17, 3, 21)
     )
+    write_run(
+        folder / "deepest" / "history.jsonl",
+        layers=96,
+        heads=128,
+        width=2,
+        features=256,
+        steps=8,
+        collapsed=(61, 7, 90),
+    )
     write_run(folder / "three" / "history.jsonl", heads=8, width=2, collapsed=(1, 2, 4, 7))
     found = {
-        name: report(folder / name, path=folder / f"{name}.html").path for name in ("small", "good", "deep", "three")
+        name: report(folder / name, path=folder / f"{name}.html").path
+        for name in ("small", "good", "deep", "deepest", "three")
     }
     found["audit"] = report(audit(_grouped()), path=folder / "audit.html").path
     found["both"] = report(folder / "small", folder / "good", path=folder / "both.html").path
+    found["trio"] = report(*(folder / name for name in ("small", "good", "three")), path=folder / "trio.html").path
     return found
 
 
@@ -68,7 +79,7 @@ def show(browser: Browser, page: Path, width: int = 1440, *, dark: bool = False)
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("name", ["small", "good", "deep", "both", "audit"])
+@pytest.mark.parametrize("name", ["small", "good", "deep", "deepest", "both", "trio", "audit"])
 def test_no_text_is_cut_off_or_covered_and_nothing_goes_wrong(browser, pages, name, width):
     show(browser, pages[name], width)
     assert browser.value(f"(() => {{ {TEXTS} return texts.cutOff(); }})()") == []
@@ -90,7 +101,9 @@ def test_the_check_of_texts_notices_what_is_wrong(browser, pages):
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize(("name", "layer", "pair"), [("small", 2, (1, 3)), ("deep", 17, (3, 21))])
+@pytest.mark.parametrize(
+    ("name", "layer", "pair"), [("small", 2, (1, 3)), ("deep", 17, (3, 21)), ("deepest", 61, (7, 90))]
+)
 def test_the_layer_and_the_pair_are_seen_at_once(browser, pages, name, layer, pair, width):
     show(browser, pages[name], width)
     at_once = browser.value("document.querySelector('.verdict').getBoundingClientRect().bottom")
