@@ -483,3 +483,129 @@ def test_what_is_one_tensor_stays_one_where_inputs_are_disturbed():
         module(x, x)
     (computation,) = merged(seen.computations, B)
     assert judge(claimed_by_rows(module, rows), seen, computation, B).is_right
+
+
+class OneProductForBothStreams(nn.Module):
+    """Scores of one product are turned, and weight the values of the other stream too, as in GroundingDINO."""
+
+    def __init__(self, turn) -> None:
+        super().__init__()
+        for name in ("a", "b", "value_a", "value_b"):
+            setattr(self, name, nn.Linear(D, D, bias=False))
+        self.turn = turn
+
+    def forward(self, x):
+        y = x[:, :4] * torch.linspace(0.5, 2.0, D)
+        parts = (self.a(x), self.b(y), self.value_a(x), self.value_b(y))
+        a, b, value_a, value_b = (one.unflatten(-1, (H, -1)).transpose(1, 2) for one in parts)
+        scores = a @ b.mT
+        other = self.turn(scores)
+        of_b = scores.softmax(-1) @ value_b
+        of_a = (other - other.amax(-1, keepdim=True)).softmax(-1) @ value_a
+        return of_a, of_b
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [lambda s: s.transpose(-1, -2), lambda s: s.transpose(3, 2), lambda s: s.mT, lambda s: s.permute(0, 1, 3, 2),
+     lambda s: s.permute((0, 1, 3, 2)), lambda s: torch.swapaxes(s, 2, 3)],
+)  # fmt: skip
+def test_scores_that_are_turned_are_those_of_the_other_stream(turn):
+    torch.manual_seed(0)
+    module = OneProductForBothStreams(turn)
+    rows = {name: one.weight.detach() for name, one in module.named_children()}
+    claims = [
+        claimed_by_rows(module, {"query": rows["a"], "key": rows["b"], "value": rows["value_b"]}),
+        claimed_by_rows(module, {"query": rows["b"], "key": rows["a"], "value": rows["value_a"]}),
+    ]
+    with torch.no_grad(), witness(module) as seen:
+        module(torch.randn(B, T, D, generator=torch.Generator().manual_seed(0)))
+    computations = merged(seen.computations, B)
+    # Each is explained by its own claim, and by no other.
+    found = [[judge(claim, seen, one, B).is_right for claim in claims] for one in computations]
+    assert found == [[True, False], [False, True]]
+
+
+class RelativeValues(nn.Module):
+    """Averages of learned values of relative positions are added to those of tokens, as in VITS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.relative = nn.Parameter(torch.randn(1, T, D // H))
+
+    def forward(self, x):
+        q, k, v = (one.unflatten(-1, (H, -1)).transpose(1, 2).flatten(0, 1) for one in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.mT).softmax(-1)
+        out = torch.bmm(weights, v)
+        out += torch.matmul(weights, self.relative)
+        return out
+
+
+def test_what_is_averaged_of_learned_values_and_added_is_a_part_of_what_attention_gives():
+    torch.manual_seed(0)
+    module = RelativeValues()
+    with torch.no_grad(), witness(module) as seen:
+        given = module(torch.randn(B, T, D))
+    (computation,) = merged(seen.computations, B)
+    assert torch.equal(computation.output, given)
+    assert judge(claimed_by_rows(module, thirds(module, "qkv")), seen, computation, B).is_right
+
+
+class PooledByOneQuery(nn.Module):
+    """A learned query, whose features have gains that all heads share; ``own`` gives each head gains of its own."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.query, self.q, self.kv = nn.Parameter(torch.randn(1, 1, D)), nn.Linear(D, D), nn.Linear(D, 2 * D)
+        self.gain = nn.Parameter(torch.rand(H if own else 1, 1, D // H) + 0.5)
+
+    def forward(self, x):
+        q = self.q(self.query.expand(len(x), -1, -1))
+        q, k, v = (one.unflatten(-1, (H, -1)).transpose(1, 2) for one in (q, *self.kv(x).chunk(2, -1)))
+        return torch.softmax((q * self.gain) @ k.mT, -1) @ v
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "for each head"])
+def test_one_query_for_all_sequences_is_compared_up_to_gains_that_heads_share(own):
+    torch.manual_seed(0)
+    module = PooledByOneQuery(own=own)
+    key, value = module.kv.weight.detach().chunk(2)
+    rows = {"query": module.q.weight.detach(), "key": key, "value": value}
+    claim = replace(
+        claimed_by_rows(module, rows),
+        bias=lambda role: module.q.bias.detach().view(H, -1) if role == "query" else None,
+    )
+    assert judged(module, claim).is_right is (None if own else True)
+    swapped = claimed_by_rows(module, rows | {"query": rows["query"].view(H, -1, D)[[1, 0, 2, 3]].flatten(0, 1)})
+    assert not judged(module, swapped).is_right
+
+
+class UncalledOutput(nn.Module):
+    """Uses the weight of its output projection without calling it, as `nn.MultiheadAttention` does."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.turned = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D), turned
+
+    def forward(self, x):
+        q, k, v = (one.unflatten(-1, (H, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        heads = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        weight = self.out.weight.mT if self.turned else self.out.weight
+        return torch.nn.functional.linear(heads, weight, self.out.bias)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_an_output_projection_whose_weight_is_used_uncalled_is_compared_with_what_the_module_gives(turned):
+    torch.manual_seed(0)
+    module = UncalledOutput(turned=turned)
+    rows = thirds(module, "qkv")
+    claim = claimed_by_rows(module, rows)
+    output = module.out.weight.detach().view(D, H, -1).permute(1, 2, 0)
+    whole = replace(
+        claim,
+        weight=lambda role: output if role == "output" else claim.weight(role),
+        output_projection=module.out,
+        roles=claim.roles | {"output"},
+    )
+    assert judged(module, whole).is_right is (None if turned else True)

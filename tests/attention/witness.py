@@ -49,6 +49,7 @@ class Computation:
     others: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     calls: tuple[Call, ...] = ()
     time: int = 0
+    is_of_learned_values: bool = False
 
 
 @dataclass
@@ -203,6 +204,9 @@ _MAPS = (F.linear, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.rms_norm, F.emb
 _PLUS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__)
 _MINUS = (torch.sub, Tensor.sub, Tensor.__sub__)
 _EXP = (torch.exp, Tensor.exp)
+_MATRICES_TURNED = (Tensor.mT.__get__, Tensor.mH.__get__, Tensor.adjoint, torch.adjoint)
+_DIMS_EXCHANGED = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims)
+_PERMUTED = (torch.permute, Tensor.permute)
 _LOG_SUMS = (torch.logsumexp, Tensor.logsumexp)
 _SUMS = (torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.amax, Tensor.amax)
 
@@ -317,6 +321,7 @@ class _Products(TorchFunctionMode):
         pairs = [(query.detach().clone(), key.detach().clone()) for query, key in pairs]
         (query, key), *others = pairs
         computation = Computation(query, key, value.detach().clone(), read(answer).detach().clone(), others)
+        computation.is_of_learned_values = _is_parameter(value)
         computation.calls, computation.time = tuple(self.seen.stack), self.seen.tick()
         self.seen.computations.append(computation)
         answer._attended = [(computation, read)]
@@ -326,6 +331,11 @@ class _Products(TorchFunctionMode):
         parts = [part for one in given for part in getattr(one, "_attended", [])]
         if not parts or not isinstance(answer, Tensor) or any(one.shape != answer.shape for one in given):
             return
+        # What is averaged of learned values, for relative positions, is added to what is averaged of tokens.
+        learned = [computation for computation, _ in parts if computation.is_of_learned_values]
+        if len(learned) < len(parts):
+            parts = [part for part in parts if not part[0].is_of_learned_values]
+            self.seen.computations = [one for one in self.seen.computations if not any(one is two for two in learned)]
         for computation, read in parts:
             computation.output = read(answer).detach().clone()
         answer._attended = parts
@@ -349,10 +359,12 @@ class _Products(TorchFunctionMode):
         if func in _SOFTMAX and scores:
             dim = _argument(args, kwargs, 1, "dim")
             if isinstance(dim, int) and dim % given[0].dim() != given[0].dim() - 1:
-                scores = [replace(mark, is_swapped=True) for mark in scores]
+                scores = [_turned(mark) for mark in scores]
             # First the products of what the input gives; keys that are learned are no tokens.
             weights = sorted((mark for mark in scores if mark.has_keys), key=lambda mark: mark.is_of_learned_queries)
             scores = []
+        elif scores and _turns(func, args, kwargs, given[0].dim()):
+            scores = [_turned(mark) for mark in scores]
         is_parameter = all(_is_parameter(tensor) for tensor in given)
         if not scores and not weights and not is_parameter:
             return
@@ -365,6 +377,24 @@ class _Products(TorchFunctionMode):
                 tensor._weights = _distinct(weights)
             if is_parameter:
                 tensor._is_parameter = True
+
+
+def _turned(mark: _Product) -> _Product:
+    return replace(mark, is_swapped=not mark.is_swapped)
+
+
+def _turns(func: Any, args: Any, kwargs: Any, count: int) -> bool:
+    """Tell what exchanges rows and columns, as where one product gives the scores of both of two streams."""
+    if func in _MATRICES_TURNED:
+        return True
+    if func in _DIMS_EXCHANGED:
+        dims = {_argument(args, kwargs, place, f"dim{place - 1}") for place in (1, 2)}
+        return {dim % count for dim in dims if isinstance(dim, int)} == {count - 1, count - 2} and len(dims) == 2
+    if func in _PERMUTED:
+        given = args[1] if len(args) > 1 and not isinstance(args[1], int) else args[1:]
+        order = [dim % count for dim in given or kwargs.get("dims", ())]
+        return order[-2:] == [count - 1, count - 2]
+    return False
 
 
 def _argument(args: Any, kwargs: Any, index: int, name: str) -> Any:

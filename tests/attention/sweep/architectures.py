@@ -166,6 +166,11 @@ COMMON: dict[str, dict[str, Any]] = {
     "BigBirdPegasusConfig": {"block_size": 2, "num_random_blocks": 1},
     "Pix2StructTextConfig": {"initializer_range": 0.02},
     "LwDetrViTConfig": {"image_size": 64, "patch_size": 4},
+    "LwDetrConfig": {"projector_scale_factors": [1.0], "backbone_config": {"out_indices": [1, 2]}},
+    "ZoeDepthConfig": {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}},
+    # A sine and a cosine for each of eight coordinates.
+    "BrosConfig": {"hidden_size": 64, "dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2,
+                   "dim_bbox_projection": 16},
     "DepthProConfig": {"patch_size": 32, "scaled_images_feature_dims": [16, 16, 16],
                        "intermediate_feature_dims": [16, 16], "intermediate_hook_ids": [1, 0]},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
@@ -181,7 +186,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "EsmFold2AtomEncoderConfig": {"num_uid_rope_pairs": 1, "num_spatial_rope_pairs_per_axis": 1},
     "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
                              "downsample_rate": "2/4", "vision_config": {"hidden_size": 64 * H}},  # a head for every 64
-    "EsmFold2Config": {"single_inputs_size": MODEL + 2 * 33 + 1},
+    "EsmFold2Config": {"single_inputs_size": MODEL + 2 * 33 + 1, "atom_feature_dim": 5 + 128 + 64 * 4},
     "FastVlmConfig": {"vision_config": lambda: _vision_tower()},
     "T5Gemma2TextConfig": {"dropout_rate": 0.0},
     "T5Gemma2DecoderConfig": {"dropout_rate": 0.0},

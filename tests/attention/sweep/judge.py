@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -404,6 +404,11 @@ def _is_one_vector(weight: Tensor, bias: Tensor | None, received: Tensor, candid
             cosines = torch.nn.functional.cosine_similarity(claimed, heads[None], dim=-1)  # (tokens, heads)
             if float(cosines.amin(1).max()) > 1 - SAME:
                 return True
+            # A gain for each feature that all heads share, and a factor for each head.
+            gains = heads / claimed
+            gains = gains / gains[..., :1]
+            if len(heads) > 1 and float((gains / gains[:, :1] - 1).abs().amax((1, 2)).min()) < SAME:
+                return True
     return False
 
 
@@ -556,9 +561,13 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
         ]
         if not gives:
             is_within = any(part is claim.output_projection for part in claim.module.modules())
-            if is_within:
-                return Finding(None, "its output projection is not called")
-            return Finding(True, remarks=("output not compared",))
+            if not is_within:
+                return Finding(True, remarks=("output not compared",))
+            # Its weight may be used without it: then what the whole module gives is compared.
+            whole = _compare_output(replace(claim, output_projection=None), seen, computation, output, batch)
+            if whole.is_right and not whole.remarks:
+                return whole
+            return Finding(None, "its output projection is not called")
         taken = ((call, *_received_by(call, output, batch)) for call in gives)
         call, heads, remark = next((one for one in taken if one[1] is not None), (gives[0], None, ""))
         if heads is None:
