@@ -184,7 +184,7 @@ def as_if_whole(model: nn.Module) -> Iterator[set[nn.Module]]:
             degrees = {
                 (int(parts.shape[0]), degree)
                 for child in module.children()
-                for value in child.parameters(recurse=False)
+                for _, value in _own_parameters(child)
                 if not is_lazy(value)
                 and value.dim() == 2
                 and (parts := _distributed(value)) is not None
@@ -241,7 +241,7 @@ def _managed_by_fsdp2(model: nn.Module) -> set[int]:
 def _shapes(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Size, Tensor]]:
     """Every parameter that is not whole here: owner, name, whole shape, and the part."""
     for module in model.modules():
-        for name, value in module.named_parameters(recurse=False):
+        for name, value in _own_parameters(module):
             parts = _distributed(value)
             if parts is not None:
                 yield module, name, parts.shape, parts.to_local()
@@ -294,13 +294,17 @@ def _owners_behind(layer: AttentionLayer, role: Role) -> list[nn.Module]:
 def _parameters_behind(layer: AttentionLayer, role: Role) -> list[tuple[nn.Module, str, Tensor]]:
     last = layer.slices[role].parameter.rpartition(".")[2]
     found: list[tuple[nn.Module, str, Tensor]] = [
-        (owner, name, value)
-        for owner in _owners_behind(layer, role)
-        for name, value in owner.named_parameters(recurse=False)
+        (owner, name, value) for owner in _owners_behind(layer, role) for name, value in _own_parameters(owner)
     ]
     # Where the weight stands for itself, its bias need not travel.
     named = [item for item in found if item[1] == last]
     return named if len(named) == 1 and len({id(owner) for owner, _, _ in found}) == 1 else found
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a module itself; DDP over a mesh keeps them among the plain attributes during forwards."""
+    yield from module.named_parameters(recurse=False)
+    yield from ((name, value) for name, value in module.__dict__.items() if _is_dtensor(value))
 
 
 def _is_dtensor(tensor: Any) -> bool:
