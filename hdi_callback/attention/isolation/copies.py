@@ -19,7 +19,7 @@ from hdi_callback.attention.isolation.signals import comes_from_signal
 from hdi_callback.attention.isolation.user_data import attributes_of, has_memory
 
 _MOST_BYTES = 2 * 2**30  # of parameters and buffers in one copy
-_HOOKS = (
+HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
@@ -64,7 +64,7 @@ def isolated_copy(
         _refuse_shared(module, trial, replaced or {}, shares_parameters)
         parts = list(trial.modules())
         for part in parts:
-            for name in _HOOKS:
+            for name in HOOKS:
                 hooks = part.__dict__.get(name)
                 if hooks:
                     hooks.clear()
@@ -101,7 +101,7 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
         if id(part) in memo or id(part) in seen:
             continue
         seen.add(id(part))
-        for name in _HOOKS:  # copying a hook would copy all that it belongs to
+        for name in HOOKS:  # copying a hook would copy all that it belongs to
             hooks = part.__dict__.get(name)
             if hooks is not None:
                 memo[id(hooks)] = type(hooks)()

@@ -55,6 +55,7 @@ class UserData:
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # keeps what it has seen alive, so that numbers stay those of one object
         self._undo: list[Callable[[], None]] = []
+        self._empty: list[Any] = []  # containers without an item, of which a module has ten
         self._homes: set[str] = set()  # packages that modules are from
         # Of the methods of classes only those are entered whose names some code uses: a model may inherit hundreds.
         self._used: set[str] = {"forward"}
@@ -81,6 +82,10 @@ class UserData:
 
     def restore(self) -> None:
         """Put back what has changed since."""
+        for one in self._empty:
+            if one:
+                with suppress(Exception):
+                    _refill(one, [])
         for undo in reversed(self._undo):
             with suppress(Exception):
                 undo()
@@ -119,6 +124,10 @@ class UserData:
     def _container(self, one: Any) -> Iterable[Any]:
         if len(one) > _MOST_ITEMS:
             return ()
+        if not one:
+            self._empty.append(one)
+            self._undo_attributes(one)
+            return ()
         before: list[Any] = list(one.items()) if isinstance(one, dict) else list(one)
         counters = _counters(before)
 
@@ -131,9 +140,10 @@ class UserData:
 
         self._undo.append(undo)
         self._undo_attributes(one)
-        if isinstance(one, dict):
-            return [value for _, value in before]
-        return () if isinstance(one, bytearray) else before
+        if isinstance(one, bytearray):
+            return ()
+        values = [value for _, value in before] if isinstance(one, dict) else before
+        return [value for value in values if not isinstance(value, _ATOMS)]
 
     def _tensor(self, one: Tensor) -> None:
         # A parameter is trained, and nothing that counts. Other kinds of tensors may call back when they are read.
@@ -384,8 +394,12 @@ def _write_again(array: Any, before: Any) -> None:
 
 def _counters(items: list[Any]) -> dict[int, str]:
     """Counters of itertools among the items, which can only be replaced: their places, and what they are at."""
-    values = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
-    return {place: repr(value) for place, value in enumerate(values) if isinstance(value, itertools.count)}
+    found = {}
+    for place, item in enumerate(items):
+        value = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        if isinstance(value, itertools.count):
+            found[place] = repr(value)
+    return found
 
 
 def _rewind(items: list[Any], counters: dict[int, str]) -> None:

@@ -26,7 +26,7 @@ from hdi_callback.attention.heads import (
 )
 from hdi_callback.attention.trace.cores import Core, cores_of, is_over_tokens, products_behind
 from hdi_callback.attention.trace.run import Draw, Traceable, TracedRun
-from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
+from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights, weights_at
 
 _MOST_ROWS = 512  # of the weights of a core: batch x heads x windows
 SINGLE_KEYS = "every query has a single key in what was run, which tells nothing of keys"
@@ -331,21 +331,13 @@ class CoreReading:
         return True
 
     def _support(self, tensor: Tensor, positions: Tensor) -> Support:
-        gradient = torch.zeros(tensor.shape)
-        gradient.view(-1, tensor.shape[-1])[positions] = random_weights(
-            (
-                len(positions),
-                tensor.shape[-1],
-            )
-        )
-        return Support.of(tensor, gradient, self.trace.tensors)
+        return Support.of(tensor, weights_at(tensor, positions), self.trace.tensors)
 
     # --- heads
 
     def _grouped(self, rows: list[tuple[int, Any]], product: int) -> HeadRows:
         core = self.core
         by_rows: dict[Any, list[int]] = {}
-        supports: dict[int, dict[Role, Support]] = {}
         flat_values = torch.arange(core.values.shape[0] * core.values.shape[1]).view(core.values.shape[:2])
         places: dict[int, tuple[int, Tensor, Tensor]] = {}
         for n, where in rows:
@@ -356,11 +348,7 @@ class CoreReading:
             if not self._are_of_one_head(self._side(product, keys), at_keys):
                 raise NoHeadsError("its heads mix: the weights of one depend on the scores of several")
             places[n] = (keys, at_query, at_keys)
-            supports[n] = {
-                "query": self._support(self._side(product, 1 - keys), at_query),
-                "key": self._support(self._side(product, keys), at_keys),
-                "value": self._support(core.values, flat_values[n // self.units.count]),
-            }
+        supports = self._supports(product, places, flat_values)
         first = next(iter(supports))
         self._check_tokens(first, product, places[first], flat_values[first // self.units.count])
         self._refuse_added_inputs(flat_values[first // self.units.count])
@@ -407,9 +395,31 @@ class CoreReading:
             left_out = " and ".join(one for one in (left_out, "the weights of its queries") if one)
         return HeadRows(heads, members, normed, remarks, left_out, self.units)
 
+    def _supports(
+        self, product: int, places: dict[int, tuple[int, Tensor, Tensor]], flat_values: Tensor
+    ) -> dict[int, dict[Role, Support]]:
+        """For each part of the core, the supports of its queries, keys and values."""
+        parts: dict[Role, dict[int, tuple[int, Tensor]]] = {
+            "query": {n: (1 - keys, at_query) for n, (keys, at_query, _) in places.items()},
+            "key": {n: (keys, at_keys) for n, (keys, _, at_keys) in places.items()},
+        }
+        found: dict[int, dict[Role, Support]] = {n: {} for n in places}
+        for role, of_parts in parts.items():
+            for side in (0, 1):
+                chosen = {n: at for n, (of_part, at) in of_parts.items() if of_part == side}
+                supports = Support.of_each(self._side(product, side), list(chosen.values()), self.trace.tensors)
+                for n, support in zip(chosen, supports):
+                    found[n][role] = support
+        values = [flat_values[n // self.units.count] for n in places]
+        for n, support in zip(places, Support.of_each(self.core.values, values, self.trace.tensors)):
+            found[n]["value"] = support
+        return found
+
     def _are_of_one_head(self, keys: Tensor, at_keys: Tensor) -> bool:
         """Tell whether keys of several matrices are of the same features: windows of one head overlap."""
         matrices = at_keys // keys.shape[1]
+        if (matrices == matrices[0]).all():
+            return True
         seen = {
             tuple((self.trace.parameter_of(leaf), found.features(leaf)) for leaf in found.masks)
             for number in set(matrices.tolist())
@@ -729,13 +739,7 @@ class CoreReading:
             at = at_keys if role == "key" else at_query
             first_value = n // self.units.count * core.values.shape[1]
             at = torch.arange(core.values.shape[1]) + first_value if role == "value" else at
-            gradient = torch.zeros(tensor.shape)
-            gradient.view(-1, tensor.shape[-1])[at] = random_weights(
-                (
-                    len(at),
-                    tensor.shape[-1],
-                )
-            )
+            gradient = weights_at(tensor, at)
             first = rows[0]
             if first.inner is not None:  # the map's answer cuts the graph
                 tensor = next(leaf.taken for leaf in run.leaves if leaf.parameter == first.parameter)

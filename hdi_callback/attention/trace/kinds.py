@@ -17,6 +17,7 @@ from hdi_callback.attention.trace.heads import SINGLE_KEYS
 from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_optional, with_other_tokens
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Draw, Traceable, TracedRun
+from hdi_callback.attention.trace.states import are_alike
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same, contradiction_of
 
 _MOST_SECONDS = 60.0  # for one module
@@ -90,16 +91,20 @@ class KindTracer:
             return None
         kind = (*_kind_of(module), None if recorded is None else tuple(map(_form_of, recorded)))
         end = time.monotonic() + _MOST_SECONDS
+        twins = self._known.get(kind, ())
+        if twins and not twins[0].found:
+            return twins[0].found
+        for twin in twins:
+            if twin.found and are_alike(twin.module, module):
+                return carried_over(twin.found, twin.module, module, twin.name, name)
         try:
             with isolated(module, seconds=_MOST_SECONDS):
                 traceable: Traceable | None = None
-                for twin in self._known.get(kind, ()):
-                    if twin.inputs is None or twin.run is None or twin.found is None:
-                        return None
-                    if not twin.found:
-                        return ()
+                for twin in twins:
+                    if twin.inputs is None or twin.run is None or not twin.found:
+                        return twin.found
                     traceable = traceable or Traceable(module)
-                    run = traceable.run(twin.inputs.args, twin.inputs.kwargs, Draw())
+                    run = traceable.run(twin.inputs.args, twin.inputs.kwargs, Draw(known=twin.run.answers))
                     if compute_the_same(twin.run, run):
                         return carried_over(twin.found, twin.module, module, twin.name, name)
                 traced = _traced(name, module, recorded or synthetic_inputs(module), is_known)

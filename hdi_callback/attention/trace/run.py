@@ -13,6 +13,7 @@ import math
 import threading
 import types
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,6 +90,16 @@ class TracedRun:
         """The features of all leaves, in their order."""
         return [leaf.tensor for leaf in self.leaves]
 
+    @property
+    def answers(self) -> dict[tuple[str, int], Tensor]:
+        """The features of all leaves, by the map and the number of its call."""
+        calls: Counter[str] = Counter()
+        found = {}
+        for leaf in self.leaves:
+            found[leaf.parameter, calls[leaf.parameter]] = leaf.tensor.detach()
+            calls[leaf.parameter] += 1
+        return found
+
     def path_of(self, node: Any) -> str:
         """Name the innermost module in whose forward a node was made.
 
@@ -110,10 +121,12 @@ class Draw:
     Attributes:
         shares: the answer is this much of one draw and this much of another.
         seed: of all draws, and of the parameters that are left.
+        known: answers of a run with the same draw, which are given again in place of drawing them.
     """
 
     shares: tuple[float, float] = (1.0, 0.0)
     seed: int = 0
+    known: Mapping[tuple[str, int], Tensor] = field(default_factory=dict, compare=False)
 
     def __call__(self, parameter: str, call: int, shape: tuple[int, ...]) -> Tensor:
         """Draw away from zero, and of a size that leaves products of order one both with and without a scale.
@@ -126,6 +139,9 @@ class Draw:
         Returns:
             The answer.
         """
+        known = self.known.get((parameter, call))
+        if known is not None and known.shape == shape:
+            return known.clone()
         drawn: Tensor = torch.zeros(shape)
         for share, number in zip(self.shares, (call, call + 999)):
             if share:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _ROUNDING = 1e-7  # of a derivative, relative to the largest
+_FEW_PARTS = 8  # that are derived one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,70 @@ class Support:
             The elements of leaves with a derivative that is not zero.
         """
         return cls._where(derivatives(output, gradient, leaves))
+
+    @classmethod
+    def of_each(cls, output: Tensor, parts: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Support]:
+        """Derive each of several parts of a tensor, such as the keys of each head.
+
+        Where no element of a leaf acts on two of them, the numbers of parts are written in binary into the weights of
+        combinations, as `columns_of` does with columns: n parts take log2(n) derivatives rather than n.
+
+        Args:
+            output: the tensor, ``(..., width)``.
+            parts: the positions of each, counted over all dims but the last.
+            leaves: ``(..., features)`` each.
+
+        Returns:
+            The support of each part.
+        """
+        numbers: dict[tuple[int, ...], int] = {}
+        of_part = [numbers.setdefault(tuple(at.tolist()), len(numbers)) for at in parts]
+        supports = cls._of_disjoint(output, list(numbers), leaves)
+        if supports is None:
+            supports = [cls.of(output, weights_at(output, torch.tensor(at)), leaves) for at in numbers]
+        return [supports[number] for number in of_part]
+
+    @classmethod
+    def _of_disjoint(
+        cls, output: Tensor, parts: Sequence[Sequence[int]], leaves: Sequence[Tensor]
+    ) -> list[Support] | None:
+        """Derive all parts at once; `None` where two of them have a position or an element of a leaf in common."""
+        owner = torch.full((output.shape[:-1].numel(), 1), -1)
+        for number, at in enumerate(parts):
+            owner[list(at)] = number
+        if len(parts) < _FEW_PARTS or int((owner >= 0).sum()) < sum(map(len, parts)):
+            return None
+        owner = owner.view(*output.shape[:-1], 1)
+        weights = random_weights(output.shape) * (owner >= 0)
+        whole = derivatives(output, weights, leaves)
+        acting = {leaf: one.flatten().nonzero().flatten() for leaf, one in whole.items()}
+        sizes = {leaf: one.flatten()[acting[leaf]] for leaf, one in whole.items()}
+        codes = {leaf: torch.zeros(len(one), dtype=torch.long) for leaf, one in acting.items()}
+        for bit in range((len(parts) - 1).bit_length()):
+            some = derivatives(output, weights * ((owner >> bit) & 1), leaves)
+            for leaf, elements in acting.items():
+                part = some[leaf].flatten()[elements] if leaf in some else torch.zeros(len(elements))
+                is_set = part == sizes[leaf]
+                # Other parts add zeros alone, so that nothing is rounded.
+                if not (is_set | (part == 0)).all():
+                    return None
+                codes[leaf] += is_set.long() << bit
+        largest = torch.zeros(len(parts))
+        for leaf, code in codes.items():
+            sizes[leaf] = sizes[leaf].abs()
+            largest = largest.scatter_reduce(0, code, sizes[leaf], "amax")
+        found: list[dict[int, Tensor]] = [{} for _ in parts]
+        for leaf, code in codes.items():
+            is_more = sizes[leaf] > _ROUNDING * largest[code]
+            code, elements = code[is_more], acting[leaf][is_more]
+            order = code.argsort(stable=True)
+            counts = code.bincount(minlength=len(parts)).tolist()
+            for number, of_part in enumerate(torch.split(elements[order], counts)):
+                if len(of_part):
+                    mask = torch.zeros(whole[leaf].shape, dtype=torch.bool)
+                    mask.view(-1)[of_part] = True
+                    found[number][leaf] = mask
+        return [cls(masks) for masks in found]
 
     @classmethod
     def _where(cls, found: Mapping[int, Tensor]) -> Support:
@@ -112,6 +177,21 @@ def derivatives(output: Any, gradient: Tensor, leaves: Sequence[Any]) -> dict[in
         for number, one in enumerate(found)
         if one is not None
     }
+
+
+def weights_at(output: Tensor, positions: Tensor) -> Tensor:
+    """Draw the weights of the elements at some positions of a tensor; the others have none.
+
+    Args:
+        output: the tensor, ``(..., width)``.
+        positions: counted over all dims but the last.
+
+    Returns:
+        The weights, of its shape.
+    """
+    weights = torch.zeros(output.shape)
+    weights.view(-1, output.shape[-1])[positions] = random_weights((len(positions), output.shape[-1]))
+    return weights
 
 
 def columns_of(output: Tensor, leaves: Sequence[Any]) -> dict[int, Tensor]:

@@ -38,7 +38,9 @@ def compute_the_same(one: TracedRun, other: TracedRun) -> bool:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True))
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def carried_over(found: Sequence[Found], one: nn.Module, other: nn.Module, name: str, new_name: str) -> list[Found]:

@@ -1,0 +1,141 @@
+"""Which modules are read as one kind: those that hold the same, of which no run of their own is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention import find_attention
+from hdi_callback.attention.trace.run import Traceable
+from hdi_callback.attention.trace.states import are_alike
+from hdi_callback.attention.trace.support import Support, weights_at
+from tests.attention import models as by_hand
+from tests.attention.models import D, H
+
+
+def with_buffer(value: float) -> nn.Module:
+    module = by_hand.NanoGPT()
+    module.register_buffer("slopes", torch.full((3,), value))
+    return module
+
+
+def with_value(value: object) -> nn.Module:
+    module = by_hand.NanoGPT()
+    module.kept = value
+    return module
+
+
+def tied(is_tied: bool) -> nn.Module:
+    module = by_hand.Separate()
+    module.twin = module.k_proj if is_tied else nn.Linear(D, D)
+    return module
+
+
+SHARED = object()
+ALIKE = [
+    (by_hand.NanoGPT(), by_hand.NanoGPT()),
+    (with_buffer(1.0), with_buffer(1.0)),
+    (with_value([1, {"a": (2.0, None)}]), with_value([1, {"a": (2.0, None)}])),
+    (with_value(SimpleNamespace(width=8)), with_value(SimpleNamespace(width=8))),
+    (with_value(SHARED), with_value(SHARED)),
+    (by_hand.NanoGPT().train(), by_hand.NanoGPT().eval()),
+    (tied(True), tied(True)),
+]
+DIFFERENT = [
+    (by_hand.NanoGPT(), by_hand.Separate()),
+    (with_buffer(1.0), with_buffer(2.0)),
+    (with_value(1), with_value(2)),
+    (with_value(1), with_value(1.0)),
+    (with_value(SimpleNamespace(width=8)), with_value(SimpleNamespace(width=4))),
+    (with_value({"a": 1}), with_value({"b": 1})),
+    (with_value(object()), with_value(object())),
+    (with_value(lambda x: x), with_value(lambda x: x)),
+    (with_value(nn.Identity()), with_value(nn.ReLU())),
+    (tied(True), tied(False)),
+    (tied(False), tied(True)),
+    (with_value(torch.zeros(2, dtype=torch.int8)), with_value(torch.zeros(2))),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE)
+def test_modules_that_hold_the_same_are_alike_whatever_their_weights(one, other):
+    assert are_alike(one, other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_modules_that_differ_in_anything_a_forward_may_read_are_not_alike(one, other):
+    assert not are_alike(one, other)
+
+
+def test_hooks_make_no_difference_as_no_copy_has_them():
+    one, other = by_hand.NanoGPT(), by_hand.NanoGPT()
+    one.register_forward_hook(lambda *_: None)
+    assert are_alike(one, other)
+
+
+class Choosing(by_hand.Separate):
+    """Four heads, or two of twice the width, of the same parameters."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.count = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.count, -1)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_each_of_many_layers_of_two_kinds_has_the_heads_that_it_computes(monkeypatch):
+    made = []
+    init = Traceable.__init__
+    monkeypatch.setattr(Traceable, "__init__", lambda self, module: (made.append(module), init(self, module))[1])
+    model = nn.ModuleList(Choosing(heads) for heads in (4, 2, 4, 4, 2, 2))
+    layers = find_attention(model)
+    assert [layer.num_heads for layer in layers] == [4, 2, 4, 4, 2, 2]
+    assert {id(one) for one in made} >= {id(model[0]), id(model[1])}
+    assert not {id(one) for one in made} & {id(one) for one in model[2:]}
+    for layer in layers:
+        assert layer.weight("key").data_ptr() == layer.module.k_proj.weight.data_ptr()
+
+
+def disjoint(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x.unflatten(-1, (heads, -1)).movedim(-2, 0)  # (heads, tokens, width)
+
+
+def shared(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return disjoint(x, heads // 2).repeat_interleave(2, 0)
+
+
+def mixed(x: torch.Tensor, heads: int) -> torch.Tensor:
+    one = disjoint(x, heads)
+    return one + 1e-6 * one.roll(1, 0)
+
+
+@pytest.mark.parametrize("form", [disjoint, shared, mixed])
+@pytest.mark.parametrize("heads", [2 * H, 4 * H])
+def test_supports_of_many_parts_are_those_of_each_alone(form, heads):
+    torch.manual_seed(0)
+    leaf, other = torch.randn(3, 4 * heads, requires_grad=True), torch.randn(3, 4 * heads, requires_grad=True)
+    output = form(leaf * 2.0, heads) + 3.0 * form(other, heads)
+    tokens = torch.arange(3)
+    parts = [3 * head + tokens for head in range(heads)]
+    parts += [parts[0], parts[-1]]
+    together = Support.of_each(output, parts, [leaf, other])
+    alone = [Support.of(output, weights_at(output, at), [leaf, other]) for at in parts]
+    assert len(together) == len(alone)
+    for one, expected in zip(together, alone):
+        assert one.masks.keys() == expected.masks.keys() == {0, 1}
+        assert all(torch.equal(mask, expected.masks[number]) for number, mask in one.masks.items())
+
+
+def test_parts_that_overlap_have_supports_of_their_own():
+    leaf = torch.randn(16, 2, requires_grad=True)
+    parts = [torch.tensor([row, row + 1]) for row in range(12)]
+    together = Support.of_each(leaf * 1.0, parts, [leaf])
+    assert [one.positions(0) for one in together] == [(row, row + 1) for row in range(12)]
