@@ -1,10 +1,10 @@
 """Attention layers: modules in, head weights and head outputs out."""
 
 from hdi_callback.attention.capture import Capture, Taps
-from hdi_callback.attention.discovery import Refusal, Survey, find_attention, survey
+from hdi_callback.attention.finding.discovery import Refusal, Survey, find_attention, survey
+from hdi_callback.attention.finding.runtime import HeadCheck, HeadSearch
 from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadPieces, HeadProduct, HeadSlice, Role
 from hdi_callback.attention.registry import Place, register_layout
-from hdi_callback.attention.runtime import HeadCheck, HeadSearch
 
 __all__ = [
     "ROLES",

@@ -1,8 +1,8 @@
-"""Names as every outlet can write them."""
+"""Dotted paths of modules, and names as every outlet can write them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 
 def printable(text: str) -> str:
@@ -47,3 +47,42 @@ def short_names(names: Sequence[str]) -> list[str]:
         end += 1
     short = [".".join(part[start : len(part) - end]) for part in parts]
     return short if len(set(short)) == len(short) else list(names)
+
+
+def containers(name: str) -> list[str]:
+    """Give the dotted paths around one.
+
+    Args:
+        name: a dotted path.
+
+    Returns:
+        The innermost first, without the path itself; the empty path, last, is the whole model.
+    """
+    parts = name.split(".") if name else []
+    return [".".join(parts[:count]) for count in reversed(range(len(parts)))]
+
+
+def is_within(name: str, names: Container[str]) -> bool:
+    """Tell whether a dotted path or one around it is among some.
+
+    Args:
+        name: a dotted path.
+        names: of modules.
+
+    Returns:
+        True if so.
+    """
+    return name in names or any(around in names for around in containers(name))
+
+
+def is_inside(name: str, container: str) -> bool:
+    """Tell whether a dotted path lies within another.
+
+    Args:
+        name: a dotted path.
+        container: that of a module.
+
+    Returns:
+        True if so; a module is not inside itself.
+    """
+    return name != container and (container == "" or name.startswith(f"{container}."))

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdi_callback.attention import AttentionLayer, Role
-from hdi_callback.attention.discovery import survey
+from hdi_callback.attention import AttentionLayer, Role, survey
 from hdi_callback.attention.names import printable
 from hdi_callback.attention.sharding import Sharding
 from hdi_callback.attention.wrappers import inner_model, users_name

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention import AttentionLayer
-from hdi_callback.attention.discovery import survey
+from hdi_callback.attention import AttentionLayer, survey
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.audits.audit import Progress, audit, decimal
 from hdi_callback.audits.one_layer import with_weights

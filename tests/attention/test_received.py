@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
+from hdi_callback.attention.finding.runtime import HeadCheck
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.runtime import HeadCheck
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable
 

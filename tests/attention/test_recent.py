@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
+from hdi_callback.attention.finding.runtime import HeadSearch
 from hdi_callback.attention.registry import Place
-from hdi_callback.attention.runtime import HeadSearch
 from hdi_callback.attention.trace.inputs import Inputs
 from tests.attention.wild.idioms import attend, join, split
 from tests.attention.wild.plain import Four

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
-from hdi_callback.attention.runtime import HeadCheck
+from hdi_callback.attention.finding.runtime import HeadCheck
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend, refusal_of

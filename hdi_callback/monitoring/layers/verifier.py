@@ -10,8 +10,8 @@ from torch import nn
 
 from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSearch, Refusal
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.names import is_inside
 from hdi_callback.attention.observe import AttentionObserver
-from hdi_callback.attention.search import is_inside
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.wrappers import users_name
 from hdi_callback.errors import MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning

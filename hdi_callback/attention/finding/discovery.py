@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from hdi_callback.arguments import function, shown, words
+from hdi_callback.attention.finding.runtime import ArgumentRecorder
+from hdi_callback.attention.finding.search import Search
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.names import is_inside
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.registry import Place
-from hdi_callback.attention.runtime import ArgumentRecorder
-from hdi_callback.attention.search import Search, is_inside
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
 

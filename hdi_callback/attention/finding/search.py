@@ -2,19 +2,19 @@
 
 Module by module from the innermost outwards:
 
-1. `ask_registry`: layouts that users register, and torch's own attention by its code (`registry.py`).
+1. `ask_registry`: layouts that users register, and torch's own attention by its code (`registry`).
 2. `trace`: whatever else computes is run once, a copy of it with inputs that are made up, and its graph is read
-   (`trace/`).
+   (`hdi_callback.attention.trace`).
 3. `name_what_is_silent`: what is called attention, and was seen to compute none, is named.
 4. `trace_recorded`: what is still open is run with the inputs of a real forward.
 5. `compare`: what attention received in that forward contradicts layers, and shows what nobody accounts for
-   (`observe/`).
+   (`hdi_callback.attention.observe`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.conventions import is_called_attention, looks_like_attention
+from hdi_callback.attention.finding.conventions import is_called_attention, looks_like_attention
+from hdi_callback.attention.finding.runtime import traced_contradictions
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, RefusedError
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.names import printable
+from hdi_callback.attention.names import containers, is_inside, is_within, printable
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.registry import Place, is_known_kind, known_layer
-from hdi_callback.attention.runtime import traced_contradictions
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
 from hdi_callback.attention.trace.layers import Found
@@ -349,27 +349,3 @@ def _joined(name: str, path: str) -> str:
 
 def _depth(name: str) -> int:
     return len(name.split(".")) if name else 0
-
-
-def containers(name: str) -> list[str]:
-    """Give the dotted paths around one, the innermost first, without itself; the whole model is the empty path."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:count]) for count in reversed(range(len(parts)))]
-
-
-def is_within(name: str, names: Container[str]) -> bool:
-    """Tell whether a dotted path or one around it is among some."""
-    return name in names or any(around in names for around in containers(name))
-
-
-def is_inside(name: str, container: str) -> bool:
-    """Tell whether a dotted path lies within another.
-
-    Args:
-        name: a dotted path.
-        container: that of a module.
-
-    Returns:
-        True if so; a module is not inside itself.
-    """
-    return name != container and (container == "" or name.startswith(f"{container}."))
