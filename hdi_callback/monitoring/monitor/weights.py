@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -140,8 +140,15 @@ class WeightReader:
             # Under the user's autocast the products would run in half precision.
             roles = tuple(members[0][1])
             with without_autocast(members[0][1][roles[0]].device):
-                stacked = {role: torch.stack([weights[role] for _, weights in members]) for role in roles}
-                values = source.compute(names, stacked)
+                if _are_read_alone(members[0][1].values()):
+                    each = [
+                        source.compute((name,), {role: weights[role][None] for role in roles})
+                        for name, weights in members
+                    ]
+                    values = each[0] if len(each) == 1 else _joined(each)
+                else:
+                    stacked = {role: torch.stack([weights[role] for _, weights in members]) for role in roles}
+                    values = source.compute(names, stacked)
         except torch.OutOfMemoryError as error:
             # Later readings start with what was left for this one.
             self._layers_at_once = max(1, len(members) // 2)
@@ -174,6 +181,21 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+_LARGE = 2**17
+"""Numbers in a weight from which on a CPU gains nothing by reading several at once, and loses what its cache holds."""
+
+
+def _are_read_alone(weights: Iterable[Tensor]) -> bool:
+    """Tell whether the layers of one batch are read one after the other, as they lie, in place of a copy of them all."""
+    return all(weight.device.type == "cpu" and weight.numel() >= _LARGE for weight in weights)
+
+
+def _joined(results: Sequence[Any]) -> Any:
+    """Join records of tensors ``(1, ...)`` along the layers."""
+    values = {item.name: torch.cat([getattr(one, item.name) for one in results]) for item in fields(results[0])}
+    return type(results[0])(**values)
 
 
 def _layers_per_call(weights: Iterable[Tensor], budget: int) -> int:
