@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from hdi_callback.core.pairs import clusters, largest_pair, live_pairs, mean_over_pairs
-from hdi_callback.core.tensors import require_tensors
+from hdi_callback.core.products import HeadProducts, products_of
+from hdi_callback.core.tensors import may_decide_on_host, require_tensors
 from hdi_callback.core.whitening import DEFAULT_BUDGET, head_chunks, require_rank_tol, whiten_heads
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
@@ -103,6 +103,54 @@ def qk_circuits(
     return _similarity(
         query, key, query_covariance, key_covariance, key_head, limit, rank_tol, memory_budget, ("query", "key")
     )
+
+
+@torch.no_grad()
+def qk_circuits_from_products(
+    query: Tensor,
+    key: Tensor,
+    products: HeadProducts | None,
+    *,
+    rank_tol: float = 1e-6,
+    memory_budget: int = DEFAULT_BUDGET,
+) -> CircuitSimilarity:
+    """Compute `qk_circuits` of one layer, from products of its keys where they are known.
+
+    Args:
+        query: ``(1, H, d_k, d)``.
+        key: ``(1, G, d_k, d')``.
+        products: of the keys, as `diversity_and_products` leaves them; used where each head has keys of its own.
+        rank_tol: as in `qk_circuits`.
+        memory_budget: as in `qk_circuits`.
+
+    Returns:
+        The cosines.
+    """
+    require_tensors(query=query, key=key)
+    names = ("query", "key")
+    return _similarity(query, key, None, None, None, 0.9, rank_tol, memory_budget, names, products=products)
+
+
+@torch.no_grad()
+def ov_circuits_and_products(
+    value: Tensor, output: Tensor, *, rank_tol: float = 1e-6, memory_budget: int = DEFAULT_BUDGET
+) -> tuple[CircuitSimilarity, HeadProducts | None]:
+    """Compute `ov_circuits` of one layer, and leave the products of its output weights.
+
+    Args:
+        value: ``(1, G, d_v, d)``, on a CPU.
+        output: ``(1, H, d_v, d')``.
+        rank_tol: as in `ov_circuits`.
+        memory_budget: as in `ov_circuits`, beside the products.
+
+    Returns:
+        The cosines; the products, or `None` where the circuits are not computed from them.
+    """
+    require_tensors(value=value, output=output)
+    names, kept = ("output", "value"), list[tuple[slice, Tensor]]()
+    found = _similarity(output, value, None, None, None, 0.9, rank_tol, memory_budget, names, kept=kept)
+    norm = torch.ones(output.shape[1], device=output.device)
+    return found, HeadProducts(tuple(kept), norm) if kept else None
 
 
 @torch.no_grad()
@@ -202,6 +250,9 @@ def _similarity(
     rank_tol: float,
     memory_budget: int,
     names: tuple[str, str],
+    *,
+    products: HeadProducts | None = None,
+    kept: list[tuple[slice, Tensor]] | None = None,
 ) -> CircuitSimilarity:
     """Compare the products of `own` (..., H, k, d) with `grouped` (..., G, k, d') of each head's group."""
     if not 0 < limit <= 1:
@@ -216,7 +267,7 @@ def _similarity(
     own, grouped = (side.reshape(-1, *shape) for side, shape in zip((own, grouped), features))
     has_metric = own_covariance is not None or grouped_covariance is not None
     if not has_metric and may_decide_on_host(own) and may_decide_on_host(grouped):
-        inner, is_clear = _from_grams(own, grouped, group, memory_budget)
+        inner, is_clear = _from_grams(own, grouped, group, memory_budget, products, kept)
         norm = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().double()
         for row in (~is_clear).nonzero()[:, 0].tolist():
             one = slice(row, row + 1)
@@ -254,24 +305,19 @@ def _similarity(
     )
 
 
-def may_decide_on_host(weight: Tensor) -> bool:
-    """Tell whether the host may look at what float32 gives, and take another way where that is not exact enough.
-
-    Args:
-        weight: of which something is computed.
-
-    Returns:
-        True where that waits for no device, and the result is to be float32.
-    """
-    return weight.device.type == "cpu" and weight.dtype != torch.float64 and type(weight) in (Tensor, Parameter)
-
-
 _CANCELLATION = 100.0
 """How far below the product of their norms the two matrices of a circuit may meet, for float32 to give cosines to 1e-6.
 """
 
 
-def _from_grams(own: Tensor, grouped: Tensor, group: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+def _from_grams(
+    own: Tensor,
+    grouped: Tensor,
+    group: Tensor,
+    budget: int,
+    products: HeadProducts | None,
+    kept: list[tuple[slice, Tensor]] | None,
+) -> tuple[Tensor, Tensor]:
     r"""Compute inner products of circuits from the Gram matrices of both sides as they are, layer by layer.
 
     The circuit's own is :math:`\langle Q_h Q_h^\top, K_h K_h^\top \rangle`. Where that is far below the product of the
@@ -282,6 +328,8 @@ def _from_grams(own: Tensor, grouped: Tensor, group: Tensor, budget: int) -> tup
         grouped: ``(L, G, k, d')``.
         group: ``(H,)``.
         budget: bytes of temporary memory.
+        products: those of `grouped`, if they are known; of one layer.
+        kept: takes the products of `own`; of one layer.
 
     Returns:
         Inner products ``(L, H, H)``, and in which layers they are exact to rounding, ``(L,)``.
@@ -291,13 +339,19 @@ def _from_grams(own: Tensor, grouped: Tensor, group: Tensor, budget: int) -> tup
     inner = own.new_empty(L, H, H, dtype=torch.float32)
     size = inner.new_empty(2, L, H)
     is_own = H == G and group.tolist() == list(range(H))
+    known = products if is_own else None
     for row in range(L):
         left, right = own[row].float().flatten(0, 1), grouped[row].float().flatten(0, 1)
-        for part in head_chunks(H, 4 * k * (2 * H * k + (0 if is_own else 2 * G * k)), budget, at_least=4):
-            start, heads = part.start, part.stop - part.start
-            product = (left[start * k : part.stop * k] @ left[start * k :].T).view(heads, k, H - start, k)
-            if is_own:
-                other = (right[start * k : part.stop * k] @ right[start * k :].T).view(heads, k, H - start, k)
+        parts = head_chunks(H, 4 * k * (2 * H * k + (0 if is_own else 2 * G * k)), budget, at_least=4)
+        if known is not None:
+            parts = (part for part, _ in known.parts)
+        others = None if known is None else iter(known.parts)
+        for part, product in products_of(left, H, parts):
+            start = part.start
+            if others is not None:
+                _, other = next(others)
+            elif is_own:
+                _, other = next(products_of(right, H, iter([part])))
             else:
                 # Heads of one group have one block.
                 mine = sorted(set(group[part].tolist()))
@@ -306,7 +360,14 @@ def _from_grams(own: Tensor, grouped: Tensor, group: Tensor, budget: int) -> tup
                 other = other.view(len(mine), k, G, k)[place][:, :, group[start:]]
             for side, blocks in zip(size, (product, other)):
                 side[row, part] = torch.linalg.vector_norm(blocks.diagonal(dim1=0, dim2=2), dim=(0, 1))
-            sums = product.mul_(other).sum((1, 3))
+            if kept is None:
+                sums = product.mul_(other).sum((1, 3))
+            else:
+                kept.append((part, product))
+                sums = other.mul_(product).sum((1, 3))
+            if known is not None:
+                sums *= known.scales(part)
+                size[1, row, part] *= known.norm[part].square()
             inner[row, part, start:] = sums
             inner[row, start:, part] = sums.T
     scale, met = size.prod(0), inner.diagonal(dim1=-2, dim2=-1)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdi_callback.core.products import HeadProducts, products_of
 from hdi_callback.core.tensors import require_tensors
+from hdi_callback.core.whitening import head_chunks
 from hdi_callback.errors import ShapeError
 
 
@@ -204,6 +206,7 @@ def head_covariance(
     lengths: Sequence[int] | None = None,
     weights: Tensor | None = None,
     sequences: tuple[Tensor, int] | None = None,
+    products: HeadProducts | None = None,
 ) -> HeadCovariance:
     r"""Compute the empirical covariance term of a layer's heads.
 
@@ -222,6 +225,8 @@ def head_covariance(
             default.
         sequences: in place of `lengths`, the number of the sequence of each token, ``(tokens,)``, in any order, and how
             many sequences there are; those without a token that counts are passed over.
+        products: of the heads' slices of the output projection, as `ov_circuits_and_products` leaves them; they are
+            used up.
 
     Returns:
         The covariance, in float32 or wider. Fewer than two tokens: NaN.
@@ -243,8 +248,8 @@ def head_covariance(
             f"{tuple(outputs.shape)} and {tuple(output_weight.shape)}."
         )
     count, mean, centred, weighted = _centred(outputs, weights)
-    products, shared = _block_sums(weighted, centred, output_weight.to(centred.dtype))
-    trace = products / count
+    inner, shared = _block_sums(weighted, centred, output_weight.to(centred.dtype), products)
+    trace = inner / count
     errors: tuple[Tensor, Tensor] | None = None
     if lengths is not None and sum(lengths) != outputs.shape[0]:
         raise ShapeError(f"`lengths` must add up to the {outputs.shape[0]} tokens, got {sum(lengths)}.")
@@ -283,23 +288,26 @@ def _centred(outputs: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, T
     return count, mean.view(outputs.shape[1:]), centred, weighted
 
 
-def _block_sums(weighted: Tensor, centred: Tensor, output_weight: Tensor) -> tuple[Tensor, Tensor]:
+def _block_sums(
+    weighted: Tensor, centred: Tensor, output_weight: Tensor, known: HeadProducts | None = None
+) -> tuple[Tensor, Tensor]:
     """Sum scatter times mixing, and the squared scatter, over the blocks of each pair of heads: ``(H, H)`` twice."""
     # In chunks of heads, the upper triangle alone: that is 5/8 of a product, and no symmetric matrix is held whole.
     H, width, _ = output_weight.shape
     flat = output_weight.flatten(0, 1)
-    products, shared = flat.new_empty(H, H), flat.new_empty(H, H)
-    step = -(-H // 4)
-    for start in range(0, H, step):
-        heads = slice(start, start + step)
-        own = slice(start * width, (start + step) * width)
-        scatter = (weighted[:, own].mT @ centred[:, start * width :]).view(-1, width, H - start, width)
-        mixing = (flat[own] @ flat[start * width :].mT).view_as(scatter)
-        for matrix, blocks in ((products, mixing.mul_(scatter)), (shared, scatter.square_())):
+    inner, shared = flat.new_empty(H, H), flat.new_empty(H, H)
+    mixings = iter(known.parts) if known is not None and flat.dtype == torch.float32 else None
+    if mixings is None:
+        mixings = products_of(flat, H, head_chunks(H, 1, H, at_least=4))
+    for heads, mixing in mixings:
+        start = heads.start
+        own = slice(start * width, heads.stop * width)
+        scatter = (weighted[:, own].mT @ centred[:, start * width :]).view_as(mixing)
+        for matrix, blocks in ((inner, mixing.mul_(scatter)), (shared, scatter.square_())):
             sums = blocks.sum((1, 3))
             matrix[heads, start:] = sums
             matrix[start:, heads] = sums.mT
-    return products, shared
+    return inner, shared
 
 
 def _tokens(weights: Tensor) -> Tensor:

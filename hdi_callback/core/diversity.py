@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
+from hdi_callback.core.products import HeadProducts
 from hdi_callback.core.subspaces import block_norms, normalised
 from hdi_callback.core.tensors import require_tensors
 from hdi_callback.core.whitening import (
@@ -197,6 +198,47 @@ def head_diversity(
         >>> head_diversity(weight).energy.worst_pair.tolist()
         [0, 1]
     """
+    return _measured(
+        weight, rank_tol=rank_tol, method=method, metric=metric, tokens=tokens, memory_budget=memory_budget, kept=None
+    )[0]
+
+
+@torch.no_grad()
+def diversity_and_products(
+    weight: Tensor, *, rank_tol: float = 1e-6, method: Method = "whiten", memory_budget: int = DEFAULT_BUDGET
+) -> tuple[HeadDiversity, HeadProducts | None]:
+    """Compute the diversity of one layer, and leave the products of its heads that the energy is read from.
+
+    They are those of the weights as they are, to the rounding of float32: going back from whitened heads is exact.
+
+    Args:
+        weight: ``(1, H, d_k, d)``, on a CPU, as the host looks at what came.
+        rank_tol: as in `head_diversity`.
+        method: as in `head_diversity`.
+        memory_budget: as in `head_diversity`, beside the products.
+
+    Returns:
+        The diversity; the products, or `None` where a head is dead, or they are not finite, or are not float32.
+    """
+    kept: list[tuple[slice, Tensor]] = []
+    found, norm = _measured(
+        weight, rank_tol=rank_tol, method=method, metric=None, tokens=None, memory_budget=memory_budget, kept=kept
+    )
+    is_whole = found.overlap.dtype == torch.float32 and not bool(found.dead.any()) and bool(norm.isfinite().all())
+    return found, HeadProducts(tuple(kept), norm[0].float()) if is_whole else None
+
+
+def _measured(
+    weight: Tensor,
+    *,
+    rank_tol: float,
+    method: Method,
+    metric: Tensor | None,
+    tokens: int | None,
+    memory_budget: int,
+    kept: list[tuple[slice, Tensor]] | None,
+) -> tuple[HeadDiversity, Tensor]:
+    """Compute the diversity of some layers, and the norms of their heads in float64."""
     require_tensors(weight=weight)
     require_arguments(weight, rank_tol, method, memory_budget)
     *batch, H, k, d = weight.shape
@@ -210,7 +252,9 @@ def head_diversity(
         S = None if metrics is None else metrics[part if len(metrics) > 1 else slice(0, 1)]
         heads = whiten_heads(layers[part], rank_tol=rank_tol, method=method, metric=S, memory_budget=memory_budget)
         S = None if S is None else S.to(heads.rows.dtype)
-        shared, energy = block_norms(heads.rows, heads.back.to(heads.rows.dtype), S, memory_budget=memory_budget)
+        shared, energy = block_norms(
+            heads.rows, heads.back.to(heads.rows.dtype), S, memory_budget=memory_budget, kept=kept
+        )
         rank = shared.diagonal(dim1=-2, dim2=-1).round()  # of a head's rows with themselves: a projector's
         results.append((normalised(shared, rank), energy, rank, flatness_of(heads.gram), heads.dead, heads.norm))
         del heads
@@ -218,7 +262,7 @@ def head_diversity(
         torch.cat(each).reshape(*batch, *each[0].shape[1:]) for each in zip(*results)
     )
     width = float(d) if metric is None else float("nan") if tokens is None else float(tokens - 1)
-    return _summarise(overlap, energy, rank, flatness, dead, norm, width)
+    return _summarise(overlap, energy, rank, flatness, dead, norm, width), norm
 
 
 @torch.no_grad()

@@ -105,7 +105,12 @@ def normalised(shared: Tensor, rank: Tensor) -> Tensor:
 
 
 def block_norms(
-    rows: Tensor, back: Tensor | None = None, metric: Tensor | None = None, *, memory_budget: int = DEFAULT_BUDGET
+    rows: Tensor,
+    back: Tensor | None = None,
+    metric: Tensor | None = None,
+    *,
+    memory_budget: int = DEFAULT_BUDGET,
+    kept: list[tuple[slice, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Compute the squared norms of the blocks of :math:`B = R S R^\top`, and of :math:`M_h B_{hg} M_g^\top`.
 
@@ -117,6 +122,7 @@ def block_norms(
         back: ``(..., H, d_k, d_k)``, M; without it the second result is the first.
         metric: ``(..., d, d)``, S, symmetric; the identity by default.
         memory_budget: bytes of temporary memory.
+        kept: takes the blocks :math:`M_h B_{hg} M_g^\top` of one layer, as `HeadProducts` holds them; with `back`.
 
     Returns:
         ``(..., H, H)`` twice, symmetric.
@@ -142,7 +148,10 @@ def block_norms(
         # (others, heads * k, k), strided: batched products read it as it lies.
         by_other = taken.reshape(*batch, heads * k, others, k).transpose(-3, -2)
         taken = by_other @ back[..., part.start :, :, :].mT
-        blocks = taken.square_().reshape(*batch, others, heads, k * k).sum(-1).mT
+        if kept is not None:
+            kept.append((part, taken.reshape(others, heads, k, k).permute(1, 2, 0, 3)))
+        squares = taken.square_() if kept is None else taken.square()
+        blocks = squares.reshape(*batch, others, heads, k * k).sum(-1).mT
         _write(energy, part, blocks)
     return shared, shared if back is None else energy
 

@@ -1,10 +1,12 @@
-"""What the functions of this room take: real tensors of floating point numbers."""
+"""What the functions of this room take: real tensors of floating point numbers, and where the host may look at them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from hdi_callback.errors import ShapeError
 
@@ -34,3 +36,15 @@ def require_tensors(least: int = 0, **given: Any) -> None:
             )
         if value.dim() < least:
             raise ShapeError(f"`{name}` must have at least {least} dimensions, got the shape {tuple(value.shape)}.")
+
+
+def may_decide_on_host(weight: Tensor) -> bool:
+    """Tell whether the host may look at what float32 gives, and take another way where that is not exact enough.
+
+    Args:
+        weight: of which something is computed.
+
+    Returns:
+        True where that waits for no device, and the result is to be float32.
+    """
+    return weight.device.type == "cpu" and weight.dtype != torch.float64 and type(weight) in (Tensor, Parameter)

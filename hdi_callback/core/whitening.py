@@ -20,12 +20,16 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.slices import has_fast_float64, sliced_gram, sliced_product
+from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
 Method = Literal["whiten", "svd", "exact"]
 
 DEFAULT_BUDGET = 2**26
 """Bytes of temporary memory beyond the rows of the layers at hand: 64 MiB."""
+
+_SINGLE = 1e-7
+"""How far an overlap in float32 may be off."""
 
 _FINEST_RANK_TOL = 1e-7  # its square must stay above the rounding of a Gram matrix in float64
 
@@ -87,9 +91,11 @@ def whiten_heads(
         rows, back = _by_svd(weight, scale, out, rank_tol, memory_budget)
     else:
         whitener = torch.empty_like(gram)
+        may_look = may_decide_on_host(weight) and out == torch.float32 and method == "whiten" and not precise
+        tolerance = _SINGLE if may_look else 0.0
         # A dozen matrices of the size of a head's Gram matrix live at once in there.
         for part in head_chunks(gram.shape[-3], gram[..., 0, :, :].numel() * 8 * 12, memory_budget):
-            whitener[..., part, :, :] = whitener_of(gram[..., part, :, :], rank_tol)
+            whitener[..., part, :, :] = whitener_of(gram[..., part, :, :], rank_tol, tolerance)
         rows = _rows(whitener, scale, weight, out, memory_budget, precise=precise)
         if method == "exact":
             whitener = _polish(rows, whitener, metric, memory_budget)
@@ -98,7 +104,7 @@ def whiten_heads(
     return WhitenedHeads(rows, back.div_(rest), gram.div_(rest.square()), norm, dead)
 
 
-def whitener_of(gram: Tensor, rank_tol: float) -> Tensor:
+def whitener_of(gram: Tensor, rank_tol: float, tolerance: float = 0.0) -> Tensor:
     r"""Take Gram matrices of heads to T with ``T gram T^T`` a projector on the directions that count.
 
     With ``L L^T = gram + s I``, ``L^{-1}`` takes singular values to :math:`q = \sigma / \sqrt{\sigma^2 + s}`. Two steps
@@ -108,6 +114,8 @@ def whitener_of(gram: Tensor, rank_tol: float) -> Tensor:
     Args:
         gram: ``(..., k, k)``.
         rank_tol: square roots of eigenvalues below ``rank_tol`` times the size of the matrix do not count.
+        tolerance: where the squares ``q^2`` of no matrix fall short of 1 by more than this in all, the two steps are
+            left out; the host looks at them then. It does not at 0, the default.
 
     Returns:
         ``(..., k, k)``; NaN where the factorisation fails.
@@ -117,7 +125,9 @@ def whitener_of(gram: Tensor, rank_tol: float) -> Tensor:
     size = torch.linalg.matrix_norm(gram)
     shift = torch.where(size > 0, max(rank_tol, _FINEST_RANK_TOL) ** 2 * size, 1.0)[..., None, None]
     factor, info = torch.linalg.cholesky_ex(gram + shift * eye, check_errors=False)
-    T = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False)
+    T: Tensor = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False)
+    if tolerance and bool((shift[..., 0, 0] * T.square().sum((-2, -1)) <= tolerance).all() & (info == 0).all()):
+        return T
     W = eye - shift * (T @ T.mT)
     C = 2.5 * W - 1.5 * (W @ W)
     T, W = C @ T, C @ W @ C

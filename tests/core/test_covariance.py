@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdi_callback.core import HeadMoments, bias_variance_covariance, head_covariance
+from hdi_callback.core.circuits import ov_circuits_and_products
 from hdi_callback.core.covariance import HeadSums
 from hdi_callback.errors import ShapeError
 from tests.core.tensor_sizes import TensorSizes
@@ -385,3 +387,14 @@ def test_standard_errors_of_numbered_sequences_are_those_of_sequences_in_a_row()
     for other in (numbered, with_padding):
         for name in ("covariance", "correlation", "covariance_error", "correlation_error"):
             torch.testing.assert_close(getattr(other, name), getattr(in_a_row, name), rtol=1e-4, atol=1e-6)
+
+
+def test_products_of_output_weights_that_are_known_change_nothing():
+    generator = torch.Generator().manual_seed(0)
+    outputs, value, weight = (
+        torch.randn(*shape, generator=generator) for shape in ((50, 6, 8), (6, 8, 40), (6, 8, 40))
+    )
+    _, products = ov_circuits_and_products(value[None], weight[None])
+    found, expected = head_covariance(outputs, weight, products=products), head_covariance(outputs, weight)
+    for item in fields(expected):
+        assert torch.equal(getattr(found, item.name).nan_to_num(), getattr(expected, item.name).nan_to_num())

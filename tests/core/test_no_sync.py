@@ -111,7 +111,8 @@ def test_what_does_read_a_value_is_refused(loud):
 @pytest.mark.parametrize("what", SILENT)
 def test_without_fast_float64_no_value_is_read_either(what, monkeypatch):
     monkeypatch.setattr(whitening, "has_fast_float64", lambda device: False)
-    monkeypatch.setattr(circuits, "may_decide_on_host", lambda weight: False)  # as on an accelerator
+    for module in (circuits, whitening):
+        monkeypatch.setattr(module, "may_decide_on_host", lambda weight: False)  # as on an accelerator
     read, tensors = SILENT[what]
     with NoSync():
         read(*(tensor.float() if tensor.is_floating_point() else tensor for tensor in tensors))

@@ -8,7 +8,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from hdi_callback.core import head_diversity, head_overlap, orthonormal_bases, principal_cosines
+from hdi_callback.core import head_diversity, head_overlap, orthonormal_bases, principal_cosines, whitening
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
 RANK_TOL = 1e-6
@@ -281,3 +281,14 @@ def test_a_layer_of_full_size_is_read_to_ten_times_the_documented_error(case):
         assert abs(float(live[np.triu_indices(len(live), 1)].mean()) - expected) < error
         spacing = torch.finfo(diversity.index.dtype).eps
         assert abs(1 - float(diversity.index) - expected) < error + spacing
+
+
+@pytest.mark.parametrize("condition", [1, 3, 10, 30, 100, 300])
+def test_a_head_that_needs_no_rank_cut_is_as_exact_without_it(condition, monkeypatch):
+    weight = with_spectrum(log_spectrum(condition, 16), 6, 96).float()
+    steps = []
+    of = whitening.whitener_of
+    monkeypatch.setattr(whitening, "whitener_of", lambda *given: steps.append(given[2]) or of(*given))
+    found = head_overlap(orthonormal_bases(weight).rows)
+    assert set(steps) == {1e-7}
+    assert (found.double() - head_overlap(orthonormal_bases(weight, method="exact").rows)).abs().max() < 3e-7

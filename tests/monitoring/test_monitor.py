@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
-from hdi_callback.monitoring.metrics import METRICS
+from hdi_callback.monitoring.metrics import METRICS, RULE_METRICS
+from hdi_callback.monitoring.monitor import weights
 from tests.core.no_sync import NoSync
 from tests.core.tensor_sizes import TensorSizes
 from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier
@@ -131,6 +132,36 @@ def test_the_stacked_copies_stay_bounded(model):
         reading = monitor.measure(step=0)
     assert [len(measurement.layers) for measurement in reading.measurements] == [1, 1]
     assert reading.record().scalars(["hdi"]) == pytest.approx(whole.scalars(["hdi"]), abs=1e-7)
+
+
+def read_large(budget: int = 2**29):
+    torch.manual_seed(0)
+    model = Classifier(blocks=3, width=384, num_heads=6)
+    with HeadDiversityMonitor(model, metrics=["default", *RULE_METRICS], memory_budget=budget) as monitor:
+        monitor.arm()
+        model(tokens())
+        reading = monitor.measure(step=0)
+        kept = monitor._shared._kept
+    return reading, kept
+
+
+@pytest.mark.parametrize("budget", [2**29, 2**21])
+def test_large_layers_are_read_one_by_one_and_share_products_with_the_same_numbers(budget, monkeypatch):
+    with TensorSizes() as sizes:
+        reading, kept = read_large(budget)
+    assert not kept
+    monkeypatch.setattr(weights, "_LARGE", 2**40)
+    with TensorSizes() as stacked:
+        together, _ = read_large()
+    assert sizes.largest == 384 * 384 < stacked.largest
+    names = [name for one in reading.measurements if one.source == "key" for name in one.layers]
+    assert names == list(reading.layers)
+    record, expected = reading.record(), together.record()
+    assert record.absent == expected.absent
+    for name, layer in expected.layers.items():
+        assert record.layers[name].values == pytest.approx(layer.values, rel=1e-4, abs=1e-6)
+        for matrix in ("overlap", "energy_overlap", "circuit_qk", "circuit_ov", "output_overlap"):
+            assert (record.layers[name].matrices[matrix] - layer.matrices[matrix]).abs().max() < 1e-6
 
 
 def test_layers_of_different_shapes_keep_the_order_of_the_model():

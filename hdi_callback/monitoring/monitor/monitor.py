@@ -35,7 +35,8 @@ from hdi_callback.monitoring.monitor.movement import LARGEST, LARGEST_UNASKED, L
 from hdi_callback.monitoring.monitor.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.monitor.pooled import measure_over_ranks
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
-from hdi_callback.monitoring.monitor.sources import weight_sources
+from hdi_callback.monitoring.monitor.shared_products import SharedProducts
+from hdi_callback.monitoring.monitor.sources import shared_roles, weight_sources
 from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.notebook import layer_table
 from hdi_callback.monitoring.ranks import Ranks, number_of_processes
@@ -133,14 +134,16 @@ class HeadDiversityMonitor:
         self._unasked = sources - asked
         keeps = {MOVEMENT, UPDATES, UPDATES_QK, UPDATES_OV}
         self._last_weights = LastWeights(LARGEST if asked & keeps else LARGEST_UNASKED)
+        self._shared = SharedProducts(memory_budget // 4, shared_roles(sources))
         self._weight_sources = weight_sources(
-            sources, self._last_weights, rank_tol=rank_tol, method=method, memory_budget=memory_budget
-        )
+            sources, self._last_weights, rank_tol=rank_tol, method=method, shared=self._shared,
+            memory_budget=memory_budget,
+        )  # fmt: skip
         self._outputs = None
         if sources & set(SOURCES):
             self._outputs = HeadOutputs(
                 self._layers, self._reader, measured, max_tokens=max_tokens, model=inner_model(model),
-                padding=padding, warn_once=self.warn_once,
+                padding=padding, warn_once=self.warn_once, shared=self._shared,
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
         self._rows = AttentionReadings(self._layers, self._verifier, model, padding=padding, reads_rows=ROWS in sources)
@@ -297,9 +300,11 @@ class HeadDiversityMonitor:
         if self._inputs is not None:
             self._inputs.collect(absent)
         self._last_weights.begin(step)
+        self._shared.forget()  # if the last reading did not come to its end
         with torch.no_grad():
             measurements = self._measure_together(absent)
             measurements = self._measure_alone(absent) if measurements is None else measurements
+        self._shared.forget()
         for collected in (self._outputs, self._rows, self._inputs):
             if collected is not None:
                 collected.forget()

@@ -23,6 +23,7 @@ from hdi_callback.monitoring.monitor.importance import Importances, closest_pair
 from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.monitor.output_capture import OutputCapture, outputs_of
 from hdi_callback.monitoring.monitor.output_sums import OutputSums
+from hdi_callback.monitoring.monitor.shared_products import SharedProducts
 from hdi_callback.monitoring.monitor.weights import WeightReader, without_autocast
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
@@ -43,6 +44,7 @@ class HeadOutputs(OutputCapture):
         model: the model around them.
         padding: how padding is known.
         warn_once: turns what goes wrong into one warning.
+        shared: holds products of output weights that were formed for circuits.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class HeadOutputs(OutputCapture):
         model: nn.Module,
         padding: PaddingChoice,
         warn_once: WarnOnce,
+        shared: SharedProducts,
     ) -> None:
-        self._reader = reader
+        self._reader, self._shared = reader, shared
         self._sources = {METRICS[name].source for name in metrics}
         super().__init__(
             layers,
@@ -95,7 +98,10 @@ class HeadOutputs(OutputCapture):
                 _require_numbers(weight, outputs)
                 found: dict[str, Any] = {}
                 if COVARIANCE in self._sources:
-                    found[COVARIANCE] = head_covariance(outputs, weight, weights=capture.weights, sequences=sequences)
+                    products = self._shared.take(layer.name, "output")
+                    found[COVARIANCE] = head_covariance(
+                        outputs, weight, weights=capture.weights, sequences=sequences, products=products
+                    )
                 if CONTRIBUTION in self._sources:
                     known: HeadCovariance | None = found.get(COVARIANCE)
                     sums = contribution_sums(outputs, weight, capture.weights, None if known is None else known.trace)

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from hdi_callback.attention import ROLES, AttentionLayer, Role
 from hdi_callback.core import CircuitSimilarity, HeadDiversity, head_diversity, ov_circuits, qk_circuits
-from hdi_callback.monitoring.metrics import FINITENESS, MOVEMENT, OV, QK, UPDATES, UPDATES_OV, UPDATES_QK
+from hdi_callback.core.circuits import ov_circuits_and_products, qk_circuits_from_products
+from hdi_callback.core.diversity import diversity_and_products
+from hdi_callback.core.tensors import may_decide_on_host
+from hdi_callback.monitoring.metrics import COVARIANCE, FINITENESS, MOVEMENT, OV, QK, UPDATES, UPDATES_OV, UPDATES_QK
 from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, Method
 from hdi_callback.monitoring.monitor.movement import LastWeights
+from hdi_callback.monitoring.monitor.shared_products import SharedProducts
 from hdi_callback.monitoring.monitor.update_lens import UpdateLens
 from hdi_callback.monitoring.monitor.weights import WeightSource
 
@@ -37,6 +41,7 @@ def weight_sources(
     *,
     rank_tol: float,
     method: Method,
+    shared: SharedProducts | None = None,
     memory_budget: int = DEFAULT_MEMORY,
 ) -> list[WeightSource]:
     """Choose what is computed from weights.
@@ -46,19 +51,21 @@ def weight_sources(
         last: the weights of the last reading.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
-        memory_budget: bytes that a reading may take; half of them is for what is computed, the other half for copies
-            of weights, see `WeightReader`.
+        shared: takes products that another source uses too; by default each source forms its own.
+        memory_budget: bytes that a reading may take; half of them is for what is computed, with what `shared` holds,
+            the other half for copies of weights, see `WeightReader`.
 
     Returns:
         Sources, in a fixed order.
     """
-    options: dict[str, Any] = {"rank_tol": rank_tol, "memory_budget": max(1, memory_budget // 2)}
-    diversity = partial(_diversity, method=method, **options)
+    shared = SharedProducts(0, frozenset()) if shared is None else shared
+    options: dict[str, Any] = {"rank_tol": rank_tol, "memory_budget": max(1, memory_budget // 2 - shared.budget)}
+    diversity = partial(_diversity, shared=shared, method=method, **options)
     lens = UpdateLens(last, **options)
     chosen = [WeightSource(role, _just(role), diversity) for role in ROLES if role == "key" or role in names]
     others = (
-        WeightSource(QK, _just("query", "key"), partial(_qk, **options)),
-        WeightSource(OV, _just("value", "output"), partial(_ov, **options)),
+        WeightSource(QK, _just("query", "key"), partial(_qk, shared=shared, **options)),
+        WeightSource(OV, _just("value", "output"), partial(_ov, shared=shared, **options)),
         WeightSource(FINITENESS, _all_roles, _finiteness),
         WeightSource(MOVEMENT, _all_roles, last.movement),
         WeightSource(UPDATES, _just("key"), lens.keys),
@@ -66,6 +73,19 @@ def weight_sources(
         WeightSource(UPDATES_OV, _just("value", "output"), lens.ov),
     )
     return chosen + [source for source in others if source.name in names]
+
+
+def shared_roles(names: Collection[str]) -> frozenset[Role]:
+    """Tell of which weights two sources need the same products.
+
+    Args:
+        names: sources of the metrics that are asked for.
+
+    Returns:
+        Their roles.
+    """
+    uses: dict[Role, set[str]] = {"key": {QK}, "output": {OV, COVARIANCE}}
+    return frozenset(role for role, sources in uses.items() if sources <= set(names))
 
 
 def _just(*roles: Role) -> Callable[[AttentionLayer], tuple[Role, ...]]:
@@ -78,19 +98,39 @@ def _all_roles(layer: AttentionLayer) -> tuple[Role, ...]:
     return tuple(role for role in ROLES if role in layer.slices)
 
 
+def _is_alone(names: Sequence[str], weights: Mapping[Role, Tensor]) -> bool:
+    """Tell whether this is one layer, of which the host may look at what comes."""
+    return len(names) == 1 and all(may_decide_on_host(weight) for weight in weights.values())
+
+
 def _diversity(
-    names: Sequence[str], weights: Mapping[Role, Tensor], *, method: Method, **options: Any
+    names: Sequence[str], weights: Mapping[Role, Tensor], *, shared: SharedProducts, method: Method, **options: Any
 ) -> HeadDiversity:
-    (weight,) = weights.values()
-    return head_diversity(weight, method=method, **options)
+    ((role, weight),) = weights.items()
+    if not (role in shared.roles and _is_alone(names, weights)):
+        return head_diversity(weight, method=method, **options)
+    diversity, products = diversity_and_products(weight, method=method, **options)
+    shared.keep(names[0], role, products)
+    return diversity
 
 
-def _qk(names: Sequence[str], weights: Mapping[Role, Tensor], **options: Any) -> CircuitSimilarity:
-    return qk_circuits(weights["query"], weights["key"], **options)
+def _qk(
+    names: Sequence[str], weights: Mapping[Role, Tensor], *, shared: SharedProducts, **options: Any
+) -> CircuitSimilarity:
+    products = shared.take(names[0], "key") if _is_alone(names, weights) else None
+    if products is None:
+        return qk_circuits(weights["query"], weights["key"], **options)
+    return qk_circuits_from_products(weights["query"], weights["key"], products, **options)
 
 
-def _ov(names: Sequence[str], weights: Mapping[Role, Tensor], **options: Any) -> CircuitSimilarity:
-    return ov_circuits(weights["value"], weights["output"], **options)
+def _ov(
+    names: Sequence[str], weights: Mapping[Role, Tensor], *, shared: SharedProducts, **options: Any
+) -> CircuitSimilarity:
+    if not ("output" in shared.roles and _is_alone(names, weights)):
+        return ov_circuits(weights["value"], weights["output"], **options)
+    similarity, products = ov_circuits_and_products(weights["value"], weights["output"], **options)
+    shared.keep(names[0], "output", products)
+    return similarity
 
 
 def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor]) -> WeightFiniteness:

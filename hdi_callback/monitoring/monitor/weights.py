@@ -188,7 +188,7 @@ _LARGE = 2**17
 
 
 def _are_read_alone(weights: Iterable[Tensor]) -> bool:
-    """Tell whether the layers of one batch are read one after the other, as they lie, in place of a copy of them all."""
+    """Tell whether the layers of a batch are read one after the other, as they lie, in place of a copy of all."""
     return all(weight.device.type == "cpu" and weight.numel() >= _LARGE for weight in weights)
 
 
