@@ -14,6 +14,7 @@ from torch import nn
 
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.observe import Verdict
 from hdi_callback.attention.recorder import Recorder
 from hdi_callback.attention.registry import Place
 from hdi_callback.attention.trace.inputs import Inputs, recorded_inputs
@@ -46,31 +47,56 @@ class HeadCheck(ArgumentRecorder):
         self._layers = {layer.name: layer for layer in layers}
         super().__init__({layer.name: layer.module for layer in layers})
 
-    def contradictions(self, *, leave_out: Collection[str] = ()) -> dict[str, str]:
-        """Compare, and let go of the arguments.
+    def contradictions(
+        self, verdicts: Mapping[str, Verdict] | None = None, *, leave_out: Collection[str] = ()
+    ) -> dict[str, str]:
+        """Say which claims that forward, or a later one, contradicts, and let go of the arguments.
 
         Args:
+            verdicts: name of a layer -> what an observer saw of its heads.
             leave_out: names of layers that are not to be compared.
 
         Returns:
             Layers whose heads are not what is claimed: name -> what shows it. A layer that did not run, or that cannot
             be run again with these arguments, is not among them.
         """
-        seen = {name: ways for name, ways in self.take().items() if name not in leave_out}
+        verdicts = verdicts or {}
+        recorded = self.take() if self.is_armed else {}
         shown = {}
-        with isolated(*(self._layers[name].module for name in seen)):
-            for name, ways in seen.items():
-                with suppress(Exception), isolated(seconds=_MOST_SECONDS):  # what fails in one is no word on others
-                    what = _contradiction(self._layers[name], ways)
-                    if what is not None:
-                        shown[name] = what
+        compared = [one for name, one in self._layers.items() if name not in leave_out]
+        with isolated(*(one.module for one in compared if one.name in recorded)):
+            for layer in compared:
+                what = contradiction_in_forward(layer, verdicts.get(layer.name), recorded.get(layer.name, ()))
+                if what is not None:
+                    shown[layer.name] = what
         return shown
 
 
-def _contradiction(layer: AttentionLayer, ways: Sequence[Inputs]) -> str | None:
-    """Say what all ways that run show against a layer; one that agrees is enough, as one of them is right."""
-    said = list(traced_contradictions(layer, ways))
-    return None if None in said or not said else said[0]
+def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, recorded: Sequence[Inputs]) -> str | None:
+    """Say what a real forward shows against the heads of a layer, before training and in it.
+
+    What attention received decides first. Where that leaves the claim open or contradicts it, the module is run again
+    with its arguments in that forward; one way to cut them that agrees is enough, as one of the ways is right.
+    Observation does not outweigh a traced run that shows the heads as they are claimed.
+
+    Args:
+        layer: the claim.
+        verdict: what an observer saw of its heads; `None` if nothing was observed.
+        recorded: the arguments of its module, in each of the ways in which they may be cut; empty if it was not called.
+
+    Returns:
+        What was seen instead, as a clause; `None` if nothing contradicts the claim.
+    """
+    if verdict is not None and verdict.state == "established":
+        return None
+    shown: list[str | None] = []
+    with suppress(Exception), isolated(seconds=_MOST_SECONDS):  # what fails in one is no word on others
+        shown = list(traced_contradictions(layer, recorded))
+    if shown:
+        return None if None in shown else shown[0]
+    if verdict is not None and verdict.state == "contradicted" and layer.evidence not in ("trace", "forward"):
+        return verdict.sentence
+    return None
 
 
 def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iterator[str | None]:

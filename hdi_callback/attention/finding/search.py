@@ -23,11 +23,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.finding.conventions import is_called_attention, looks_like_attention
-from hdi_callback.attention.finding.runtime import traced_contradictions
+from hdi_callback.attention.finding.runtime import contradiction_in_forward
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, RefusedError
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.names import containers, is_inside, is_within, printable
-from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.attention.observe import AttentionObserver, Verdict
 from hdi_callback.attention.registry import Place, is_known_kind, known_layer
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
@@ -230,18 +230,15 @@ class Search:
             ways: the arguments of each module in that forward.
         """
         for name, verdict in observer.verdicts().items():
-            if name in self.layers and verdict.state != "established":
-                what = verdict.sentence if verdict.state == "contradicted" else ""
-                self._correct(self.layers[name], ways.get(name, ()), what)
-        for one in observer.accounts():
-            read = self.layers.get(one.layer)
-            if one.part == "in part" and read is not None and not read.left_out:
+            if name in self.layers:
+                self._correct(self.layers[name], verdict, ways.get(name, ()))
+        refused = [path for path, _ in self.model.named_modules() if users_name(printable(path)) in self.reasons]
+        for one in observer.unexplained(list(self.layers.values()), told=refused):
+            read, name = self.layers.get(one.layer), users_name(printable(one.name))
+            if read is None:
+                self.reasons[name] = _NOT_RUN_AGAIN if name in self._failed else one.reason, ""
+            elif not read.left_out:
                 self.layers[one.layer] = replace(read, left_out=self._rest_of(read, ways.get(one.layer, ())))
-            name = users_name(printable(one.core.module))
-            known = (*self.reasons, *self.layers)
-            if not one.layer and not any(name == o or is_inside(name, o) or is_inside(o, name) for o in known):
-                why = "it computes attention whose queries, keys and values are traced to no weights"
-                self.reasons[name] = _NOT_RUN_AGAIN if name in self._failed else why, ""
 
     def name_what_ran_silently(self, names: Iterable[str]) -> None:
         """Note of modules that were open before a real forward that it showed no attention in them.
@@ -261,19 +258,18 @@ class Search:
         said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
         return said[0] if said else "tokens that other maps give"
 
-    def _correct(self, layer: AttentionLayer, ways: Sequence[Inputs], seen: str) -> None:
-        """Read a layer again with the inputs of a forward that did not establish it."""
-        said = list(traced_contradictions(layer, ways))
-        # Of heads that are computed one by one, each is no more than a part of what is claimed.
-        if None in said or not (said or seen):
+    def _correct(self, layer: AttentionLayer, verdict: Verdict, recorded: Sequence[Inputs]) -> None:
+        """Read a layer again with the inputs of a forward that contradicts it."""
+        what = contradiction_in_forward(layer, verdict, recorded)
+        if what is None:
             return
         name = layer.name
         self.layers.pop(name, None)
-        found = self._tracer.found_in(name, layer.module, ways)
+        found = self._tracer.found_in(name, layer.module, recorded)
         if found and all(one.layer is not None for one in found):
             self._take(name, found)
         else:
-            self.reasons[name] = f"in the forward that was run, {seen or said[0]}", ""
+            self.reasons[name] = f"in the forward that was run, {what}", ""
 
     def why(self, name: str) -> tuple[str, str]:
         """Say why nothing is read of a module.

@@ -137,7 +137,7 @@ class HeadVerifier:
         observer.disarm()
         if is_verifying:
             with self._warn_once.guard("checking heads"):
-                self._leave_out_contradicted(observer, is_first=is_first)
+                self._leave_out_contradicted(observer)
             with self._warn_once.guard("searching for heads"):
                 # Hooks leave as it stops recording, which isolation would undo.
                 recorded = self._search.recorded() if is_first and self._search is not None else {}
@@ -154,7 +154,7 @@ class HeadVerifier:
             self._report_nothing_to_watch()
         return is_verifying
 
-    def _leave_out_contradicted(self, observer: AttentionObserver, *, is_first: bool) -> None:
+    def _leave_out_contradicted(self, observer: AttentionObserver) -> None:
         """Leave out the layers whose heads are not what was claimed."""
         assert self._check is not None
         layers = self._layers
@@ -162,18 +162,8 @@ class HeadVerifier:
         spread = {one.name for one in layers.all if any(layers.sharding.is_sharded(one, role) for role in one.slices)}
         with isolated(self._model, keeps_defaults=True):
             verdicts = {name: one for name, one in observer.verdicts(layers.all).items() if name not in spread}
-        contradicted: dict[str, str] = {}
-        if is_first:  # what observation leaves open or contradicts is run again, with the same inputs
-            established = {name for name, one in verdicts.items() if one.state == "established"}
-            traced = self._check.contradictions(leave_out=spread | established)
-            contradicted = {name: f"a run with the inputs of the first forward contradicts its heads: {what}"
-                            for name, what in traced.items()}  # fmt: skip
-        for name, one in verdicts.items():
-            # Observation does not outweigh what a traced run has shown.
-            if one.state == "contradicted" and (
-                name in contradicted or layers.named(name).evidence not in ("trace", "forward")
-            ):
-                contradicted[name] = f"the first forward contradicts its heads: {one.sentence}"
+        against = self._check.contradictions(verdicts, leave_out=spread)
+        contradicted = {name: f"the first forward contradicts its heads: {what}" for name, what in against.items()}
         contradicted = {name: why for name, why in contradicted.items() if not layers.is_contradicted(name)}
         layers.leave_out(contradicted)
         if contradicted:
