@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hdi_callback.attention import survey
 from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.layers import Found, layers_in
-from hdi_callback.attention.trace.run import Draw, Traceable
+from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.support import Support, columns_of
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same
 from tests.attention import adversarial

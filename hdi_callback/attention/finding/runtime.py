@@ -92,11 +92,10 @@ def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, rec
     shown: list[str | None] = []
     with suppress(Exception), isolated(seconds=_MOST_SECONDS):  # what fails in one is no word on others
         shown = list(traced_contradictions(layer, recorded))
+    observed = verdict.sentence if verdict is not None and verdict.state == "contradicted" else ""
     if shown:
-        return None if None in shown else shown[0]
-    if verdict is not None and verdict.state == "contradicted" and layer.evidence not in ("trace", "forward"):
-        return verdict.sentence
-    return None
+        return None if None in shown else observed or shown[0]
+    return None if layer.evidence in ("trace", "forward") else observed or None
 
 
 def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iterator[str | None]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.trace.run import TracedRun
 from hdi_callback.attention.trace.support import Support
+from hdi_callback.attention.trace.traced_run import TracedRun
 
 # Node of a product -> the names under which it keeps its factors: `left (N, rows, inner) @ right (N, inner, columns)`.
 _PRODUCTS = {

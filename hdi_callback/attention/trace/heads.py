@@ -25,8 +25,10 @@ from hdi_callback.attention.heads import (
     Role,
 )
 from hdi_callback.attention.trace.cores import Core, cores_of, is_over_tokens, products_behind
-from hdi_callback.attention.trace.run import Draw, Traceable, TracedRun
+from hdi_callback.attention.trace.draw import Draw
+from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights, weights_at
+from hdi_callback.attention.trace.traced_run import TracedRun
 
 _MOST_ROWS = 512  # of the weights of a core: batch x heads x windows
 SINGLE_KEYS = "every query has a single key in what was run, which tells nothing of keys"

@@ -13,11 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.heads import SINGLE_KEYS
 from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_optional, with_other_tokens
 from hdi_callback.attention.trace.layers import Found, layers_in
-from hdi_callback.attention.trace.run import Draw, Traceable, TracedRun
+from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.states import are_alike
+from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same, contradiction_of
 
 _MOST_SECONDS = 60.0  # for one module

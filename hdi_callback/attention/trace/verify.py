@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.trace.layers import Found
-from hdi_callback.attention.trace.run import TracedRun
+from hdi_callback.attention.trace.traced_run import TracedRun
 
 
 def compute_the_same(one: TracedRun, other: TracedRun) -> bool:

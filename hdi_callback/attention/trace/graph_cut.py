@@ -1,0 +1,397 @@
+"""`GraphCut`: what torch's functions do in a traced run.
+
+The graph is cut where a parameter is multiplied with: the answer is a leaf of random features. A norm's factor for each
+token and the mean that it subtracts are taken for constants: they leave each feature where it is. Attention is computed
+by plain products, so that its queries, keys and weights are in the graph; dropout is left out, and all are chosen in
+place of the top k.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from hdi_callback.attention.dot_product import dot_product_scores, repeated_for_queries
+from hdi_callback.attention.trace.draw import MOST_ELEMENTS, Draw
+from hdi_callback.attention.trace.maps import MapStub
+from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
+
+
+class GraphCut(TorchFunctionMode):
+    """Cuts the graph where a parameter is multiplied with, and leaves out what hides which feature goes where."""
+
+    def __init__(
+        self,
+        run: TracedRun,
+        draw: Draw,
+        *,
+        stubs: Iterable[MapStub],
+        parameters: Mapping[str, nn.Parameter],
+        keeps_means: bool,
+    ) -> None:
+        super().__init__()
+        self.run, self.draw, self.keeps_means = run, draw, keeps_means
+        self.before: Callable[..., Tensor] | None = None
+        self.calls: dict[str, int] = {}
+        self.weights: dict[int, MapStub] = {id(stub.weight): stub for stub in stubs}
+        self.names = {id(one): name for name, one in parameters.items()}
+
+    def __enter__(self) -> Any:
+        self.before, MapStub.answer = MapStub.answer, self.answer
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        MapStub.answer, self.before = self.before, None  # else the last run, with its model, would live on
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            answer = handler(self, func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
+        return func(*args, **kwargs)
+
+    def answer(
+        self,
+        parameter: str,
+        taken: Tensor,
+        features: int,
+        *,
+        module: MapStub | None = None,
+        start: int = 0,
+        axes: tuple[int, ...] = (),
+        is_called: bool = True,
+    ) -> Tensor:
+        """Give random features for each position of what a map is given."""
+        if taken.numel() // max(1, taken.shape[-1]) * features > MOST_ELEMENTS:
+            raise ValueError("a traced run would take too much memory")
+        call = self.calls.get(parameter, 0)
+        self.calls[parameter] = call + 1
+        with torch._C.DisableTorchFunction():
+            drawn = self.draw(parameter, call, (*taken.shape[:-1], features)).requires_grad_()
+        original = None if module is None else module.original[0]
+        taken = taken if torch.is_grad_enabled() else taken.detach()  # a view of what has a gradient claims one
+        self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_called))
+        return drawn.clone(memory_format=torch.contiguous_format)
+
+    # --- products
+
+    def linear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer in place of a product with the matrix of a map, or with some rows of it."""
+        x, weight = _given(args, kwargs, "input", "weight")
+        found = self._rows_of(weight)
+        if found is None:
+            return NotImplemented
+        if found[2] and isinstance(found[0], str):
+            return NotImplemented  # a matrix that is used transposed by a plain linear map
+        parameter, start, _ = found
+        stub = parameter if isinstance(parameter, MapStub) else None
+        name = f"{stub.path}.weight" if stub is not None else str(parameter)
+        return self.answer(name, x, weight.shape[0], module=stub, start=start, is_called=False)
+
+    def _rows_of(self, weight: Any) -> tuple[MapStub | str, int, bool] | None:
+        """Tell which rows of which parameter a matrix is: the parameter, its first row, whether it is transposed."""
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            return None
+        with torch._C.DisableTorchFunction():
+            base = weight if weight._base is None else weight._base
+            owner: MapStub | str | None = self.weights.get(id(base), self.names.get(id(base)))
+            if owner is None or not base.is_contiguous() or base.dim() != 2:
+                return None
+            rows, columns = base.shape
+            by_row, by_column = weight.stride()
+            offset = weight.storage_offset() - base.storage_offset()
+            if (by_column, by_row) == (1, columns) and weight.shape[1] == columns and offset % columns == 0:
+                return owner, int(offset // columns), False
+            if (by_row, by_column) == (1, columns) and weight.shape[0] == columns and offset % columns == 0:
+                return owner, int(offset // columns), True
+            if (by_column, by_row) == (1, columns) and weight.shape[0] == rows and offset < columns:
+                return owner, int(offset), True
+        return None
+
+    def matmul(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer in place of a product with a parameter: a matrix, its transpose, or one matrix for each head."""
+        x, other = _given(args, kwargs, "input", "other") if "mat2" not in kwargs else (args[0], kwargs["mat2"])
+        if func in (torch.addmm, Tensor.addmm):
+            x, other = args[1], args[2]
+        if not isinstance(x, Tensor) or not isinstance(other, Tensor) or self._is_parameter(x):
+            return NotImplemented
+        name, is_turned = self.names.get(id(other)), False
+        if name is None and other.dim() == 3:
+            name, is_turned = self._turned(other)
+        if name is not None and other.dim() == 3 and x.dim() >= 3 and x.shape[-3] in (1, other.shape[0]):
+            if x.shape[-3] != 1 or other.shape[0] == 1:  # a matrix for each of what are heads already
+                return NotImplemented
+            heads, _, width = other.shape
+            answer = self.answer(name, x.squeeze(-3), heads * width, axes=(0, 1) if is_turned else (0, 2))
+            return answer.view(*answer.shape[:-1], heads, width).movedim(-2, -3)
+        return self._by_matrix(x, other)
+
+    def _turned(self, stack: Tensor) -> tuple[str | None, bool]:
+        """Recognise a whole parameter ``(H, d_k, d)`` that is used with its last two dims turned."""
+        with torch._C.DisableTorchFunction():
+            base = stack._base
+            if base is None or base.dim() != 3 or not base.is_contiguous() or stack.shape != base.mT.shape:
+                return None, False
+            return (self.names.get(id(base)), True) if stack.stride() == base.mT.stride() else (None, False)
+
+    def _by_matrix(self, x: Tensor, matrix: Tensor) -> Any:
+        """Multiply with an ``(in_features, features)`` matrix."""
+        if matrix.dim() != 2:
+            return NotImplemented
+        with torch._C.DisableTorchFunction():
+            found = self._rows_of(matrix.mT)
+        if found is None:
+            return NotImplemented
+        parameter, start, is_transposed = found
+        stub = parameter if isinstance(parameter, MapStub) else None
+        if stub is not None and is_transposed != stub.is_transposed:
+            return NotImplemented
+        name = f"{stub.path}.weight" if stub is not None else str(parameter)
+        axes = (1,) if is_transposed and stub is None else ()
+        return self.answer(name, x, matrix.shape[1], module=stub, start=start, axes=axes, is_called=False)
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            base = tensor if tensor._base is None else tensor._base
+            return id(base) in self.names or id(base) in self.weights
+
+    def einsum(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer in place of a contraction of a tensor with a parameter."""
+        operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+        if not isinstance(args[0], str) or len(operands) != 2 or "->" not in args[0] or "." in args[0]:
+            return NotImplemented
+        joined, _, out = args[0].replace(" ", "").partition("->")
+        terms = joined.split(",")
+        names = [self.names.get(id(one)) for one in operands]
+        if (names[0] is None) == (names[1] is None):
+            return NotImplemented
+        which = 0 if names[0] is not None else 1
+        (ix, iw), (x, weight) = (terms[1 - which], terms[which]), (operands[1 - which], operands[which])
+        summed = [i for i in iw if i in ix and i not in out]
+        new = [i for i in iw if i not in ix]
+        positions = [i for i in ix if i not in summed]
+        is_map = len(summed) + len(new) == len(iw) and new and set(new) <= set(out) and set(positions) <= set(out)
+        if not is_map or not summed or x.dim() != len(ix) or len(set(iw)) < len(iw):
+            return NotImplemented
+        # Learned queries are met by keys in the same way; a map has as many features to take as its input gives last.
+        if summed != [i for i in ix if i in summed] or ix[-1] not in summed or len(summed) > 2:
+            return NotImplemented
+        taken = x.permute([ix.index(i) for i in positions + summed]).flatten(len(positions))
+        sizes = [weight.shape[iw.index(i)] for i in new]
+        axes = tuple(iw.index(i) for i in new)
+        answer = self.answer(str(names[which]), taken, math.prod(sizes), axes=axes)
+        order = positions + new
+        return answer.view(*answer.shape[:-1], *sizes).permute([order.index(i) for i in out])
+
+    def embedding(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Take what a table gives for ids of the inputs for inputs; what it gives for positions is none."""
+        at = 1 if func is torch.embedding else 0
+        ids = args[at] if len(args) > at else kwargs.get("indices" if at else "input")
+        answer = func(*args, **kwargs)
+        if not isinstance(ids, Tensor) or not any(_are_those(ids, known) for known in self.run.ids):
+            return answer
+        leaf = answer.detach().requires_grad_()
+        self.run.others[f"input table {len(self.run.others)}"] = leaf
+        return leaf * 1.0
+
+    # --- attention
+
+    def softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note what a softmax is of."""
+        scores = args[0] if args else kwargs["input"]
+        answer = func(*args, **kwargs)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        self.note(scores if dim is None else scores.movedim(dim, -1), answer)
+        return answer
+
+    def note(self, scores: Any, answer: Any) -> None:
+        """Keep what a softmax was given, what it adds up last."""
+        node = getattr(answer, "grad_fn", None)
+        while node is not None and "Softmax" not in node.name():
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+        if node is not None and isinstance(scores, Tensor):
+            self.run.scores[node] = scores
+
+    def attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Write scaled dot-product attention out, so that scores and weights are in the graph."""
+        return self._attend(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            key, value = repeated_for_queries(query, key, value)
+        # With a finite score for what is hidden, a row without any key has an average of all.
+        scores = dot_product_scores(query, key, attn_mask, is_causal=is_causal, scale=scale, hidden=-1e9)
+        weights = scores.softmax(-1)
+        self.note(scores, weights)
+        return weights @ value
+
+    def torch_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Look into torch's own function, which asks for modes before it does anything."""
+        with self:
+            return _LOOKED_INTO(*args, **kwargs)
+
+    # --- what leaves features where they are
+
+    def dropout(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Leave dropout out."""
+        return args[0] if args else kwargs["input"]
+
+    def top(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Choose all in place of the top k."""
+        kwargs = dict(kwargs)
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        if "k" in kwargs:
+            kwargs["k"] = args[0].shape[dim]
+        else:
+            args = (args[0], args[0].shape[dim], *args[2:])
+        return func(*args, **kwargs)
+
+    def statistic(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A factor for each token is a constant, and so is a mean over features."""
+        answer = func(*args, **kwargs)
+        if not isinstance(answer, Tensor):
+            return answer
+        dim = kwargs.get("dim", next((one for one in args[1:] if isinstance(one, (int, tuple, list))), None))
+        if func in (Tensor.norm, torch.norm):
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+        dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+        last = {-1, args[0].dim() - 1}
+        if not kwargs.get("keepdim", answer.dim() == args[0].dim()) or not set(dims) & last:
+            return answer
+        is_of_sizes = bool((args[0].detach() >= 0).all())
+        if func in (torch.mean, Tensor.mean) and not is_of_sizes:
+            self.run.centred = True
+            self.run.normed.append(args[0])
+            return answer if self.keeps_means else answer.detach()
+        if func in (torch.sum, Tensor.sum) and not is_of_sizes:  # of products, as of two vectors
+            return answer
+        self.run.normed.append(args[0])
+        return answer.detach()
+
+    def factor(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Take the factor of a norm for a constant."""
+        return func(*args, **kwargs).detach()
+
+    def convolution(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note what is convolved, before it is."""
+        x, _ = _given(args, kwargs, "input", "weight")
+        if isinstance(x, Tensor):
+            self.run.convolved.append(x)
+        return NotImplemented
+
+    def layer_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Write `layer_norm` out, its mean and its scale constants."""
+        x, shape, weight, bias, eps = _given(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
+        dims = tuple(range(-len(shape), 0))
+        return self._normed(x, dims, weight, bias, 1e-5 if eps is None else eps, has_mean=True)
+
+    def rms_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Write `rms_norm` out, its scale a constant."""
+        x, shape, weight, eps = _given(args, kwargs, "input", "normalized_shape", "weight", "eps")
+        return self._normed(x, tuple(range(-len(shape), 0)), weight, None, eps or 1e-6, has_mean=False)
+
+    def _normed(self, x: Tensor, dims: Any, weight: Any, bias: Any, eps: float, *, has_mean: bool) -> Tensor:
+        self.run.normed.append(x)
+        mean = x.mean(dims, keepdim=True) if has_mean else torch.zeros(())
+        if has_mean:
+            self.run.centred = True
+            mean = mean if self.keeps_means else mean.detach()
+        centred = x - mean
+        out = centred * (centred.detach().square().mean(dims, keepdim=True) + eps).rsqrt()
+        out = out if weight is None else out * weight
+        return out if bias is None else out + bias
+
+    def group_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Write `group_norm` out, its mean and its scale constants."""
+        x, groups, weight, bias, eps = _given(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
+        parts = x.unflatten(1, (groups, -1))
+        normed = self._normed(parts, tuple(range(2, parts.dim())), None, None, eps or 1e-5, has_mean=True)
+        out = normed.flatten(1, 2)
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        out = out if weight is None else out * weight.view(shape)
+        return out if bias is None else out + bias.view(shape)
+
+    def largest(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The largest of all, which is taken from all scores, moves none of them against another."""
+        with torch._C.DisableTorchFunction():
+            return func(*args).detach() if len(args) == 1 and not kwargs else NotImplemented
+
+    def normalize(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Divide by the norm of each token as by a constant."""
+        x, p, dim = _given(args, kwargs, "input", "p", "dim")
+        if x.dim() and (dim is None or dim % x.dim() == x.dim() - 1 or x.dim() > 3):
+            self.run.normed.append(x)
+            size = torch.linalg.vector_norm(x.detach(), p or 2.0, 1 if dim is None else dim, keepdim=True)
+            return x / size.clamp_min(1e-12)
+        return NotImplemented
+
+
+def _are_those(ids: Tensor, known: Tensor) -> bool:
+    """Tell ids of the inputs, in whatever shape; a table of positions is asked for others."""
+    same = ids.numel() == known.numel() and torch.equal(ids.flatten().to(known.dtype), known.flatten())
+    counted = torch.arange(ids.shape[-1], dtype=known.dtype) if ids.dim() else known
+    return same and not torch.equal(ids.reshape(-1)[: ids.shape[-1] if ids.dim() else 1].to(known.dtype), counted)
+
+
+def _given(args: Any, kwargs: Any, *names: str) -> tuple[Any, ...]:
+    return tuple(args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(names))
+
+
+# The same code with an answer of its own to whether a mode is there.
+_LOOKED_INTO = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda *_: False},
+    F.multi_head_attention_forward.__name__,
+    F.multi_head_attention_forward.__defaults__,
+    F.multi_head_attention_forward.__closure__,
+)
+
+_FUNCTIONS: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
+    (GraphCut.linear, (F.linear,)),
+    (GraphCut.matmul, (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm)),
+    (GraphCut.einsum, (torch.einsum,)),
+    (GraphCut.embedding, (F.embedding, torch.embedding)),
+    (GraphCut.softmax, (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)),
+    (GraphCut.attention, (F.scaled_dot_product_attention,)),
+    (GraphCut.torch_attention, (F.multi_head_attention_forward,)),
+    (GraphCut.dropout, (F.dropout, torch.dropout)),
+    (GraphCut.top, (torch.topk, Tensor.topk)),
+    (GraphCut.layer_norm, (F.layer_norm, torch.layer_norm)),
+    (GraphCut.rms_norm, (F.rms_norm, torch.rms_norm)),
+    (GraphCut.group_norm, (F.group_norm,)),
+    (GraphCut.normalize, (F.normalize,)),
+    (GraphCut.largest, (torch.max, Tensor.max)),
+    (GraphCut.factor, (torch.rsqrt, Tensor.rsqrt)),
+    (
+        GraphCut.convolution,
+        (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    ),
+    (
+        GraphCut.statistic,
+        (
+            torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var, torch.std, Tensor.std, torch.norm,
+            Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm, torch.amax, Tensor.amax,
+        ),
+    ),
+)  # fmt: skip
+_HANDLERS: dict[Any, Callable[..., Any]] = {func: handler for handler, functions in _FUNCTIONS for func in functions}

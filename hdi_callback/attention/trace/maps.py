@@ -1,0 +1,97 @@
+"""Linear maps of a module, and what stands in for them in a copy that is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention import projections
+
+
+def linear_maps(module: nn.Module) -> dict[str, nn.Module]:
+    """Give the linear maps within a module, adapters in place of what they hold.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Path within the module -> linear map, in the module's order.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        if path and not any(path.startswith(f"{other}.") for other in found) and is_like_a_map(part):
+            found[path] = part
+    return found
+
+
+def is_like_a_map(module: nn.Module) -> bool:
+    """Tell what is a linear map or names itself one, as quantised ones do that hold no matrix.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True if so; `projections.objection` tells whether its matrix can be read.
+    """
+    if projections.is_map(module):
+        return True
+    counts = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    is_counted = all(type(count) is int for count in counts)
+    return is_counted and "linear" in type(module).__name__.lower() and not isinstance(module, nn.Bilinear)
+
+
+def objection_to(module: nn.Module) -> str | None:
+    """Say why the matrix of a map cannot be read.
+
+    Args:
+        module: a module that `is_like_a_map`.
+
+    Returns:
+        The reason, which begins with "a" and the name of the class; `None` if it can be read.
+    """
+    if not projections.is_map(module):
+        return f"a {type(module).__name__} of {type(module).__module__.partition('.')[0]} without a matrix that is read"
+    return projections.objection(module)
+
+
+class MapStub(nn.Module):
+    """Stands in for a linear map: its size can be read, and its weight stands for the map.
+
+    Attributes:
+        answer: what answers for all maps during a traced run, set by `GraphCut`.
+        path: dotted path of the map.
+        original: the map.
+    """
+
+    answer: Callable[..., Tensor] | None = None
+
+    def __init__(self, linear: nn.Module, path: str) -> None:
+        super().__init__()
+        self.path, self.original = path, [linear]  # in a list, so that it is no part
+        self.dim = projections.feature_dim(linear) if projections.is_map(linear) else -1
+        try:
+            taken, given = projections.features(linear)
+        except Exception:
+            taken, given = linear.in_features, linear.out_features  # type: ignore[assignment]
+        self.in_features, self.out_features = int(taken), int(given)
+        self.in_channels, self.out_channels, self.nf = self.in_features, self.out_features, self.out_features
+        self.kernel_size = getattr(linear, "kernel_size", ())
+        self.strides: tuple[int, ...] = tuple(getattr(linear, "stride", ())) if self.dim < -1 else ()
+        shape = getattr(linear, "weight", None)
+        sizes = tuple(shape.shape) if isinstance(shape, Tensor) else (self.out_features, self.in_features)
+        self.weight = torch.empty(sizes)  # never written, so that it takes no memory
+        self.bias = torch.zeros(self.out_features) if isinstance(getattr(linear, "bias", None), Tensor) else None
+        self.is_transposed = projections.is_transposed(linear)
+        self.count = 0
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        """Give the answer of the traced run, ``(..., out_features)`` or with the features where the map has them."""
+        answer = MapStub.answer
+        assert answer is not None
+        x = x.movedim(self.dim, -1)
+        for dim, stride in enumerate(self.strides):
+            x = x[(slice(None),) * (dim + x.dim() - 1 - len(self.strides)) + (slice(None, None, stride),)]
+        return answer(f"{self.path}.weight", x, self.out_features, module=self).movedim(-1, self.dim)
