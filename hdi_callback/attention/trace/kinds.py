@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.draw import Draw
-from hdi_callback.attention.trace.heads import SINGLE_KEYS
+from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
 from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_optional, with_other_tokens
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable

@@ -19,18 +19,12 @@ from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadProduct
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.cores import Core, cores_of, nodes_between, unread_softmaxes
 from hdi_callback.attention.trace.draw import Draw
-from hdi_callback.attention.trace.heads import (
-    CoreReading,
-    HeadRows,
-    NoHeadsError,
-    Rows,
-    TracedCores,
-    UndecidedError,
-    module_of,
-)
+from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError, module_of
+from hdi_callback.attention.trace.heads import CoreReading
 from hdi_callback.attention.trace.maps import objection_to
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
+from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 
 # Nodes that leave each feature proportional to what it was.

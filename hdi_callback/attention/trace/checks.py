@@ -1,0 +1,153 @@
+"""`HeadChecks`: what refuses heads whose supports alone would pass: mixed, bent, of other widths, not of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.heads import Role
+from hdi_callback.attention.trace.core_view import CoreView
+from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows, UndecidedError, module_of
+from hdi_callback.attention.trace.support import Support
+
+_BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
+
+
+class HeadChecks(CoreView):
+    """Checks of the heads of one core; each raises `NoHeadsError` with what it found."""
+
+    def are_of_one_head(self, keys: Tensor, at_keys: Tensor) -> bool:
+        """Tell whether keys of several matrices are of the same features: windows of one head overlap."""
+        matrices = at_keys // keys.shape[1]
+        if (matrices == matrices[0]).all():
+            return True
+        seen = {
+            tuple((self.trace.parameter_of(leaf), found.features(leaf)) for leaf in found.masks)
+            for number in set(matrices.tolist())
+            if (found := self.support(keys, at_keys[matrices == number]))
+        }
+        return len(seen) < 2
+
+    def require_tokens(self, n: int, product: int, place: tuple[int, Tensor, Tensor], at_values: Tensor) -> None:
+        """Refuse what is averaged, or met, if its positions are features and no tokens."""
+        keys, _, at_keys = place
+        weights = self.core.weights[n // self.units.count]
+        live = at_values[[bool(weights[:, i].max() > 0) for i in range(len(at_values))]]
+        for what, tensor, at in (("keys", self.side(product, keys), at_keys), ("values", self.core.values, live)):
+            chosen = at[torch.linspace(0, len(at) - 1, min(4, len(at))).long()]
+            alone = [one for i in sorted(set(chosen.tolist())) if (one := self.support(tensor, torch.tensor([i])))]
+            seen = {tuple((self.trace.parameter_of(leaf), one.features(leaf)) for leaf in one.masks) for one in alone}
+            parameters = {tuple(name for name, _ in one) for one in seen}
+            apart = len({feature for one in seen for name, of in one for feature in ((name, i) for i in of)}) == sum(
+                len(of) for one in seen for _, of in one
+            )
+            if len(seen) > 1 and len(parameters) == 1 and apart:
+                raise NoHeadsError(f"its {what} are those of features, not of tokens")
+            for one, other in itertools.combinations(alone, 2):
+                if one.masks.keys() == other.masks.keys() and all(
+                    torch.equal(mask, other.masks[leaf]) for leaf, mask in one.masks.items()
+                ):
+                    raise NoHeadsError(f"its {what} are the same for all tokens, or mix them all")
+
+    def refuse_added_inputs(self, at_values: Tensor) -> None:
+        """Refuse values to which an input is added that no map is given, such as those of an earlier layer."""
+        run, cores = self.trace.without_maps
+        if len(cores) != len(self.trace.cores):
+            return
+        inputs = [one for name, one in run.others.items() if name.startswith("input")]
+        for at in at_values[:: max(1, len(at_values) - 1)]:  # of the first and the last token
+            gradient = torch.zeros(self.core.values.shape)
+            gradient.view(-1, gradient.shape[-1])[at] = 1.0
+            made = self.support(self.core.values, at[None])
+            if made and Support.of(cores[self.number].values, gradient, inputs):
+                names = "` and `".join(sorted({module_of(self.trace.parameter_of(leaf)) for leaf in made.masks}))
+                raise NoHeadsError(f"its values are sums of what `{names}` gives and of one of its inputs")
+
+    def refuse_mixed(self, members: list[list[int]], supports: dict[int, dict[Role, Support]]) -> None:
+        """Refuse heads of equal rows at the same tokens: they mix, or their heads are made by something else."""
+        for of_head in members:
+            for one, other in itertools.islice(itertools.pairwise(of_head), 8):
+                if all(
+                    _are_equal(supports[one][role], supports[other][role]) for role in ("query", "key", "value")
+                ) and not self._weigh_alike(one, other):
+                    raise NoHeadsError("its heads mix: several of them depend on the same features of the same tokens")
+
+    def _weigh_alike(self, one: int, other: int) -> bool:
+        weights = self.core.weights.detach()
+        return torch.allclose(self.units.of(weights, one), self.units.of(weights, other))
+
+    def spread_keys(self, product: int, place: tuple[int, Tensor, Tensor]) -> list[str]:
+        """Remark where a key is made of several tokens, as by a convolution."""
+        keys, _, at_keys = place
+        # The first token has none before it, and the last none behind.
+        ends = (self.support(self.side(product, keys), one) for one in (at_keys[:1], at_keys[-1:]))
+        is_spread = any(len(alone.positions(leaf)) > 1 for alone in ends for leaf in alone.masks)
+        return ["keys of several tokens"] if is_spread else []
+
+    def require_widths(self, heads: dict[Role, list[Rows]], product: int, keys: int, *, has_shared: bool) -> None:
+        """Refuse heads that have more or fewer features than what attention is given of them."""
+        width = self.side(product, keys).shape[-1]
+        if has_shared:
+            width = len(heads["key"][0].features)
+        for role in list(heads):
+            expected = width if role != "value" else self.core.values.shape[-1]
+            widths = {len(one.features) for one in heads[role]}
+            if widths == {expected}:
+                continue
+            if role == "query":
+                del heads["query"]
+                continue
+            if len(widths) > 1:
+                raise NoHeadsError(f"its {role} heads differ in width")
+            name = module_of(heads[role][0].parameter)
+            count = widths.pop()
+            if count < expected:
+                raise NoHeadsError(f"a {role} of {expected} features is made of {count} features of `{name}`")
+            raise NoHeadsError(f"its {role} heads share features, or mix: each depends on {count} of `{name}`")
+
+    def require_linear(
+        self, heads: dict[Role, list[Rows]], members: list[list[int]], product: int, places: Any, *, has_shared: bool
+    ) -> set[Role]:
+        """Refuse an activation between a map and attention; tell roles that a norm scales."""
+        runs = self.trace.again
+        if any(len(cores) != len(self.trace.cores) for cores in runs):
+            raise UndecidedError("what it computes depends on the values of its projections")
+        normed: set[Role] = set()
+        n = members[0][0]
+        keys, at_query, at_keys = places[n]
+        for role in list(heads):
+            if role == "value":
+                tensors = [cores[self.number].values[n // self.units.count] for cores in runs]
+            else:
+                side = keys if role == "key" else 1 - keys
+                at = at_keys if role == "key" else at_query
+                chosen = [cores[self.number].scores[product] for cores in runs]
+                tensors = [
+                    (one.right if side else one.left).reshape(-1, (one.right if side else one.left).shape[-1])[at]
+                    for one in chosen
+                ]
+            if has_shared and role != "value":  # the part that all heads share may have a norm of its own
+                tensors = [tensor[..., self.own_columns(heads[role], product, side)] for tensor in tensors]
+            none, one, other, both = (torch.nan_to_num(tensor.detach()) for tensor in tensors)
+            one, other, both = one - none, other - none, both - none
+            scale = float(both.abs().max()) or 1.0
+            if (one + other - both).abs().max() < 1e-4 * scale:
+                continue
+            sizes = torch.linalg.svdvals(torch.stack([one, other, both], -2))  # (positions, 3)
+            if sizes.shape[-1] > 2 and (sizes[..., 2] > _BENT * sizes[..., 0]).any():
+                between = f"between its {role} projection and attention lies an activation"
+                if role != "query":
+                    raise NoHeadsError(between)
+                del heads["query"]
+                continue
+            normed.add(role)
+        return normed
+
+
+def _are_equal(one: Support, other: Support) -> bool:
+    return one.masks.keys() == other.masks.keys() and all(
+        torch.equal(mask, other.masks[leaf]) for leaf, mask in one.masks.items()
+    )

@@ -1,0 +1,48 @@
+"""`CoreView`: one attention core, and what its queries, keys and values depend on."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hdi_callback.attention.trace.head_rows import Rows, Units
+from hdi_callback.attention.trace.support import Support, agreed, columns_of, weights_at
+from hdi_callback.attention.trace.traced_cores import TracedCores
+
+
+class CoreView:
+    """One core of a traced run.
+
+    Args:
+        trace: the run.
+        number: of the core.
+        units: its parts, each of which is of one head.
+    """
+
+    def __init__(self, trace: TracedCores, number: int, units: Units | None = None) -> None:
+        self.trace, self.number, self.core = trace, number, trace.cores[number]
+        self.units = Units() if units is None else units
+
+    def side(self, number: int, side: int) -> Tensor:
+        """Give one factor of a score product: ``left`` for 0, ``right`` for 1, ``(N, positions, width)``."""
+        product = self.core.scores[number]
+        return product.right if side else product.left
+
+    def support(self, tensor: Tensor, positions: Tensor) -> Support:
+        """Derive a tensor at some positions, counted over all dims but the last, by what maps gave."""
+        return Support.of(tensor, weights_at(tensor, positions), self.trace.tensors)
+
+    def columns(self, tensor: Tensor) -> dict[tuple[str, int], set[int]]:
+        """Features of maps -> the columns of a tensor that they act on, -2 for several at once."""
+        columns: dict[tuple[str, int], set[int]] = {}
+        for leaf, code in columns_of(tensor, self.trace.tensors).items():
+            start, parameter = self.trace.leaves[leaf].start, self.trace.parameter_of(leaf)
+            for feature, column in enumerate(agreed(code).tolist()):
+                if column != -1:
+                    columns.setdefault((parameter, start + feature), set()).add(column)
+        return columns
+
+    def own_columns(self, rows: list[Rows], product: int, side: int) -> list[int]:
+        """Columns of queries or keys on which the features of heads act, all if that is not seen of one."""
+        columns = self.columns(self.side(product, side))
+        own = {at for one in rows for feature in one.features for at in columns.get((one.parameter, feature), {-2})}
+        return list(range(self.side(product, side).shape[-1])) if -2 in own else sorted(own)

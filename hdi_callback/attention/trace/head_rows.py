@@ -1,0 +1,94 @@
+"""`HeadRows`: the features of linear maps that the heads of one core are made of, or why there are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hdi_callback.attention.heads import Centring, Role
+
+SINGLE_KEYS = "every query has a single key in what was run, which tells nothing of keys"
+
+
+class NoHeadsError(Exception):
+    """An attention core whose heads cannot be read, and why: a clause about its module, such as "its heads mix"."""
+
+
+class UndecidedError(NoHeadsError):
+    """An attention core that a traced run does not show well enough: another way to look may read it."""
+
+
+class NoRowsError(UndecidedError):
+    """A role whose rows no single weight gives."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Features of one head in one linear map, and those of another map that feeds it.
+
+    Attributes:
+        parameter: of the map.
+        features: of the head, in order.
+        inner: the rows that feed it; all of what the outer map takes.
+        gain: for each of them the number that it is multiplied by; ones if there is nothing in between.
+    """
+
+    parameter: str
+    features: tuple[int, ...]
+    inner: Rows | None = None
+    gain: tuple[float, ...] = ()
+    centring: Centring = ""
+
+
+@dataclass
+class HeadRows:
+    """Heads of a core in the order in which they were met, and what holds for all of them."""
+
+    rows: dict[Role, list[Rows]]
+    members: list[list[int]]  # parts of the core for each head: numbers of `units`
+    normed: set[Role] = field(default_factory=set)
+    remarks: list[str] = field(default_factory=list)
+    left_out: str = ""
+    units: Units = field(default_factory=lambda: Units())
+
+
+@dataclass(frozen=True)
+class Units:
+    """Parts of a core, each of which is of one head: its matrices of weights, or some rows of each.
+
+    Attributes:
+        rows: rows of each matrix that belong together; all of them where there is one part.
+    """
+
+    rows: tuple[Tensor, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many parts a matrix has."""
+        return max(1, len(self.rows))
+
+    def of(self, tensor: Tensor, unit: int) -> Tensor:
+        """Choose what of a tensor belongs to a part.
+
+        Args:
+            tensor: ``(N, rows, ...)``.
+            unit: number of the part.
+
+        Returns:
+            ``(rows of the part, ...)``.
+        """
+        matrix = tensor[unit // self.count]
+        return matrix[self.rows[unit % self.count]] if self.rows else matrix
+
+
+def module_of(parameter: str) -> str:
+    """Give the path of a map by that of its matrix.
+
+    Args:
+        parameter: dotted path of the matrix.
+
+    Returns:
+        The path of the module, or of the bare parameter.
+    """
+    return parameter.removesuffix(".weight")

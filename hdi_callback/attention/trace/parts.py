@@ -1,0 +1,110 @@
+"""`CoreParts`: the parts of a core, and the queries and keys that each of them meets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.trace.core_view import CoreView
+from hdi_callback.attention.trace.head_rows import UndecidedError, Units
+from hdi_callback.attention.trace.support import columns_of, random_weights
+
+
+class CoreParts(CoreView):
+    """The parts of a core: its matrices of weights, or some rows of each."""
+
+    def find_units(self, n: int) -> Units:
+        """Tell whether rows of one matrix of weights are of several heads, which share its keys."""
+        count = self.core.weights.shape[1]
+        last = self._where_in_row(n, count - 1)
+        first = self._where_in_row(n, 0)
+        if count < 4 or len(first) != 1 or len(last) != 1 or first[0][:2] != last[0][:2]:
+            return Units()
+        number, keys, *_ = first[0]
+        side = self.side(number, 1 - keys)
+        expected = [[n * count], [n * count + count - 1]]
+        if side.shape[:2] != self.core.weights.shape[:2] or [one[0][2].tolist() for one in (first, last)] != expected:
+            return Units()
+        of_rows: list[set[tuple[str, int]]] = [set() for _ in range(count)]
+        for leaf, codes in columns_of(side[n].mT, self.trace.tensors).items():
+            start, parameter = self.trace.leaves[leaf].start, self.trace.parameter_of(leaf)
+            for feature, code in enumerate(codes.T.tolist()):
+                for row in {row for row in code if row >= 0}:
+                    of_rows[row].add((parameter, start + feature))
+        kinds: dict[frozenset[tuple[str, int]], list[int]] = {}
+        for row, features in enumerate(of_rows):
+            kinds.setdefault(frozenset(features), []).append(row)
+        parts = list(kinds.values())
+        maps = {frozenset(name for name, _ in features) for features in kinds}
+        are_apart = sum(map(len, kinds)) == len(frozenset[tuple[str, int]]().union(*kinds))
+        if len(parts) < 2 or len(maps) != 1 or not all(kinds) or not are_apart or len({len(one) for one in parts}) != 1:
+            return Units()
+        return Units(tuple(torch.tensor(one) for one in parts))
+
+    def where(self, unit: int) -> list[tuple[int, int, Tensor, Tensor]] | None:
+        """For one part of the core: which elements of each score product it is made of.
+
+        Returns:
+            For each product: its number, on which side the keys are, positions of the query and of the keys.
+        """
+        n, part = divmod(unit, self.units.count)
+        own = self.units.rows[part] if self.units.rows else torch.arange(self.core.weights.shape[1])
+        live = (self.core.weights[n][own] > 1e-12).sum(-1)
+        most = own[(live == live.max()).nonzero().flatten()].tolist()
+        # The first of the queries that see most keys; where it sees padding alone, others.
+        for row in dict.fromkeys((most[0], most[-1], most[len(most) // 2])):
+            where = self._where_in_row(n, row)
+            if where:
+                return where
+        return None
+
+    def _where_in_row(self, n: int, row: int) -> list[tuple[int, int, Tensor, Tensor]]:
+        weights = self.core.weights
+        gradient = torch.zeros(weights.shape)
+        gradient[n, row] = random_weights(weights.shape[-1:])
+        where = []
+        for number, product in enumerate(self.core.scores):
+            acts = product.acting_on(weights, gradient)
+            if not len(acts[0]) or not len(acts[1]) or max(map(len, acts)) < 2:
+                continue
+            keys = 1 if len(acts[1]) >= len(acts[0]) else 0
+            where.append((number, keys, acts[1 - keys], acts[keys]))
+        return where
+
+    def product_of_tokens(self, rows: list[tuple[int, Any]]) -> int:
+        """Choose the product whose keys are of tokens; those of positions are not, nor what is learned."""
+        n, where = rows[0][0] // self.units.count, rows[0][1]
+        candidates = []
+        for number, keys, _, at in where:
+            found = self.support(self.side(number, keys), at)
+            made = [leaf for leaf in found.masks if self.trace.is_of_inputs(leaf)]
+            if made:
+                candidates.append((number, keys))
+        if not candidates:
+            raise UndecidedError("its keys are made of no projection of tokens")
+        if len(candidates) > 1:
+            kept = [one for one in candidates if self._is_of_columns(n, *one)]
+            candidates = kept or candidates
+        if len(candidates) > 1:
+            raise UndecidedError("its scores are sums of several products of queries and keys")
+        return int(candidates[0][0])
+
+    def _is_of_columns(self, n: int, number: int, keys: int) -> bool:
+        """Tell whether two queries meet the same key in one column; keys of relative positions differ."""
+        for logits in self.core.logits:
+            flat = logits.reshape(-1, *logits.shape[-2:])
+            if flat.shape[-2] < 2 or flat.shape[0] != self.core.weights.shape[0]:
+                continue
+            shape = logits.shape
+            for column in range(flat.shape[-1]):
+                met = []
+                for row in (flat.shape[-2] - 1, flat.shape[-2] - 2):
+                    gradient = torch.zeros(flat.shape)
+                    gradient[n, row, column] = 1.0
+                    acts = self.core.scores[number].acting_on(logits, gradient.reshape(shape))
+                    met.append(set(acts[keys].tolist()))
+                if met[0] and met[1]:
+                    return bool(met[0] & met[1])
+        return True

@@ -1,0 +1,164 @@
+"""`RoleRows`: the rows of queries, keys and values in the maps that give them, and in what feeds those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hdi_callback.attention.heads import Role
+from hdi_callback.attention.trace.core_view import CoreView
+from hdi_callback.attention.trace.head_rows import NoRowsError, Rows, module_of
+from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
+
+
+class RoleRows(CoreView):
+    """The rows of each role of one head, and what of a core is left out of them."""
+
+    def shared_source(self, supports: dict[Role, Support]) -> frozenset[int]:
+        """Maps that feed query, key and value alike: they make the tokens, and are no part of heads."""
+        sources = []
+        for support in supports.values():
+            for leaf in support.masks:
+                fed = self.trace.fed(leaf)
+                sources.append({other: fed.features(other) for other in fed.masks})
+        same = bool(sources) and all(one == sources[0] for one in sources)
+        return frozenset(sources[0]) if same else frozenset()
+
+    def rows(self, role: Role, support: Support, shared_source: frozenset[int]) -> list[Rows]:
+        """The rows of one role of one head, one entry for each map."""
+        trace = self.trace
+        by_parameter: dict[str, list[int]] = {}
+        for leaf in support.masks:
+            by_parameter.setdefault(trace.parameter_of(leaf), []).append(leaf)
+        found = []
+        for parameter, leaves in by_parameter.items():
+            features = sorted(
+                {trace.leaves[leaf].start + feature for leaf in leaves for feature in support.features(leaf)}
+            )
+            inner = self._fed_by(role, leaves[0], support, shared_source)
+            found.append(Rows(parameter, tuple(features), *inner))
+        return found
+
+    def _fed_by(self, role: Role, leaf: int, support: Support, shared: frozenset[int]) -> tuple[Any, ...]:
+        """The rows of another map that feed a map at the positions of a head, and the gain in between."""
+        trace = self.trace
+        fed = trace.fed(leaf)
+        sources = [other for other in fed.masks if other != leaf]
+        if not sources or trace.takes_input(leaf):
+            return ()
+        if set(sources) == set(shared) and not self._is_in_front(sources):
+            return ()
+        if all(self._takes_attention(source) for source in sources):  # which makes tokens of what heads gave
+            return ()
+        name = module_of(trace.parameter_of(leaf))
+        given = f"its projection `{name}` is given what another one makes"
+        taken = trace.leaves[leaf].taken
+        flat = taken.reshape(-1, taken.shape[-1])
+        position = support.positions(leaf)[0]
+        token = flat[position]
+        if len(sources) > 1:
+            alone = Support.of(token, random_weights(token.shape), trace.tensors)
+            sources = list(alone.masks)
+        if len(sources) != 1:
+            raise NoRowsError(given)
+        (source,) = sources
+        codes = columns_of(token[None], [trace.tensors[source]])
+        if 0 not in codes or (codes[0] == -2).any() or int((codes[0] >= 0).any(1).sum()) != 1:
+            raise NoRowsError(given)
+        read = agreed(codes[0])
+        features = [
+            int((read == column).nonzero()[0]) if (read == column).sum() == 1 else -1 for column in range(len(token))
+        ]
+        if min(features) < 0 or (
+            trace.fed(source).masks and not trace.takes_input(source) and trace.fed(source).masks.keys() != {source}
+        ):
+            raise NoRowsError(given)
+        gains = derivatives(token, torch.ones(token.shape), [trace.tensors[source]])[0]
+        gain = gains[(codes[0] >= 0).any(1)][0][features]
+        start = trace.leaves[source].start
+        inner = Rows(trace.parameter_of(source), tuple(start + feature for feature in features))
+        return inner, tuple((gain / gain.abs().max()).tolist())
+
+    def _is_in_front(self, sources: Sequence[int]) -> bool:
+        """Tell a map of this attention's own, in front of all projections, from one that makes tokens elsewhere."""
+        is_own = not self.core.path or self.trace.parameter_of(sources[0]).startswith(f"{self.core.path}.")
+        return len(sources) == 1 and is_own and not self._takes_attention(sources[0])
+
+    def _takes_attention(self, leaf: int) -> bool:
+        """Tell a map that is given what an attention core gives, with no map in between."""
+        taken = self.trace.leaves[leaf].taken
+        return taken.requires_grad and any(
+            bool(found[0].any())
+            for core in self.trace.cores
+            if (found := derivatives(taken, random_weights(taken.shape), [core.output]))
+        )
+
+    def leave_out_shared(self, of_heads: dict[Role, list[list[Rows]]], product: int, keys: int) -> bool:
+        """Leave out a part of keys that all heads share beside their own, and what of queries meets it.
+
+        That is the rotary part of latent attention, whose columns are apart from those of the heads' own keys.
+
+        Returns:
+            True if there is one.
+        """
+        found = of_heads["key"]
+        shared = set(found[0]).intersection(*map(set, found[1:])) if len(found) > 1 else set()
+        if not shared or any(set(one) == shared for one in found):
+            return False
+        columns = self.columns(self.side(product, keys))
+        of_shared = {
+            at for one in shared for feature in one.features for at in columns.get((one.parameter, feature), ())
+        }
+        own = {
+            at for rows in found for one in rows if one not in shared
+            for feature in one.features for at in columns.get((one.parameter, feature), ())
+        }  # fmt: skip
+        if own & of_shared - {-2}:
+            return False
+        of_heads["key"] = [[one for one in rows if one not in shared] for rows in found]
+        columns = self.columns(self.side(product, 1 - keys))
+        for rows in of_heads["query"]:
+            for place, one in enumerate(rows):
+                kept = tuple(
+                    feature for feature in one.features if columns.get((one.parameter, feature), {-2}) <= own - {-2}
+                )
+                rows[place] = replace(one, features=kept)
+            rows[:] = [one for one in rows if one.features]
+        return True
+
+    def second_stream(self, supports: dict[int, dict[Role, Support]], first: int) -> str:
+        """Tell keys and values that come from one map for some tokens and from another for others."""
+        # Each stream has its own maps, and no token is of both.
+        key, value = supports[first]["key"], supports[first]["value"]
+        names = [list(dict.fromkeys(self.trace.parameter_of(leaf) for leaf in one.masks)) for one in (key, value)]
+        if len(names[0]) < 2 and len(names[1]) < 2:
+            return ""
+        return self._left_out_streams(supports, first)
+
+    def _left_out_streams(self, supports: dict[int, dict[Role, Support]], first: int) -> str:
+        core = self.core
+        columns = []
+        for i in range(core.values.shape[1]):
+            at = torch.tensor([first // self.units.count * core.values.shape[1] + i])
+            columns.append({self.trace.parameter_of(leaf) for leaf in self.support(core.values, at).masks})
+        live = [one for one in columns if one]
+        if any(len(one) != 1 for one in live):
+            return ""  # sums
+        streams = list(dict.fromkeys(next(iter(one)) for one in live))
+        key_names = list(dict.fromkeys(self.trace.parameter_of(leaf) for leaf in supports[first]["key"].masks))
+        if len(streams) != 2 or len(key_names) not in (1, 2):
+            return ""
+        # The stream that the first query belongs to is read.
+        kept_value, other_value = streams
+        order = {name: place for place, name in enumerate(leaf.parameter for leaf in self.trace.leaves)}
+        kept_key, *other_key = sorted(key_names, key=lambda name: order[name])
+        dropped = {other_value, *other_key} - {kept_value, kept_key}
+        for of_roles in supports.values():
+            for role in ("key", "value"):
+                kept = [leaf for leaf in of_roles[role].masks if self.trace.parameter_of(leaf) not in dropped]
+                of_roles[role] = of_roles[role].only(kept)
+        named = " and ".join(f"`{module_of(name)}`" for name in sorted(dropped))
+        return f"keys and values of a second stream, which {named} give"
