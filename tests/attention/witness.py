@@ -165,9 +165,17 @@ def _shaken(values: Any, size: float, noise: torch.Generator, known: dict[int, T
             name: _shaken(value, size, noise, known) if isinstance(value, Tensor) and "mask" not in name else value
             for name, value in values.items()
         }
-    if type(values) is tuple:
+    if type(values) is tuple and not _are_cosines_and_sines(values):
         return tuple(_shaken(value, size, noise, known) if isinstance(value, Tensor) else value for value in values)
     return values
+
+
+def _are_cosines_and_sines(values: tuple[Any, ...]) -> bool:
+    if len(values) != 2 or not all(isinstance(one, Tensor) and one.is_floating_point() for one in values):
+        return False
+    if values[0].shape != values[1].shape or not values[0].numel():
+        return False
+    return float((values[0].square() + values[1].square() - 1).abs().max()) < 1e-3
 
 
 def _is_mask(tensor: Tensor) -> bool:

@@ -169,10 +169,12 @@ def _survey(search: Search, include: Sequence[str] | None, exclude: Sequence[str
     layers = sorted(search.layers.values(), key=lambda layer: order[id(layer.module)])
     names = [name for name in search.places if name in search.reasons or name in undecided]
     names += [name for name in search.reasons if name not in search.places]
-    # What holds a layer and could not be run says nothing of what it computes beside.
+    # What holds a layer and could not be run computes nothing beside, unless maps of its own lie beside that layer.
     names = [
         name for name in names
-        if name in search.reasons or not any(is_inside(layer.name, name) for layer in layers)
+        if name in search.reasons
+        or search.may_attend_beside(name)
+        or not any(is_inside(layer.name, name) for layer in layers)
     ]  # fmt: skip
     refused = [Refusal(name, _type_of(search, name), *search.why(name)) for name in names]
     known = [layer.name for layer in layers] + names

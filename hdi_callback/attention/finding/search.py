@@ -28,6 +28,7 @@ from hdi_callback.attention.heads import AttentionLayer, HeadPieces, RefusedErro
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.names import containers, is_inside, is_within, printable
 from hdi_callback.attention.observe import AttentionObserver, Verdict
+from hdi_callback.attention.projections import is_map
 from hdi_callback.attention.registry import Place, is_known_kind, known_layer
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
@@ -218,9 +219,23 @@ class Search:
             if is_open and looks_like_attention(place):
                 found.add(name)
         inner = found - {around for name in found for around in containers(name)}
-        inner |= {name for name in found if name in self.reasons}
+        inner |= {name for name in found if name in self.reasons or self.may_attend_beside(name)}
         known = self.layers.keys() | self._vouched
         return {name: self.places[name] for name in self.places if name in inner and not is_within(name, known)}
+
+    def may_attend_beside(self, name: str) -> bool:
+        """Tell what may attend by maps of its own, whatever else attends within it, and was not seen to run.
+
+        Args:
+            name: of a module.
+
+        Returns:
+            True if it looks like attention, and two maps or more lie directly in it.
+        """
+        place = self.places[name]
+        maps = [*place.module.children(), *place.module.parameters(recurse=False)]
+        count = sum(is_map(one) or (isinstance(one, torch.Tensor) and one.dim() >= 2) for one in maps)
+        return name not in self._ran and count > 1 and looks_like_attention(place)
 
     def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs]]) -> None:
         """Hold what is claimed against what attention received in a real forward.

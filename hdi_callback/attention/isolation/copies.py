@@ -25,6 +25,7 @@ HOOKS = (
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 _OF_COMPOSABLE = "__composable_api_state_key"  # where torch keeps the state of `fully_shard` in a module
+_PLAIN_FUNCTIONS = (staticmethod,)
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -117,6 +118,8 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
                 size += 0 if id(one) in memo or is_lazy(one) else one.nbytes
                 if one.grad_fn is not None:  # as the loss of the last forward, which cannot be copied with its graph
                     memo[id(one)] = one.detach().clone()
+            elif isinstance(one, _PLAIN_FUNCTIONS):  # kept as an attribute; it holds nothing, and nothing copies it
+                memo[id(one)] = one
             elif isinstance(one, _LOCKS):
                 memo[id(one)] = threading.Lock() if isinstance(one, _LOCKS[0]) else threading.RLock()
         if size > _MOST_BYTES:
@@ -130,7 +133,7 @@ def _values_within(container: Any, seen: set[int], depth: int = 4) -> Iterator[A
         return
     seen.add(id(container))
     for one in list(container.values() if isinstance(container, dict) else container):
-        if isinstance(one, (nn.Module, Tensor, *_LOCKS)):
+        if isinstance(one, (nn.Module, Tensor, *_LOCKS, *_PLAIN_FUNCTIONS)):
             yield one
         elif not depth or isinstance(one, (type, types.FunctionType, types.ModuleType)):
             continue

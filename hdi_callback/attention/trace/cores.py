@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.trace.support import Support
-from hdi_callback.attention.trace.traced_run import TracedRun
+from hdi_callback.attention.trace.support import Support, random_weights
+from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 
 # Node of a product -> the names under which it keeps its factors: `left (N, rows, inner) @ right (N, inner, columns)`.
 _PRODUCTS = {
@@ -226,18 +226,83 @@ def products_behind(tensor: Tensor) -> list[Any]:
     return found
 
 
-def unread_softmaxes(run: TracedRun, cores: list[Core]) -> list[Any]:
+def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
     """Find softmaxes over tokens by which nothing was seen to be averaged.
 
     Args:
         run: the run.
         cores: those that were found in it.
 
-    Returns:
-        Their nodes.
+    Yields:
+        The node of one, and why it is not read.
     """
     read = {node for core in cores for node in core.nodes}
-    return [node for node, logits in run.scores.items() if node not in read and is_over_tokens(run, logits)]
+    for node, logits in run.scores.items():
+        if node in read:
+            continue
+        mixed = mixing_map(run, node, cores)
+        if mixed is not None:
+            path, what = mixed
+            where = "before" if what == "scores" else "after"
+            yield node, f"its heads mix: `{path}` maps the {what} of all of them {where} the softmax"
+        elif is_over_tokens(run, logits):
+            yield node, "its values are weighted by no matrix product"
+
+
+def mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> tuple[str, str] | None:
+    """Find a linear map that mixes the scores or the weights of all heads, as in talking heads.
+
+    Args:
+        run: the run.
+        node: that of a softmax.
+        cores: those that were found in the run.
+
+    Returns:
+        The path of the map, and what it is given: "scores" before the softmax, or "weights" after it.
+    """
+    logits = run.scores[node]
+    leaf = next((leaf for leaf in made_of_leaves(run, logits) if is_map_of_scores(leaf, logits, cores)), None)
+    if leaf is not None:
+        return leaf.parameter.removesuffix(".weight"), "scores"
+    for leaf in run.leaves:
+        count = leaf.taken.numel() // max(1, leaf.taken.shape[-1]) * leaf.tensor.shape[-1]
+        if count == logits.numel() and leaf.taken.grad_fn is not None and is_over_tokens(run, logits):
+            softmaxes, _ = _made_of(leaf.taken.grad_fn, _Learned(run))
+            if node in softmaxes:
+                return leaf.parameter.removesuffix(".weight"), "weights"
+    return None
+
+
+def made_of_leaves(run: TracedRun, tensor: Tensor) -> list[Leaf]:
+    """Give the calls of linear maps that a tensor is made of, without another map in between.
+
+    Args:
+        run: the run.
+        tensor: made in it.
+
+    Returns:
+        The calls.
+    """
+    if not tensor.requires_grad:
+        return []
+    return [run.leaves[leaf] for leaf in Support.of(tensor, random_weights(tensor.shape), run.tensors).masks]
+
+
+def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
+    """Tell a map that is given scores: for each pair of tokens one number from each head.
+
+    Args:
+        leaf: a call of the map.
+        logits: what a softmax was given.
+        cores: those of the run.
+
+    Returns:
+        True if what it is given is made of products that are no averages.
+    """
+    if leaf.taken.numel() // leaf.taken.shape[-1] * leaf.tensor.shape[-1] != logits.numel():
+        return False
+    averages = {core.node for core in cores}
+    return any(product not in averages for product in products_behind(leaf.taken))
 
 
 def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:

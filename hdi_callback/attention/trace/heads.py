@@ -23,7 +23,7 @@ from torch import Tensor
 from hdi_callback.attention.heads import Role
 from hdi_callback.attention.trace.checks import HeadChecks
 from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.cores import is_over_tokens, products_behind
+from hdi_callback.attention.trace.cores import is_map_of_scores, is_over_tokens, made_of_leaves
 from hdi_callback.attention.trace.head_rows import (
     SINGLE_KEYS,
     HeadRows,
@@ -164,22 +164,13 @@ class CoreReading(CoreView):
     def _refuse_other_scores(self) -> None:
         """Say what the weights are made of, if not of products; nothing of a router or learned pooling."""
         for logits in self.core.logits:
-            support = Support.of(logits, random_weights(logits.shape), self.trace.tensors)
-            for leaf in support.masks:
-                if self._is_of_scores(leaf, logits):
-                    name = module_of(self.trace.parameter_of(leaf))
+            for leaf in made_of_leaves(self.trace.run, logits):
+                if is_map_of_scores(leaf, logits, self.trace.cores):
+                    name = module_of(leaf.parameter)
                     raise NoHeadsError(f"its heads mix: `{name}` maps the scores of all of them before the softmax")
             if is_over_tokens(self.trace.run, logits):
                 raise UndecidedError("its scores are no products of queries and keys")
         raise NoHeadsError
-
-    def _is_of_scores(self, leaf: int, logits: Tensor) -> bool:
-        """Tell a map that is given scores: for each pair of tokens one number from each head."""
-        taken = self.trace.leaves[leaf].taken
-        if taken.numel() // taken.shape[-1] * self.trace.leaves[leaf].tensor.shape[-1] != logits.numel():
-            return False
-        averages = {core.node for core in self.trace.cores}
-        return any(product not in averages for product in products_behind(taken))
 
     def _of_no_map(self) -> HeadRows:
         others = self.trace.run.others

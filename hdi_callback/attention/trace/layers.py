@@ -103,11 +103,12 @@ def layers_in(
                     is_undecided = isinstance(error, UndecidedError)
                     found.append(Found(path, None, reason, numbers, _maps_of(trace, numbers[0]), is_undecided))
         told = {one.path for one in found}
-        for node in unread_softmaxes(run, cores):
+        for node, reason in unread_softmaxes(run, cores):
             path = run.path_of(node)
             if path not in told and not is_known(path):
                 told.add(path)
-                found.append(Found(path, None, "its values are weighted by no matrix product", is_undecided=True))
+                reason = reason.replace(f"`{path}.", "`") if path else reason
+                found.append(Found(path, None, reason, is_undecided=True))
     return run, _named_apart(found, name)
 
 
