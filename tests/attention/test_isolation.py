@@ -401,3 +401,11 @@ def test_memory_that_is_let_go_meanwhile_is_not_written():
         module.mean += 1
         module.mean.untyped_storage().resize_(0)
     assert module.mean.untyped_storage().nbytes() == 0
+
+
+def test_a_static_method_kept_as_an_attribute_can_be_copied():
+    module = nn.Linear(2, 2)
+    module.act = staticmethod(torch.tanh)
+    trial = isolated_copy(nn.Sequential(module))
+    assert trial[0].act is module.act
+    assert not any(one is other for one in trial.parameters() for other in module.parameters())

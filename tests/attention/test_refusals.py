@@ -199,3 +199,83 @@ def test_what_cannot_be_run_with_the_inputs_of_a_forward_either_is_refused_for_t
         "it could not be run by itself, neither with inputs that are made up nor with those of the forward"
     )
     assert "forward=" not in refusal.message, "one was given"
+
+
+class TalkingHeads(nn.Module):
+    """Heads that a linear map or a convolution of kernel size one mixes, before the softmax, after it, or both."""
+
+    def __init__(self, where: str, *, by_convolution: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.by_convolution = nn.Linear(D, 3 * D), nn.Linear(D, D), by_convolution
+        for name in where.split():
+            setattr(self, name, nn.Conv2d(4, 4, 1) if by_convolution else nn.Linear(4, 4))
+
+    def _mixed(self, name, x):
+        if not hasattr(self, name):
+            return x
+        return getattr(self, name)(x) if self.by_convolution else getattr(self, name)(x.movedim(1, -1)).movedim(-1, 1)
+
+    def forward(self, x):
+        q, k, v = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        weights = self._mixed("after", self._mixed("before", q @ k.mT).softmax(-1))
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("by_convolution", [False, True], ids=["linear", "convolution"])
+@pytest.mark.parametrize("where", ["before", "after", "before after"])
+def test_heads_that_a_map_mixes_are_refused_by_the_name_of_that_map(where, by_convolution):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"odd": TalkingHeads(where, by_convolution=by_convolution)})
+    (refusal,) = survey(model).refused
+    first, what = ("before", "scores") if "before" in where else ("after", "weights")
+    assert refusal.reason == f"its heads mix: `{first}` maps the {what} of all of them {first} the softmax"
+
+
+class BesideAnother(nn.Module):
+    """Attends by maps of its own, holds another attention, and takes what nobody can make up."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.to_q, self.to_kv, self.to_out, self.inner = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D), inner
+
+    def forward(self, x, tables):
+        x = x * tables["scale"]
+        parts = (self.to_q(x), *self.to_kv(x).chunk(2, -1))
+        q, k, v = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in parts)
+        heads = (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2)
+        return self.inner(self.to_out(heads), tables)
+
+
+class NeedsNone(by_hand.NanoGPT):
+    """It can be run with inputs that are made up."""
+
+    def forward(self, x, tables=None):
+        return super().forward(x)
+
+
+class NeedsTablesToo(by_hand.NanoGPT):
+    """As what holds it, it cannot be run with inputs that are made up."""
+
+    def forward(self, x, tables):
+        return super().forward(x * tables["scale"])
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.block = BesideAnother(inner)
+
+    def forward(self, batch):
+        return self.block(batch["x"], {"scale": torch.ones(1)})
+
+
+@pytest.mark.parametrize("inner", [NeedsNone, NeedsTablesToo], ids=lambda kind: kind.__name__)
+def test_what_attends_beside_an_attention_that_it_holds_is_not_passed_over_in_silence(inner):
+    torch.manual_seed(0)
+    model = Holder(inner())
+    found = survey(model)
+    assert {layer.name for layer in found.layers} | {one.name for one in found.refused} == {"block", "block.inner"}
+    assert {one.name: one.reason for one in found.refused}["block"] == NOT_RUN
+    again = survey(model, forward=lambda: model({"x": torch.randn(2, 6, D)}))  # shows both
+    assert [layer.name for layer in again.layers] == ["block", "block.inner"]
+    assert again.refused == ()
