@@ -8,6 +8,7 @@ Every number is of a process of its own, as nothing is imported and no layer is 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -79,6 +80,7 @@ def _on_meta(layers: int, width: int, heads: int) -> nn.Module:
 
 MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "500 layers of five kinds": (500, lambda: _kinds(500)),
+    "500 layers of one kind": (500, lambda: nn.ModuleList(NanoGPT() for _ in range(500))),
     "48 layers of Llama": (48, lambda: _llama(48)),
     "48 hand-written layers of one kind": (48, lambda: Classifier(blocks=48)),
     "GPT-NeoX, 24 layers, 512 wide": (24, lambda: _neox(24, 512, 8)),
@@ -103,6 +105,7 @@ def find(name: str) -> dict[str, float]:
 
     find_attention(nn.Linear(2, 2))  # what is loaded when the first model is looked at is part of the import
     model = make()
+    gc.collect()  # of what building the model has left
     before, start = peak("cpu"), time.process_time()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="hdi_callback")  # a layer that is left out would make finding cheap

@@ -36,9 +36,10 @@ class CoreView:
         columns: dict[tuple[str, int], set[int]] = {}
         for leaf, code in columns_of(tensor, self.trace.tensors).items():
             start, parameter = self.trace.leaves[leaf].start, self.trace.parameter_of(leaf)
-            for feature, column in enumerate(agreed(code).tolist()):
-                if column != -1:
-                    columns.setdefault((parameter, start + feature), set()).add(column)
+            read = agreed(code)
+            features = (read != -1).nonzero().flatten()
+            for feature, column in zip(features.tolist(), read[features].tolist()):
+                columns.setdefault((parameter, start + feature), set()).add(column)
         return columns
 
     def own_columns(self, rows: list[Rows], product: int, side: int) -> list[int]:

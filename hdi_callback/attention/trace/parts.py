@@ -30,14 +30,14 @@ class CoreParts(CoreView):
         of_rows: list[set[tuple[str, int]]] = [set() for _ in range(count)]
         for leaf, codes in columns_of(side[n].mT, self.trace.tensors).items():
             start, parameter = self.trace.leaves[leaf].start, self.trace.parameter_of(leaf)
-            for feature, code in enumerate(codes.T.tolist()):
-                for row in {row for row in code if row >= 0}:
-                    of_rows[row].add((parameter, start + feature))
+            positions, features = (codes >= 0).nonzero(as_tuple=True)
+            for row, feature in zip(codes[positions, features].tolist(), features.tolist()):
+                of_rows[row].add((parameter, start + feature))
         kinds: dict[frozenset[tuple[str, int]], list[int]] = {}
-        for row, features in enumerate(of_rows):
-            kinds.setdefault(frozenset(features), []).append(row)
+        for row, of_row in enumerate(of_rows):
+            kinds.setdefault(frozenset(of_row), []).append(row)
         parts = list(kinds.values())
-        maps = {frozenset(name for name, _ in features) for features in kinds}
+        maps = {frozenset(name for name, _ in of_row) for of_row in kinds}
         are_apart = sum(map(len, kinds)) == len(frozenset[tuple[str, int]]().union(*kinds))
         if len(parts) < 2 or len(maps) != 1 or not all(kinds) or not are_apart or len({len(one) for one in parts}) != 1:
             return Units()
