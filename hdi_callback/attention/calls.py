@@ -65,7 +65,7 @@ def take_in_graph(passed: Tensor, outputs: Tensor, entry: Entry) -> Tensor:
 
 
 def is_recomputing() -> bool:
-    """Tell whether activation checkpointing repeats a forward that autograd has recorded.
+    """Return whether activation checkpointing repeats a forward that autograd has recorded.
 
     Returns:
         False also where the first time was without autograd, as with ``use_reentrant=True``.
@@ -79,7 +79,7 @@ def is_recomputing() -> bool:
 
 
 def is_inferring_shapes() -> bool:
-    """Tell whether a stage of a pipeline tries its module on made-up numbers, to learn the shapes that it gives.
+    """Return whether a stage of a pipeline tries its module on made-up numbers, to learn the shapes that it gives.
 
     Returns:
         True within the first step of a `torch.distributed.pipelining.PipelineStage`, before its first real forward.
@@ -97,7 +97,7 @@ def is_inferring_shapes() -> bool:
 def calls_going_on() -> list[Frame]:
     """Give the calls of modules that are going on, from the innermost outwards.
 
-    They are found on Python's stack, where torch keeps what each module was given: so nothing has to be put on the
+    They are found on Python's stack, where torch keeps the arguments of each module: so nothing has to be put on the
     modules around attention.
 
     Returns:
@@ -107,11 +107,11 @@ def calls_going_on() -> list[Frame]:
     code: FrameType | None = sys._getframe(1)
     while code is not None:
         if code.f_code in _CALLS:
-            given = code.f_locals
-            module = given["self"]
+            variables = code.f_locals
+            module = variables["self"]
             module = getattr(module, "_orig_mod", module)
             if not found or found[-1].module is not module:
-                found.append(frame(module, given["args"], given["kwargs"]))
+                found.append(frame(module, variables["args"], variables["kwargs"]))
         code = code.f_back
     return found
 

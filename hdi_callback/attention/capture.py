@@ -125,7 +125,7 @@ class Taps(Hooks):
 
     @property
     def missed(self) -> Sequence[str]:
-        """Layers that could have been captured and were not seen, though nothing failed."""
+        """Layers that could have been captured and did not run, though nothing failed."""
         return [
             name
             for name, tap in self._taps.items()
@@ -134,7 +134,7 @@ class Taps(Hooks):
 
     @property
     def doubts(self) -> Mapping[str, str]:
-        """Layers with a mask that was seen and could not be read: name -> what is odd about it."""
+        """Layers with a mask that was observed and could not be read: name -> what is odd about it."""
         return {name: tap.doubt for name, tap in self._taps.items() if tap.doubt is not None}
 
     @property

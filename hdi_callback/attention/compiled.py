@@ -10,7 +10,7 @@ from torch import nn
 
 
 def may_recompile(model: nn.Module | None, *, has_both: bool = False) -> bool:
-    """Tell whether the graphs of a model may be compiled once more.
+    """Return whether the graphs of a model may be compiled once more.
 
     They may not under `torch.compiler.set_stance("fail_on_recompile")` and its like, and not where that could reach the
     limit of recompilations, at which a model runs uncompiled, or training ends under ``fullgraph=True``.

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def takes_fast_path(attention: nn.Module, model: nn.Module) -> bool:
-    """Tell whether the encoder layer around an attention takes torch's fast path, as it is set now.
+    """Return whether the encoder layer around an attention takes torch's fast path, as it is set now.
 
     What torch asks of the input besides, such as no autocast and no odd number of heads, is not asked here.
 
@@ -44,7 +44,7 @@ FAST_PATH = "in evaluation mode torch's fast path computes attention in one kern
 
 
 def may_take_fast_path(module: nn.Module, given: Iterable[Any] = ()) -> bool:
-    """Tell whether a call of one of torch's own modules may be computed in one kernel, as things stand now.
+    """Return whether a call of one of torch's own modules may be computed in one kernel, as things stand now.
 
     Args:
         module: any module.

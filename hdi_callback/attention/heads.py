@@ -1,4 +1,4 @@
-"""`AttentionLayer`: what an attention layer has to tell, whatever its module looks like."""
+"""`AttentionLayer`: one attention layer, whatever its module."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class AttentionLayer:
         return part.columns() if role == "output" else part.rows()
 
     def facts(self) -> dict[str, Any]:
-        """Tell what is known of the layer as plain data.
+        """Return what is known of the layer as plain data.
 
         Returns:
             Its name, counts, widths and layout, the roles behind which a norm follows, and whether one of its

@@ -96,7 +96,7 @@ def observe_calls(
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Tell whether somebody else has given one module a `forward` that is not that of its class.
+    """Return whether somebody else has given one module a `forward` that is not that of its class.
 
     Args:
         module: the module, which may be observed.

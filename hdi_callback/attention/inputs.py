@@ -1,4 +1,4 @@
-"""Capture of what layers are given: the tokens that their keys are made of, on armed steps, as head outputs are."""
+"""Capture of the inputs of layers: the tokens that their keys are made of, on armed steps, as head outputs are."""
 
 from __future__ import annotations
 

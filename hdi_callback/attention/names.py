@@ -28,7 +28,7 @@ def short_names(names: Sequence[str]) -> list[str]:
         names: dotted names.
 
     Returns:
-        Names as short as they can be told apart; the whole names if that leaves nothing of one.
+        Names as short as they can be while they differ; the whole names if that leaves nothing of one.
 
     Example:
         >>> short_names(["model.layers.0.self_attn", "model.layers.11.self_attn"])
@@ -63,7 +63,7 @@ def containers(name: str) -> list[str]:
 
 
 def is_within(name: str, names: Container[str]) -> bool:
-    """Tell whether a dotted path or one around it is among some.
+    """Return whether a dotted path or one around it is among some.
 
     Args:
         name: a dotted path.
@@ -76,7 +76,7 @@ def is_within(name: str, names: Container[str]) -> bool:
 
 
 def is_inside(name: str, container: str) -> bool:
-    """Tell whether a dotted path lies within another.
+    """Return whether a dotted path lies within another.
 
     Args:
         name: a dotted path.

@@ -45,7 +45,7 @@ _HIDDEN = -1e3  # what is added to the score of a key that must not be seen is l
 
 @dataclass
 class Frame:
-    """One call that is going on: a module and what it was given.
+    """One call that is going on: a module and its arguments.
 
     Attributes:
         module: the module.
@@ -57,7 +57,7 @@ class Frame:
 
     @property
     def first(self) -> Any:
-        """The first tensor that it was given."""
+        """The first tensor among its arguments."""
         return next((value for value in self.arguments.values() if isinstance(value, Tensor)), None)
 
     @property
@@ -74,7 +74,7 @@ class Padding:
     Attributes:
         padded: ``(tokens,)``, true where a token is padding, NaN where a mask can be read both ways; `None` if nothing
             says that there is any.
-        doubt: a mask that was seen and could not be read.
+        doubt: a mask that was observed and could not be read.
     """
 
     padded: Tensor | None = None
@@ -112,12 +112,12 @@ def _parameters(kind: Any) -> tuple[str, ...]:
 def find_padding(
     shape: Sequence[int], frames: Sequence[Frame], *, path: str = "", choice: PaddingChoice = "auto"
 ) -> Padding:
-    """Tell which tokens are padding.
+    """Return which tokens are padding.
 
     Args:
         shape: ``(batch, length)`` of the tokens, or more or fewer dimensions.
         frames: the calls that are going on, from the attention outwards.
-        path: name of the attention layer, by which encoders and decoders are told apart.
+        path: name of the attention layer, by which encoders and decoders are distinguished.
         choice: how padding is known.
 
     Returns:
@@ -152,7 +152,7 @@ def find_padding(
 
 
 def takes_masks(module: nn.Module) -> bool:
-    """Tell whether the forward of a module has a parameter for a mask that may tell of padding.
+    """Return whether the forward of a module has a parameter for a mask that may mark padding.
 
     Args:
         module: any module.

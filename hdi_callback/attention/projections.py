@@ -27,32 +27,32 @@ _CONVOLUTIONS: tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], ...] = (nn.Conv1d,
 
 
 def is_map(module: Any) -> TypeGuard[nn.Module]:
-    """Tell whether a module is meant as a linear map of each token, by `is_linear` or `is_pointwise`.
+    """Return whether a module is meant as a linear map of each token, by `is_linear` or `is_pointwise`.
 
     Args:
         module: anything.
 
     Returns:
-        True if so; `objection` tells whether its matrix can be read.
+        True if so; `objection` says whether its matrix can be read.
     """
     return is_linear(module) or is_pointwise(module)
 
 
 def is_linear(module: Any) -> TypeGuard[nn.Module]:
-    """Tell whether a module is meant as a linear map: `nn.Linear`, GPT-2's ``Conv1D``, or an adapter around one.
+    """Return whether a module is meant as a linear map: `nn.Linear`, GPT-2's ``Conv1D``, or an adapter around one.
 
     Args:
         module: anything.
 
     Returns:
-        True if so; `objection` tells whether its matrix can be read.
+        True if so; `objection` says whether its matrix can be read.
     """
     base = base_of(module)
     return isinstance(base, nn.Linear) or is_transposed(base)
 
 
 def is_pointwise(module: Any) -> TypeGuard[nn.Module]:
-    """Tell whether a module is a convolution that maps each position by itself: kernel size one, and no padding.
+    """Return whether a module is a convolution that maps each position by itself: kernel size one, and no padding.
 
     With a stride it leaves positions out, and maps each of the others by itself. It may have groups: then its matrix is
     zero outside the blocks on its diagonal.
@@ -71,7 +71,7 @@ def is_pointwise(module: Any) -> TypeGuard[nn.Module]:
 
 
 def feature_dim(module: nn.Module) -> int:
-    """Tell where the features are in what a linear map takes and gives.
+    """Return where the features are in what a linear map takes and gives.
 
     Args:
         module: a linear map in the sense of `is_map`.
@@ -101,7 +101,7 @@ def base_of(module: Any) -> Any:
 
 
 def is_transposed(module: Any) -> bool:
-    """Tell whether a linear map keeps its matrix as ``(in_features, out_features)``.
+    """Return whether a linear map keeps its matrix as ``(in_features, out_features)``.
 
     Args:
         module: a linear map, or anything.
@@ -222,7 +222,7 @@ def _as_matrix(weight: Tensor, convolution: Any) -> Tensor:
 
 
 def _convolves(module: nn.Module) -> bool:
-    """Tell whether nothing is overridden of what makes a convolution."""
+    """Return whether nothing is overridden of what makes a convolution."""
     kind = type(module)
     return any(
         issubclass(kind, known) and kind.forward is known.forward and kind._conv_forward is known._conv_forward
@@ -273,7 +273,7 @@ _MULTIPLY: dict[type[nn.Module], bool] = {}
 
 
 def _multiplies(module: nn.Module, weight: Tensor) -> bool:
-    """Tell whether a copy with other numbers in it gives ``x W^T + b``, as some do that only cast their input."""
+    """Return whether a copy with other numbers in it gives ``x W^T + b``, as some do that only cast their input."""
     names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     if not names <= {"weight", "bias"}:
         return False
@@ -307,5 +307,5 @@ def _tried(module: nn.Module, weight: Tensor) -> bool:
 def _convolved(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What a convolution of kernel size one gives, by the matrix that is read of it."""
     places: tuple[Any, ...] = (..., *(slice(None, None, stride) for stride in convolution.stride))
-    given = F.linear(x[places].movedim(1, -1), _as_matrix(weight, convolution), bias)
-    return given.movedim(-1, 1)
+    made = F.linear(x[places].movedim(1, -1), _as_matrix(weight, convolution), bias)
+    return made.movedim(-1, 1)

@@ -1,4 +1,4 @@
-"""What is known of a module before it is looked at: layouts that users register, and torch's own attention."""
+"""What is known of a module before it is run: layouts that users register, and torch's own attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hdi_callback.errors import MisconfigurationError
 
 @dataclass(frozen=True)
 class Place:
-    """A module and where it stands in the model.
+    """A module and its place in the model.
 
     Attributes:
         name: dotted path.
@@ -84,7 +84,7 @@ def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any],
 
 
 def is_known_kind(module: nn.Module) -> bool:
-    """Tell whether somebody vouches for modules of a class, so that `known_layer` is worth asking.
+    """Return whether somebody vouches for modules of a class, so that `known_layer` is worth asking.
 
     Args:
         module: any module.
@@ -99,7 +99,7 @@ def known_layer(place: Place) -> AttentionLayer | None:
     """Describe a module that a registered layout, or torch's own code, vouches for.
 
     Args:
-        place: the module and where it stands.
+        place: the module and its place in the model.
 
     Returns:
         The layer; `None` if nobody does.

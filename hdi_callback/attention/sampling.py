@@ -19,8 +19,8 @@ class TokenSample:
     Attributes:
         rows: ``(tokens, features)``, detached; a DTensor where the features are spread over ranks.
         sequences: ``(tokens,)``, the number of the sequence that each belongs to.
-        weights: ``(tokens,)``, how many tokens each stands for, 0 for padding; `None` if all stand for `share`.
-        share: tokens that each stands for where there are no weights.
+        weights: ``(tokens,)``, how many tokens each represents, 0 for padding; `None` if all represent `share`.
+        share: tokens that each represents where there are no weights.
         seen: number of tokens, padding included, that the sample was taken from.
     """
 
@@ -116,7 +116,7 @@ def sample_tokens(outputs: Tensor, limit: int, *, padded: Tensor | None = None, 
     Args:
         outputs: ``(..., length, features)``.
         limit: largest number of tokens to keep, at least 2.
-        padded: ``(tokens,)``, true where a token is padding; float with NaN where that cannot be told.
+        padded: ``(tokens,)``, true where a token is padding; float with NaN where that is not known.
         first_sequence: number of the first sequence.
 
     Returns:

@@ -40,7 +40,7 @@ class Sharding:
         self._units = [module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
 
     def is_sharded(self, layer: AttentionLayer, role: Role) -> bool:
-        """Tell whether reading a weight is a collective call.
+        """Return whether reading a weight is a collective call.
 
         Args:
             layer: the layer.
@@ -106,7 +106,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Tell whether this rank speaks for the ranks that have parts of the same tensor.
+    """Return whether this rank speaks for the ranks that have parts of the same tensor.
 
     Args:
         tensor: any tensor.
@@ -166,7 +166,7 @@ def on_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 @contextmanager
 def as_if_whole(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Let a sharded model look whole while its layers are looked for; nothing is gathered.
+    """Let a sharded model appear whole while its layers are searched; nothing is gathered.
 
     Parameters become stand-ins of their whole shapes. A tensor-parallel module that states its head width and counts
     its own heads alone is made to count all of them.

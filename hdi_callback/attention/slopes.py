@@ -137,7 +137,7 @@ def _are_saved_elsewhere() -> bool:
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Compute in the types that are given: a backward may run inside the user's autocast."""
+    """Compute in the types of the arguments: a backward may run inside the user's autocast."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

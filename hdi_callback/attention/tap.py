@@ -36,7 +36,7 @@ class Capture:
         outputs: ``(tokens, H, d_v)``, detached; a DTensor where the heads are spread over ranks.
         sequences: ``(tokens,)``, the number of the sequence that each token belongs to.
         num_sequences: how many there are.
-        weights: ``(tokens,)``, how many tokens each stands for, 0 for padding; `None` if all stand for as many.
+        weights: ``(tokens,)``, how many tokens each represents, 0 for padding; `None` if all represent as many.
         seen: number of tokens, padding included, that the sample was taken from.
         slopes: ``(sequences, H)``, how fast the loss grows with a factor on each head, from all tokens; `None` if it is
             not asked for, or not known.
@@ -259,8 +259,8 @@ class Tap:
     def _find_padding(self, shape: tuple[int, ...], frames: Sequence[Frame], backward: int) -> Padding:
         if self.padding_mask is not None:
             padded = fit_padding(self.padding_mask.bool(), shape)
-            given = f"`padding_mask` has the shape {tuple(self.padding_mask.shape)}, and the tokens have {shape}"
-            return Padding(padded, given if padded is None else None)
+            doubt = f"`padding_mask` has the shape {tuple(self.padding_mask.shape)}, and the tokens have {shape}"
+            return Padding(padded, doubt if padded is None else None)
         if backward != -1:  # of the modules around, only some run again
             for one in frames:
                 known = self._first_times.get(_place(one.first))
@@ -285,16 +285,16 @@ class Tap:
 
     def _first_sequence(self, batch: int, frames: Sequence[Frame], backward: int) -> int:
         """Number the sequences: those of one call of the model are the same, however often it uses the layer."""
-        given = frames[-1].first if frames else None
+        first_input = frames[-1].first if frames else None
         for known, size, first in self._sequences if batch else ():
-            if size == batch and (known == backward if isinstance(known, int) else known() is given is not None):
+            if size == batch and (known == backward if isinstance(known, int) else known() is first_input is not None):
                 return first
         first, self._num_sequences = self._num_sequences, self._num_sequences + batch
         if backward != -1:
             self._sequences.append((backward, batch, first))
-        elif given is not None:
+        elif first_input is not None:
             self._sequences = [one for one in self._sequences if isinstance(one[0], int) or one[0]() is not None]
-            self._sequences.append((weakref.ref(given), batch, first))
+            self._sequences.append((weakref.ref(first_input), batch, first))
         return first
 
     def _take_in_graph(
@@ -335,6 +335,6 @@ def _mark_when_reached(taken: _Forward | None, outputs: Any) -> None:
 
 
 def _features_last(outputs: Tensor, projection: nn.Module | None) -> Tensor:
-    """Read what a convolution is given, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
+    """Read the input of a convolution, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
     dim = -1 if projection is None else feature_dim(projection)
     return outputs if dim == -1 else outputs.flatten(dim + 1).mT

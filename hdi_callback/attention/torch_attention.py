@@ -12,7 +12,7 @@ from hdi_callback.attention.weight_reading import read_tensor
 
 
 def is_torch_attention(module: nn.Module) -> bool:
-    """Tell whether a module is torch's own attention.
+    """Return whether a module is torch's own attention.
 
     Args:
         module: any.

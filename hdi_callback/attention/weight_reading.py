@@ -64,7 +64,7 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _is_own(module: nn.Module, name: str) -> bool:
-    """Tell whether a tensor has parametrizations."""
+    """Return whether a tensor has parametrizations."""
     parts = module._modules.get("parametrizations")
     return isinstance(parts, nn.ModuleDict) and name in parts
 
@@ -89,7 +89,7 @@ def _by_hook(module: nn.Module, name: str) -> Tensor | None:
 
 
 def shape_of(module: nn.Module, name: str) -> torch.Size | None:
-    """Tell the shape of a tensor.
+    """Return the shape of a tensor.
 
     Args:
         module: the module.

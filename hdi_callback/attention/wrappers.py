@@ -37,7 +37,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Tell whether a module only wraps one of the user's for training.
+    """Return whether a module only wraps one of the user's for training.
 
     Args:
         module: any module.

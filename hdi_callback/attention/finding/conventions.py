@@ -1,6 +1,6 @@
-"""What looks like attention, by names and by the code of its forward.
+"""Which modules resemble attention, by names and by the code of its forward.
 
-It says which modules are owed a word if nothing is read of them, and nothing about their heads.
+It says which modules are reported if nothing is read of them, and nothing about their heads.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _WEIGHS, _MULTIPLIES = (
 
 
 def looks_like_attention(place: Place) -> bool:
-    """Tell a module that is called attention, or whose code computes a softmax, and that holds matrices of its own.
+    """Return whether a module is called attention or computes a softmax, and holds matrices of its own.
 
     Args:
-        place: the module and where it stands.
+        place: the module and its place in the model.
 
     Returns:
         True if so; a whole model may be called anything.
@@ -64,7 +64,7 @@ def looks_like_attention(place: Place) -> bool:
 
 
 def is_called_attention(module: nn.Module) -> bool:
-    """Tell whether the name of a class says that it is attention.
+    """Return whether the name of a class says that it is attention.
 
     Args:
         module: the module.

@@ -24,7 +24,7 @@ from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarni
 
 @dataclass(frozen=True)
 class Refusal:
-    """A module that computes attention, or looks like it, and is left out.
+    """A module that computes attention, or resembles it, and is left out.
 
     Attributes:
         name: dotted path.
@@ -52,7 +52,7 @@ class Survey:
 
     Attributes:
         layers: attention layers whose heads are established, in model order.
-        refused: modules that compute attention, or look like it, and are left out.
+        refused: modules that compute attention, or resemble it, and are left out.
         undecided: the places of those of them whose heads a real forward may show.
     """
 

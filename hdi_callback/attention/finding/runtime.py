@@ -1,4 +1,4 @@
-"""The heads of layers, checked once in a real run; and looked for where they could not be found without one.
+"""The heads of layers, checked once in a real run; and searched where they could not be found without one.
 
 At the first armed forward the arguments of attention modules are recorded. Once the backward is over, copies of the
 modules are run with them, and read as before training.
@@ -85,7 +85,7 @@ def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, rec
         recorded: the arguments of its module, in each of the ways in which they may be cut; empty if it was not called.
 
     Returns:
-        What was seen instead, as a clause; `None` if nothing contradicts the claim.
+        What was observed instead, as a clause; `None` if nothing contradicts the claim.
     """
     if verdict is not None and verdict.state == "established":
         return None
@@ -106,7 +106,7 @@ def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iter
         ways: arguments of its module.
 
     Yields:
-        What was seen instead, as a clause; `None` if it agrees.
+        What was observed instead, as a clause; `None` if it agrees.
     """
     try:
         traceable = Traceable(layer.module)
@@ -117,8 +117,8 @@ def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iter
             run, found = layers_in(traceable, way.args, way.kwargs)
             shown = [one for one in found if not one.is_undecided]
             # What somebody vouches for need not be something that a traced run can read.
-            is_told = layer.evidence != "layout" and bool(shown)
-            if run.error is not None or not (is_told or any(one.layer is not None for one in shown)):
+            is_reported = layer.evidence != "layout" and bool(shown)
+            if run.error is not None or not (is_reported or any(one.layer is not None for one in shown)):
                 continue
             what = contradiction_of(layer, shown, layer.name)
             yield what
@@ -133,7 +133,7 @@ class HeadSearch(ArgumentRecorder):
         places: modules whose heads could not be established with inputs that are made up.
 
     Attributes:
-        reasons: what was seen instead of heads, name -> reason.
+        reasons: what was observed instead of heads, name -> reason.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -144,7 +144,7 @@ class HeadSearch(ArgumentRecorder):
         super().__init__({place.name: place.module for place in places})
 
     def recorded(self) -> dict[str, list[Inputs]]:
-        """Stop recording, and hand over the arguments with which heads can be looked for.
+        """Stop recording, and hand over the arguments with which heads can be searched.
 
         Not to be called where the model is isolated, which would put back the hooks that leave here.
 

@@ -5,7 +5,7 @@ Module by module from the innermost outwards:
 1. `ask_registry`: layouts that users register, and torch's own attention by its code (`registry`).
 2. `trace`: whatever else computes is run once, a copy of it with inputs that are made up, and its graph is read
    (`hdi_callback.attention.trace`).
-3. `name_what_is_silent`: what is called attention, and was seen to compute none, is named.
+3. `name_what_is_silent`: what is called attention, and computed none when it was run, is named.
 4. `trace_recorded`: what is still open is run with the inputs of a real forward.
 5. `compare`: what attention received in that forward contradicts layers, and shows what nobody accounts for
    (`hdi_callback.attention.observe`).
@@ -67,7 +67,7 @@ class Search:
         self._vouched: set[str] = set()  # names of modules that the registry knows
         self._ran: set[str] = set()
         self._failed: set[str] = set()  # names of modules that could not be run with the inputs of a forward
-        self._open: set[str] = set()  # names of modules that ran, and that another way to look may read
+        self._open: set[str] = set()  # names of modules that ran, and that another run may read
         self._has_forward = False
         self._tracer = KindTracer()
 
@@ -137,11 +137,11 @@ class Search:
         return not self._is_slow(name)
 
     def _is_slow(self, name: str) -> bool:
-        """Tell what took too long to run, and what holds such a module."""
+        """Return whether a module, or a part of it, took too long to run."""
         return any(self._tracer.is_slow(part) for part in self.places[name].module.modules())
 
     def _is_known(self, path: str, around: str) -> bool:
-        """Tell whether the cores of a module are explained by a layer that leaves nothing open."""
+        """Return whether the cores of a module are explained by a layer that leaves nothing open."""
         if is_within(path, self._vouched):
             return True
         for name in (path, *containers(path)):
@@ -157,9 +157,9 @@ class Search:
         for one in found:
             full = users_name(_joined(name, one.path))
             if one.layer is None:
-                is_told = any(is_inside(other, full) for other in self._vouched & self.reasons.keys())
+                is_reported = any(is_inside(other, full) for other in self._vouched & self.reasons.keys())
                 is_new = full not in self.reasons or (is_of_forward and full in self._open)
-                if is_new and not is_told and not self._is_explained(full):
+                if is_new and not is_reported and not self._is_explained(full):
                     self.reasons[full] = one.reason, ""
                     if one.is_undecided:
                         self._open.add(full)
@@ -192,20 +192,20 @@ class Search:
     # --- 3. names
 
     def name_what_is_silent(self) -> None:
-        """Note of modules that are called attention, and ran without a softmax over tokens, that nothing was seen."""
+        """Note that modules called attention ran without a softmax over tokens."""
         explained = self._modules_of_layers()
-        told = {*self.layers, *self.reasons}
-        told |= {name for name, place in self.places.items() if id(place.module) in explained}
-        told |= {around for name in told for around in containers(name)}
+        reported = {*self.layers, *self.reasons}
+        reported |= {name for name, place in self.places.items() if id(place.module) in explained}
+        reported |= {around for name in reported for around in containers(name)}
         for name, place in self.places.items():
             is_called = place.parent is not None and is_called_attention(place.module) and looks_like_attention(place)
-            if name in self._ran and name not in told and is_called:
+            if name in self._ran and name not in reported and is_called:
                 self.reasons[name] = _NO_SOFTMAX, ""
 
     # --- 4. and 5. a real forward
 
     def undecided(self) -> dict[str, Place]:
-        """Tell which modules a real forward may show the heads of.
+        """Return which modules a real forward may show the heads of.
 
         Returns:
             Their places by name, in model order.
@@ -248,7 +248,7 @@ class Search:
             if name in self.layers:
                 self._correct(self.layers[name], verdict, ways.get(name, ()))
         refused = [path for path, _ in self.model.named_modules() if users_name(printable(path)) in self.reasons]
-        for one in observer.unexplained(list(self.layers.values()), told=refused):
+        for one in observer.unexplained(list(self.layers.values()), reported=refused):
             read, name = self.layers.get(one.layer), users_name(printable(one.name))
             if read is None:
                 self.reasons[name] = _NOT_RUN_AGAIN if name in self._failed else one.reason, ""
@@ -263,8 +263,8 @@ class Search:
         """
         for name in names:
             known = (*self.layers, *(other for other in self.reasons if other != name))
-            is_told = any(name == other or is_inside(other, name) or is_inside(name, other) for other in known)
-            if name in self._ran and name not in self.reasons and not is_told and not self._is_explained(name):
+            is_reported = any(name == other or is_inside(other, name) or is_inside(name, other) for other in known)
+            if name in self._ran and name not in self.reasons and not is_reported and not self._is_explained(name):
                 self.reasons[name] = _NO_SOFTMAX_SEEN, ""
 
     def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
@@ -338,7 +338,7 @@ def _places(model: nn.Module) -> Iterator[Place]:
 
 
 def _holds_matrices(module: nn.Module) -> bool:
-    """Tell what may hold projections: matrices, and parts or code of its own."""
+    """Return whether a module may hold projections: matrices, and parts or code of its own."""
     if type(module).__module__.startswith("torch.nn.modules") and not isinstance(
         module, (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
     ):

@@ -96,12 +96,12 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
     """Say what `copy.deepcopy` is to take for copied already."""
     memo: dict[int, Any] = {id(one): other for one, other in replaced.items()}
     size, todo = 0, [module]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while todo:
         part = todo.pop()
-        if id(part) in memo or id(part) in seen:
+        if id(part) in memo or id(part) in visited:
             continue
-        seen.add(id(part))
+        visited.add(id(part))
         for name in HOOKS:  # copying a hook would copy all that it belongs to
             hooks = part.__dict__.get(name)
             if hooks is not None:
@@ -109,7 +109,7 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
         for parameter in part._parameters.values():
             if parameter is not None and shares_parameters:
                 memo[id(parameter)] = parameter
-        for one in _values_within(part.__dict__, seen):
+        for one in _values_within(part.__dict__, visited):
             if isinstance(one, nn.Module):
                 todo.append(one)
             elif isinstance(one, Tensor):
@@ -127,20 +127,20 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
     return memo
 
 
-def _values_within(container: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:
+def _values_within(container: Any, visited: set[int], depth: int = 4) -> Iterator[Any]:
     """Modules, tensors and locks among the attributes of a module, in containers and objects too."""
-    if id(container) in seen:
+    if id(container) in visited:
         return
-    seen.add(id(container))
+    visited.add(id(container))
     for one in list(container.values() if isinstance(container, dict) else container):
         if isinstance(one, (nn.Module, Tensor, *_LOCKS, *_PLAIN_FUNCTIONS)):
             yield one
         elif not depth or isinstance(one, (type, types.FunctionType, types.ModuleType)):
             continue
         elif isinstance(one, (dict, list, tuple, set)):
-            yield from _values_within(one, seen, depth - 1)
+            yield from _values_within(one, visited, depth - 1)
         else:
-            yield from _values_within(attributes_of(one) or {}, seen, depth - 1)
+            yield from _values_within(attributes_of(one) or {}, visited, depth - 1)
 
 
 def _moved(function: types.FunctionType, memo: Mapping[int, Any]) -> types.FunctionType:
@@ -172,16 +172,16 @@ def _moved(function: types.FunctionType, memo: Mapping[int, Any]) -> types.Funct
 def _refuse_shared(module: nn.Module, trial: nn.Module, replaced: Mapping[Any, Any], shares_parameters: bool) -> None:
     """Refuse a copy that is no copy, as a class may say of itself: writing to it would change the user's module."""
     own = {id(part) for part in module.modules()}
-    given = {id(other) for other in replaced.values()}
-    if any(id(part) in own and id(part) not in given for part in trial.modules()):
+    replacements = {id(other) for other in replaced.values()}
+    if any(id(part) in own and id(part) not in replacements for part in trial.modules()):
         raise IsolationError("copying it gives parts of the module itself")
     theirs = {_place(tensor) for tensor in _tensors_of(module, not shares_parameters)} - {None}
-    kept = {id(tensor) for part in _given_modules(replaced) for tensor in _tensors_of(part, True)} | given
+    kept = {id(tensor) for part in _replacing_modules(replaced) for tensor in _tensors_of(part, True)} | replacements
     if any(_place(one) in theirs for one in _tensors_of(trial, not shares_parameters) if id(one) not in kept):
         raise IsolationError("copying it gives tensors of the module itself")
 
 
-def _given_modules(replaced: Mapping[Any, Any]) -> list[nn.Module]:
+def _replacing_modules(replaced: Mapping[Any, Any]) -> list[nn.Module]:
     return [other for other in replaced.values() if isinstance(other, nn.Module)]
 
 

@@ -52,7 +52,7 @@ def isolated(
 
     Args:
         modules: whose code will run.
-        seed: of the CPU's generator within; where it is missing, the generator goes on from where it stands.
+        seed: of the CPU's generator within; where it is missing, the generator goes on from its state.
         seconds: how long the block may take: after that, whatever it asks of torch raises an error.
         keeps_defaults: make new tensors where and as the user's code does, for code that works on the user's own.
 

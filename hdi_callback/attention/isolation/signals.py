@@ -7,7 +7,7 @@ from typing import Any
 
 
 def comes_from_signal(error: BaseException) -> bool:
-    """Tell whether a signal handler raised an exception, as on SIGTERM: then the run is to end.
+    """Return whether a signal handler raised an exception, as on SIGTERM: then the run is to end.
 
     Args:
         error: what was raised.

@@ -77,7 +77,7 @@ class UserData:
             if isinstance(one, _ATOMS) or id(one) in self._seen:
                 continue
             self._seen[id(one)] = one
-            with suppress(Exception):  # an object that cannot be looked at is not known
+            with suppress(Exception):  # an object that cannot be read is not known
                 todo += self._noted(one)
 
     def restore(self) -> None:
@@ -300,7 +300,7 @@ def attributes_of(one: Any) -> dict[str, Any] | None:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Tell whether the elements of a tensor may be read.
+    """Return whether the elements of a tensor may be read.
 
     FSDP1 lets go of the memory of whole weights between forwards, while modules still hold views of it. Reading one
     ends the process with a segmentation fault.

@@ -55,7 +55,7 @@ def account(cores: Sequence[ObservedCore], verdicts: Mapping[str, Verdict]) -> l
 
     Args:
         cores: all that ran.
-        verdicts: name of a layer -> what was seen of it.
+        verdicts: name of a layer -> what was observed of it.
 
     Returns:
         One account for each attention, in their order.
@@ -100,17 +100,17 @@ def unexplained(
     paths: Mapping[str, str],
     reasons: Mapping[str, str],
     *,
-    told: Collection[str] = (),
+    reported: Collection[str] = (),
 ) -> list[Unexplained]:
     """Find the softmax-weighted sums over tokens that no watched layer explains, or explains in part.
 
     Args:
         cores: all that ran.
         maps: all maps of the forward.
-        verdicts: name of a watched layer -> what was seen of it.
+        verdicts: name of a watched layer -> what was observed of it.
         paths: name of a watched layer -> dotted path of its module.
         reasons: dotted path of a module -> why no layer can be made of its attention.
-        told: paths of modules of which nothing is to be said, with all that they hold.
+        reported: paths of modules that are reported already, with all that they hold.
 
     Returns:
         One for each module.
@@ -120,7 +120,7 @@ def unexplained(
     claimed = {call for verdict in verdicts.values() for call in verdict.maps}
     for core in cores:
         parts = (*core.parts, core.module)
-        if core.module in found or not set(parts).isdisjoint(told) or not _sums_over_tokens(core, maps):
+        if core.module in found or not set(parts).isdisjoint(reported) or not _sums_over_tokens(core, maps):
             continue
         around = [watched[part] for part in parts if part in watched]
         if not around:
@@ -159,7 +159,7 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
 
 
 def _is_of_a_layer(core: ObservedCore, maps: Sequence[MapCall], watched: Collection[str]) -> bool:
-    """Tell whether projections of one watched layer gave what an attention outside of its module received."""
+    """Return whether projections of one watched layer gave what an attention outside of its module received."""
     for path in watched:
         inside = [one for one in maps if one.name == path or one.name.startswith(f"{path}." if path else "")]
         if find_rows(core, inside, "query") is not None and find_rows(core, inside, "key") is not None:
@@ -168,7 +168,7 @@ def _is_of_a_layer(core: ObservedCore, maps: Sequence[MapCall], watched: Collect
 
 
 def _is_one_of_several(core: ObservedCore, cores: Sequence[ObservedCore]) -> bool:
-    """Tell whether an attention of one head is a head among others: in its module, or in modules beside it."""
+    """Return whether an attention of one head is a head among others: in its module, or in modules beside it."""
     place = _without_numbers(core.module)
     alike = [one for one in cores if _without_numbers(one.module) == place and one.width == core.width]
     return len(alike) > 1 and (

@@ -111,16 +111,16 @@ def unravel(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def resolve(lead: Sequence[int], length: int, tokens: Sequence[int], heads: int | None = None) -> Axes | None:
-    """Find out which leading dimensions number sequences, from how many tokens the maps before were given.
+    """Find out which leading dimensions number sequences, from how many tokens the inputs of the maps before have.
 
     Args:
         lead: sizes of the dimensions in front of ``(length, features)``.
         length: tokens of a sequence.
-        tokens: how many tokens linear maps were given, the latest first.
+        tokens: how many tokens the inputs of linear maps have, the latest first.
         heads: how many heads are claimed, which decides where several readings are possible.
 
     Returns:
-        The dimensions; `None` where sequences and heads cannot be told apart.
+        The dimensions; `None` where sequences and heads cannot be separated.
     """
     lead, every = tuple(lead), []
     for count in dict.fromkeys(tokens):

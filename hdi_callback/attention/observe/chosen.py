@@ -37,7 +37,7 @@ class ChosenTokens:
         self._tags.clear()
 
     def may_concern(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Tell whether `follow` is to see a function.
+        """Return whether `follow` is to see a function.
 
         Args:
             name: of the function.
@@ -79,7 +79,7 @@ class ChosenTokens:
                 self._tag(result, _ANY)
 
     def differ_by_head(self, tensor: Tensor, axes: Axes) -> bool:
-        """Tell whether heads have tokens of their own.
+        """Return whether heads have tokens of their own.
 
         Args:
             tensor: ``(*lead, length, width)``, queries or keys.
@@ -133,7 +133,7 @@ def _varying(index: Tensor) -> frozenset[int]:
 
 
 def _place(index: Any, dims: int, width: int) -> int | None:
-    """Give the dimension of the result behind those that tensors of `width` dimensions index; None if not told."""
+    """Give the dimension of the result behind those that tensors of `width` dimensions index; None if not known."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(one, (Tensor, slice)) for one in parts):
         return None

@@ -22,7 +22,7 @@ class ObservedCore:
             ``"linear"``, ``"unknown"``.
         via: what computed it: ``"scaled_dot_product_attention"``, ``"softmax"``, the name of a kernel.
         order: of the calls of the forward.
-        axes: which dimensions are sequences and which are heads; None if that cannot be told.
+        axes: which dimensions are sequences and which are heads; None if that is not known.
         key_heads: heads that the keys came with, before any repetition inside a kernel.
         queries: length of a sequence of queries.
         keys: length of a sequence of keys, of those columns of the weights that have values.
@@ -30,7 +30,7 @@ class ObservedCore:
         value_width: features of a value head.
         runs: how often it ran; all that is kept is of the first time.
         unread: why its rows were not read; empty if they were.
-        is_self: its maps were given the same tokens for queries and keys.
+        is_self: its maps took the same tokens for queries and keys.
         rows: what the rows were reduced to; None if they were not read.
         norms: role -> what queries and keys were reduced to.
         scale: factor of the scores; None if it is not one number.
@@ -76,5 +76,5 @@ class ObservedCore:
 
     @property
     def heads(self) -> int:
-        """How many heads it has; 0 if that cannot be told."""
+        """How many heads it has; 0 if that is not known."""
         return self.axes.heads if self.axes is not None else 0

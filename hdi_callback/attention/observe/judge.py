@@ -22,11 +22,11 @@ _PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "head
 
 @dataclass(frozen=True)
 class RoleVerdict:
-    """What was seen of the heads of one role.
+    """What was observed of the heads of one role.
 
     Attributes:
         state: whether they are where they are said to be.
-        sentence: what was seen, or why nothing was.
+        sentence: what was observed, or why nothing was.
         tokens: how many tokens of a sequence the map gave, where attention received more; 0 if it gave all.
     """
 
@@ -37,14 +37,14 @@ class RoleVerdict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was seen of the heads of a layer.
+    """What was observed of the heads of a layer.
 
     Attributes:
         state: ``"contradicted"`` if one role is; ``"established"`` if its queries, keys and values are, as far as it
             claims them.
-        sentence: what was seen, or why nothing was.
+        sentence: what was observed, or why nothing was.
         roles: the same of each role.
-        core: the attention in which it was seen.
+        core: the attention in which it was observed.
         cores: all of them, where each head has one of its own.
         maps: names of the maps that its layer claims.
     """
@@ -135,7 +135,7 @@ def find_rows(
 
     Args:
         core: the attention.
-        maps: maps that may have given them.
+        maps: maps that they may come from.
         role: which of its arguments.
         of_all_tokens: only a map that gave all tokens that attention received.
 
@@ -167,7 +167,7 @@ def find_rows(
 
 
 def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | None:
-    """Look for the output projection: the first map after an attention that is given its head outputs.
+    """Look for the output projection: the first map after an attention that takes its head outputs.
 
     Args:
         core: the attention.
@@ -176,20 +176,20 @@ def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | Non
     Returns:
         The map, and which features of its input each head is; None if there is none.
     """
-    after = [one for one in maps if one.kind == "linear" and one.order > core.order and one.given.numel()]
+    after = [one for one in maps if one.kind == "linear" and one.order > core.order and one.inputs.numel()]
     for call in after[:4]:
         for arrangement in core.samples.roles.get("output", ()):
-            x, given = arrangement.features.cpu(), call.given.cpu()
-            if arrangement.tokens != call.tokens or len(x) != len(given):
+            x, inputs = arrangement.features.cpu(), call.inputs.cpu()
+            if arrangement.tokens != call.tokens or len(x) != len(inputs):
                 continue
-            rows = find_features(x.flatten(1), given, tolerance(x, given)).view(x.shape[1:])
+            rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
             if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
                 return FoundRows("output", call.name, rows, "as they are", call.is_transposed)
     return None
 
 
 def _lie_in_groups(features: Tensor, distinct: Tensor) -> bool:
-    """Tell whether heads that share a key lie side by side, which is what fewer key heads than heads say."""
+    """Return whether heads that share a key lie side by side, which is what fewer key heads than heads say."""
     heads, groups = features.shape[1], distinct.shape[1]
     return heads % groups == 0 and torch.equal(features, distinct.repeat_interleave(heads // groups, 1))
 
@@ -276,11 +276,11 @@ def _candidates(
         for before, after in norm.ways:
             if before.tokens != call.tokens:
                 continue
-            given, result = before.features.cpu().flatten(1), after.features.cpu().flatten(1)
-            tol = tolerance(given, made)
-            if given.shape == made.shape and _are_equal(given, made, tol):
+            inputs, result = before.features.cpu().flatten(1), after.features.cpu().flatten(1)
+            tol = tolerance(inputs, made)
+            if inputs.shape == made.shape and _are_equal(inputs, made, tol):
                 stages.append((result[:, index], f", through `{norm.name}`"))
-            elif given.shape[1] == index.numel() and _are_equal(given, made[:, index].flatten(1), tol):
+            elif inputs.shape[1] == index.numel() and _are_equal(inputs, made[:, index].flatten(1), tol):
                 stages.append((result.view(-1, *index.shape), f", through `{norm.name}`"))
     for claimed, through in reversed(stages):
         for arrangement in received:
@@ -289,7 +289,7 @@ def _candidates(
 
 
 def _before_norms(received: Sequence[Arrangement], maps: Sequence[MapCall], after: int) -> Iterator[Arrangement]:
-    """Give what a norm was given whose results attention received: it may have been turned before."""
+    """Give the input of a norm whose results attention received: it may have been turned before."""
     for norm in maps:
         if norm.kind != "norm" or norm.order < after:
             continue
@@ -371,17 +371,17 @@ def _sum_of(
 
 def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall]) -> RoleVerdict:
     part = _by_token(layer.slices["output"])
-    calls = [one for one in maps if _is_of(part, one) and one.order > core.order and one.given.numel()]
+    calls = [one for one in maps if _is_of(part, one) and one.order > core.order and one.inputs.numel()]
     received = core.samples.roles.get("output", [])
     for call in calls[:1]:
-        index, given = part.index(), call.given.cpu()
-        if int(index.max()) >= given.shape[1]:
+        index, inputs = part.index(), call.inputs.cpu()
+        if int(index.max()) >= inputs.shape[1]:
             continue
         for arrangement in received:
             x = arrangement.features.cpu()
-            if arrangement.tokens != call.tokens or len(x) != len(given):
+            if arrangement.tokens != call.tokens or len(x) != len(inputs):
                 continue
-            claimed = given[:, index]
+            claimed = inputs[:, index]
             if x.shape == claimed.shape:
                 match = match_heads(x, claimed, tolerance(x, claimed))[0]
                 if bool(match.fits.diagonal().all()):
@@ -393,7 +393,7 @@ def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapC
                         "contradicted",
                         f"the outputs of head {head} are the claimed columns of head {int(of[head])}",
                     )
-            rows = find_features(x.flatten(1), given, tolerance(x, given)).view(x.shape[1:])
+            rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
             if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
                 seen, said = _ranges(rows[0].tolist()), _ranges(index[0].tolist())
                 return RoleVerdict(

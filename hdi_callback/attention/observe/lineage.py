@@ -282,7 +282,7 @@ class Lineage:
 
 
 def _check_layout(scores: Scores) -> None:
-    """Masks are read with queries and keys last; of other layouts their rows cannot be told."""
+    """Masks are read with queries and keys last; of other layouts their rows are not known."""
     if (scores.row_axis, scores.key_axis) != (-2, -1):
         scores.terms.pop()
         scores.unknown.append("a mask over dimensions in another order")

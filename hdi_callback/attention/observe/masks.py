@@ -36,7 +36,7 @@ class MaskTerm:
     sign: float = 1.0
 
     def hidden(self, axes: Axes, sequences: Tensor, positions: Tensor, keys: int) -> Tensor:
-        """Tell which keys some queries do not see.
+        """Return which keys some queries do not see.
 
         Args:
             axes: the leading dimensions.
@@ -74,7 +74,7 @@ class MaskTerm:
         return self._rows(axes, sequences, positions).float() * self.sign if self.kind == "added" else None
 
     def seen_by_none(self, axes: Axes, sequences: Tensor, queries: int, keys: int) -> Tensor | None:
-        """Tell which keys no query of a sequence sees, which is what padding looks like.
+        """Return which keys no query of a sequence sees, which is the mark of padding.
 
         Rows of padding that see every key, so that their softmax is no 0/0, are not counted as seeing.
 

@@ -34,7 +34,7 @@ class ObservingMode(TorchFunctionMode):
     """Watch the functions of a forward.
 
     Args:
-        recorder: what is told of linear maps and attentions.
+        recorder: records linear maps and attentions.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -48,7 +48,7 @@ class ObservingMode(TorchFunctionMode):
         self._chosen.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function as it was called, and look at it if it matters."""
+        """Call a function as it was called, and record it if it matters."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _PASSED:
@@ -59,22 +59,22 @@ class ObservingMode(TorchFunctionMode):
         if name == "multi_head_attention_forward" and func is F.multi_head_attention_forward:
             return self._inside(func, args, kwargs)
         result = func(*args, **kwargs)
-        look, picks = self._look_of(name, func, args, kwargs), self._chosen.may_concern(name, args)
-        if look is not None or picks:
+        handler, picks = self._handler_of(name, func, args, kwargs), self._chosen.may_concern(name, args)
+        if handler is not None or picks:
             self._recorder.is_recorded = torch.is_grad_enabled()
             try:
                 with quiet(_device(args, kwargs)):
                     if picks:
                         self._chosen.follow(name, args, kwargs, result)
-                    if look is not None:
-                        look(name, args, kwargs, result)
+                    if handler is not None:
+                        handler(name, args, kwargs, result)
             except Exception as error:  # the forward goes on, and the reading says why it is not whole
                 self.failures.append(f"{name}: {type(error).__name__} ({error})")
         return result
 
-    def _look_of(self, name: str, func: Any, args: Any, kwargs: Any) -> Callable[..., None] | None:
-        """Choose what looks at a call; most calls are looked at by none."""
-        looks: dict[str, Callable[..., None]] = {
+    def _handler_of(self, name: str, func: Any, args: Any, kwargs: Any) -> Callable[..., None] | None:
+        """Choose the handler of a call; most calls have none."""
+        handlers: dict[str, Callable[..., None]] = {
             "scaled_dot_product_attention": self._saw_fused,
             "linear": self._saw_linear,
             "conv1d": self._saw_convolution,
@@ -88,9 +88,9 @@ class ObservingMode(TorchFunctionMode):
         }
         if name in _SAMPLED and not self._recorder.reading.keeps_samples:
             # Of maps and norms samples alone are kept; what they do to scores is followed all the same.
-            return looks[name] if self._lineage.any_of((*args, *kwargs.values())) is not None else None
-        if name in looks:
-            return looks[name]
+            return handlers[name] if self._lineage.any_of((*args, *kwargs.values())) is not None else None
+        if name in handlers:
+            return handlers[name]
         if name in PRODUCTS:
             return self._saw_product
         if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) and _KERNEL.search(str(func)):
@@ -132,14 +132,14 @@ class ObservingMode(TorchFunctionMode):
     # --- maps and norms
 
     def _saw_linear(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        given = args[0] if args else kwargs["input"]
+        inputs = args[0] if args else kwargs["input"]
         weight = args[1] if len(args) > 1 else kwargs["weight"]
-        found = self._lineage.find(given)
+        found = self._lineage.find(inputs)
         if found is not None and found[1] == "weights":
             self._lineage.follow(name, args, kwargs, result)
             return
         parameter, rows = _parameter(weight)
-        self._recorder.map_ran(parameter, given, result, rows=rows)
+        self._recorder.map_ran(parameter, inputs, result, rows=rows)
 
     def _saw_convolution(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -147,26 +147,26 @@ class ObservingMode(TorchFunctionMode):
             if self._lineage.any_of(args[:1]) is not None:
                 self._lineage.follow(name, args, kwargs, result)
                 return
-            given = args[0] if args else kwargs["input"]
-            self._recorder.map_ran(_parameter(weight)[0], given, result, 1 - weight.dim())
+            inputs = args[0] if args else kwargs["input"]
+            self._recorder.map_ran(_parameter(weight)[0], inputs, result, 1 - weight.dim())
 
     def _saw_norm(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        given = args[0] if args else kwargs["input"]
-        if self._lineage.any_of((given,)) is not None:
+        inputs = args[0] if args else kwargs["input"]
+        if self._lineage.any_of((inputs,)) is not None:
             self._lineage.follow(name, args, kwargs, result)
             return
         weight = next((one for one in (*args[1:], *kwargs.values()) if isinstance(one, nn.Parameter)), None)
-        self._recorder.norm_ran(weight, given, result)
+        self._recorder.norm_ran(weight, inputs, result)
 
     # --- attention
 
     def _saw_softmax(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        given = args[0] if args else kwargs["input"]
+        inputs = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if not isinstance(dim, int) or result.dim() < 2:
             return
         axis = dim if dim < 0 else dim - result.dim()
-        found = self._lineage.find(given)
+        found = self._lineage.find(inputs)
         if found is None:
             scores = Scores(None, None, row_axis=-1 if axis != -1 else -2, key_axis=axis)
         elif found[1] == "scores":
@@ -175,7 +175,7 @@ class ObservingMode(TorchFunctionMode):
             self._lineage.follow(name, args, kwargs, result)
             return
         scores.kind = "softmax" if scores.query is not None else "additive"
-        scores.taken = self._recorder.weights_ran(scores, given, result, axis)
+        scores.taken = self._recorder.weights_ran(scores, inputs, result, axis)
         self._lineage.tag(result, scores, "weights")
 
     def _saw_product(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -222,7 +222,7 @@ class ObservingMode(TorchFunctionMode):
         parameter: Tensor,
         rows: int,
         weight: Tensor,
-        given: Tensor,
+        inputs: Tensor,
     ) -> None:
         if name == "einsum":
             product = product_of(name, args, kwargs, result)
@@ -237,16 +237,16 @@ class ObservingMode(TorchFunctionMode):
             order = [out.index(one) for one in out if one not in made] + [out.index(one) for one in made]
             flat = result.permute(order).flatten(-len(made)) if made else result
             kept = [theirs.index(one) for one in theirs if one not in taken] + [theirs.index(one) for one in taken]
-            self._recorder.map_ran(parameter, given.permute(kept).flatten(-len(taken)), flat)
+            self._recorder.map_ran(parameter, inputs.permute(kept).flatten(-len(taken)), flat)
         elif weight.dim() == 2:
             # A matrix that is multiplied from the right as it is stored has its rows for what comes in.
             is_transposed = weight.stride() == parameter.stride()
             first = int(weight.storage_offset() - parameter.storage_offset()) % max(int(parameter.stride(0)), 1)
             at = first if is_transposed else rows
-            self._recorder.map_ran(parameter, given, result, rows=at, is_transposed=is_transposed)
+            self._recorder.map_ran(parameter, inputs, result, rows=at, is_transposed=is_transposed)
 
     def _averages(self, name: str, args: Any, kwargs: Any, result: Tensor, weights: Tensor, scores: Scores) -> bool:
-        """Tell whether a product sums over the dimension of the keys, with anything but a parameter."""
+        """Return whether a product sums over the dimension of the keys, with anything but a parameter."""
         product, pair = product_of(name, args, kwargs, result), operands(name, args, kwargs)
         if product is None or pair is None or isinstance(_parameter(_other(pair, weights))[0], nn.Parameter):
             return False
@@ -278,9 +278,9 @@ class ObservingMode(TorchFunctionMode):
 
     def _saw_fused(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        mask = given.get("attn_mask")
-        terms = [MaskTerm(None, "causal")] if given.get("is_causal") else []
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        mask = arguments.get("attn_mask")
+        terms = [MaskTerm(None, "causal")] if arguments.get("is_causal") else []
         if isinstance(mask, Tensor):
             terms.append(MaskTerm(mask.detach(), "seen" if mask.dtype is torch.bool else "added"))
         unread = "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"
@@ -288,16 +288,16 @@ class ObservingMode(TorchFunctionMode):
             unread = f"its mask is a {type(mask).__name__}"
             lower_right = "lower_right" in str(getattr(mask, "variant", "")).lower()
             if type(mask).__name__ == "CausalBias":
-                offset = int(given["key"].shape[-2]) - int(given["query"].shape[-2]) if lower_right else 0
+                offset = int(arguments["key"].shape[-2]) - int(arguments["query"].shape[-2]) if lower_right else 0
                 terms, unread = [MaskTerm(None, "causal", offset)], ""
         self._recorder.fused_ran(
             name,
-            given["query"],
-            given["key"],
-            given["value"],
+            arguments["query"],
+            arguments["key"],
+            arguments["value"],
             result,
             terms=terms,
-            scale=given.get("scale"),
+            scale=arguments.get("scale"),
             unread=unread,
         )
 

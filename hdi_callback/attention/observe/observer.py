@@ -4,7 +4,7 @@ What is observed
 ----------------
 Between `arm` and `disarm`, in the first forward of each module, the first that autograd records if there is one:
 
-- **Every attention**: each average of values with weights that are a softmax over tokens, wherever it stands and
+- **Every attention**: each average of values with weights that are a softmax over tokens, wherever it is and
   whatever its module is called: `F.scaled_dot_product_attention`, `nn.MultiheadAttention`, products written out with
   ``@``, `torch.matmul`, `torch.bmm`, `torch.baddbmm` or `torch.einsum`, and kernels registered as operators of torch.
   Attention with other weights (additive, sigmoid, relu, none at all) is named with its kind.
@@ -12,7 +12,7 @@ Between `arm` and `disarm`, in the first forward of each module, the first that 
   softcap, masks, biases and sinks. Where the model forms them they are taken, where a kernel keeps them they are
   computed from what it received. What is made of them decides whoever passes `reduce_rows`.
 - **A few tokens** of what linear maps and norms took and gave and of what attention received, from which `verdicts`
-  tells whether heads are where they are said to be, and `accounts` which attention no layer explains.
+  says whether heads are where they are said to be, and `accounts` which attention no layer explains.
 
 What is not observed, each with its reason in `closed`, `absent` or the core's `unread`
 ---------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class AttentionObserver:
             layers: the claims; by default those that the observer was made with.
 
         Returns:
-            Name of the layer -> what was seen of its heads.
+            Name of the layer -> what was observed of its heads.
         """
         layers = self._layers if layers is None else layers
         found, mine = {}, self._cores_by_layer(layers)
@@ -224,13 +224,13 @@ class AttentionObserver:
         return found
 
     def unexplained(
-        self, layers: Sequence[AttentionLayer] | None = None, *, told: Collection[str] = ()
+        self, layers: Sequence[AttentionLayer] | None = None, *, reported: Collection[str] = ()
     ) -> list[Unexplained]:
         """Find the softmax-weighted sums over tokens that no layer explains, or explains in part.
 
         Args:
             layers: see `verdicts`.
-            told: dotted paths of modules of which nothing is to be said, with all that they hold.
+            reported: dotted paths of modules that are reported already, with all that they hold.
 
         Returns:
             One for each module.
@@ -239,7 +239,7 @@ class AttentionObserver:
         verdicts = self.verdicts(layers)
         proposals = self._proposals(account(self.cores, verdicts))
         reasons = {name: why for name, why in proposals.items() if isinstance(why, str)}
-        return unexplained(self.cores, self._maps, verdicts, self._paths(layers), reasons, told=told)
+        return unexplained(self.cores, self._maps, verdicts, self._paths(layers), reasons, reported=reported)
 
     @property
     def _maps(self) -> Sequence[MapCall]:
@@ -265,7 +265,7 @@ class AttentionObserver:
 
 
 class _Forward:
-    """What is told of one armed forward, and tells the recorder."""
+    """One armed forward, passed on to the recorder."""
 
     def __init__(self, recorder: Recorder, failures: list[str]) -> None:
         self.recorder, self._failures = recorder, failures
@@ -276,15 +276,15 @@ class _Forward:
 
     def left(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.recorder.leave(name)
-        given = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(given, Tensor) or not self.recorder.reading.keeps_samples:
+        inputs = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(inputs, Tensor) or not self.recorder.reading.keeps_samples:
             return
         try:
-            with quiet(given.device):
+            with quiet(inputs.device):
                 if is_map(module) and type(module) not in _CALLED_BY_FUNCTION:
-                    self.recorder.module_ran(module, "linear", given, result, feature_dim(module))
+                    self.recorder.module_ran(module, "linear", inputs, result, feature_dim(module))
                 elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
-                    self.recorder.module_ran(module, "norm", given, result, -1)
+                    self.recorder.module_ran(module, "norm", inputs, result, -1)
         except Exception as error:  # the forward goes on
             self._failures.append(f"{name}: {type(error).__name__} ({error})")
 

@@ -75,17 +75,17 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
 
 
 def _map_in_front(core: ObservedCore, call: MapCall, maps: Sequence[MapCall]) -> MapCall | None:
-    """Find a map of the same module whose result the map was given, as it is or through a norm."""
-    if not call.given.numel():
+    """Find a map of the same module whose result the map took, as it is or through a norm."""
+    if not call.inputs.numel():
         return None
-    given = call.given.cpu()
+    inputs = call.inputs.cpu()
     inside = [one for one in maps if one.order < call.order and one.owner.startswith(core.module)]
     for one in inside:
         results = [one.made] if one.kind == "linear" else [after.features.flatten(1) for _, after in one.ways]
         is_first = one.kind == "norm" and not any(
             other.kind == "linear" and other.order < one.order for other in inside
         )
-        if not is_first and any(made.shape == given.shape and torch.equal(made.cpu(), given) for made in results):
+        if not is_first and any(made.shape == inputs.shape and torch.equal(made.cpu(), inputs) for made in results):
             return one
     return None
 

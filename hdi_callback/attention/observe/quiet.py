@@ -37,7 +37,7 @@ def quiet(device: torch.device) -> Iterator[None]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is one that holds its numbers here: no DTensor, nested, quantised or fake one.
+    """Return whether a tensor is one that holds its numbers here: no DTensor, nested, quantised or fake one.
 
     Args:
         tensor: any tensor.
@@ -49,7 +49,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def holds_numbers(tensor: torch.Tensor) -> bool:
-    """Tell whether the numbers of a tensor can be compared: it is plain, and not on the meta device.
+    """Return whether the numbers of a tensor can be compared: it is plain, and not on the meta device.
 
     Args:
         tensor: any tensor.

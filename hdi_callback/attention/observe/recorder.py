@@ -19,8 +19,8 @@ from hdi_callback.attention.observe.quiet import holds_numbers, is_plain
 from hdi_callback.attention.observe.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
 from hdi_callback.attention.observe.samples import MAX_FEATURES, MapCall, arrangements, sample_of_map
 
-_MAPS_BEFORE = 64  # calls of maps before an attention among which its queries, keys and values are looked for
-_MAPS_AFTER = 8  # and after it, among which its output projection is looked for
+_MAPS_BEFORE = 64  # calls of maps before an attention among which its queries, keys and values are searched
+_MAPS_AFTER = 8  # and after it, among which its output projection is searched
 _MAPS_KEPT = 1024  # calls after which those that are near no attention are let go, as those of many experts are
 
 
@@ -83,7 +83,7 @@ class Recorder:
         self._order = 0
         self._settled: list[MapCall] = []
 
-    # --- where a forward stands
+    # --- the position of a forward
 
     def enter(self, name: str, module: nn.Module) -> None:
         """Note that a module begins."""
@@ -135,7 +135,7 @@ class Recorder:
     def map_ran(
         self,
         parameter: Tensor,
-        given: Tensor,
+        inputs: Tensor,
         made: Tensor,
         features_dim: int = -1,
         *,
@@ -143,7 +143,7 @@ class Recorder:
         is_transposed: bool = False,
     ) -> None:
         """Record a product with a parameter."""
-        if not self.reading.keeps_samples or not (holds_numbers(given) and holds_numbers(made)):
+        if not self.reading.keeps_samples or not (holds_numbers(inputs) and holds_numbers(made)):
             return
         module = self.stack[-1][1] if self.stack else None
         keys = (id(parameter),) if module is None else (id(parameter), id(module))
@@ -152,32 +152,32 @@ class Recorder:
         own = next((key for key, value in held if value is parameter), "")  # sharded: not the parameter of before
         if not name and own:
             name = f"{self.owner[0]}.{own}" if self.owner[0] else own
-        self._add(keys, name or self.owner[0], "linear", given, made, features_dim, rows, is_transposed, own)
+        self._add(keys, name or self.owner[0], "linear", inputs, made, features_dim, rows, is_transposed, own)
 
-    def norm_ran(self, weight: Tensor | None, given: Tensor, made: Tensor) -> None:
+    def norm_ran(self, weight: Tensor | None, inputs: Tensor, made: Tensor) -> None:
         """Record a norm, whose features are those that come in."""
-        is_kept = self.reading.keeps_samples and holds_numbers(given) and holds_numbers(made)
-        if not is_kept or given.shape != made.shape:
+        is_kept = self.reading.keeps_samples and holds_numbers(inputs) and holds_numbers(made)
+        if not is_kept or inputs.shape != made.shape:
             return
         keys = (id(weight),) if weight is not None else ()
-        self._add_norm(keys, self._names.get(id(weight), "") or self.owner[0], given, made)
+        self._add_norm(keys, self._names.get(id(weight), "") or self.owner[0], inputs, made)
 
-    def _add_norm(self, keys: tuple[int, ...], name: str, given: Tensor, made: Tensor) -> None:
+    def _add_norm(self, keys: tuple[int, ...], name: str, inputs: Tensor, made: Tensor) -> None:
         """Record a norm of tokens, or of the heads of tokens: of each order of its dimensions a sample."""
-        if given.dim() < 2 or not given.numel() or given.shape[-1] > MAX_FEATURES:
+        if inputs.dim() < 2 or not inputs.numel() or inputs.shape[-1] > MAX_FEATURES:
             return
-        views = [(given[..., None, :, :], made[..., None, :, :])]
-        if given.dim() >= 4:
-            views = [(given, made), (given.transpose(-3, -2), made.transpose(-3, -2))]
-        elif given.dim() == 3:
-            views += [(given[None], made[None]), (given.transpose(0, 1), made.transpose(0, 1))]
+        views = [(inputs[..., None, :, :], made[..., None, :, :])]
+        if inputs.dim() >= 4:
+            views = [(inputs, made), (inputs.transpose(-3, -2), made.transpose(-3, -2))]
+        elif inputs.dim() == 3:
+            views += [(inputs[None], made[None]), (inputs.transpose(0, 1), made.transpose(0, 1))]
         ways = []
         for one, other in views:
             pairs = zip(arrangements(one, self._tokens()[:3]), arrangements(other, self._tokens()[:3]), strict=False)
             ways += [(before, after) for before, after in pairs if before.start == 0]
         self._order += 1
-        empty = given.new_empty(0, 0)
-        tokens = given.numel() // given.shape[-1]
+        empty = inputs.new_empty(0, 0)
+        tokens = inputs.numel() // inputs.shape[-1]
         self.maps.append(
             MapCall(
                 self._order,
@@ -187,7 +187,7 @@ class Recorder:
                 tokens,
                 empty,
                 empty,
-                given.data_ptr(),
+                inputs.data_ptr(),
                 0,
                 self.owner[0],
                 False,
@@ -196,22 +196,22 @@ class Recorder:
             )
         )
 
-    def module_ran(self, module: nn.Module, kind: str, given: Any, made: Any, features_dim: int) -> None:
+    def module_ran(self, module: nn.Module, kind: str, inputs: Any, made: Any, features_dim: int) -> None:
         """Record what a module took and gave as a whole."""
-        tensors = isinstance(given, Tensor) and isinstance(made, Tensor)
-        if not tensors or not self.reading.keeps_samples or not (holds_numbers(given) and holds_numbers(made)):
+        tensors = isinstance(inputs, Tensor) and isinstance(made, Tensor)
+        if not tensors or not self.reading.keeps_samples or not (holds_numbers(inputs) and holds_numbers(made)):
             return
-        if kind == "norm" and given.shape == made.shape:
-            self._add_norm((id(module),), self._names.get(id(module), ""), given, made)
+        if kind == "norm" and inputs.shape == made.shape:
+            self._add_norm((id(module),), self._names.get(id(module), ""), inputs, made)
         elif kind != "norm":
-            self._add((id(module),), self._names.get(id(module), ""), kind, given, made, features_dim, 0)
+            self._add((id(module),), self._names.get(id(module), ""), kind, inputs, made, features_dim, 0)
 
     def _add(
         self,
         keys: tuple[int, ...],
         name: str,
         kind: str,
-        given: Tensor,
+        inputs: Tensor,
         made: Tensor,
         features_dim: int,
         rows: int,
@@ -224,7 +224,7 @@ class Recorder:
             return
         self._let_go()
         self._order += 1
-        before = given.dim() == made.dim() and given.numel() // given.shape[features_dim] == (
+        before = inputs.dim() == made.dim() and inputs.numel() // inputs.shape[features_dim] == (
             made.numel() // made.shape[features_dim]
         )
         self.maps.append(
@@ -234,9 +234,9 @@ class Recorder:
                 name,
                 kind,
                 made.numel() // made.shape[features_dim],
-                sample_of_map(given, features_dim) if before else made.new_empty(0, 0),
+                sample_of_map(inputs, features_dim) if before else made.new_empty(0, 0),
                 sample_of_map(made, features_dim),
-                given.data_ptr(),
+                inputs.data_ptr(),
                 rows,
                 self.owner[0],
                 is_transposed,
@@ -256,7 +256,7 @@ class Recorder:
         self._settled = self.maps
 
     def _tokens(self) -> list[int]:
-        """How many tokens the maps before were given, those of the running module first, the latest first."""
+        """How many tokens the inputs of the maps before have, those of the running module first, the latest first."""
         recent = [one for one in self.maps[-_MAPS_BEFORE:][::-1] if one.kind == "linear"]
         name = self.owner[0]
         here = [one.tokens for one in recent if one.owner == name or one.owner.startswith(f"{name}.")]
@@ -277,17 +277,17 @@ class Recorder:
         return None
 
     def axes_of(self, lead: Sequence[int], queries: int, keys: int) -> Axes | None:
-        """Tell sequences from heads."""
+        """Separate sequences from heads."""
         tokens = self._tokens()
         both = [one for one in tokens if queries and one % queries == 0 and one // queries * keys in tokens]
         return resolve(lead, queries, [*both, *(one for one in tokens if one not in both)], self._claimed_heads())
 
-    def weights_ran(self, scores: Scores, given: Tensor, weights: Tensor, axis: int) -> Taken:
+    def weights_ran(self, scores: Scores, inputs: Tensor, weights: Tensor, axis: int) -> Taken:
         """Read the rows of weights that a softmax gave.
 
         Args:
             scores: where they come from.
-            given: what the softmax was given.
+            inputs: the input of the softmax.
             weights: what it gave.
             axis: dimension of the keys, negative.
 
@@ -308,7 +308,7 @@ class Recorder:
         if axis != scores.key_axis:
             return Taken(None, "its softmax is over another dimension than that of the keys")
         order = (scores.row_axis, axis), (-2, -1)
-        given, weights = given.movedim(*order), weights.movedim(*order)
+        inputs, weights = inputs.movedim(*order), weights.movedim(*order)
         queries, keys = int(weights.shape[-2]), int(weights.shape[-1]) - scores.before - scores.after
         if not (is_plain(weights) and is_plain(scores.query) and is_plain(scores.key)):
             return Taken(
@@ -327,7 +327,7 @@ class Recorder:
             scores.terms,
             scores.biases,
             lambda plan: rows_of_weights(
-                weights, given, plan, first=scores.before, shift=shift, hides_by_scores=bool(scores.unknown)
+                weights, inputs, plan, first=scores.before, shift=shift, hides_by_scores=bool(scores.unknown)
             ),
             is_bounded=not scores.unknown and scores.scale is not None,
         )
@@ -386,7 +386,7 @@ class Recorder:
     def _padding(
         self, axes: Axes, queries: int, keys: int, terms: Sequence[MaskTerm], device: torch.device
     ) -> Tensor | None:
-        """Tell which keys are padding, ``(sequences, keys)``; each mask of a forward is looked at once."""
+        """Return which keys are padding, ``(sequences, keys)``; each mask of a forward is read once."""
         known = self.reading.padding
         if isinstance(known, Tensor) and known.shape == (axes.sequences, keys):
             return known.to(device)

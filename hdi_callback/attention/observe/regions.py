@@ -61,9 +61,9 @@ def _compiled_function_of(kind: type[nn.Module]) -> str | None:
     """Find a function among those that the methods of a class call that was compiled."""
     if kind.__module__.partition(".")[0] == "torch":
         return None
-    seen: set[CodeType] = set()
+    visited: set[CodeType] = set()
     for function in _functions_of(kind):
-        name = _compiled_among(function, seen, _DEPTH)
+        name = _compiled_among(function, visited, _DEPTH)
         if name is not None:
             return name
     return None
@@ -74,10 +74,10 @@ def _functions_of(kind: type[nn.Module]) -> list[FunctionType]:
     return [value for one in own for value in vars(one).values() if isinstance(value, FunctionType)]
 
 
-def _compiled_among(function: FunctionType, seen: set[CodeType], depth: int) -> str | None:
-    if function.__code__ in seen or not depth:
+def _compiled_among(function: FunctionType, visited: set[CodeType], depth: int) -> str | None:
+    if function.__code__ in visited or not depth:
         return None
-    seen.add(function.__code__)
+    visited.add(function.__code__)
     flex = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", None)
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
@@ -86,14 +86,14 @@ def _compiled_among(function: FunctionType, seen: set[CodeType], depth: int) -> 
         if _is_compiled(value) or (flex is not None and value is flex):
             return name
         if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in ("torch", "transformers"):
-            found = _compiled_among(value, seen, depth - 1)
+            found = _compiled_among(value, visited, depth - 1)
             if found is not None:
                 return found
     return None
 
 
 def split_open_and_closed(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, tuple[nn.Module, str]]]:
-    """Tell the modules of a model that are observed from those that are not.
+    """Split the modules of a model into those that are observed and those that are not.
 
     Args:
         model: the model.

@@ -28,7 +28,7 @@ class RowChunk:
         weights: ``(S, H, q, keys)``, float32, before dropout; a row sums to less than 1 where part of the softmax goes
             to learned sinks, and is zero where a query sees no key or is padding.
         visible: ``(S, 1 or H, q, keys)``, True where a query sees a key.
-        logits: what the softmax was given, like `weights`, masked places included; None if it is not known.
+        logits: the input of the softmax, like `weights`, masked places included; None if it is not known.
         sequences: ``(S,)``, numbers of the sequences in the batch.
         positions: ``(q,)``, positions of the queries.
         queries: how many queries a sequence has, those that are not read among them.
@@ -120,7 +120,7 @@ class RowPlan:
                 yield replace(part, positions=self.positions[first : first + step])
 
     def visible(self) -> Tensor:
-        """Tell which keys the chosen queries see.
+        """Return which keys the chosen queries see.
 
         Returns:
             ``(S, 1 or heads, q, keys)``; False throughout for queries that are padding.
@@ -151,7 +151,7 @@ def rows_of_weights(
 
     Args:
         weights: ``(*lead, queries, columns)``, with at least as many columns as keys.
-        logits: what the softmax was given, of the same shape, or None.
+        logits: the input of the softmax, of the same shape, or None.
         plan: which rows.
         first: column of the first key.
         shift: what was subtracted from the logits before, ``(*lead, queries, 1)``.
@@ -161,14 +161,14 @@ def rows_of_weights(
         Pieces of a bounded size.
     """
     axes = plan.axes
-    opened, given = axes.opened(weights), None if logits is None else axes.opened(logits)
+    opened, raw = axes.opened(weights), None if logits is None else axes.opened(logits)
     moved = None if shift is None else axes.opened(shift)
     if opened is None:
         return
     for part in plan.pieces(opened.shape[-1] * axes.heads):
         keys = slice(first, first + part.keys)
         rows = axes.rows(opened, part.sequences, part.positions)[..., keys].float()
-        scores = None if given is None else axes.rows(given, part.sequences, part.positions)[..., keys].float()
+        scores = None if raw is None else axes.rows(raw, part.sequences, part.positions)[..., keys].float()
         if scores is not None and moved is not None:
             scores = scores + axes.rows(moved, part.sequences, part.positions).float()
         visible = part.visible()

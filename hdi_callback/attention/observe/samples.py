@@ -1,7 +1,7 @@
 """A few tokens of what linear maps took and gave, and of what attention received, at the same places.
 
 Which dimension numbers sequences, tokens or heads is not known when a map runs; what is known is how many tokens N it
-was given. So a sample is taken at fixed places among N, and again of what attention receives, at the same places in
+took. So a sample is taken at fixed places among N, and again of what attention receives, at the same places in
 every order of its dimensions in which it has N tokens. Features are then compared, and equality says which order it
 was.
 """
@@ -49,15 +49,15 @@ class MapCall:
         keys: what it may be known by: the id of its parameter, of its module.
         name: dotted path of the module or parameter.
         kind: ``"linear"`` or ``"norm"``.
-        tokens: how many tokens it was given.
-        given: ``(P, in features)``, a sample of what it was given; empty if that does not fit.
+        tokens: how many tokens its input has.
+        inputs: ``(P, in features)``, a sample of its input; empty if that does not fit.
         made: ``(P, out features)``, a sample of what it gave.
         source: where its input is stored, the same for maps of the same input.
         rows: first row of the parameter, where a part of one was multiplied with.
         owner: dotted path of the module in whose forward it ran.
         is_transposed: the parameter is stored ``(in_features, out_features)``.
         parameter: name of the parameter within the innermost module that ran, where it is one of its own.
-        ways: of a norm: what it was given and what it gave, in every order of the dimensions.
+        ways: of a norm: its input and its output, in every order of the dimensions.
     """
 
     order: int
@@ -65,7 +65,7 @@ class MapCall:
     name: str
     kind: str
     tokens: int
-    given: Tensor
+    inputs: Tensor
     made: Tensor
     source: int
     rows: int = 0
@@ -115,11 +115,11 @@ def sample_of_map(tensor: Tensor, features_dim: int = -1) -> Tensor:
 
 
 def arrangements(tensor: Tensor, tokens: Sequence[int]) -> Iterator[Arrangement]:
-    """Take samples of a tensor of heads, in every order in which it has as many tokens as a map was given.
+    """Take samples of a tensor of heads, in every order in which it has as many tokens as the input of a map.
 
     Args:
         tensor: ``(*lead, length, width)``, what attention received in one role.
-        tokens: how many tokens maps were given, the latest first.
+        tokens: how many tokens the inputs of maps have, the latest first.
 
     Yields:
         Samples; none if no order fits.

@@ -63,7 +63,7 @@ class Window:
         """Wait for a forward.
 
         Args:
-            watcher: what is told of it.
+            watcher: what is called with it.
             modules: those that are observed, by path.
             closed: those that are run without the mode, by path.
         """

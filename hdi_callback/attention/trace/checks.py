@@ -20,16 +20,16 @@ class HeadChecks(CoreView):
     """Checks of the heads of one core; each raises `NoHeadsError` with what it found."""
 
     def are_of_one_head(self, keys: Tensor, at_keys: Tensor) -> bool:
-        """Tell whether keys of several matrices are of the same features: windows of one head overlap."""
+        """Return whether keys of several matrices are of the same features: windows of one head overlap."""
         matrices = at_keys // keys.shape[1]
         if (matrices == matrices[0]).all():
             return True
-        seen = {
+        found = {
             tuple((self.trace.parameter_of(leaf), found.features(leaf)) for leaf in found.masks)
             for number in set(matrices.tolist())
             if (found := self.support(keys, at_keys[matrices == number]))
         }
-        return len(seen) < 2
+        return len(found) < 2
 
     def require_tokens(self, n: int, product: int, place: tuple[int, Tensor, Tensor], at_values: Tensor) -> None:
         """Refuse what is averaged, or met, if its positions are features and no tokens."""
@@ -39,12 +39,12 @@ class HeadChecks(CoreView):
         for what, tensor, at in (("keys", self.side(product, keys), at_keys), ("values", self.core.values, live)):
             chosen = at[torch.linspace(0, len(at) - 1, min(4, len(at))).long()]
             alone = [one for i in sorted(set(chosen.tolist())) if (one := self.support(tensor, torch.tensor([i])))]
-            seen = {tuple((self.trace.parameter_of(leaf), one.features(leaf)) for leaf in one.masks) for one in alone}
-            parameters = {tuple(name for name, _ in one) for one in seen}
-            apart = len({feature for one in seen for name, of in one for feature in ((name, i) for i in of)}) == sum(
-                len(of) for one in seen for _, of in one
+            found = {tuple((self.trace.parameter_of(leaf), one.features(leaf)) for leaf in one.masks) for one in alone}
+            parameters = {tuple(name for name, _ in one) for one in found}
+            apart = len({feature for one in found for name, of in one for feature in ((name, i) for i in of)}) == sum(
+                len(of) for one in found for _, of in one
             )
-            if len(seen) > 1 and len(parameters) == 1 and apart:
+            if len(found) > 1 and len(parameters) == 1 and apart:
                 raise NoHeadsError(f"its {what} are those of features, not of tokens")
             for one, other in itertools.combinations(alone, 2):
                 if one.masks.keys() == other.masks.keys() and all(
@@ -53,7 +53,7 @@ class HeadChecks(CoreView):
                     raise NoHeadsError(f"its {what} are the same for all tokens, or mix them all")
 
     def refuse_added_inputs(self, at_values: Tensor) -> None:
-        """Refuse values to which an input is added that no map is given, such as those of an earlier layer."""
+        """Refuse values to which an input is added that no map takes, such as those of an earlier layer."""
         run, cores = self.trace.without_maps
         if len(cores) != len(self.trace.cores):
             return
@@ -88,7 +88,7 @@ class HeadChecks(CoreView):
         return ["keys of several tokens"] if is_spread else []
 
     def require_widths(self, heads: dict[Role, list[Rows]], product: int, keys: int, *, has_shared: bool) -> None:
-        """Refuse heads that have more or fewer features than what attention is given of them."""
+        """Refuse heads that have more or fewer features than attention takes of them."""
         width = self.side(product, keys).shape[-1]
         if has_shared:
             width = len(heads["key"][0].features)

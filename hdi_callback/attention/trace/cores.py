@@ -80,7 +80,7 @@ class Core:
         values: ``(N, columns, width)``.
         softmaxes: how many the weights are made of.
         scores: the products that the weights are made of.
-        logits: what each softmax was given.
+        logits: the input of each softmax.
         nodes: of the softmaxes.
         path: the module in whose forward it was computed.
     """
@@ -184,18 +184,18 @@ def _are_averages(weights: Tensor) -> bool:
 
 
 def _are_exponentials(edge: Any, weights: Tensor) -> bool:
-    """Tell a softmax that is written out and leaves a part of its sum to nobody."""
+    """Recognise a softmax that is written out and leaves a part of its sum to nobody."""
     one = weights.detach()
     if one.min() < -1e-6 or one.sum(-1).max() > 1 + _SUMS_TO_ONE or one.shape[-1] < 2:
         return False
-    todo, seen = [edge], set()
+    todo, visited = [edge], set()
     while todo:
         node = todo.pop()
-        if node is None or node in seen or node.name() in _PRODUCTS:
+        if node is None or node in visited or node.name() in _PRODUCTS:
             continue
         if node.name() == "ExpBackward0":
             return True
-        seen.add(node)
+        visited.add(node)
         todo += [other for other, _ in node.next_functions]
     return False
 
@@ -212,13 +212,13 @@ def products_behind(tensor: Tensor) -> list[Any]:
     if tensor.grad_fn is None:
         return []
     todo: list[Any] = [tensor.grad_fn]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     found = []
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name() in _PRODUCTS:
             found.append(node)
         else:
@@ -227,7 +227,7 @@ def products_behind(tensor: Tensor) -> list[Any]:
 
 
 def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
-    """Find softmaxes over tokens by which nothing was seen to be averaged.
+    """Find softmaxes over tokens whose weighted sums were not found.
 
     Args:
         run: the run.
@@ -306,11 +306,11 @@ def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
 
 
 def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:
-    """Tell scores of pairs of tokens: one depends on two tokens, and its neighbour on another one.
+    """Recognise scores of pairs of tokens: one depends on two tokens, and its neighbour on another one.
 
     Args:
         run: the run.
-        logits: what a softmax was given, columns last.
+        logits: the input of a softmax, columns last.
 
     Returns:
         True if so; the scores of a router are those of one token, and learned pooling has one for each.
@@ -319,26 +319,26 @@ def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:
         return False
     flat = logits.reshape(-1, *logits.shape[-2:])
     rows, columns = flat.shape[-2:]
-    seen = []
+    met = []
     for column in (columns // 2, columns // 2 - 1):
         weights = torch.zeros(flat.shape)
         weights[0, rows - 1 if column != rows - 1 else 0, column] = 1.0
         support = Support.of(logits, weights.reshape(logits.shape), run.tensors)
-        seen.append(
+        met.append(
             {(run.leaves[leaf].taken.shape[:-1], at) for leaf in support.masks for at in support.positions(leaf)}
         )
-    return len(seen[0]) > 1 and seen[0] != seen[1]
+    return len(met[0]) > 1 and met[0] != met[1]
 
 
 def _made_of(node: Any, learned: _Learned) -> tuple[list[Any], list[Any]]:
     """Go back from a node to the softmaxes and products that are met first."""
     softmaxes, products = [], []
-    todo, seen = [node], set()
+    todo, visited = [node], set()
     while todo:
         one = todo.pop()
-        if one is None or one in seen:
+        if one is None or one in visited:
             continue
-        seen.add(one)
+        visited.add(one)
         if one.name() in _SOFTMAX:
             softmaxes.append(one)
         elif one.name() in _PRODUCTS:
@@ -358,12 +358,12 @@ def _nodes_behind(tensors: list[Tensor]) -> Iterator[Any]:
 
 def _nodes_from(nodes: list[Any]) -> Iterator[Any]:
     todo = list(nodes)
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         yield node
         todo += [other for other, _ in node.next_functions]
 

@@ -20,7 +20,7 @@ class Draw:
     Attributes:
         shares: the answer is this much of one draw and this much of another.
         seed: of all draws, and of the parameters that are left.
-        known: answers of a run with the same draw, which are given again in place of drawing them.
+        known: answers of a run with the same draw, which are repeated in place of drawing them.
     """
 
     shares: tuple[float, float] = (1.0, 0.0)

@@ -71,7 +71,7 @@ class GraphCut(TorchFunctionMode):
         axes: tuple[int, ...] = (),
         is_called: bool = True,
     ) -> Tensor:
-        """Give random features for each position of what a map is given."""
+        """Give random features for each position of the input of a map."""
         if taken.numel() // max(1, taken.shape[-1]) * features > MOST_ELEMENTS:
             raise ValueError("a traced run would take too much memory")
         call = self.calls.get(parameter, 0)
@@ -87,7 +87,7 @@ class GraphCut(TorchFunctionMode):
 
     def linear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer in place of a product with the matrix of a map, or with some rows of it."""
-        x, weight = _given(args, kwargs, "input", "weight")
+        x, weight = _arguments(args, kwargs, "input", "weight")
         found = self._rows_of(weight)
         if found is None:
             return NotImplemented
@@ -99,7 +99,7 @@ class GraphCut(TorchFunctionMode):
         return self.answer(name, x, weight.shape[0], module=stub, start=start, is_called=False)
 
     def _rows_of(self, weight: Any) -> tuple[MapStub | str, int, bool] | None:
-        """Tell which rows of which parameter a matrix is: the parameter, its first row, whether it is transposed."""
+        """Return which rows of which parameter a matrix is: the parameter, its first row, whether it is transposed."""
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
         with torch._C.DisableTorchFunction():
@@ -120,7 +120,7 @@ class GraphCut(TorchFunctionMode):
 
     def matmul(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer in place of a product with a parameter: a matrix, its transpose, or one matrix for each head."""
-        x, other = _given(args, kwargs, "input", "other") if "mat2" not in kwargs else (args[0], kwargs["mat2"])
+        x, other = _arguments(args, kwargs, "input", "other") if "mat2" not in kwargs else (args[0], kwargs["mat2"])
         if func in (torch.addmm, Tensor.addmm):
             x, other = args[1], args[2]
         if not isinstance(x, Tensor) or not isinstance(other, Tensor) or self._is_parameter(x):
@@ -215,7 +215,7 @@ class GraphCut(TorchFunctionMode):
         return answer
 
     def note(self, scores: Any, answer: Any) -> None:
-        """Keep what a softmax was given, what it adds up last."""
+        """Keep the input of a softmax, with what it adds up last."""
         node = getattr(answer, "grad_fn", None)
         while node is not None and "Softmax" not in node.name():
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
@@ -294,20 +294,20 @@ class GraphCut(TorchFunctionMode):
 
     def convolution(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Note what is convolved, before it is."""
-        x, _ = _given(args, kwargs, "input", "weight")
+        x, _ = _arguments(args, kwargs, "input", "weight")
         if isinstance(x, Tensor):
             self.run.convolved.append(x)
         return NotImplemented
 
     def layer_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Write `layer_norm` out, its mean and its scale constants."""
-        x, shape, weight, bias, eps = _given(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
+        x, shape, weight, bias, eps = _arguments(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
         dims = tuple(range(-len(shape), 0))
         return self._normed(x, dims, weight, bias, 1e-5 if eps is None else eps, has_mean=True)
 
     def rms_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Write `rms_norm` out, its scale a constant."""
-        x, shape, weight, eps = _given(args, kwargs, "input", "normalized_shape", "weight", "eps")
+        x, shape, weight, eps = _arguments(args, kwargs, "input", "normalized_shape", "weight", "eps")
         return self._normed(x, tuple(range(-len(shape), 0)), weight, None, eps or 1e-6, has_mean=False)
 
     def _normed(self, x: Tensor, dims: Any, weight: Any, bias: Any, eps: float, *, has_mean: bool) -> Tensor:
@@ -323,7 +323,7 @@ class GraphCut(TorchFunctionMode):
 
     def group_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Write `group_norm` out, its mean and its scale constants."""
-        x, groups, weight, bias, eps = _given(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
+        x, groups, weight, bias, eps = _arguments(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
         parts = x.unflatten(1, (groups, -1))
         normed = self._normed(parts, tuple(range(2, parts.dim())), None, None, eps or 1e-5, has_mean=True)
         out = normed.flatten(1, 2)
@@ -338,7 +338,7 @@ class GraphCut(TorchFunctionMode):
 
     def normalize(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Divide by the norm of each token as by a constant."""
-        x, p, dim = _given(args, kwargs, "input", "p", "dim")
+        x, p, dim = _arguments(args, kwargs, "input", "p", "dim")
         if x.dim() and (dim is None or dim % x.dim() == x.dim() - 1 or x.dim() > 3):
             self.run.normed.append(x)
             size = torch.linalg.vector_norm(x.detach(), p or 2.0, 1 if dim is None else dim, keepdim=True)
@@ -347,13 +347,13 @@ class GraphCut(TorchFunctionMode):
 
 
 def _are_those(ids: Tensor, known: Tensor) -> bool:
-    """Tell ids of the inputs, in whatever shape; a table of positions is asked for others."""
+    """Recognise ids of the inputs, in whatever shape; a table of positions is asked for others."""
     same = ids.numel() == known.numel() and torch.equal(ids.flatten().to(known.dtype), known.flatten())
     counted = torch.arange(ids.shape[-1], dtype=known.dtype) if ids.dim() else known
     return same and not torch.equal(ids.reshape(-1)[: ids.shape[-1] if ids.dim() else 1].to(known.dtype), counted)
 
 
-def _given(args: Any, kwargs: Any, *names: str) -> tuple[Any, ...]:
+def _arguments(args: Any, kwargs: Any, *names: str) -> tuple[Any, ...]:
     return tuple(args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(names))
 
 

@@ -16,7 +16,7 @@ class NoHeadsError(Exception):
 
 
 class UndecidedError(NoHeadsError):
-    """An attention core that a traced run does not show well enough: another way to look may read it."""
+    """An attention core that a traced run does not show well enough: another run may read it."""
 
 
 class NoRowsError(UndecidedError):

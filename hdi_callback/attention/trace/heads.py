@@ -5,8 +5,8 @@ the features of its head:
 
 .. math:: J = \operatorname{supp} \partial q / \partial(\text{outputs of maps})
 
-Rows of equal support are one head. What does not fit is refused with what was seen: features that heads share, sums of
-two maps, an activation in between, values that are no averages.
+Rows of equal support are one head. What does not fit is refused with what was observed: features that heads share, sums
+of two maps, an activation in between, values that are no averages.
 
 `CoreReading.heads` goes step by step: the parts of a core and what they meet (`parts`), supports (`support`), the rows
 of each role (`role_rows`), checks (`checks`), the order of features (`ordering`).

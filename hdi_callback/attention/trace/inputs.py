@@ -27,7 +27,7 @@ from hdi_callback.attention.kept_lengths import kept_lengths
 _TOKENS, _FEW_TOKENS = 8, 5
 _LARGEST = 2**20  # elements of recorded inputs that are kept whole
 
-# Names of arguments are asked for nothing but what a forward may want to be given.
+# Names of arguments are asked for nothing but what a forward may want.
 _TOKENS_TOO = frozenset({
     "q", "k", "v", "query", "key", "value", "queries", "keys", "values", "kv", "context", "memory", "src", "tgt",
     "x", "y", "hidden_states", "encoder_hidden_states", "encoder_output", "inputs", "residual",
@@ -130,8 +130,8 @@ def with_optional(module: nn.Module, inputs: Inputs, shape: Sequence[int]) -> It
         if one.name in _OF_NO_TOKENS or _IS_OF_NO_TOKENS.search(one.name):
             continue
         for size in (inputs.args[0].shape, (batch, heads, length, width), (batch, length, heads, width)):
-            given = torch.randn(tuple(size), generator=generator)
-            yield one.name, replace(inputs, kwargs={**inputs.kwargs, one.name: given})
+            value = torch.randn(tuple(size), generator=generator)
+            yield one.name, replace(inputs, kwargs={**inputs.kwargs, one.name: value})
 
 
 def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:

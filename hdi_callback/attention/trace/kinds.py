@@ -60,7 +60,7 @@ class KindTracer:
         self._slow: set[Any] = set()
 
     def is_slow(self, module: nn.Module) -> bool:
-        """Tell whether modules of this kind took all the time that they are given, and showed nothing.
+        """Return whether modules of this kind took all the time that they have, and showed nothing.
 
         Args:
             module: the module.
@@ -84,7 +84,7 @@ class KindTracer:
             name: dotted path of the module in the model.
             module: the module.
             recorded: arguments of a real forward; those that are made up by default.
-            is_known: tells of a path within the module whether its attention needs no look.
+            is_known: says of a path within the module whether its attention is known.
 
         Returns:
             What was found; `None` if it could not be run.
@@ -129,9 +129,9 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _form_of(inputs: Inputs) -> tuple[Any, ...]:
-    """Which arguments are given, and as what: of the same module some may make other heads."""
-    given = [*enumerate(inputs.args), *sorted(inputs.kwargs.items())]
-    return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in given)
+    """Which arguments are passed, and as what: of the same module some may make other heads."""
+    arguments = [*enumerate(inputs.args), *sorted(inputs.kwargs.items())]
+    return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in arguments)
 
 
 def _checked(traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
@@ -160,7 +160,7 @@ def _checked(traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
 
 
 def _is_borne_out(one: Found, layer: AttentionLayer, found: Sequence[Found], name: str) -> bool:
-    """Tell whether a run shows nothing else of a layer, nor that it is a part of what the layer's module attends to."""
+    """Return whether a run shows nothing else of a layer, nor that its module attends to more."""
     again = [other.layer for other in found if other.layer is not None and other.layer.module is layer.module]
     if not again:
         return not any(other.path == one.path for other in found)

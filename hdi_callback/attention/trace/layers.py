@@ -47,7 +47,7 @@ class Found:
         reason: why they cannot be read.
         cores: numbers of the cores.
         maps: what queries, keys and values come from.
-        is_undecided: another way to look may read them.
+        is_undecided: another run may read them.
     """
 
     path: str
@@ -73,7 +73,7 @@ def layers_in(
         args: by position.
         kwargs: by name.
         name: dotted path of the module in the model.
-        is_known: tells whether cores that are computed in a module, by its path within this one, need no look.
+        is_known: says whether cores that are computed in a module, by its path within this one, are known.
 
     Returns:
         The run, and for each core a layer or the reason why there is none; several cores may be one layer.
@@ -102,11 +102,11 @@ def layers_in(
                     reason = str(error).replace(f"`{path}.", "`") if path else str(error)
                     is_undecided = isinstance(error, UndecidedError)
                     found.append(Found(path, None, reason, numbers, _maps_of(trace, numbers[0]), is_undecided))
-        told = {one.path for one in found}
+        reported = {one.path for one in found}
         for node, reason in unread_softmaxes(run, cores):
             path = run.path_of(node)
-            if path not in told and not is_known(path):
-                told.add(path)
+            if path not in reported and not is_known(path):
+                reported.add(path)
                 reason = reason.replace(f"`{path}.", "`") if path else reason
                 found.append(Found(path, None, reason, is_undecided=True))
     return run, _named_apart(found, name)
@@ -140,7 +140,7 @@ def _joined(
 
 
 def _receiver(trace: TracedCores, core: Core) -> int | None:
-    """The first linear map that is given what a core gives, by its number."""
+    """The first linear map that takes what a core gives, by its number."""
     return next((number for number, leaf in enumerate(trace.leaves) if _depends(leaf.taken, core)), None)
 
 
@@ -418,7 +418,7 @@ def _named_apart(found: list[Found], name: str) -> list[Found]:
     for one in kept:
         layer = one.layer
         if layer is not None and id(layer.output_projection) in shared:
-            layer = replace(layer, output_projection=None)  # it is given a sum of what they give
+            layer = replace(layer, output_projection=None)  # its input is a sum of what they give
         if layer is not None and sum(other.path == one.path for other in layers) > 1:
             layer = replace(layer, name=".".join(part for part in (layer.name, _key_map(layer)) if part))
         named.append(replace(one, layer=layer))
@@ -430,7 +430,7 @@ def _refused(one: Found) -> Found:
 
 
 def _conflict(one: Found, other: Found) -> bool:
-    """Tell two layers of one name, the same maps and other rows of them, as where two softmaxes are subtracted."""
+    """Recognise two layers of one name, the same maps and other rows of them, as where two softmaxes are subtracted."""
     if one.layer is None or other.layer is None or one.layer.name != other.layer.name:
         return False
     shared = one.layer.slices.keys() & other.layer.slices.keys()

@@ -1,4 +1,4 @@
-"""Linear maps of a module, and what stands in for them in a copy that is traced."""
+"""Linear maps of a module, and what takes their place in a copy that is traced."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def linear_maps(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_like_a_map(module: nn.Module) -> bool:
-    """Tell what is a linear map or names itself one, as quantised ones do that hold no matrix.
+    """Return whether a module is a linear map or names itself one, as quantised ones do that hold no matrix.
 
     Args:
         module: any module.
 
     Returns:
-        True if so; `projections.objection` tells whether its matrix can be read.
+        True if so; `projections.objection` says whether its matrix can be read.
     """
     if projections.is_map(module):
         return True
@@ -58,7 +58,7 @@ def objection_to(module: nn.Module) -> str | None:
 
 
 class MapStub(nn.Module):
-    """Stands in for a linear map: its size can be read, and its weight stands for the map.
+    """Takes the place of a linear map: its size can be read, and its weight identifies the map.
 
     Attributes:
         answer: what answers for all maps during a traced run, set by `GraphCut`.
@@ -73,10 +73,10 @@ class MapStub(nn.Module):
         self.path, self.original = path, [linear]  # in a list, so that it is no part
         self.dim = projections.feature_dim(linear) if projections.is_map(linear) else -1
         try:
-            taken, given = projections.features(linear)
+            taken, made = projections.features(linear)
         except Exception:
-            taken, given = linear.in_features, linear.out_features  # type: ignore[assignment]
-        self.in_features, self.out_features = int(taken), int(given)
+            taken, made = linear.in_features, linear.out_features  # type: ignore[assignment]
+        self.in_features, self.out_features = int(taken), int(made)
         self.in_channels, self.out_channels, self.nf = self.in_features, self.out_features, self.out_features
         self.kernel_size = getattr(linear, "kernel_size", ())
         self.strides: tuple[int, ...] = tuple(getattr(linear, "stride", ())) if self.dim < -1 else ()

@@ -18,7 +18,7 @@ class FeatureOrder(CoreView):
     """The order and the centring of the features of heads."""
 
     def order(self, heads: dict[Role, list[Rows]], members: list[list[int]], product: int, places: Any) -> None:
-        """Order the features of heads as the columns of what attention is given; rotated ones stay ascending."""
+        """Order the features of heads as the columns of what attention takes; rotated ones stay ascending."""
         keys = places[members[0][0]][0]
         tensors = {"query": self.side(product, 1 - keys), "key": self.side(product, keys), "value": self.core.values}
         for role, rows in heads.items():

@@ -16,7 +16,7 @@ class CoreParts(CoreView):
     """The parts of a core: its matrices of weights, or some rows of each."""
 
     def find_units(self, n: int) -> Units:
-        """Tell whether rows of one matrix of weights are of several heads, which share its keys."""
+        """Return whether rows of one matrix of weights are of several heads, which share its keys."""
         count = self.core.weights.shape[1]
         last = self._where_in_row(n, count - 1)
         first = self._where_in_row(n, 0)
@@ -92,7 +92,7 @@ class CoreParts(CoreView):
         return int(candidates[0][0])
 
     def _is_of_columns(self, n: int, number: int, keys: int) -> bool:
-        """Tell whether two queries meet the same key in one column; keys of relative positions differ."""
+        """Return whether two queries meet the same key in one column; keys of relative positions differ."""
         for logits in self.core.logits:
             flat = logits.reshape(-1, *logits.shape[-2:])
             if flat.shape[-2] < 2 or flat.shape[0] != self.core.weights.shape[0]:

@@ -54,7 +54,7 @@ class RoleRows(CoreView):
         if all(self._takes_attention(source) for source in sources):  # which makes tokens of what heads gave
             return ()
         name = module_of(trace.parameter_of(leaf))
-        given = f"its projection `{name}` is given what another one makes"
+        reason = f"its projection `{name}` is given what another one makes"
         taken = trace.leaves[leaf].taken
         flat = taken.reshape(-1, taken.shape[-1])
         position = support.positions(leaf)[0]
@@ -63,11 +63,11 @@ class RoleRows(CoreView):
             alone = Support.of(token, random_weights(token.shape), trace.tensors)
             sources = list(alone.masks)
         if len(sources) != 1:
-            raise NoRowsError(given)
+            raise NoRowsError(reason)
         (source,) = sources
         codes = columns_of(token[None], [trace.tensors[source]])
         if 0 not in codes or (codes[0] == -2).any() or int((codes[0] >= 0).any(1).sum()) != 1:
-            raise NoRowsError(given)
+            raise NoRowsError(reason)
         read = agreed(codes[0])
         features = [
             int((read == column).nonzero()[0]) if (read == column).sum() == 1 else -1 for column in range(len(token))
@@ -75,7 +75,7 @@ class RoleRows(CoreView):
         if min(features) < 0 or (
             trace.fed(source).masks and not trace.takes_input(source) and trace.fed(source).masks.keys() != {source}
         ):
-            raise NoRowsError(given)
+            raise NoRowsError(reason)
         gains = derivatives(token, torch.ones(token.shape), [trace.tensors[source]])[0]
         gain = gains[(codes[0] >= 0).any(1)][0][features]
         start = trace.leaves[source].start
@@ -83,12 +83,12 @@ class RoleRows(CoreView):
         return inner, tuple((gain / gain.abs().max()).tolist())
 
     def _is_in_front(self, sources: Sequence[int]) -> bool:
-        """Tell a map of this attention's own, in front of all projections, from one that makes tokens elsewhere."""
+        """Return whether a map in front of all projections is of this attention, and does not make its tokens."""
         is_own = not self.core.path or self.trace.parameter_of(sources[0]).startswith(f"{self.core.path}.")
         return len(sources) == 1 and is_own and not self._takes_attention(sources[0])
 
     def _takes_attention(self, leaf: int) -> bool:
-        """Tell a map that is given what an attention core gives, with no map in between."""
+        """Recognise a map that takes what an attention core gives, with no map in between."""
         taken = self.trace.leaves[leaf].taken
         return taken.requires_grad and any(
             bool(found[0].any())
@@ -130,7 +130,7 @@ class RoleRows(CoreView):
         return True
 
     def second_stream(self, supports: dict[int, dict[Role, Support]], first: int) -> str:
-        """Tell keys and values that come from one map for some tokens and from another for others."""
+        """Recognise keys and values that come from one map for some tokens and from another for others."""
         # Each stream has its own maps, and no token is of both.
         key, value = supports[first]["key"], supports[first]["value"]
         names = [list(dict.fromkeys(self.trace.parameter_of(leaf) for leaf in one.masks)) for one in (key, value)]

@@ -1,6 +1,6 @@
 """`Traceable`: a copy of a module that can be run traced.
 
-Linear maps answer with random features, whatever they are given, so that no weight is needed and every output is a
+Linear maps answer with random features, whatever they take, so that no weight is needed and every output is a
 leaf of the graph (`maps`, `draw`); what torch's functions do meanwhile is in `graph_cut`, what a run showed in
 `traced_run`.
 """
@@ -79,7 +79,7 @@ class Traceable:
             keeps_means: means over features are no constants.
 
         Returns:
-            What was seen.
+            What the run showed.
         """
         run = TracedRun(self.module)
         run.others = {f"parameter {name}": one for name, one in self.parameters.items()}
@@ -117,7 +117,7 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
     Args:
         value: tensors, containers and objects of them, or anything.
-        depth: how deep containers are looked into.
+        depth: how deep containers are searched.
 
     Yields:
         The tensors.

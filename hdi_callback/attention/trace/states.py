@@ -18,7 +18,7 @@ _IS_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 def are_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Tell whether all that a forward can read of two modules is equal, but for the values of parameters.
+    """Return whether all that a forward can read of two modules is equal, but for the values of parameters.
 
     A traced run draws parameters by their names, so that two such modules give the same in it. What cannot be compared,
     such as a closure or an object of an extension, is taken to differ, unless it is one and the same.
@@ -33,7 +33,7 @@ def are_alike(one: nn.Module, other: nn.Module) -> bool:
     try:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             return _Comparison().are_equal(one, other)
-    except Exception:  # an object that cannot be looked at
+    except Exception:  # an object that cannot be read
         return False
 
 
@@ -90,7 +90,7 @@ def _are_equal_tensors(one: Tensor, other: Tensor) -> bool:
 
 
 def _has_attributes_alone(kind: type) -> bool:
-    """Tell whether all that instances of a class hold stands in their `__dict__`."""
+    """Return whether all that instances of a class hold is in their `__dict__`."""
     return kind is types.SimpleNamespace or all(
         base.__flags__ & _IS_PYTHON_CLASS and not base.__dict__.get("__slots__")
         for base in kind.__mro__

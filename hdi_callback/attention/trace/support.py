@@ -195,7 +195,7 @@ def weights_at(output: Tensor, positions: Tensor) -> Tensor:
 
 
 def columns_of(output: Tensor, leaves: Sequence[Any]) -> dict[int, Tensor]:
-    """Tell which column of a tensor each element of leaves acts on.
+    """Return which column of a tensor each element of leaves acts on.
 
     The number of a column is written in binary into the weights of several combinations of its elements: an element
     that acts on one column alone has, in each of them, all of its derivative or nothing.

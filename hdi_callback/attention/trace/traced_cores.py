@@ -22,20 +22,20 @@ class TracedCores:
         self._fed: dict[int, Support] = {}
 
     def fed(self, leaf: int) -> Support:
-        """What a map is given that other maps, parameters or inputs make."""
+        """The part of the input of a map that other maps, parameters or inputs make."""
         if leaf not in self._fed:
             taken = self.leaves[leaf].taken
             self._fed[leaf] = Support.of(taken, random_weights(taken.shape), self.tensors)
         return self._fed[leaf]
 
     def takes_input(self, leaf: int) -> bool:
-        """Tell whether a map is given something of the inputs without another map in between."""
+        """Return whether a map takes something of the inputs without another map in between."""
         taken = self.leaves[leaf].taken
         inputs = [one for name, one in self.run.others.items() if name.startswith("input")]
         return bool(Support.of(taken, random_weights(taken.shape), inputs))
 
     def is_of_inputs(self, leaf: int, depth: int = 8) -> bool:
-        """Tell whether what a map gives depends on inputs at all; tables of positions do not."""
+        """Return whether what a map gives depends on inputs at all; tables of positions do not."""
         return self.takes_input(leaf) or (
             depth > 0 and any(self.is_of_inputs(other, depth - 1) for other in self.fed(leaf).masks if other != leaf)
         )

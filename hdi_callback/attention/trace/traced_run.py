@@ -16,7 +16,7 @@ class Leaf:
     Attributes:
         parameter: dotted path of its matrix in the module that was run.
         tensor: random features, ``(..., features)``.
-        taken: what the map was given, ``(..., in_features)``, one for each position.
+        taken: the input of the map, ``(..., in_features)``, one for each position.
         start: the feature of the matrix that the first of them is.
         axes: dims of the parameter that number the features, where it is no module's matrix.
         module: the map in the original, where it is a module.
@@ -40,11 +40,11 @@ class TracedRun:
         module: the original.
         leaves: calls of linear maps, in their order.
         others: what else values may come from, parameters and inputs: name -> tensor.
-        scores: node of each softmax -> what it was given.
+        scores: node of each softmax -> its input.
         spans: path of a module -> the sequence numbers of nodes that were made in one of its calls.
         outputs: tensors that came back.
-        normed: what norms were given.
-        convolved: what convolutions that mix positions were given, ``(batch, features, ...)``.
+        normed: inputs of norms.
+        convolved: inputs of convolutions that mix positions, ``(batch, features, ...)``.
         centred: a LayerNorm, or code that subtracts a mean over features, was passed.
         ids: inputs of whole numbers: tokens that a table gives vectors for.
         error: the exception that ended the forward, if one did.

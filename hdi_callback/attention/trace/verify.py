@@ -14,7 +14,7 @@ from hdi_callback.attention.trace.traced_run import TracedRun
 
 
 def compute_the_same(one: TracedRun, other: TracedRun) -> bool:
-    """Tell whether two modules compute the same from the same answers of their linear maps.
+    """Return whether two modules compute the same from the same answers of their linear maps.
 
     Maps of the same path answer the same in all runs, and parameters of the same name are drawn the same. So two
     modules that give the same, and give the same to each of their maps, cut their features into heads in the same way.
@@ -83,7 +83,7 @@ def contradiction_of(claim: AttentionLayer, found: Sequence[Found], name: str) -
         name: dotted path of the module that was run.
 
     Returns:
-        What was seen instead, as a clause; `None` if it agrees, or if nothing was seen of it.
+        What was observed instead, as a clause; `None` if it agrees, or if nothing was observed of it.
     """
     layers = [one.layer for one in found if one.layer is not None and one.layer.module is claim.module]
     if not layers:
@@ -92,23 +92,23 @@ def contradiction_of(claim: AttentionLayer, found: Sequence[Found], name: str) -
     return None if None in shown else shown[0]
 
 
-def _difference(claim: AttentionLayer, seen: AttentionLayer) -> str | None:
+def _difference(claim: AttentionLayer, shown: AttentionLayer) -> str | None:
     counts = (claim.num_heads, claim.num_key_heads, claim.head_dim, claim.value_dim)
-    others = (seen.num_heads, seen.num_key_heads, seen.head_dim, seen.value_dim)
+    others = (shown.num_heads, shown.num_key_heads, shown.head_dim, shown.value_dim)
     if counts != others:
         return (
             f"it has {others[0]} heads and {others[1]} key heads of {others[2]} and {others[3]} features, and not "
             f"{counts[0]} and {counts[1]} of {counts[2]} and {counts[3]}"
         )
-    for role in claim.slices.keys() & seen.slices.keys():
-        mine, theirs = claim.weight(role).detach(), seen.weight(role).detach()
+    for role in claim.slices.keys() & shown.slices.keys():
+        mine, theirs = claim.weight(role).detach(), shown.weight(role).detach()
         if not _same_heads(mine, theirs):
             return f"its {role} heads are other rows than those that are read"
     return None
 
 
 def _same_heads(mine: Tensor, theirs: Tensor) -> bool:
-    """Tell whether both hold the same rows, in whatever order within a head."""
+    """Return whether both hold the same rows, in whatever order within a head."""
     if mine.shape != theirs.shape:
         return False
     if mine.is_meta:

@@ -202,7 +202,7 @@ class HeadVerifier:
         refused = {refusal.name for refusal in layers.refused}
         reported = [path for path, _ in self._model.named_modules() if users_name(path) in refused]
         with isolated(self._model, keeps_defaults=True):
-            unexplained = observer.unexplained(layers.all, told=reported)
+            unexplained = observer.unexplained(layers.all, reported=reported)
         found = [
             one for one in unexplained
             if one.name not in self._unexplained and layers.is_chosen(users_name(one.name))
