@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.attention.sweep.architectures import H, config_of, randomized
 from tests.attention.sweep.examine import examine, examine_model
@@ -93,3 +95,33 @@ def test_what_cannot_be_read_is_refused_with_a_reason_and_never_wrong(family):
     for kind, reason, heads in report["refused"].values():
         assert len(reason) > 20, kind
         assert heads is None or heads > 1, kind
+
+
+class Pooled(nn.Module):
+    """Keys that are a sum of two maps: refused, and the truer reason is that of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.other, self.value = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x, tables):
+        y = x * tables["scale"]
+        parts = (self.query(y), self.key(y) + self.other(y.roll(1, 1)), self.value(y))
+        q, k, v = (one.unflatten(-1, (4, 8)).transpose(1, 2) for one in parts)
+        return torch.softmax(q @ k.mT, -1) @ v
+
+
+class PooledModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Pooled()
+
+    def forward(self, batch):
+        return self.attention(batch["x"], {"scale": torch.ones(1)})
+
+
+def test_what_is_refused_is_looked_at_again_with_the_forward_that_was_run():
+    torch.manual_seed(0)
+    report = examine_model(PooledModel(), 41, lambda model, batch: model({"x": torch.randn(batch, 6, 32)}))
+    assert report["verdict"] == "refused"
+    assert report["reason"] == "Pooled: its keys are sums of what `key` and `other` give"

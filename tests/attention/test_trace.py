@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hdi_callback.attention import survey
+from hdi_callback.attention import find_attention, survey
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.layers import Found, layers_in
@@ -467,3 +468,40 @@ def test_an_attention_that_is_read_beside_one_that_is_not_is_read_in_part():
     (layer,) = survey(nn.Sequential(AndAnotherOne())).layers
     assert "another attention in it" in layer.left_out
     assert torch.equal(layer.weight("key"), layer.module.k_proj.weight.view(H, 8, D))
+
+
+class QuantLinear(nn.Module):
+    """Counts its features as a linear map does, and gives a scale beside what it computes, as I-BERT's does."""
+
+    def __init__(self, *, scaled: bool) -> None:
+        super().__init__()
+        self.in_features = self.out_features = D
+        self.weight, self.scaled = nn.Parameter(torch.randn(D, D)), scaled
+
+    def forward(self, x, scale=None):
+        weight = self.weight.round() if self.scaled else self.weight
+        return F.linear(x, weight), scale
+
+
+class BesideScales(nn.Module):
+    def __init__(self, *, scaled: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (QuantLinear(scaled=scaled) for _ in range(3))
+
+    def forward(self, x):
+        parts = (one(x)[0].unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.two, self.one, self.three))
+        return F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+
+
+def test_a_map_of_a_class_of_its_own_is_read_by_the_matrix_that_it_multiplies_with():
+    torch.manual_seed(0)
+    (layer,) = find_attention(nn.Sequential(BesideScales(scaled=False)))
+    assert {role: one.parameter for role, one in layer.slices.items()} == {
+        "query": "two.weight", "key": "one.weight", "value": "three.weight"
+    }  # fmt: skip
+    assert torch.equal(layer.weight("key").flatten(0, 1), layer.module.one.weight)
+
+
+def test_a_map_that_multiplies_with_another_matrix_than_its_own_is_not_read():
+    torch.manual_seed(0)
+    assert survey(nn.Sequential(BesideScales(scaled=True))).layers == ()

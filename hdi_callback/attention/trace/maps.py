@@ -38,9 +38,16 @@ def is_like_a_map(module: nn.Module) -> bool:
     """
     if projections.is_map(module):
         return True
+    if _holds_matrix(module):  # its own code multiplies with that, and is followed
+        return False
     counts = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     is_counted = all(type(count) is int for count in counts)
     return is_counted and "linear" in type(module).__name__.lower() and not isinstance(module, nn.Bilinear)
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and weight.is_floating_point()
 
 
 def objection_to(module: nn.Module) -> str | None:
