@@ -3,7 +3,8 @@
 python -m tests.experiments.faults.arms --output docs/benchmarks/interventions-by-attention.md
 
 Two heads that a force draws together for thirty steps, judged by whether they attend alike long after it has ended; and
-scores that grow, judged by the final loss.
+scores that grow, judged by the final loss. Arms and kinds were looked at on two other seeds, and fixed before those
+below were used.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import argparse
 import copy
 import gzip
 import json
+import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import t as student
 
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions import (
@@ -39,7 +42,8 @@ from tests.experiments.faults.run import RESULTS, train
 
 FORCE_ENDS = START + 30
 METRICS = ["hdi", "circuit_qk", "attention_entropy", "attention_alike_worst"]
-SEEDS = (90_000, 90_001)
+SEEDS = tuple(range(90_100, 90_108))
+GROWN_ON = "text, grouped"
 GROWN = ("queries and keys learn 100 times faster", "queries and keys learn 300 times faster, for 5 steps")
 
 
@@ -106,6 +110,8 @@ OF_PAIRS: dict[str, tuple[Callable[[], list[Intervention]], dict[str, Any]]] = {
     "DiversityPenalty(1.0)": (lambda: [DiversityPenalty(1.0)], {}),
     'DiversityPenalty(1.0, measure="circuit")': (lambda: [DiversityPenalty(1.0, measure="circuit")], {}),
 }
+ALIKE = 0.9
+"""Cosine of what two heads attend to, from which on they are said to attend alike."""
 OF_SCORES: dict[str, tuple[Callable[[], list[Intervention]], dict[str, Any]]] = {
     "none": (list, {}),
     f"QKClip({LIMIT:g})": (lambda: [QKClip(LIMIT)], {}),
@@ -114,10 +120,20 @@ OF_SCORES: dict[str, tuple[Callable[[], list[Intervention]], dict[str, Any]]] = 
 }
 
 
+def needed(seed: int) -> list[tuple[Job, str]]:
+    """Give the runs of a seed: each with the intervention that it has."""
+    pairs = [(Job(HEALTHY, "text", seed), "none"), *((Job(MERGED, "text", seed), arm) for arm in OF_PAIRS)]
+    grown = [(Job(kind, GROWN_ON, seed), arm) for kind in GROWN for arm in OF_SCORES]
+    return [*pairs, (Job(HEALTHY, GROWN_ON, seed), "none"), *grown]
+
+
+def place_of(job: Job, arm: str, folder: Path) -> Path:
+    return folder / f"{job.name}-{[*OF_PAIRS, *OF_SCORES].index(arm)}.json.gz"
+
+
 def make(job: Job, arm: str, folder: Path) -> Result:
     """Make a run, if it is not made."""
-    place = [*OF_PAIRS, *OF_SCORES].index(arm)
-    done = folder / f"{job.name}-{place}.json.gz"
+    done = place_of(job, arm, folder)
     if not done.is_file():
         made, thresholds = (OF_PAIRS | OF_SCORES)[arm]
         result = train(job, None, made(), FAULTS.get(job.kind), METRICS, {"*": thresholds} if thresholds else None)
@@ -133,30 +149,50 @@ def at_end(run: Result, metric: str) -> float:
     return max(values[metric] for values in run["readings"][-1]["values"].values())
 
 
-def of_pairs(folder: Path) -> list[str]:
+def interval(values: Sequence[float], digits: int = 2, *, is_signed: bool = False) -> str:
+    """Write a mean with its 95 % interval (Student)."""
+    middle, sign = statistics.fmean(values), "+" if is_signed else ""
+    if not all(map(math.isfinite, values)):
+        return "not finite in some"
+    if len(values) < 2:
+        return f"{middle:{sign}.{digits}f}"
+    error = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{middle:{sign}.{digits}f} ({middle - error:{sign}.{digits}f} to {middle + error:{sign}.{digits}f})"
+
+
+def loss_gap(run: Result, twin: Result) -> float:
+    """The final loss above that of the healthy run of the same seed."""
+    final = run["validation"][-1]
+    return math.inf if final is None else final - twin["validation"][-1]
+
+
+def of_pairs(folder: Path, seeds: Sequence[int]) -> list[str]:
     lines = [
-        f"Two heads of one layer ({MERGED}, from step {START} on), {len(SEEDS)} seeds; medians at the end of training, "
-        f"{100 - FORCE_ENDS} steps after the force, of the pair that is most alike in any layer. Losses are "
-        "differences from the healthy run of the same seed.",
+        f"Two heads of one layer ({MERGED}, from step {START} on), {len(seeds)} seeds; at the end of training, "
+        f"{100 - FORCE_ENDS} steps after the force, of the pair that is most alike in any layer. Means with 95 % "
+        f"intervals. *Attend alike*: in how many runs the cosine is {ALIKE} or more. The loss is the difference from "
+        "the healthy run of the same seed, in nats.",
         "",
-        "| | cosine of the attention of two heads | of their QK circuits | alignment of their keys | loss |",
-        "|---|---|---|---|---|",
+        "| | attend alike | cosine of the attention of two heads | of their QK circuits | alignment of their keys | "
+        "loss |",
+        "|---|---|---|---|---|---|",
     ]
+    metrics = ("attention_alike_worst", "circuit_qk_worst", "hdi_worst_alignment")
     for kind, arm in [(HEALTHY, "none"), *((MERGED, arm) for arm in OF_PAIRS)]:
-        runs = [(make(Job(kind, "text", seed), arm, folder), make(Job(HEALTHY, "text", seed), "none", folder))
-                for seed in SEEDS]  # fmt: skip
-        metrics = ("attention_alike_worst", "circuit_qk_worst", "hdi_worst_alignment")
-        shown = " | ".join(f"{statistics.median(at_end(run, metric) for run, _ in runs):.2f}" for metric in metrics)
-        differences = [run["validation"][-1] - twin["validation"][-1] for run, twin in runs]
-        name = "healthy" if kind == HEALTHY else arm
-        lines.append(f"| {name} | {shown} | {min(differences):+.3f} to {max(differences):+.3f} |")
+        runs = [make(Job(kind, "text", seed), arm, folder) for seed in seeds]
+        twins = [make(Job(HEALTHY, "text", seed), "none", folder) for seed in seeds]
+        alike = sum(at_end(run, metrics[0]) >= ALIKE for run in runs)
+        shown = " | ".join(interval([at_end(run, metric) for run in runs]) for metric in metrics)
+        gaps = interval([loss_gap(*pair) for pair in zip(runs, twins)], 3, is_signed=True)
+        name, gaps = ("healthy", "-") if kind == HEALTHY else (arm, gaps)
+        lines.append(f"| {name} | {alike} of {len(runs)} | {shown} | {gaps} |")
     return lines
 
 
-def of_scores(folder: Path) -> list[str]:
+def of_scores(folder: Path, seeds: Sequence[int]) -> list[str]:
     lines = [
-        f"Scores that grow, two kinds ({'; '.join(GROWN)}), {len(SEEDS)} seeds each. Losses are differences from the "
-        "healthy run of the same seed, in nats.",
+        f"Scores that grow, two kinds ({'; '.join(GROWN)}), {len(seeds)} seeds each. Losses are differences from the "
+        "healthy run of the same seed, in nats: means with 95 % intervals.",
         "",
         "| | " + " | ".join(GROWN) + " |",
         "|---|---|---|",
@@ -164,11 +200,13 @@ def of_scores(folder: Path) -> list[str]:
     for arm in OF_SCORES:
         cells = []
         for kind in GROWN:
-            base = "text, grouped"
-            pairs = [(make(Job(kind, base, seed), arm, folder), make(Job(HEALTHY, base, seed), "none", folder))
-                     for seed in SEEDS]  # fmt: skip
-            finals = [(run["validation"][-1], twin["validation"][-1]) for run, twin in pairs]
-            cells.append(", ".join("not finite" if one is None else f"{one - two:+.2f}" for one, two in finals))
+            gaps = [
+                loss_gap(
+                    make(Job(kind, GROWN_ON, seed), arm, folder), make(Job(HEALTHY, GROWN_ON, seed), "none", folder)
+                )
+                for seed in seeds
+            ]
+            cells.append(interval(gaps, is_signed=True))
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return lines
 
@@ -176,15 +214,23 @@ def of_scores(folder: Path) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS / "arms")
+    parser.add_argument("--only-made", action="store_true", help="write of the seeds whose runs are all there")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
-    options.results.mkdir(parents=True, exist_ok=True)
+    folder = options.results
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds = SEEDS
+    if options.only_made:
+        seeds = tuple(seed for seed in seeds if all(place_of(*one, folder).is_file() for one in needed(seed)))
+    for seed in seeds:
+        for job, arm in needed(seed):
+            make(job, arm, folder)
     publish([
         "Made by `python -m tests.experiments.faults.arms --output docs/benchmarks/interventions-by-attention.md`.",
         "",
-        *of_scores(options.results),
+        *of_scores(folder, seeds),
         "",
-        *of_pairs(options.results),
+        *of_pairs(folder, seeds),
     ], options.output)  # fmt: skip
 
 
