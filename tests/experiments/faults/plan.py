@@ -65,8 +65,13 @@ def plan(part: Part, *, rounds: int = 2, healthy: int | None = None) -> list[Job
     return jobs
 
 
+def is_possible(kind: str, base: str) -> bool:
+    """Whether a fault can be tried on a training; keys that merge, say, need two key heads."""
+    return kind != HEALTHY and base in BASES and any(word in base for word in FAULTS[kind].bases)
+
+
 def _base_of(kind: str, seed: int) -> str:
     """Give a fault the trainings that it can be tried on by turns."""
-    possible = [name for name in BASES if any(word in name for word in FAULTS[kind].bases)]
+    possible = [name for name in BASES if is_possible(kind, name)]
     turn = seed // 100 // FAULTS_EVERY + zlib.crc32(kind.encode())
     return possible[turn % len(possible)]

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.stats import spearmanr
+from scipy.stats import rankdata, spearmanr
 
 from tests.experiments.faults.monitors import MONITORS, Result
-from tests.experiments.faults.plan import HEALTHY
+from tests.experiments.faults.plan import EVERY, HEALTHY
 
 SHARES = {"a tenth": 0.1, "a quarter": 0.25, "a half": 0.5}
 Pairs = list[tuple[float, float]]
@@ -19,16 +19,14 @@ Pairs = list[tuple[float, float]]
 def pairs_of(runs: Sequence[Result], healthy: Sequence[Result], monitor: str, share: float) -> Pairs:
     """Give the score at a share of the steps and the final loss, both against the median of the healthy twins."""
     found = []
+    scores = {id(run): _score(run, monitor, share) for run in (*runs, *healthy)}
     for run in runs:
         twins = [twin for twin in healthy if twin["base"] == run["base"] and twin is not run]
-        step = share * len(run["losses"])
-        score = _score(run, monitor, step)
-        typical = [value for twin in twins if (value := _score(twin, monitor, step)) is not None]
-        losses = [twin["validation"][-1] for twin in twins]
-        final = run["validation"][-1]
-        if score is None or not typical or not losses:
+        score, final = scores[id(run)], run["validation"][-1]
+        typical = [value for twin in twins if (value := scores[id(twin)]) is not None]
+        if score is None or not typical:
             continue
-        gap = math.inf if final is None else final - statistics.median(losses)
+        gap = math.inf if final is None else final - statistics.median(twin["validation"][-1] for twin in twins)
         found.append((score - statistics.median(typical), gap))
     return found
 
@@ -37,8 +35,12 @@ def correlation(pairs: Pairs, draws: int = 500) -> tuple[float, float, float]:
     """Rank correlation of scores and gaps with its 95 % interval (bootstrap over runs)."""
     both = np.array(pairs)
     generator = np.random.default_rng(0)
-    found = [_spearman(both[generator.integers(len(both), size=len(both))]) for _ in range(draws)]
-    low, high = np.nanpercentile(found, [2.5, 97.5])
+    drawn = both[generator.integers(len(both), size=(draws, len(both)))]
+    scores, gaps = (rankdata(drawn[..., column], axis=1) for column in (0, 1))
+    scores, gaps = (ranks - ranks.mean(1, keepdims=True) for ranks in (scores, gaps))
+    spread = np.sqrt((scores**2).sum(1) * (gaps**2).sum(1))
+    found = (scores * gaps).sum(1)[spread > 0] / spread[spread > 0]
+    low, high = np.percentile(found, [2.5, 97.5])
     return _spearman(both), float(low), float(high)
 
 
@@ -62,7 +64,8 @@ def table(looked_at: Sequence[Result], confirming: Sequence[Result]) -> list[str
     return lines
 
 
-def _score(run: Result, monitor: str, step: float) -> float | None:
+def _score(run: Result, monitor: str, share: float) -> float | None:
+    step = share * EVERY * (len(run["validation"]) - 1)
     scores = [score for at, score in MONITORS[monitor](run) if at <= step and math.isfinite(score)]
     return scores[-1] if scores else None
 

@@ -15,14 +15,19 @@ from pathlib import Path
 
 from scipy.stats import beta
 
+from tests.experiments.faults.extremes import extremes_of, trained_layers
 from tests.experiments.faults.faults import FAULTS
+from tests.experiments.faults.judging import NOW, judge_again
 from tests.experiments.faults.monitors import MONITORS, Result, Scores, alarm_of, alarm_of_rules
-from tests.experiments.faults.plan import AGAIN, EVERY, HEALTHY, PARTS, STEPS
+from tests.experiments.faults.plan import AGAIN, CONFIRMING, EVERY, HEALTHY, PARTS, STEPS, is_possible
 from tests.experiments.faults.prediction import table
 from tests.experiments.faults.run import PUBLISHED, RESULTS
+from tests.experiments.faults.trainings import PROVOKED
 
 COST = 0.05
-RULES = {"rules as they ship": False, "those of them on key weights alone": True}
+SHIPPED = "rules as they ship"
+LOSS, GRADIENT = "loss spike", "gradient norm, against its past"
+RULES = {SHIPPED: False, "those of them on key weights alone": True}
 
 
 def read(folder: Path) -> list[Result]:
@@ -32,7 +37,7 @@ def read(folder: Path) -> list[Result]:
 def published(path: Path, besides: Sequence[Result]) -> list[Result]:
     """Read the runs that are published, without those that were made here."""
     made = {(run["kind"], run["base"], run["seed"]) for run in besides}
-    runs = json.loads(gzip.decompress(path.read_bytes())) if path.is_file() else []
+    runs = map(condensed, json.loads(gzip.decompress(path.read_bytes())) if path.is_file() else [])
     return [run for run in runs if (run["kind"], run["base"], run["seed"]) not in made]
 
 
@@ -89,31 +94,62 @@ def judge(healthy: Sequence[Result], faulty: Sequence[Result], looked_at: Sequen
             "shows": fault.shows, "is_cause": fault.is_cause, "alarms": alarms(run, fault.start),
         })  # fmt: skip
     false = dict.fromkeys(names, 0)
+    of_fresh = dict.fromkeys(names, 0)
     for run in healthy:
         for name, step in alarms(run, 0).items():
             false[name] += step is not None
-    return {"limits": limits, "rows": rows, "false": false, "healthy": len(healthy)}
+            of_fresh[name] += step is not None and run["seed"] >= AGAIN
+    fresh = sum(run["seed"] >= AGAIN for run in healthy)
+    return {
+        "limits": limits,
+        "rows": rows,
+        "false": false,
+        "healthy": len(healthy),
+        "of_fresh": of_fresh,
+        "fresh": fresh,
+    }
+
+
+def order(rows: Sequence[dict], name: str) -> tuple[int, int]:
+    """Count the faults that the rules told before a monitor did, if it did, and the other way round."""
+    earlier = later = 0
+    for row in rows:
+        ours, theirs = (math.inf if row["alarms"][one] is None else row["alarms"][one] for one in (SHIPPED, name))
+        earlier, later = earlier + (ours < theirs), later + (theirs < ours)
+    return earlier, later
+
+
+def before_both(rows: Sequence[dict]) -> list[dict]:
+    """Give the faults that the rules told before a loss spike and before the gradient norm, if these told at all."""
+    return [row for row in rows if all(order([row], name)[0] for name in (LOSS, GRADIENT))]
 
 
 def report(found: dict, looked_at: int) -> list[str]:
     rows, names = found["rows"], [*RULES, *MONITORS]
     shown = [row for row in rows if row["shows"]]
     costly = [row for row in shown if row["left"] is not None]
+    ahead = before_both(shown)
     lines = [
-        "Made by `python -m tests.experiments.faults.run --part looked-at`, `--part confirming` and "
+        "Made by `python -m tests.experiments.faults.run --part looked-at`, `--part confirming`, `--part again` and "
         "`python -m tests.experiments.faults.report --output docs/benchmarks/faults.md` "
         "(`make faults` makes all of them, and more runs).",
         "",
-        f"{looked_at} healthy runs were looked at and set the limits of all monitors (the score that one in a hundred "
-        "of them goes beyond); "
-        f"{found['healthy']} other healthy runs and {len(rows)} runs with {len({row['kind'] for row in rows})} faults "
-        f"confirm them. {STEPS} steps a run, a reading every {EVERY}. *Shown* are the {len(shown)} runs with faults "
-        f"that attention can show; {len(costly)} of them cost more than {COST} nats, that is, left the validation loss "
-        "of all healthy twins by that much.",
+        f"{looked_at} healthy runs set the limits of all monitors (the score that one in a hundred of them goes "
+        f"beyond). *Fresh* are {found['fresh']} healthy runs that were made after the last change of a rule, on seeds "
+        f"that nothing had used; *all* are these and {found['healthy'] - found['fresh']} that had been made before it, "
+        f"judged again. {len(rows)} runs with {len({row['kind'] for row in rows})} faults. {STEPS} steps a run, a "
+        f"reading every {EVERY}. *Shown* are the {len(shown)} runs with faults that attention can show; {len(costly)} "
+        f"of them cost more than {COST} nats, that is, left the validation loss of all healthy twins by that much. "
+        "*Rules first*: on how many of the shown ones the rules as they ship alarmed at an earlier reading than the "
+        "monitor, or alone; *it first*: the other way round.",
         "",
-        "| monitor | shown faults told | of the costly ones | before the loss had left | median lead in steps | "
-        "healthy runs alarmed |",
-        "|---|---|---|---|---|---|",
+        f"The rules were before both a loss spike and the gradient norm on {len(ahead)} of the {len(shown)} shown "
+        f"runs, of {len({row['kind'] for row in ahead})} kinds; on {len(before_both(costly))} of the {len(costly)} "
+        f"costly ones, of {len({row['kind'] for row in before_both(costly)})} kinds.",
+        "",
+        "| monitor | shown faults told | rules first | it first | of the costly ones | before the loss had left | "
+        "median lead in steps | fresh healthy runs alarmed | all healthy runs alarmed |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
         told = [row for row in shown if row["alarms"][name] is not None]
@@ -121,8 +157,10 @@ def report(found: dict, looked_at: int) -> list[str]:
         leads = [row["left"] - row["alarms"][name] for row in of_costly]
         early = sum(lead > 0 for lead in leads)
         lead = f"{statistics.median(leads):+.0f}" if leads else "-"
+        earlier, later = ("-", "-") if name == SHIPPED else order(shown, name)
         lines.append(
-            f"| {name} | {len(told)}/{len(shown)} | {len(of_costly)}/{len(costly)} | {early}/{len(costly)} | {lead} | "
+            f"| {name} | {len(told)}/{len(shown)} | {earlier} | {later} | {len(of_costly)}/{len(costly)} | "
+            f"{early}/{len(costly)} | {lead} | {bound(found['of_fresh'][name], found['fresh'])} | "
             f"{bound(found['false'][name], found['healthy'])} |"
         )
     lines += [
@@ -160,14 +198,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--raw", type=Path, help="where to keep what every run came to, compressed")
     options = parser.parse_args(argv)
-    made = {part: read(options.results / part) for part in PARTS}
-    before = published(options.published, [run for runs in made.values() for run in runs])
-    all_looked_at = [*made["looked-at"], *made["confirming"]] + [run for run in before if run["seed"] < AGAIN]
-    looked_at = [run for run in all_looked_at if run["kind"] == HEALTHY]
-    runs = made["again"] + [run for run in before if run["seed"] >= AGAIN]
-    healthy = [run for run in runs if run["kind"] == HEALTHY]
-    found = judge(healthy, [run for run in runs if run["kind"] != HEALTHY], looked_at)
+    here = [condensed(run) for part in PARTS for run in read(options.results / part)]
+    runs = sorted([*here, *published(options.published, here)], key=lambda run: (run["seed"], run["kind"]))
+    looked_at = [run for run in runs if run["kind"] == HEALTHY and run["seed"] < AGAIN]
+    confirming = [run for run in runs if run["seed"] >= CONFIRMING]
+    judged = [run for run in confirming if run.get("rules") == NOW]
+    healthy = [run for run in judged if run["kind"] == HEALTHY]
+    faulty = [run for run in judged if is_possible(run["kind"], run["base"])]
+    found = judge(healthy, faulty, looked_at)
     prediction = [
+        "",
+        "#### Fresh or loaded?",
+        "",
+        *of_origin(judged),
         "",
         "#### Which reading goes with the final loss?",
         "",
@@ -175,22 +218,61 @@ def main(argv: list[str] | None = None) -> None:
         "the median of the healthy runs of that training; 95 % intervals by bootstrap over runs. Rows stand in the "
         "order of the looked-at runs; the confirming runs had no part in it. Most faults begin at step 40.",
         "",
-        *table(all_looked_at, runs),
+        *table([run for run in runs if run["seed"] < CONFIRMING], confirming),
     ]
     text = "\n".join([*report(found, len(looked_at)), *prediction]) + "\n"
     print(text)
     if options.output is not None:
         options.output.write_text(text)
     if options.raw is not None:
-        options.raw.write_bytes(gzip.compress(json.dumps(_raw([*all_looked_at, *runs])).encode(), mtime=0))
+        options.raw.write_bytes(gzip.compress(json.dumps(runs).encode(), mtime=0))
 
 
-def _raw(runs: Sequence[Result]) -> list[dict]:
-    kept = ("kind", "base", "seed", "validation", "losses", "gradients", "alerts")
-    return [
-        {name: run[name] for name in kept} | {"scores": {name: _plain(of(run)) for name, of in MONITORS.items()}}
-        for run in sorted(runs, key=lambda run: (run["seed"], run["kind"]))
-    ]
+def is_trained_before(run: Result) -> bool:
+    """Whether the weights had been trained before the run, as none of those are that the plan calls fresh."""
+    base = PROVOKED.get(run["base"])
+    return base is not None and (base.trained_before > 0 or base.task == "order")
+
+
+def of_origin(runs: Sequence[Result]) -> list[str]:
+    """Write how often weights were taken for trained ones, of runs that began fresh and of those that did not."""
+    counts = {}
+    for name, of_kind in (
+        ("fresh", [run for run in runs if not is_trained_before(run)]),
+        (
+            "trained byte models",
+            [run for run in runs if is_trained_before(run) and PROVOKED[run["base"]].task == "text"],
+        ),
+        (
+            "the trained encoder",
+            [run for run in runs if is_trained_before(run) and PROVOKED[run["base"]].task == "order"],
+        ),
+    ):
+        layers = [trained_layers(run) for run in of_kind]
+        models = sum(2 * trained > of for trained, of in layers)
+        counts[name] = (
+            bound(models, len(layers)) if layers else "-",
+            sum(one for one, _ in layers),
+            sum(of for _, of in layers),
+        )
+    lines = ["| began | taken for loaded | layers that look trained |", "|---|---|---|"]
+    return [*lines, *(f"| {name} | {models} | {some} of {of} |" for name, (models, some, of) in counts.items())]
+
+
+def condensed(run: Result) -> Result:
+    """Keep of a run what the tables need: of one that was looked at no losses and gradients, whose scores are kept."""
+    if "scores" in run:
+        names = ["losses", "gradients"] if run["seed"] < AGAIN else []
+        return {name: value for name, value in run.items() if name not in names}
+    run = judge_again(run)
+    names = ["kind", "base", "seed", "validation", "alerts", "rules", "warnings"]
+    names += ["losses", "gradients"] if run["seed"] >= AGAIN else []
+    return {
+        **{name: run[name] for name in names if name in run},
+        "scores": {name: _plain(of(run)) for name, of in MONITORS.items()},
+        "extremes": extremes_of(run),
+        "trained": trained_layers(run),
+    }
 
 
 def _plain(scores: Scores) -> list[list[float | None]]:
