@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TRACE = ["attention/test_trace.py", "attention/test_finder.py", "attention/test_variants.py"]
+TRACE = ["attention/test_trace.py", "attention/test_kinds.py", "attention/test_finder.py", "attention/test_variants.py"]
 OBSERVE = ["attention/observe/test_by_hand.py", "attention/observe/test_judge.py", "attention/observe/test_rows.py",
            "attention/observe/test_untouched.py", "monitoring/test_rows.py", "monitoring/test_claims.py"]  # fmt: skip
 RULES = ["monitoring/test_rules.py", "monitoring/test_reading_rules.py", "monitoring/test_alerts.py",
          "monitoring/test_head_readings.py", "test_arguments.py"]  # fmt: skip
-ALERTS = ["monitoring/test_alerts.py", "monitoring/test_state.py"]
+ALERTS = ["monitoring/test_series.py", "monitoring/test_alerts.py", "monitoring/test_state.py"]
 HISTORY = ["monitoring/test_history.py", "monitoring/test_matrices.py"]
 SESSION = ["monitoring/test_schedule.py", "monitoring/test_state.py", "monitoring/test_watch_interventions.py",
            "test_deprecation.py", "test_arguments.py"]  # fmt: skip

@@ -34,6 +34,7 @@ def run(results: Path, *, per_file: int, minutes: float, only: str = "") -> None
     end = time.monotonic() + 60 * minutes
     results.parent.mkdir(parents=True, exist_ok=True)
     chosen = [path for path in files(PACKAGE) if only in path.as_posix()]
+    usual: dict[tuple[str, ...], float] = {}  # tests -> what they take on the code as it is
     planned = {path: sample(path.read_text(), per_file, seed=len(path.read_text())) for path in chosen}
     for turn in range(per_file):
         for path, found in planned.items():
@@ -48,8 +49,10 @@ def run(results: Path, *, per_file: int, minutes: float, only: str = "") -> None
             held = read(results)
             if (name, mutation.key) in {(one["file"], one["change"]) for one in held if one["digest"] == digest}:
                 continue
-            usual = next((one["usual"] for one in held if one["file"] == name and one["digest"] == digest), None)
-            line = {"file": name, "digest": digest, "change": mutation.key, **_try(path, mutation, usual)}
+            tests = tests_of(path, PACKAGE, ROOT / "tests")
+            line = {"file": name, "digest": digest, "change": mutation.key, **_try(path, mutation, tests, usual)}
+            if line["usual"] is not None:
+                usual[tuple(tests)] = line["usual"]
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -59,14 +62,14 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
 
 
-def _try(path: Path, mutation: Mutation, usual: float | None) -> dict[str, Any]:
-    tests = tests_of(path, PACKAGE, ROOT / "tests")
-    if usual is None:
-        outcome, usual = _outcome(path, path.read_text(), tests, seconds=900)
+def _try(path: Path, mutation: Mutation, tests: list[str], usual: dict[tuple[str, ...], float]) -> dict[str, Any]:
+    seconds = usual.get(tuple(tests))
+    if seconds is None:
+        outcome, seconds = _outcome(path, path.read_text(), tests, seconds=900)
         if outcome != "survived":
             return {"outcome": "the tests fail without a change", "usual": None}
-    outcome, _ = _outcome(path, mutation.source, tests, seconds=3 * usual + SLACK)
-    return {"outcome": outcome, "usual": round(usual, 1)}
+    outcome, _ = _outcome(path, mutation.source, tests, seconds=3 * seconds + SLACK)
+    return {"outcome": outcome, "usual": round(seconds, 1)}
 
 
 def _outcome(path: Path, source: str, tests: list[str], *, seconds: float) -> tuple[str, float]:
