@@ -609,3 +609,50 @@ def test_an_output_projection_whose_weight_is_used_uncalled_is_compared_with_wha
         roles=claim.roles | {"output"},
     )
     assert judged(module, whole).is_right is (None if turned else True)
+
+
+class OwnLinear(nn.Module):
+    """A linear map of a class of its own; ``turned`` multiplies with another matrix than the one that it holds."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.weight, self.turned = nn.Parameter(torch.randn(D, D)), turned
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.mT if self.turned else self.weight)
+
+
+class HeadsAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+
+    def forward(self, x):
+        q, k, v = (one.unflatten(-1, (H, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class OutputBeside(nn.Module):
+    """Its output projection lies beside the module that computes attention, as in BERT."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.inner, self.out = HeadsAlone(), OwnLinear(turned=turned)
+
+    def forward(self, x):
+        return self.out(self.inner(x))
+
+
+@pytest.mark.parametrize("wrong", ["", "turned", "claim"])
+def test_an_output_weight_that_a_map_beside_the_module_holds_is_compared_with_what_that_map_takes_and_gives(wrong):
+    torch.manual_seed(0)
+    model = OutputBeside(turned=wrong == "turned")
+    claim = claimed_by_rows(model.inner, thirds(model.inner, "qkv"))
+    output = model.out.weight.detach().view(D, H, -1).permute(1, 2, 0)
+    output = output[[1, 0, 2, 3]] if wrong == "claim" else output
+    whole = replace(
+        claim,
+        weight=lambda role: output if role == "output" else claim.weight(role),
+        roles=claim.roles | {"output"},
+    )
+    assert judged(model, whole).is_right is (wrong == "")
