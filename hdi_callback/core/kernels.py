@@ -144,14 +144,13 @@ class AttentionSums:
         if first is not None:
             seen = seen & (column != (first[..., None] if isinstance(first, Tensor) else first))
         n = seen.sum(-1)
-        a = torch.where(seen, wide, 0)
-        total = a.sum(-1)  # (..., H, queries)
         # A query counts for all heads or for none, so that pairs of heads are compared on the same queries.
-        counts = n >= max(min_keys, 2)
+        counts = (n >= max(min_keys, 2)).all(-2, keepdim=True)
+        a = torch.where(seen & counts[..., None], wide, 0)
+        total = a.sum(-1)  # (..., H, queries)
         if first is not None:
-            counts = counts & ~(total <= 0)
-        counts = counts.all(-2, keepdim=True)
-        a.masked_fill_(~counts[..., None], 0)
+            counts = counts & ~(total <= 0).any(-2, keepdim=True)
+            a.masked_fill_(~counts[..., None], 0)
         n = torch.where(counts, n, 1).to(wide.dtype)
         total = torch.where(counts, total, 1)
         if first is not None:

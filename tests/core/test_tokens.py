@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hdi_callback.core import token_spread
 from hdi_callback.core import tokens as tokens_module
+from hdi_callback.core.tokens import energy_of_tokens
 from hdi_callback.errors import ShapeError
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian
@@ -102,3 +103,42 @@ def test_a_shape_that_is_no_batch_of_tokens_is_refused():
         token_spread(torch.ones(3))
     with pytest.raises(ShapeError, match="tokens, features"):
         token_spread(torch.ones(3, 4), torch.ones(4, dtype=torch.bool))
+
+
+def made(kind: str, n: int, d: int) -> Tensor:
+    """Tokens of which few directions, neighbours, clusters, or one token, hold most."""
+    noise = gaussian(n, d)
+    if kind == "few directions":
+        return gaussian(n, 5, seed=1) @ gaussian(5, d, seed=2) + 0.1 * noise
+    if kind == "neighbours alike":
+        tokens = noise.clone()
+        for place in range(1, n):
+            tokens[place] = 0.95 * tokens[place - 1] + 0.3 * noise[place]
+        return tokens
+    if kind == "clusters":
+        return gaussian(10, d, seed=1)[torch.arange(n) % 10] + 0.3 * noise
+    if kind == "one large token":
+        return torch.cat([100 * noise[:1], noise[1:]])
+    return noise
+
+
+@pytest.mark.parametrize("kind", ["independent", "few directions", "neighbours alike", "clusters", "one large token"])
+@pytest.mark.parametrize("n", [513, 1024, 2048])
+def test_the_energy_of_many_tokens_is_estimated_to_two_percent_from_a_few_partners_of_each(kind, n):
+    tokens = made(kind, n, 600)
+    tokens = tokens - tokens.mean(0)
+    weights = (torch.arange(n) % 7 > 1).double()  # the others are padding
+    rows = tokens / tokens.norm() * weights[:, None]
+    exact = (rows.T @ rows).square().sum()
+    with TensorSizes() as sizes:
+        estimate = energy_of_tokens(rows, weights)
+    assert float(estimate / exact) == pytest.approx(1, abs=0.02)
+    assert sizes.largest <= rows.numel()
+    assert estimate == energy_of_tokens(rows, weights)  # nothing is drawn
+
+
+@pytest.mark.parametrize("shape", [(512, 700), (700, 512), (2, 3), (0, 4)])
+def test_the_energy_of_few_tokens_or_features_is_exact(shape):
+    rows = gaussian(*shape)
+    exact = (rows.T @ rows).square().sum()
+    assert float(energy_of_tokens(rows, torch.ones(len(rows)))) == pytest.approx(float(exact), rel=1e-12)

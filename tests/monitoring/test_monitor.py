@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
+from hdi_callback.attention import ROLES, AttentionLayer
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.metrics import METRICS, RULE_METRICS
 from hdi_callback.monitoring.monitor import weights
@@ -337,3 +338,27 @@ def test_outputs_that_the_fast_path_of_torch_computed_are_absent_with_that_reaso
         record = monitor.measure(0).record()
     assert "takes torch's fast path" in record.absent["head outputs/teacher.layers.0.self_attn"]
     assert "head_correlation" in record.layers["own.blocks.0.attn"].values
+
+
+def test_a_weight_that_lies_in_a_parameter_is_looked_up_once_for_all_that_is_computed_of_it(model, monkeypatch):
+    looked = []
+    of = AttentionLayer.weight
+
+    def look(layer, role):
+        looked.append((layer.name, role))
+        return of(layer, role)
+
+    monkeypatch.setattr(AttentionLayer, "weight", look)
+    with HeadDiversityMonitor(model, metrics=["default", *RULE_METRICS]) as monitor:
+        for step in range(2):
+            looked.clear()
+            monitor.arm()
+            model(tokens())
+            before = monitor.measure(step).record()
+            assert sorted(looked) == sorted((name, role) for name in LAYERS for role in ROLES)
+        with torch.no_grad():
+            key = model.get_submodule(LAYERS[0]).k_proj
+            key.weight = nn.Parameter(torch.eye(WIDTH))  # another parameter in its place is read at the next reading
+        after = monitor.measure(3).record()
+    assert after.layers[LAYERS[0]].values["hdi"] == pytest.approx(1)
+    assert before.layers[LAYERS[0]].values["hdi"] < 0.99

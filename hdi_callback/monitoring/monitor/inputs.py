@@ -14,7 +14,7 @@ from hdi_callback.attention.inputs import layers_of_inputs, tap_inputs
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import HeadDiversity, head_diversity_from_covariance
-from hdi_callback.core.tokens import TokenSpread, gram_energy
+from hdi_callback.core.tokens import TokenSpread, energy_of_tokens
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import KEYS, TOKENS
@@ -186,14 +186,18 @@ class LayerInputs(Collected):
         if self._captures is None:
             return []
         means = []
-        for layer in layers:
-            held = self._tokens_of(layer, device)
-            means.append(InputMean.none(_width(layer), device) if held is None else InputMean.of(*held))
+        if ranks.size > 1:
+            means = [_mean_of(layer, self._tokens_of(layer, device), device) for layer in layers]
         added = iter(ranks.sum([tensor for mean in means for tensor in mean.tensors()], device))
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         for layer in layers:
-            mean = InputMean(*(next(added) for _ in means[0].tensors()))
-            for source, values in self._measure_one(layer, mean, ranks, device, absent):
+            held = self._tokens_of(layer, device)
+            # Alone, the tokens of a layer are brought to float64 once.
+            if ranks.size > 1:
+                mean = InputMean(*(next(added) for _ in means[0].tensors()))
+            else:
+                mean = _mean_of(layer, held, device)
+            for source, values in self._measure_one(layer, mean, held, ranks, device, absent):
                 if layer.name in left_out:
                     continue
                 measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
@@ -203,11 +207,12 @@ class LayerInputs(Collected):
         self,
         layer: AttentionLayer,
         mean: InputMean,
+        held: tuple[Tensor, Tensor] | None,
         ranks: Ranks,
         device: torch.device,
         absent: Absent,
     ) -> Iterator[tuple[str, Any]]:
-        width, held = _width(layer), self._tokens_of(layer, device)
+        width = _width(layer)
         is_here = any(one.name == layer.name for one in self._tapped)
         with without_autocast(device):
             rows = torch.zeros(0, width, dtype=torch.float64, device=device)
@@ -215,8 +220,8 @@ class LayerInputs(Collected):
                 tokens, weights = held
                 rows = (tokens - mean.total / mean.count.clamp_min(1)).mul_(weights.sqrt()[:, None])
             scatter: Tensor | None = None
-            if ranks.size == 1 and KEYS not in self._sources:  # the smaller Gram matrix tells as much of tokens alone
-                variance, energy = _variance_and_energy(rows)
+            if ranks.size == 1 and KEYS not in self._sources:  # inner products tell as much of tokens alone
+                variance, energy = _variance_and_energy(rows, torch.zeros(0) if held is None else held[1])
             else:
                 (scatter,) = ranks.sum([rows.mT @ rows], device)
                 variance, energy = scatter.diagonal().sum(), scatter.square().sum()
@@ -292,12 +297,16 @@ def spread_of(mean: InputMean, variance: Tensor, energy: Tensor) -> TokenSpread:
     )
 
 
-def _variance_and_energy(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms of rows and of ``rows.mT @ rows``, the latter from the smaller of two Gram matrices in float32."""
+def _variance_and_energy(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms of rows and of ``rows.mT @ rows``, the latter from inner products in float32; uses the rows up."""
     size = torch.linalg.vector_norm(rows)
-    small = (rows / torch.where(size > 0, size, 1)).float()
-    energy: Tensor = gram_energy(small if len(small) < small.shape[1] else small.mT).double() * size**4
+    small = rows.div_(torch.where(size > 0, size, 1)).float()
+    energy: Tensor = energy_of_tokens(small, weights).double() * size**4
     return size.square(), energy
+
+
+def _mean_of(layer: AttentionLayer, held: tuple[Tensor, Tensor] | None, device: torch.device) -> InputMean:
+    return InputMean.none(_width(layer), device) if held is None else InputMean.of(*held)
 
 
 def _width(layer: AttentionLayer) -> int:

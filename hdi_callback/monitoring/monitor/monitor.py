@@ -301,7 +301,7 @@ class HeadDiversityMonitor:
             self._inputs.collect(absent)
         self._last_weights.begin(step)
         self._shared.forget()  # if the last reading did not come to its end
-        with torch.no_grad():
+        with torch.no_grad(), self._reader.remembering_views():
             measurements = self._measure_together(absent)
             measurements = self._measure_alone(absent) if measurements is None else measurements
         self._shared.forget()

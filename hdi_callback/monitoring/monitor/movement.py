@@ -87,12 +87,12 @@ class LastWeights:
                 if before is None:
                     moved[row] = same[row] = torch.nan
                     continue
-                change = weight_update(own, before)
-                moved[row] += torch.linalg.vector_norm(change, dim=(-2, -1)).square()
                 size[row] += torch.linalg.vector_norm(before.to(own.device, wide), dim=(-2, -1)).square()
-                # Written as numbers: adding up truth values is six times as slow.
-                same[row] += torch.eq(change, 0, out=torch.empty_like(change)).sum((-2, -1))
+                change = weight_update(own, before)
                 count[row] += change[0].numel()
+                moved[row] += torch.linalg.vector_norm(change, dim=(-2, -1)).square()
+                # Written as numbers, in place: adding up truth values is six times as slow.
+                same[row] += change.eq_(0).sum((-2, -1))
         return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()), same / count)
 
     def before(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdi_callback.attention import ROLES, AttentionLayer, Role
 from hdi_callback.errors import HDIError
@@ -80,6 +80,20 @@ class WeightReader:
         self.memory_budget = memory_budget
         self._layers, self._budget = layers, memory_budget // 2
         self._layers_at_once = sys.maxsize
+        self._views: dict[tuple[str, Role], Tensor] | None = None
+
+    @contextmanager
+    def remembering_views(self) -> Iterator[None]:
+        """Look up each weight once inside, where it is a view of a parameter: several sources read the same ones.
+
+        Yields:
+            Nothing; what was found is forgotten at the end.
+        """
+        self._views = {}
+        try:
+            yield
+        finally:
+            self._views = None
 
     def measure(self, source: WeightSource, absent: Absent, ranks: Ranks) -> list[Measurement]:
         """Measure the weights of all layers; of several ranks, every one measures its share of the layers.
@@ -124,11 +138,15 @@ class WeightReader:
             HDIError: if it is not to be read, or cannot be.
         """
         self._layers.require(layer)
+        if self._views is not None and (layer.name, role) in self._views:
+            return self._views[layer.name, role]
         if ranks.size == 1 and number_of_processes() > 1 and self._layers.sharding.is_sharded(layer, role):
             raise HDIError("other ranks hold parts of it, and they take no readings with this one")
         weight = self._layers.sharding.weight(layer, role)
         if weight.is_meta and ranks.size > 1:
             raise HDIError("it is on the meta device and holds no numbers")
+        if self._views is not None and _is_part_of(weight, layer.slices[role].module):
+            self._views[layer.name, role] = weight
         return weight
 
     def _measure_at_once(
@@ -167,6 +185,15 @@ class WeightReader:
             *self._measure_at_once(source, members[:half], absent),
             *self._measure_at_once(source, members[half:], absent),
         ]
+
+
+def _is_part_of(weight: Tensor, module: nn.Module) -> bool:
+    """Tell whether a weight on a CPU lies in a parameter of a module, so that to keep it takes no memory."""
+    if weight.device.type != "cpu" or type(weight) is not Tensor:
+        return False
+    place = weight.untyped_storage().data_ptr()
+    whole = (value for value in module.parameters() if type(value) is nn.Parameter)
+    return any(value.untyped_storage().data_ptr() == place for value in whole)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
