@@ -34,6 +34,7 @@ _SHRUNKEN: list[dict[str, Any]] = [
     {"img_size": 64, "depth": 2, **_WIDTHS},
     {"img_size": 64, "depth": 2},
     {"img_size": 64, "depths": (1, 1, 1, 1)},
+    {"img_size": 64, "stages": (1, 1, 1, 1)},
     {"depths": (1, 1, 1, 1)},
     {"img_size": 64},
     {"depth": 2},
