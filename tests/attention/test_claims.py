@@ -1,0 +1,87 @@
+"""One rule says what a real forward shows against a claim, before training and in it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback import HeadDiversityMonitor
+from hdi_callback.attention import AttentionLayer, find_attention, register_layout
+from hdi_callback.attention.finding.runtime import contradiction_in_forward
+from hdi_callback.attention.observe import Verdict
+from hdi_callback.attention.registry import _REGISTERED
+from hdi_callback.attention.trace.inputs import Inputs
+from tests.attention.models import D, NanoGPT
+
+RECORDED = (Inputs((torch.randn(2, 8, D),), {}),)
+CANNOT_RUN = (Inputs(("no tensor",), {}),)
+AGAINST = Verdict("contradicted", "its keys are others")
+OPEN = Verdict("not seen", "nothing was observed")
+
+
+def layer(evidence: str, *, is_right: bool) -> AttentionLayer:
+    (found,) = find_attention(nn.Sequential(NanoGPT()))
+    slices = dict(found.slices) if is_right else {**found.slices, "key": found.slices["value"]}
+    return replace(found, evidence=evidence, slices=slices)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "is_right", "verdict", "recorded", "says"),
+    [
+        ("layout", False, Verdict("established", ""), RECORDED, None),  # attention received what is claimed
+        ("layout", False, AGAINST, CANNOT_RUN, "its keys are others"),
+        ("layout", False, OPEN, CANNOT_RUN, None),
+        ("layout", False, None, (), None),
+        ("trace", True, AGAINST, CANNOT_RUN, None),  # a traced run outweighs observation: that before training
+        ("forward", True, AGAINST, (), None),
+        ("layout", True, AGAINST, RECORDED, None),  # and that with the inputs of the forward
+        ("layout", True, AGAINST, CANNOT_RUN + RECORDED, None),
+        ("layout", False, OPEN, RECORDED, "its key heads are other rows than those that are read"),
+        ("layout", False, None, RECORDED, "its key heads are other rows than those that are read"),
+        ("trace", False, AGAINST, RECORDED, "its keys are others"),  # both say so: what was observed is nearer
+    ],
+)
+def test_what_contradicts_a_claim(evidence, is_right, verdict, recorded, says):
+    assert contradiction_in_forward(layer(evidence, is_right=is_right), verdict, recorded) == says
+
+
+class Described(NanoGPT):
+    """Attention of which a user describes the values as keys."""
+
+
+@pytest.fixture
+def wrong_layout():
+    before = list(_REGISTERED)
+    register_layout(Described, lambda name, module: replace(wrong_of(module), name=name))
+    yield
+    _REGISTERED[:] = before
+
+
+def wrong_of(module: nn.Module) -> AttentionLayer:
+    plain = NanoGPT()
+    plain.load_state_dict(module.state_dict())
+    (found,) = find_attention(nn.Sequential(plain))
+    slices = {role: part.moved_to(module) for role, part in found.slices.items()}
+    return replace(
+        found, module=module, evidence="layout", output_projection=None, slices={**slices, "key": slices["value"]}
+    )
+
+
+def test_a_wrong_layout_is_contradicted_alike_before_training_and_in_it(wrong_layout):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Described()), torch.randn(3, 7, D)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        corrected = find_attention(model, forward=lambda: model(x))
+    assert [one.evidence for one in corrected] == ["trace"]
+    assert torch.equal(corrected[0].weight("key"), model[0].c_attn.weight[D : 2 * D].view(4, 8, D))
+    with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
+        monitor.arm()
+        model(x)
+        with pytest.warns(match="`0` left out from now on"):
+            record = monitor.measure(0).record()
+    assert "contradicts its heads" in record.absent["0"]
