@@ -476,7 +476,7 @@ RULE_METRICS = (
     "weights_not_finite",
     "outputs_not_finite",
 )
-"""What the default rules look at beside the default curves, one metric of each source: measured with the default
+"""What the default rules read beside the default curves, one metric of each source: measured with the default
 metrics and kept in the history, and not drawn, as few curves are read and many are not. What they detect is in
 `docs/evidence.md`, what they cost in `docs/cost.md`."""
 
@@ -497,10 +497,10 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
     """Check the names of metrics and return them without repeats.
 
     Args:
-        names: names from `METRICS`; ``"default"`` among them stands for the default ones, and so does `None`.
+        names: names from `METRICS`; ``"default"`` among them means the default ones, and so does `None`.
 
     Returns:
-        The names, in the order given.
+        The names, in their order.
 
     Raises:
         MisconfigurationError: if a name is not in `METRICS`; the message lists what exists.
@@ -512,8 +512,8 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
         True
     """
     is_default = names is None or (isinstance(names, str) and names == _DEFAULT)
-    given = [_DEFAULT] if is_default else words("metrics", names, what="names of metrics")
-    expanded = [DEFAULT_METRICS if name == _DEFAULT else (name,) for name in given or ()]
+    written = [_DEFAULT] if is_default else words("metrics", names, what="names of metrics")
+    expanded = [DEFAULT_METRICS if name == _DEFAULT else (name,) for name in written or ()]
     chosen = tuple(dict.fromkeys(name for names in expanded for name in names))
     unknown = [name for name in chosen if name not in METRICS]
     if unknown or not chosen:
@@ -525,7 +525,7 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def has_default(names: Any) -> bool:
-    """Tell whether the default metrics are asked for, alone or among others.
+    """Return whether the default metrics are asked for, alone or among others.
 
     Args:
         names: what a user wrote.
@@ -533,9 +533,9 @@ def has_default(names: Any) -> bool:
     Returns:
         True if they are.
     """
-    given = [names] if isinstance(names, str) else names
-    return given is None or (
-        isinstance(given, list | tuple) and any(isinstance(name, str) and name == _DEFAULT for name in given)
+    chosen = [names] if isinstance(names, str) else names
+    return chosen is None or (
+        isinstance(chosen, list | tuple) and any(isinstance(name, str) and name == _DEFAULT for name in chosen)
     )
 
 

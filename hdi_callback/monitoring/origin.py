@@ -18,7 +18,7 @@ DEVIATIONS = 6.0
 
 
 def has_been_trained(arrays: Mapping[str, Sequence[Any]], facts: Mapping[str, Any]) -> bool:
-    """Tell whether the key weights of a layer had been trained before they were read first.
+    """Return whether the key weights of a layer had been trained before they were read first.
 
     Heads of zeros are taken for an initialisation. Of 1,530 fresh layers of six initialisations none is taken for
     trained (`test_no_fresh_layer_is_taken_for_a_trained_one`); training of a few dozen steps, or of heads whose weights

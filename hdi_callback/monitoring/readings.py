@@ -190,7 +190,7 @@ class Readout:
         return self._reading.step
 
     def is_ready(self) -> bool:
-        """Tell whether the numbers have arrived, without waiting.
+        """Return whether the numbers have arrived, without waiting.
 
         Returns:
             True once `record` would not wait.

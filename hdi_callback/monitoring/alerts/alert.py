@@ -14,7 +14,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 def is_at_least(level: Level, least: Level) -> bool:
-    """Tell whether a level is as serious as another, or more.
+    """Return whether a level is as serious as another, or more.
 
     Args:
         level: the level in question.

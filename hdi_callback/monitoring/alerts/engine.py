@@ -141,7 +141,7 @@ class Alerts:
             self.rewrite(name, heads)
 
     def _learn_origins(self, record: Record) -> None:
-        """Take layers that look fresh for loaded where most of the model was loaded: single ones go unnoticed."""
+        """Take layers that appear fresh for loaded where most of the model was loaded: single ones go unnoticed."""
         if self._loaded == "auto" and not self._series and record.layers:
             trained = [
                 has_been_trained(layer.arrays, self._facts.get(name, {})) for name, layer in record.layers.items()
@@ -207,7 +207,7 @@ def heads_written(line: Mapping[str, Any]) -> list[int]:
 
 
 def _names_others(finding: Finding, active: Alert) -> bool:
-    """Tell whether a finding names heads, and others than those of the active alert."""
+    """Return whether a finding names heads, and others than those of the active alert."""
     before = active.finding
     return bool(finding.heads) and (set(finding.heads), set(finding.groups)) != (set(before.heads), set(before.groups))
 

@@ -20,7 +20,7 @@ class Rule(ABC):
     """Says what it finds in the readings of a layer; a rule of your own is a small class.
 
     Attributes:
-        name: what it looks for, in a few words; there is one alert for each layer and rule until it is resolved.
+        name: what it finds, in a few words; there is one alert for each layer and rule until it is resolved.
         needs: metrics without which it is not asked, and then neither begins nor ends an alert.
         layers: patterns of layer names that it is for; all by default.
         is_optional: whether a callback passes it over where what it needs is not measured, as it does with what

@@ -110,7 +110,7 @@ class Series:
         return [row.step for row in rows], [row.values[metric] for row in rows]
 
     def holds_from_start(self, is_so: Callable[[Row], bool]) -> bool:
-        """Tell whether something is so in all readings, and the first of them is that of step 0.
+        """Return whether something is so in all readings, and the first of them is that of step 0.
 
         Args:
             is_so: asked of one reading.

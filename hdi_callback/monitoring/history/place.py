@@ -85,7 +85,7 @@ def place_history(
 
 
 def is_history_of(path: Path, state: Mapping[str, Any]) -> bool:
-    """Tell whether a file is the history of the run that a checkpoint is of.
+    """Return whether a file is the history of the run that a checkpoint is of.
 
     By the id of the run; a history or a checkpoint without one, as earlier versions wrote them, by its layers and
     readings.

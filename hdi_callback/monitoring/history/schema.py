@@ -12,7 +12,7 @@ _MOST = 2**63  # what a table can hold
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
-    """Tell whether something is a whole number that counts steps or heads.
+    """Return whether something is a whole number that counts steps or heads.
 
     Args:
         value: anything.
@@ -25,7 +25,7 @@ def is_whole(value: Any, least: int = 0) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether something is a finite number.
+    """Return whether something is a finite number.
 
     Args:
         value: anything.
@@ -37,7 +37,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_value(value: Any) -> bool:
-    """Tell whether something is a number, or what is written for one that is not finite.
+    """Return whether something is a number, or what is written for one that is not finite.
 
     Args:
         value: anything.
@@ -49,7 +49,7 @@ def is_value(value: Any) -> bool:
 
 
 def is_text_map(value: Any) -> bool:
-    """Tell whether something is a dictionary with texts as keys.
+    """Return whether something is a dictionary with texts as keys.
 
     Args:
         value: anything.
@@ -61,7 +61,7 @@ def is_text_map(value: Any) -> bool:
 
 
 def is_alert(value: Any) -> bool:
-    """Tell whether something is what `Alert.to_dict` gives.
+    """Return whether something is what `Alert.to_dict` gives.
 
     Args:
         value: anything.

@@ -410,7 +410,7 @@ def _query_biases(layer: AttentionLayer) -> Tensor | None:
 
 
 def _has_terms_of_its_own(layer: AttentionLayer, one: int, other: int) -> bool:
-    """Tell whether the module holds something for each head, besides the projections, in which two heads differ."""
+    """Return whether the module holds something for each head, besides the projections, in which two heads differ."""
     owners = {id(owner_of(layer, layer.weight(role))) for role in layer.slices}
     for name, item in (*layer.module.named_parameters(), *layer.module.named_buffers()):
         if id(item) in owners or (name.endswith("bias") and item.dim() == 1 and item.shape[0] != layer.num_heads):
@@ -437,7 +437,7 @@ def _output_bias(layer: AttentionLayer) -> Tensor | None:
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Tell whether strides of one tensor hold for another; those of dimensions of size one may be anything."""
+    """Return whether strides of one tensor hold for another; those of dimensions of size one may be anything."""
     strides = zip(one.stride(), other.stride(), other.shape)
     return one.shape == other.shape and all(own == its or size == 1 for own, its, size in strides)
 

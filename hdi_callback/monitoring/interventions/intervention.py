@@ -223,7 +223,7 @@ class Intervention(ABC):
         """Prepare for a forward of the model that is about to run."""
 
     def report(self, record: Record) -> Any:
-        """Tell what the first rank's reading says, for `follow` on every rank.
+        """Return what the first rank's reading says, for `follow` on every rank.
 
         Args:
             record: the reading.
@@ -315,7 +315,7 @@ class Intervention(ABC):
         return self.waits_for_change and not has_named and alert.finding.is_from_start and not alert.is_resolved
 
     def is_for_layer(self, name: str) -> bool:
-        """Tell whether it answers alerts of a layer.
+        """Return whether it answers alerts of a layer.
 
         Args:
             name: that of the layer.

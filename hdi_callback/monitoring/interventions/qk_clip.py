@@ -139,7 +139,7 @@ class QKClip(Intervention):
                 observer.arm(keeps_samples=False)
 
     def report(self, record: Record) -> list[str]:
-        """Tell which layers a reading does not clear.
+        """Return which layers a reading does not clear.
 
         Args:
             record: the reading.

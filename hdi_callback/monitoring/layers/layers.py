@@ -70,7 +70,7 @@ class WatchedLayers:
         return self._removed
 
     def is_contradicted(self, name: str) -> bool:
-        """Tell whether the first forward showed other heads than were claimed.
+        """Return whether the first forward showed other heads than were claimed.
 
         Args:
             name: of a layer.
@@ -92,7 +92,7 @@ class WatchedLayers:
         return next(layer for layer in self.all if layer.name == name)
 
     def is_chosen(self, name: str) -> bool:
-        """Tell whether patterns leave a module in; one of a layer chooses all that the layer holds.
+        """Return whether patterns leave a module in; one of a layer chooses all that the layer holds.
 
         Args:
             name: of the module.
@@ -164,7 +164,7 @@ class WatchedLayers:
         return late
 
     def device(self) -> torch.device:
-        """Tell where the first of them lies.
+        """Return where the first of them lies.
 
         Returns:
             The device.

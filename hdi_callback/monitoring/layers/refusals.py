@@ -45,7 +45,7 @@ def nothing_to_watch(model: nn.Module) -> str:
 
 
 def may_attend(model: nn.Module) -> bool:
-    """Tell whether a forward may attend: torch's own layers do only where they are made for it.
+    """Return whether a forward may attend: torch's own layers do only where they are made for it.
 
     Args:
         model: the model.

@@ -189,7 +189,7 @@ class HeadVerifier:
         return [replace(layer, evidence="forward") for layer in found]
 
     def _may_be_watched(self, path: str, layer: AttentionLayer, others: Sequence[AttentionLayer]) -> bool:
-        """Tell whether a layer from observation alone is one that is asked for, beside all others."""
+        """Return whether a layer from observation alone is one that is asked for, beside all others."""
         inside = set(layer.module.modules())
         if any(one.module in inside or layer.module in set(one.module.modules()) for one in others):
             return False

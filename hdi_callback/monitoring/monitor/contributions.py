@@ -83,7 +83,7 @@ def _contributions_of(
 
 
 def not_finite(outputs: Tensor, weights: Tensor | None) -> Tensor:
-    """Tell which heads gave what is no number.
+    """Return which heads gave what is no number.
 
     Args:
         outputs: ``(tokens, H, d_v)``.

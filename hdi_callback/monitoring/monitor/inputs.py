@@ -1,4 +1,4 @@
-"""What layers are given, and the keys that come of it: measured alone or with other ranks."""
+"""The input tokens of layers, and the keys made of them: measured alone or with other ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCES = (KEYS, TOKENS)
 
 @dataclass(frozen=True)
 class InputMean:
-    """Sums over the tokens that a layer was given, of which each counts as often as its weight says.
+    """Sums over the input tokens of a layer, of which each counts as often as its weight says.
 
     Attributes:
         count: sum of the weights.
@@ -90,7 +90,7 @@ class InputMean:
 
 
 class LayerInputs(Collected):
-    """Capture what layers are given, and measure it.
+    """Capture the input tokens of layers, and measure them.
 
     Args:
         layers: the layers that are watched.
@@ -269,7 +269,7 @@ class LayerInputs(Collected):
         if capture.weights is None:
             return tokens, torch.ones(len(tokens), dtype=torch.float64, device=device)
         weights = capture.weights.to(device, torch.float64)
-        return torch.where(weights[:, None] == 0, 0, tokens), weights  # what is in padding is not looked at
+        return torch.where(weights[:, None] == 0, 0, tokens), weights  # what is in padding does not count
 
 
 def spread_of(mean: InputMean, variance: Tensor, energy: Tensor) -> TokenSpread:

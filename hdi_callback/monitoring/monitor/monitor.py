@@ -64,7 +64,7 @@ class HeadDiversityMonitor:
         method: how overlaps are computed, see `head_diversity`.
         memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone.
         strict: make a model without any readable attention layer an error instead of a warning: at once, or at the
-            first reading where a real forward may still show the heads of modules that look like attention.
+            first reading where a real forward may still show the heads of modules that resemble attention.
         check_heads: check, on a few tokens of the first armed forward, that every layer computes attention with the
             heads that were found; a layer that does not is left out from then on, with a warning that shows why. What
             is proposed by names alone is watched from the forward on that confirms it. Modules that were refused are

@@ -193,11 +193,11 @@ class AttentionReadings:
             self.observer.arm(keeps_samples=is_verifying)
 
     def disarm(self) -> None:
-        """Observe nothing more, and keep what was seen."""
+        """Observe nothing more, and keep what was observed."""
         self.observer.disarm()
 
     def release(self) -> None:
-        """Observe nothing more, and let go of what was seen."""
+        """Observe nothing more, and let go of what was observed."""
         self.observer.release()
         self._is_armed, self._padding_mask = False, None
 
@@ -205,7 +205,7 @@ class AttentionReadings:
         """Do nothing: an observer leaves nothing in a graph."""
 
     def remove(self) -> None:
-        """Take everything off the model, and let go of what was seen."""
+        """Take everything off the model, and let go of what was observed."""
         self.release()
         self.suspend()
 
@@ -221,12 +221,12 @@ class AttentionReadings:
             self._observe()
 
     def collect(self, names: Collection[str], pending: Collection[str], absent: Absent) -> None:
-        """Take over what was seen, for the measurement that follows.
+        """Take over what was observed, for the measurement that follows.
 
         Args:
             names: of the layers that are asked for.
             pending: names of those whose forward may still come.
-            absent: takes what was not seen.
+            absent: takes what was not observed.
         """
         self.observer.disarm()
         self._seen = None
@@ -255,7 +255,7 @@ class AttentionReadings:
         return self._seen is not None
 
     def take_part(self) -> None:
-        """Measure what other ranks have seen, though no forward was to be read on this one."""
+        """Measure what other ranks have observed, though no forward was to be read on this one."""
         self._seen = {} if self._seen is None and self._reads_rows else self._seen
 
     def forget(self) -> None:
@@ -263,7 +263,7 @@ class AttentionReadings:
         self._seen = None
 
     def measure(self, absent: Absent) -> list[Measurement]:
-        """Measure what was seen, as one process alone.
+        """Measure what was observed, as one process alone.
 
         Args:
             absent: takes what cannot be measured.
@@ -306,7 +306,7 @@ class AttentionReadings:
         for layer, one, width in zip(layers, sums, keys):
             of_sum, added = added[: len(one.added())], added[len(one.added()) :]
             of_largest, largest = largest[: len(one.largest())], largest[len(one.largest()) :]
-            # Nothing is told of a layer that no rank saw, whose reason is known already.
+            # Nothing is reported of a layer that no rank saw, whose reason is known already.
             if width and layer.name not in left_out:
                 totals[layer.name] = one.over_ranks(of_sum, of_largest)
         return self._measure(totals, absent)
@@ -345,15 +345,15 @@ class AttentionReadings:
         return _sums(read[0], layer)
 
     def _padding(self, sequences: int, length: int) -> Tensor | None:
-        """Tell which tokens of the attention that runs are padding; `None` leaves it to the masks that it receives."""
+        """Return which tokens of the running attention are padding; `None` leaves it to the masks that it receives."""
         shape = (sequences, length)
         if self._padding_mask is not None:
-            told = fit_padding(self._padding_mask.bool(), shape)
+            padding = fit_padding(self._padding_mask.bool(), shape)
         elif self._choice is None:
             return torch.zeros(shape, dtype=torch.bool, device="cpu")
         else:
-            told = find_padding(shape, calls_going_on(), choice=self._choice).padded
-        return None if told is None or told.dtype != torch.bool else told.view(shape)
+            padding = find_padding(shape, calls_going_on(), choice=self._choice).padded
+        return None if padding is None or padding.dtype != torch.bool else padding.view(shape)
 
 
 def _reduce(chunk: RowChunk) -> AttentionSums:

@@ -99,7 +99,7 @@ def _all_roles(layer: AttentionLayer) -> tuple[Role, ...]:
 
 
 def _is_alone(names: Sequence[str], weights: Mapping[Role, Tensor]) -> bool:
-    """Tell whether this is one layer, of which the host may look at what comes."""
+    """Return whether this is one layer, whose results the host may read."""
     return len(names) == 1 and all(may_decide_on_host(weight) for weight in weights.values())
 
 

@@ -197,7 +197,7 @@ def _is_part_of(weight: Tensor, module: nn.Module) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Compute in the types that are given, whatever the user's autocast says.
+    """Compute in the types of the arguments, whatever the user's autocast says.
 
     Args:
         device: where it is computed.
@@ -215,7 +215,7 @@ _LARGE = 2**17
 
 
 def _are_read_alone(weights: Iterable[Tensor]) -> bool:
-    """Tell whether the layers of a batch are read one after the other, as they lie, in place of a copy of all."""
+    """Return whether the layers of a batch are read one after the other, as they lie, in place of a copy of all."""
     return all(weight.device.type == "cpu" and weight.numel() >= _LARGE for weight in weights)
 
 

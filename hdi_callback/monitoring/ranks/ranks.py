@@ -35,7 +35,7 @@ class Ranks:
         self._group_of_peers: Any = None
 
     def takes(self, place: int) -> bool:
-        """Tell whether this rank measures a layer's weights.
+        """Return whether this rank measures a layer's weights.
 
         Args:
             place: of the layer among those that this rank and its peers hold.
@@ -100,7 +100,7 @@ def number_of_processes() -> int:
 
 
 def is_first_rank() -> bool:
-    """Tell whether this is the process that writes for all.
+    """Return whether this is the process that writes for all.
 
     Returns:
         True outside `torch.distributed`.

@@ -1,8 +1,8 @@
-"""What collapse looks like: the rules that raise alerts, one file each.
+"""The rules that raise alerts, one file each.
 
 They judge *alignment*: overlap against chance, 0 for independent random heads and 1 for identical ones, so that one
 limit serves layers of all sizes. Healthy training aligns heads too; therefore limits on the level raise alarms, and
-changes alone only a notice. The limits were fixed on looked-at runs and tried on others: docs/alerts.md.
+changes alone only a notice. The limits were chosen on some runs and tested on others: docs/alerts.md.
 """
 
 from hdi_callback.monitoring.rules.choice import choose_rules, default_rules

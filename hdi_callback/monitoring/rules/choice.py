@@ -126,7 +126,7 @@ def choose_rules(
 
     Raises:
         MisconfigurationError: if something is no rule, two rules have one name, a limit is unknown or cannot be
-            reached, or limits are given for rules of your own.
+            reached, or limits are set for rules of your own.
 
     Example:
         >>> rules_for = choose_rules("default", {"decoder.0.*": {"mean": 0.8}})

@@ -1,4 +1,4 @@
-"""Heads without a key weight, or with so little of it that they look at nothing."""
+"""Heads without a key weight, or with so little of it that they attend to nothing in particular."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DeadHeads(Rule):
     """Heads whose key weight is dead for practical purposes: they weigh all tokens alike.
 
     A head is dead whose norm has fallen to a small share of what it was at the first reading, or of that of the median
-    head beside it. Heads that begin so are given time: until the key weights of the layer have changed at five
-    readings, or, if nothing is seen to change, for twenty. Of weights that were loaded they are left alone. Where a
+    head beside it. Heads that begin so are not reported until the key weights of the layer have changed at five
+    readings, or, if nothing changes, for twenty. Of weights that were loaded they are left alone. Where a
     norm follows the keys only a weight of zeros is dead, as the norm takes its size away again.
 
     Args:

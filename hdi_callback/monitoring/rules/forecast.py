@@ -76,7 +76,7 @@ class AlignmentForecast(Rule):
         )
 
     def _vanishes(self, series: Series) -> bool:
-        """Tell whether the weights shrink: what is left of them may well point the same way, and is going nowhere."""
+        """Return whether the weights shrink: what is left of them may well point the same way, and is going nowhere."""
         _, norms = series.curve("hdi_head_norm")
         return len(norms) >= self.readings and norms[-1] <= self.shrinks * norms[-self.readings]
 

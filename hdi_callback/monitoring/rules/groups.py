@@ -26,7 +26,7 @@ def aligned_groups(row: Row, facts: Mapping[str, Any], lens: Lens, limit: float)
 
     Returns:
         Groups of two heads or more, each in ascending order. Where a history holds no matrices, each head is joined to
-        its nearest alone, and where that is not known, the closest pair stands for all.
+        its nearest alone, and where that is not known, the closest pair represents all.
     """
     sizes, width = row.arrays.get(_WEIGHT[lens], ()), facts.get("width")
     if width and sizes and _OVERLAP[lens] in row.matrices:
@@ -48,7 +48,7 @@ def similar_groups(row: Row, matrix: str, limit: float) -> Groups:
 
     Args:
         row: a reading of a layer.
-        matrix: its name in the history; ``<matrix>_worst_pair`` stands for all where there is none.
+        matrix: its name in the history; ``<matrix>_worst_pair`` represents all where there is none.
         limit: of an entry.
 
     Returns:

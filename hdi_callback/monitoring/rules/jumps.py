@@ -49,10 +49,10 @@ class WeightJump(Rule):
 
 
 class InputsLoseRank(Rule):
-    """The tokens that a layer is given have lost directions at once, and further than they ever changed in this run.
+    """The input tokens of a layer have lost directions at once, and further than they ever changed in this run.
 
     As by a loader that gives one token again and again, or by code that cuts features off. What training does to them
-    goes on from one reading to the next, so it is told when the two readings after the fall are where the fall has
+    goes on from one reading to the next, so it is reported when the two readings after the fall are where the fall has
     ended; data of another kind may do so too.
 
     Args:
@@ -74,7 +74,7 @@ class InputsLoseRank(Rule):
         self.factor = number("factor of InputsLoseRank", factor, above=1, below=float("inf"), example=4.0)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Hold the latest fall against the changes before; the alert stands until half of the fall is made up for."""
+        """Compare the latest fall with the changes before; the alert is active until half of it is made up for."""
         steps, curve = series.curve("token_rank")
         now = curve[-1]
         if active is not None:

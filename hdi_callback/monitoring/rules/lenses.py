@@ -1,4 +1,4 @@
-"""Which alignment a rule looks at: by subspaces, or weighed by energy."""
+"""Which alignment a rule judges: of subspaces, or weighed by energy."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def pair_of(row: Row, lens: Lens) -> tuple[int, ...]:
 
 
 def is_first_step(series: Series) -> bool:
-    """Tell whether this is the reading at step 0, which `TiedHeads` judges alone."""
+    """Return whether this is the reading at step 0, which `TiedHeads` judges alone."""
     return series.latest.step == 0
 
 
 def is_active_at(active: Alert | None, level: Level) -> bool:
-    """Tell whether an alert of this level or a more serious one stands."""
+    """Return whether an alert of this level or a more serious one is active."""
     return active is not None and (active.level == level or active.level == "critical")

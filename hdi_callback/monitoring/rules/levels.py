@@ -90,7 +90,7 @@ class _Level(Rule):
 
 
 class EntropyCollapse(_Level):
-    """The heads of a layer look at fewer and fewer tokens: the mean entropy of their attention is at a limit.
+    """The heads of a layer attend to fewer and fewer tokens: the mean entropy of their attention is at a limit.
 
     Args:
         limit: of the entropy over log n, mean over heads: 1 uniform, 0 one token.
@@ -126,7 +126,7 @@ class SharpFromStart(Rule):
         self.limit = number("limit of SharpFromStart", limit, above=0, below=1, example=0.5)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Look at step 0, and from then on for as long as it is so."""
+        """Judge at step 0, and from then on for as long as it is so."""
         value = series.value("attention_entropy")
         if active is None and (series.latest.step > 0 or series.is_loaded):
             return None
@@ -161,7 +161,7 @@ class FlatAttention(Rule):
     name = "flat attention"
     needs = ("attention_entropy",)
     largest: ClassVar[float] = 0.25
-    """A score above which some tokens are told apart."""
+    """A score above which attention prefers some tokens to others."""
 
     def __init__(self, limit: float = 0.9995, readings: int = 15) -> None:
         self.limit = number("limit of FlatAttention", limit, above=0, below=1, example=0.9995)
@@ -248,7 +248,7 @@ class AttentionSink(_Level):
 
 
 class TokensAlike(_Level):
-    """The tokens that a layer is given have become one, and stay so: their mean cosine is at a limit at three readings.
+    """The input tokens of a layer have become one, and stay so: their mean cosine is at a limit at three readings.
 
     Under a high learning rate a model may first learn how often each output occurs, which gives all tokens of a later
     layer nearly one direction for a few readings.

@@ -17,7 +17,7 @@ MASK = "checking the mask that attention is given, and whether True means seen o
 class LaterTokens(Rule):
     """Attention that was causal until then reaches later tokens: a mask is missing, or leaks.
 
-    A mask that was never there cannot be told from an encoder.
+    A model whose mask was never there cannot be distinguished from an encoder.
 
     Args:
         share: of attention that goes to later tokens, that is a warning.
@@ -60,7 +60,7 @@ class FewerKeys(Rule):
     that vary it says nothing, and of sequences that have become shorter it cannot tell a mask.
 
     Args:
-        share: of the keys that were seen before, that is a warning.
+        share: of the keys that queries saw before, that is a warning.
         readings: at which the number had been the same.
     """
 

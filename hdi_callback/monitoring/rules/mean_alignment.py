@@ -56,7 +56,7 @@ class MeanAlignment(Rule):
         if series.is_loaded and series.first.values.get(metric, 0) >= limit - HYSTERESIS and active is None:
             return None  # it was loaded so
         if active is None and len(heads_in(equal_heads(series.latest))) == series.facts.get("num_key_heads"):
-            return None  # told as tied
+            return None  # reported as tied
         value = series.value(metric)
         effective = series.latest.values.get("hdi_effective_heads")
         left = "" if effective is None or lens == "energy" else f", {effective:.1f} effective heads are left"

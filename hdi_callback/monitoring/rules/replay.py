@@ -25,10 +25,10 @@ def replay(
         thresholds: for the default rules: pattern of layer names -> limits, as `HDICallback` takes them.
 
     Returns:
-        Every alert in the order in which it would have been told.
+        Every alert in the order in which it would have been raised.
 
     Raises:
-        MisconfigurationError: if there is no such file, both rules and thresholds are given, or a threshold is
+        MisconfigurationError: if there is no such file, both rules and thresholds are set, or a threshold is
             unknown.
 
     Example:
@@ -48,17 +48,17 @@ def replay(
     runs = [line for line in read_lines(path) if line["kind"] == "run"]
     alerts = Alerts(choose_rules("default" if rules is None else rules, thresholds), runs[-1]["layers"] if runs else ())
     acts = [line for line in read_lines(path) if line["kind"] == "intervention"]
-    told: list[Alert] = []
+    raised: list[Alert] = []
     for record in read_records(path):
-        told += alerts.judge(record)
+        raised += alerts.judge(record)
         for line in acts:
             if line["step"] == record.step:
                 alerts.rewrite(line["layer"], heads_written(line))
-    return told
+    return raised
 
 
 def read_alerts(path: str | os.PathLike[str]) -> list[Alert]:
-    """Read the alerts that were told during a run.
+    """Read the alerts that were raised during a run.
 
     Args:
         path: a history file.

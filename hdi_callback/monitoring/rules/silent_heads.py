@@ -12,8 +12,8 @@ from hdi_callback.monitoring.rules.words import named_heads
 class NoContribution(Rule):
     """Heads that add next to nothing to the layer's output, as where values or outputs are dead.
 
-    Heads that begin so, as behind an output projection of zeros, are told after twenty readings; of weights that were
-    loaded they are left alone.
+    Heads that begin so, as behind an output projection of zeros, are reported after twenty readings; of weights that
+    were loaded they are left alone.
 
     Args:
         share: of the RMS of all heads together, that is a warning; the alert is over at twice as much.
@@ -96,10 +96,10 @@ class FrozenHeads(Rule):
 class UntrainedWeights(Rule):
     """Some of a layer's weights never change, to the last bit, while the others do.
 
-    As where keys were left out of what the optimizer was given, or the graph is cut behind queries and keys. It is told
-    by the share of a head's weights that do not change, which is then that of one, two or three of its four weights,
-    at every reading. Layers with a parameter that requires no gradient (adapters, parts that are frozen) are meant so,
-    and left alone. Keys and values that heads share are not seen, and weights that decay alone move.
+    As where keys were left out of the parameters of the optimizer, or the graph is cut behind queries and keys. It is
+    reported by the share of a head's weights that do not change, which is then that of one, two or three of its four
+    weights, at every reading. Layers with a parameter that requires no gradient (adapters, parts that are frozen) are
+    meant so, and left alone. Keys and values that heads share are not judged, and weights that decay alone move.
 
     Args:
         readings: in a row at which it is so.
@@ -168,7 +168,7 @@ class RoundedAway(Rule):
         if not shares or not min(shares) >= self.share:
             return None
         has_moved = min(largest) < self.share
-        if min(shares) == 1 and not has_moved:  # frozen from the start, which is meant or told by FrozenHeads
+        if min(shares) == 1 and not has_moved:  # frozen from the start, which is meant, or reported by FrozenHeads
             return None
         return Finding(
             f"{100 * min(shares):.0f} % of the weights of every head are exactly what they were at the reading before",

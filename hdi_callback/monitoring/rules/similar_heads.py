@@ -40,9 +40,9 @@ class _SimilarHeads(Rule):
             return None
         groups = similar_groups(series.latest, self.matrix, self.limit)
         if active is not None:
-            told = set(active.finding.heads) | set(heads_in(groups))
+            reported = set(active.finding.heads) | set(heads_in(groups))
             near = similar_groups(series.latest, self.matrix, limit)
-            groups = tuple(kept for group in near if len(kept := tuple(h for h in group if h in told)) > 1)
+            groups = tuple(kept for group in near if len(kept := tuple(h for h in group if h in reported)) > 1)
         # The first reading keeps its worst pair and no matrix: what was so alike at first is known by it alone.
         groups = new_since_loading(groups, similar_groups(series.first, self.matrix, limit), series)
         if not groups:
@@ -87,7 +87,7 @@ class MergedMessages(_SimilarHeads):
     """Value and output weights of some heads have become one: the cosine of their OV circuits is at a limit.
 
     Heads whose outputs begin at zero all move the same way at first, and nothing is known of them at the first reading:
-    only layers that were seen to begin with heads of their own are asked about.
+    only layers that began with heads of their own are judged.
 
     Args:
         limit: of the cosine.

@@ -34,12 +34,12 @@ class Thresholds:
             their metric is measured: ``metrics=[...]``.
         messages: cosine of the OV circuits of two heads, where it was below 0.5 at first.
         alike: cosine of the attention of two heads, with the uniform part taken out; off, as the heads of a healthy
-            cross-attention all come to look at the same tokens.
+            cross-attention all come to attend to the same tokens.
         entropy: mean entropy of attention over log n, below which it is a warning.
         logit: largest score.
         sink: attention to one position, of the head that gives it least.
-        tokens: mean cosine of two of the tokens that the layer is given, at three readings in a row.
-        contribution: share of a head in the output, below which it is a warning; off, as it told nothing.
+        tokens: mean cosine of two input tokens of the layer, at three readings in a row.
+        contribution: share of a head in the output, below which it is a warning; off, as it predicted nothing.
         start: mean entropy of attention at step 0 of fresh weights, below which it is a warning.
         flat: mean entropy of attention that is a warning if it was never lower, after 15 readings.
         later: share of attention to later tokens, where they were hidden before.
@@ -47,7 +47,7 @@ class Thresholds:
         weight_jump: relative change of the weights of all heads from one reading to the next, if it is four times
             the largest before.
         unchanged: share of the weights of a layer that are, to the last bit, what they were at the reading before.
-        inputs: factor by which the effective rank of the tokens that a layer is given falls at once, if it never
+        inputs: factor by which the effective rank of the input tokens of a layer falls at once, if it never
             changed by nearly as much before.
     """
 

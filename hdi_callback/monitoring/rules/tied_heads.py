@@ -25,8 +25,8 @@ class TiedHeads(Rule):
     """Heads whose key weights are equal; and at step 0, heads more alike than independent initialisation makes them.
 
     Equal heads are no collapse, which never comes so far: they share a parameter, were copied, or are a bug. Of weights
-    that were loaded only heads are told that have become equal since; the other question is asked of fresh ones alone,
-    and of an alignment of one half or more.
+    that were loaded only heads are reported that have become equal since; the other question is asked of fresh ones
+    alone, and of an alignment of one half or more.
 
     Args:
         probability: the largest one, under independent initialisation, that is a warning.

@@ -45,7 +45,7 @@ class WorstPair(Rule):
         _, lens, limit = max(reached)
         groups = aligned_groups(series.latest, series.facts, lens, limit)
         if active is None:
-            equal = set(equal_heads(series.latest))  # told as tied
+            equal = set(equal_heads(series.latest))  # reported as tied
             groups = tuple(group for group in groups if group not in equal)
         else:
             groups = _kept(groups, active, aligned_groups(series.latest, series.facts, lens, limit - HYSTERESIS))
@@ -79,8 +79,8 @@ class WorstPair(Rule):
 def _kept(
     groups: tuple[tuple[int, ...], ...], active: Alert, near: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Keep what was told while it is within the hysteresis, so that names do not come and go with the noise."""
-    told = set(active.finding.heads)
-    heads = set(heads_in(groups)) | (told & set(heads_in(near)))
+    """Keep the heads that were reported while they are within the hysteresis, lest names come and go with the noise."""
+    reported = set(active.finding.heads)
+    heads = set(heads_in(groups)) | (reported & set(heads_in(near)))
     kept = (tuple(head for head in group if head in heads) for group in near)
     return tuple(group for group in kept if len(group) > 1)

@@ -33,7 +33,7 @@ class Schedule:
         self.last: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a reading is due.
+        """Return whether a reading is due.
 
         Args:
             step: optimizer steps taken so far.

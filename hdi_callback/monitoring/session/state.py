@@ -196,7 +196,7 @@ def _interventions(name: str, value: Any, odd: list[str]) -> list[tuple[str, Any
 
 
 def _is_intervention(state: Any) -> bool:
-    """Tell whether the fields that every intervention has are sound; those of the user's own may hold anything."""
+    """Return whether the fields that every intervention has are sound; those of the user's own may hold anything."""
     if not isinstance(state, Mapping):
         return state is not None
     standing = state.get("standing", {})
