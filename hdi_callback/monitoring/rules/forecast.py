@@ -13,7 +13,7 @@ from hdi_callback.monitoring.rules.words import SEPARATE, decimal
 
 
 class AlignmentForecast(Rule):
-    """The heads of a layer, or two of them, are on the way to one another and will be there soon.
+    """The heads of a layer, or two of them, approach each other and will be alike soon.
 
     A straight line through ``y = -log(1 - a)`` over the last 20 readings, whose slope is well above its standard error
     (for autocorrelated residuals: inflated by ``sqrt((1 + r) / (1 - r))``), which rises, does not slow down, and

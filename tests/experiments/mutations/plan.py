@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TRACE = ["attention/test_trace.py", "attention/test_kinds.py", "attention/test_finder.py", "attention/test_variants.py"]
+TRACE = [
+    "attention/test_trace.py",
+    "attention/test_kinds.py",
+    "attention/test_cores.py",
+    "attention/test_finder.py",
+    "attention/test_variants.py",
+]
 OBSERVE = ["attention/observe/test_by_hand.py", "attention/observe/test_judge.py", "attention/observe/test_rows.py",
            "attention/observe/test_untouched.py", "monitoring/test_rows.py", "monitoring/test_claims.py"]  # fmt: skip
 RULES = ["monitoring/test_rules.py", "monitoring/test_reading_rules.py", "monitoring/test_alerts.py",

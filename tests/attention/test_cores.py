@@ -1,0 +1,43 @@
+"""Attention cores in the graph of a traced run: softmaxes that are written out, and what resembles one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention import survey
+from tests.attention import models as by_hand
+from tests.attention.models import D, H
+
+
+class ToNobody(by_hand.Separate):
+    """Weights exp(s) / (1 + sum exp(s)): a part of them is of no token, as in Miller's softmax with one added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in self.heads(x))
+        scores = q @ k.mT / 8**0.5
+        weights = scores.exp()
+        return self.out_proj(((weights / (1 + weights.sum(-1, keepdim=True))) @ v).transpose(1, 2).flatten(2))
+
+
+class OfSizes(by_hand.Separate):
+    """Products of scores that are no exponentials, and no averages: no attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in self.heads(x))
+        scores = (q @ k.mT / 8**0.5).abs()
+        return self.out_proj(((scores / (1 + scores.sum(-1, keepdim=True))) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_softmax_that_is_written_out_and_leaves_a_part_to_nobody_is_attention():
+    torch.manual_seed(0)
+    model = nn.Sequential(ToNobody())
+    (layer,) = survey(model).layers
+    assert (layer.num_heads, layer.head_dim, layer.num_key_heads) == (H, 8, H)
+    for role in ("query", "key", "value"):
+        own = model[0].get_submodule(f"{role[0]}_proj").weight
+        assert torch.equal(layer.weight(role), own.view(H, 8, D))
+
+
+def test_weights_below_one_that_are_no_exponentials_are_no_attention():
+    assert survey(nn.Sequential(OfSizes())).layers == ()
