@@ -2,9 +2,10 @@
 
 python -m tests.benchmarks.bench_step --output docs/benchmarks/step.md
 
-With `--gpt2` it is a decoder of the shape of GPT-2 small, of bytes, on 1,024 tokens, armed against unarmed alone.
-Without the large vocabulary a step takes less, so that the ratio is an upper bound. With `--pairs FILE` the seconds of
-every pair of steps are kept there, and a run that was stopped goes on where it was.
+With `--gpt2` it is a decoder of the shape of GPT-2 small, of bytes, on 1,024 tokens, and every second step is armed,
+with the default curves and rules, the history in a folder of its own, and a TensorBoard logger. Without the large
+vocabulary a step takes less, so that the ratio is an upper bound. With `--pairs FILE` the seconds of every pair of
+steps are kept there, and a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 
 from examples.train_gpt import GPT, LitGPT
-from hdi_callback import HeadDiversityMonitor
+from hdi_callback import HeadDiversityMonitor, watch_heads
 from hdi_callback.monitoring.session.settings import Settings
 from tests.benchmarks.ratios import Ratio, measure, outside, table, write
 
@@ -51,23 +53,53 @@ class Steps:
         self.taken += 1
 
 
-def in_pairs(on: Steps, rounds: int, path: Path) -> list[Ratio]:
-    """Take unarmed and armed steps in turn, each first every other time, and keep their CPU seconds in a file."""
-    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+class WatchedSteps:
+    """Training steps as a user has them, of which every second one is read, judged, kept and logged."""
+
+    def __init__(
+        self, folder: Path, *, device: str, width: int, layers: int, heads: int, batch: int, length: int
+    ) -> None:
+        torch.manual_seed(0)
+        self.lit = LitGPT(GPT(layers=layers, heads=heads, width=width, length=length), steps=1000).to(device)
+        self.optimizer = torch.optim.AdamW(self.lit.parameters(), lr=1e-4)
+        self.window = torch.randint(256, (batch, length + 1), device=device)
+        self.heads = watch_heads(
+            self.lit, self.optimizer, every_n_steps=2, log_dir=folder, tensorboard=True, verbose=False
+        )
+
+    def __call__(self) -> float:
+        """Make a step.
+
+        Returns:
+            Its CPU seconds.
+        """
+        start = time.process_time()
+        with self.heads.step():
+            self.lit.loss(self.window).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return time.process_time() - start
+
+
+def in_pairs(sizes: dict[str, int], rounds: int, device: str, path: Path | None) -> list[Ratio]:
+    """Take armed and unarmed steps in turn, each armed one against its two neighbours, and keep their CPU seconds."""
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
     if len(known) < rounds:
-        on()
-        on(armed=True, read=True)  # finds what the heads are, once
-    for turn in range(len(known), rounds):
-        seconds = {}
-        for armed in (False, True) if turn % 2 else (True, False):
-            start = time.process_time()
-            on(armed=armed, read=armed)
-            seconds["armed" if armed else "unarmed"] = time.process_time() - start
-        known.append(seconds)
-        with path.open("a") as file:
-            file.write(json.dumps(seconds) + "\n")
+        with tempfile.TemporaryDirectory() as folder:
+            steps = WatchedSteps(Path(folder), device=device, **sizes)
+            for _ in range(2):  # finds what the heads are, once, and keeps the weights that movement is measured from
+                steps()
+                before = steps()
+            for _ in range(len(known), rounds):
+                armed, after = steps(), steps()
+                known.append({"armed": armed, "unarmed": (before + after) / 2})
+                before = after
+                if path:
+                    with path.open("a") as file:
+                        file.write(json.dumps(known[-1]) + "\n")
+            steps.heads.close()
     ratios = []
-    for name, key in (("on, unarmed", "unarmed"), ("on, armed: capture and reading", "armed")):
+    for name, key in (("on, unarmed", "unarmed"), ("on, armed: reading, rules, history and logger", "armed")):
         each = sorted(one[key] / one["unarmed"] for one in known)
         skip = outside(len(each))
         seconds = statistics.median(one[key] for one in known)
@@ -78,13 +110,16 @@ def in_pairs(on: Steps, rounds: int, path: Path) -> list[Ratio]:
 def report(
     sizes: dict[str, int], rounds: int, device: str, *, armed_alone: bool, command: str, pairs: Path | None = None
 ) -> list[str]:
-    on = Steps(device=device, monitored=True, **sizes)
-    armed_step = {"on, armed: capture and reading": lambda: on(armed=True, read=True)}
     if armed_alone:
-        work: dict[str, Any] = {"on, unarmed": on, **armed_step}
+        ratios = in_pairs(sizes, rounds, device, pairs)
     else:
-        work = {"callback off": Steps(device=device, monitored=False, **sizes), "on, unarmed": on, **armed_step}
-    ratios = in_pairs(on, rounds, pairs) if pairs else measure(work, rounds=rounds, device=device)
+        on = Steps(device=device, monitored=True, **sizes)
+        work: dict[str, Any] = {
+            "callback off": Steps(device=device, monitored=False, **sizes),
+            "on, unarmed": on,
+            "on, armed: capture and reading": lambda: on(armed=True, read=True),
+        }
+        ratios = measure(work, rounds=rounds, device=device)
     armed, unarmed = ratios[-1], ratios[-2]
     least, most = (
         100 * ((one - 1) / 50 + (other - 1) * 49 / 50)
@@ -96,7 +131,8 @@ def report(
         f"Made by `{command}`",
         f"with {rounds} rounds, {torch.get_num_threads()} CPU threads, torch {torch.__version__.split('+')[0]}, "
         f"on {torch.cuda.get_device_name() if device == 'cuda' else 'a CPU'}. Model: {described}. "
-        f"{'Time on the clock' if device == 'cuda' else 'CPU time'}, the default curves and rules.",
+        f"{'Time on the clock' if device == 'cuda' and not armed_alone else 'CPU time'}, the default curves and rules"
+        f"{', history and TensorBoard' if armed_alone else ''}.",
         "",
         *table("a training step of the GPT example", ratios, absolute=device == "cuda"),
         f"At one reading in 50 steps that is {least:+.1f} % to {most:+.1f} % of the time of a step{unknown}.",
@@ -114,8 +150,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     sizes = {"layers": 4, "heads": 6, "width": 192, "batch": 16}
     if options.small:
-        sizes = {"layers": 1, "heads": 2, "width": 16, "batch": 2}
-    if options.gpt2:
+        sizes = {"layers": 1, "heads": 2, "width": 16, "batch": 2, "length": 128}
+    if options.gpt2 and not options.small:
         sizes = {"layers": 12, "heads": 12, "width": 768, "batch": 1, "length": 1024}
     given = " ".join(sys.argv[1:] if argv is None else argv)
     command = f"python -m tests.benchmarks.bench_step {given}".strip()
