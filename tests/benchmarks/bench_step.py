@@ -145,6 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--small", action="store_true", help="a model that takes a second, to try the command")
     parser.add_argument("--gpt2", action="store_true", help="a model of the shape of GPT-2 small, on 1,024 tokens")
+    parser.add_argument("--layers", type=int, default=12, help="with --gpt2: how many of its layers; all cost the same")
     parser.add_argument("--pairs", type=Path, help="with --gpt2: where to keep the seconds of every pair of steps")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
@@ -152,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.small:
         sizes = {"layers": 1, "heads": 2, "width": 16, "batch": 2, "length": 128}
     if options.gpt2 and not options.small:
-        sizes = {"layers": 12, "heads": 12, "width": 768, "batch": 1, "length": 1024}
+        sizes = {"layers": options.layers, "heads": 12, "width": 768, "batch": 1, "length": 1024}
     given = " ".join(sys.argv[1:] if argv is None else argv)
     command = f"python -m tests.benchmarks.bench_step {given}".strip()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -24,6 +25,20 @@ def test_a_benchmark_writes_its_command_and_a_ratio_with_its_spread(bench, rows,
         assert float(low) <= float(median) <= float(high)
     assert found[0] == ("1.00", "1.00", "1.00")
     assert capsys.readouterr().out.strip() == text.strip()
+
+
+@pytest.mark.slow
+def test_armed_steps_of_a_user_are_kept_pair_by_pair_and_go_on_where_they_stopped(tmp_path):
+    pairs, report = tmp_path / "pairs.jsonl", tmp_path / "report.md"
+    for rounds in (2, 3):
+        options = ["--gpt2", "--small", "--rounds", str(rounds), "--pairs", str(pairs), "--output", str(report)]
+        bench_step.main(options)
+        kept = [json.loads(line) for line in pairs.read_text().splitlines()]
+        assert len(kept) == rounds
+        ratios = sorted(one["armed"] / one["unarmed"] for one in kept)
+        row = report.read_text().splitlines()[-3]
+        assert row.startswith("| on, armed: reading, rules, history and logger | ")
+        assert f"| {ratios[0]:.2f} - {ratios[-1]:.2f} |" in row
 
 
 def test_finding_heads_is_measured_of_every_layer_of_the_models_that_the_report_names():
