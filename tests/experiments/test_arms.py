@@ -25,7 +25,8 @@ def test_an_interval_is_that_of_student():
 
 
 def test_every_run_of_a_seed_has_a_place_of_its_own(tmp_path):
-    places = [arms.place_of(job, arm, tmp_path) for job, arm in arms.needed(3)]
+    needed = [*arms.pairs_needed(3), *arms.scores_needed(3)]
+    places = [arms.place_of(job, arm, tmp_path) for job, arm in needed]
     assert len(set(places)) == len(places) == 2 + len(arms.OF_PAIRS) + len(arms.GROWN) * len(arms.OF_SCORES)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hdi_callback.errors import HDIWarning
-from hdi_callback.monitoring.rules import thresholds
+from hdi_callback.monitoring.rules import default_rules, thresholds
 from tests.experiments.faults import plan, report, run
-from tests.experiments.faults.extremes import extremes_of
+from tests.experiments.faults.extremes import MEASURES, extremes_of
 from tests.experiments.faults.faults import FAULTS
-from tests.experiments.faults.judging import judge_again
+from tests.experiments.faults.judging import NOW, judge_again
 from tests.experiments.faults.monitors import MONITORS, alarm_of, alarm_of_rules
 from tests.experiments.faults.plan import HEALTHY, Job
 from tests.experiments.faults.trainings import BASES, LONG, PROVOKED
@@ -184,6 +184,10 @@ def test_false_alarms_and_leads_are_counted():
     assert "| rules as they ship | 1/1 | - | - | 1/1 | 0/1 | +0 | 0/0 (below 100 %) | 1/2 (below 97 %) |" in text
 
 
+def published_healthy():
+    return [one for one in json.loads(gzip.decompress(PUBLISHED.read_bytes())) if one["kind"] == HEALTHY]
+
+
 @pytest.mark.parametrize(
     ("metric", "monitor"),
     [
@@ -191,12 +195,49 @@ def test_false_alarms_and_leads_are_counted():
         ("attention_entropy", "attention: mean entropy falls"),
         ("attention_logit", "attention: largest score"),
         ("attention_sink", "attention: sink"),
-        ("token_cosine", "tokens: mean cosine"),
     ],
 )
 def test_how_unusual_an_alarm_is_comes_from_the_healthy_runs_that_are_published(metric, monitor):
-    healthy = [one for one in json.loads(gzip.decompress(PUBLISHED.read_bytes())) if one["kind"] == HEALTHY]
+    healthy = published_healthy()
     peak = thresholds._HEALTHY_PEAKS[metric]
     scores = [score for one in healthy for _, score in one["scores"][monitor]]
-    assert peak.runs == len(healthy)
+    assert peak.runs == thresholds.HEALTHY_RUNS_WITH_ROWS == len(healthy)
     assert (-max(scores) if peak.is_least else max(scores)) == pytest.approx(peak.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "monitor", "of_others"),  # what the 144 runs of the collapses by force came to
+    [
+        ("hdi_alignment", "HDI of keys: mean alignment", 0.39),
+        ("hdi_energy_alignment", "HDI of keys: mean alignment by energy", 0.94),
+        ("hdi_worst_alignment", "HDI of keys: worst pair", 0.44),
+    ],
+)
+def test_alignments_of_healthy_runs_are_those_of_both_benchmarks(metric, monitor, of_others):
+    healthy = published_healthy()
+    scores = [score for one in healthy for _, score in one["scores"][monitor]]
+    peak = thresholds._HEALTHY_PEAKS[metric]
+    assert (peak.value, peak.runs) == (pytest.approx(max(of_others, *scores)), 144 + len(healthy))
+
+
+@pytest.mark.parametrize("rule", MEASURES)
+def test_how_near_healthy_runs_came_to_a_rule_is_what_they_came_to(rule):
+    judged = [one for one in published_healthy() if one.get("rules") == NOW]
+    if rule == "rounded away":  # reached by weights that have not begun to learn
+        assert rule in thresholds._NEVER_RAISED
+        return
+    values = [one["extremes"][rule] for one in judged if rule in one["extremes"]]
+    peak = thresholds._HEALTHY_PEAKS[rule]
+    assert peak.runs == thresholds.HEALTHY_RUNS_JUDGED == len(judged)
+    assert peak.value == pytest.approx((min if peak.is_least else max)(values))
+    assert peak.is_least == MEASURES[rule][1]
+
+
+def test_rules_that_are_said_to_be_raised_by_no_healthy_run_are_raised_by_none():
+    judged = [one for one in published_healthy() if one.get("rules") == NOW]
+    raised = {alert[2] for one in judged for alert in one["alerts"]}
+    assert len(judged) == thresholds.HEALTHY_RUNS_JUDGED
+    assert not raised & set(thresholds._NEVER_RAISED)
+    shipped = {rule.name: rule for rule in default_rules()}
+    for rule, arguments in thresholds._NEVER_RAISED.items():
+        assert {name: getattr(shipped[rule], name) for name in arguments} == arguments

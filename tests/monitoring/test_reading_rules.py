@@ -689,3 +689,16 @@ def test_the_default_rules_have_what_they_need_with_the_default_metrics():
     assert not set(settings.unasked) & set(settings.metrics), "what rules look at is measured and not drawn"
     assert Settings(alerts=default_rules()).unasked == Settings(metrics=["default", "update_hdi"]).unasked
     assert Settings(metrics=["hdi"]).unasked == Settings(alerts=None).unasked == Settings(alerts=[]).unasked == ()
+
+
+def test_how_unusual_an_alarm_is_is_a_number_of_its_own_rule_and_limit():
+    def fade(step, model):
+        model.v_proj.weight[:8] *= 0.4 if step else 1.0
+
+    (alert,) = asked_of([VanishingWeights()], Normed(True), fade)
+    assert "the limit is 0.10 of the first norm, and none of" in alert.finding.certainty
+    flat = watched(Masked(scale=0.01), steps=range(0, 200, 10))
+    (alert,) = asked([FlatAttention()], flat)
+    assert alert.finding.certainty.endswith('healthy runs of small models raised "flat attention"')
+    (alert,) = asked([FlatAttention(readings=12)], flat)
+    assert alert.finding.certainty == "", "nothing is known of another limit"

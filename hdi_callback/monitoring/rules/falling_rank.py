@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.thresholds import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, named_heads
 
 
@@ -50,6 +51,6 @@ class FallingRank(Rule):
             "hdi_min_flatness",
             tuple(heads),
             None,
-            "",
+            healthy_peak(self.name, self.fall),
             NO_REMEDY,
         )

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.thresholds import healthy_peak, never_raised
 
 _PAST = 5
 
@@ -43,6 +44,7 @@ class WeightJump(Rule):
             now,
             self.change,
             "head_movement_min",
+            certainty=healthy_peak(self.name, self.factor),
             remedy="checking what wrote to them: the learning rate, a checkpoint that was loaded, or rows in another "
             "order",
         )
@@ -99,5 +101,6 @@ class InputsLoseRank(Rule):
             min(before),
             "token_rank",
             since=steps[fallen],
+            certainty=never_raised(self.name, fall=self.fall, factor=self.factor),
             remedy="checking what the loader gives since then, and what runs before this layer",
         )

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.thresholds import healthy_peak, never_raised
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 SCORES = (
@@ -31,6 +31,8 @@ class _Level(Rule):
     hysteresis: ClassVar[float]
     """Share of the limit by which the curve must come back."""
     early: ClassVar[int] = 5
+    judged: ClassVar[str] = ""
+    """Under what healthy runs are known, where that is not the metric at single readings."""
     lasts: ClassVar[int] = 1
     """Readings in a row at which the curve must be beyond the limit."""
     remedy: ClassVar[str] = NO_REMEDY
@@ -58,7 +60,7 @@ class _Level(Rule):
             self.metric,
             heads,
             series.since(lambda row: self._is_beyond(row.values.get(self.metric), limit)),
-            healthy_peak(self.metric, self.limit) or f"the limit is {self._shown(self.limit)}",
+            healthy_peak(self.judged or self.metric, self.limit) or f"the limit is {self._shown(self.limit)}",
             self.remedy,
         )
 
@@ -185,6 +187,7 @@ class FlatAttention(Rule):
             self.limit,
             "attention_entropy",
             since=series.first.step,
+            certainty=never_raised(self.name, limit=self.limit, readings=self.readings),
             remedy="checking the scale of the scores, usually one over the root of the head width, and whether "
             "gradients arrive at queries and keys",
         )
@@ -265,6 +268,7 @@ class TokensAlike(_Level):
     way = 0.5
     hysteresis = 0.02
     lasts = 3
+    judged = name
     remedy = "checking the residual connections and norms before this layer"
 
     def __init__(self, limit: float = 0.998) -> None:

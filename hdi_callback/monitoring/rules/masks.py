@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.thresholds import healthy_peak, never_raised
 from hdi_callback.monitoring.rules.words import decimal
 
 _NOTHING = 1e-6
@@ -48,7 +49,7 @@ class LaterTokens(Rule):
             "attention_ahead",
             () if len(heads) == series.facts.get("num_heads") else heads,
             since,
-            "",
+            healthy_peak(self.name, self.share),
             MASK,
         )
 
@@ -91,6 +92,7 @@ class FewerKeys(Rule):
             self.share * min(before),
             "attention_keys",
             since=steps[len(before)],
+            certainty=healthy_peak(self.name, self.share),
             remedy=MASK + ", unless sequences have become shorter",
         )
 
@@ -113,5 +115,6 @@ class OneKey(Rule):
             1.0,
             "attention_keys",
             since=series.since(lambda row: row.values.get("attention_keys", 2.0) <= 1),
+            certainty=never_raised(self.name),
             remedy=MASK,
         )

@@ -8,7 +8,7 @@ from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.groups import heads_in, new_since_loading, similar_groups
 from hdi_callback.monitoring.rules.thresholds import healthy_peak
-from hdi_callback.monitoring.rules.words import decimal, named_groups
+from hdi_callback.monitoring.rules.words import NO_REMEDY, SEPARATE, decimal, named_groups
 
 
 class _SimilarHeads(Rule):
@@ -19,6 +19,8 @@ class _SimilarHeads(Rule):
     measure: ClassVar[str]
     remedy: ClassVar[str]
     margin: ClassVar[float]
+    judged: ClassVar[str] = ""
+    """Under what healthy runs are known, where that is not the metric."""
     lasts: ClassVar[int] = 1
     """Readings in a row at which the limit is reached: heads that begin at zero all move the same way at first."""
     began_below: ClassVar[float | None] = None
@@ -55,7 +57,7 @@ class _SimilarHeads(Rule):
             metric,
             heads_in(groups),
             series.since(lambda row: row.values.get(metric, 0.0) >= limit),
-            healthy_peak(metric, self.limit),
+            healthy_peak(self.judged or metric, self.limit),
             self.remedy,
             is_from_start=series.holds_from_start(lambda row: row.values.get(metric, 0.0) >= self.limit),
             groups=groups,
@@ -76,7 +78,7 @@ class MergedScores(_SimilarHeads):
     matrix = "circuit_qk"
     what = "scoring alike"
     measure = "largest cosine of QK circuits"
-    remedy = 'ReviveHeads, or DiversityPenalty(measure="circuit")'
+    remedy = SEPARATE
     margin = 0.1
 
     def __init__(self, limit: float = 0.9) -> None:
@@ -95,10 +97,11 @@ class MergedMessages(_SimilarHeads):
 
     name = "merged messages"
     matrix = "circuit_ov"
+    judged = name
     what = "writing the same"
     began_below = 0.5
     measure = "largest cosine of OV circuits"
-    remedy = "no remedy has been shown to help"
+    remedy = NO_REMEDY
     margin = 0.1
 
     def __init__(self, limit: float = 0.9) -> None:
@@ -116,7 +119,7 @@ class AttendAlike(_SimilarHeads):
     matrix = "attention_alike"
     what = "attending alike"
     measure = "largest cosine of their attention"
-    remedy = 'DiversityPenalty(measure="circuit")'
+    remedy = SEPARATE
     margin = 0.02
     lasts = 3
 

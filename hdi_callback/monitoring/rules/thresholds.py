@@ -11,7 +11,8 @@ from hdi_callback.arguments import did_you_mean, number, shown
 from hdi_callback.errors import MisconfigurationError
 
 HEALTHY_RUNS = 144  # of small models, in docs/benchmarks/alerts-*.md
-HEALTHY_RUNS_WITH_ROWS = 162  # in docs/benchmarks/faults.json.gz
+HEALTHY_RUNS_WITH_ROWS = 423  # in docs/benchmarks/faults.json.gz
+HEALTHY_RUNS_JUDGED = 354  # those of them that were judged by the rules as they are
 
 
 @dataclass(frozen=True)
@@ -114,26 +115,46 @@ class _Peak:
         runs: how many they are.
         is_least: whether small values are those to warn of.
         digits: behind the point, in what is said.
+        of: what the value is a share or a multiple of.
     """
 
     value: float
     runs: int = HEALTHY_RUNS
     is_least: bool = False
     digits: int = 2
+    of: str = ""
 
 
 _HEALTHY_PEAKS = {
-    "hdi_alignment": _Peak(0.39),
-    "hdi_energy_alignment": _Peak(0.94),
-    "hdi_worst_alignment": _Peak(0.44),
+    "hdi_alignment": _Peak(0.39, HEALTHY_RUNS + HEALTHY_RUNS_WITH_ROWS),
+    "hdi_energy_alignment": _Peak(0.94, HEALTHY_RUNS + HEALTHY_RUNS_WITH_ROWS),
+    "hdi_worst_alignment": _Peak(0.459, HEALTHY_RUNS + HEALTHY_RUNS_WITH_ROWS),
     "hdi_energy_worst_alignment": _Peak(0.99),
-    "circuit_qk_worst": _Peak(0.459, HEALTHY_RUNS_WITH_ROWS),
-    "attention_entropy": _Peak(0.394, HEALTHY_RUNS_WITH_ROWS, is_least=True),
+    "circuit_qk_worst": _Peak(0.472, HEALTHY_RUNS_WITH_ROWS),
+    "attention_entropy": _Peak(0.388, HEALTHY_RUNS_WITH_ROWS, is_least=True),
     "attention_logit": _Peak(37.9, HEALTHY_RUNS_WITH_ROWS, digits=0),
-    "attention_sink": _Peak(0.837, HEALTHY_RUNS_WITH_ROWS),
-    "token_cosine": _Peak(0.991, HEALTHY_RUNS_WITH_ROWS, digits=3),
+    "attention_sink": _Peak(0.861, HEALTHY_RUNS_WITH_ROWS),
+    "vanishing weights": _Peak(0.3676, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first norm"),
+    "dead heads": _Peak(0.7114, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first norm"),
+    "falling rank": _Peak(0.8002, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first flatness"),
+    "weight jump": _Peak(1.493, HEALTHY_RUNS_JUDGED, of=" times the largest change before"),
+    "later tokens": _Peak(0.0, HEALTHY_RUNS_JUDGED, digits=3),
+    "merged messages": _Peak(0.4427, HEALTHY_RUNS_JUDGED),
+    "fewer keys": _Peak(1.0, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the keys"),
+    "tokens alike": _Peak(0.9957, HEALTHY_RUNS_JUDGED, digits=3),
 }
-"""Metric -> what the healthy runs of docs/benchmarks/alerts-*.md came to, and of faults.json.gz those with rows."""
+"""Metric, or rule -> what the healthy runs of docs/benchmarks/alerts-*.md and faults.json.gz came to."""
+
+_NEVER_RAISED: dict[str, dict[str, float]] = {
+    "flat attention": {"limit": 0.9995, "readings": 15},
+    "frozen heads": {"readings": 3},
+    "inputs lose rank": {"fall": 1.4, "factor": 4.0},
+    "one key": {},
+    "rounded away": {"share": 0.9, "readings": 3},
+    "shared direction": {"limit": 0.8},
+    "untrained weights": {"readings": 5},
+}
+"""Rules that judge more than one number, with the arguments under which no healthy run raised them."""
 
 
 def healthy_peak(metric: str, limit: float) -> str:
@@ -148,17 +169,38 @@ def healthy_peak(metric: str, limit: float) -> str:
 
     Example:
         >>> healthy_peak("attention_entropy", 0.01)
-        'the limit is 0.01, and none of 162 healthy runs of small models fell below 0.39'
+        'the limit is 0.01, and none of 423 healthy runs of small models fell below 0.39'
     """
     peak = _HEALTHY_PEAKS.get(metric)
     if peak is None:
         return ""
-    at, came = (f"{number:.{peak.digits}f}" for number in (limit, peak.value))
+    at, came = f"{limit:.{peak.digits}f}{peak.of}", f"{peak.value:.{peak.digits}f}"
     runs = f"{peak.runs} healthy runs of small models"
     if limit < peak.value if peak.is_least else limit > peak.value:
         so = f"none of {runs} fell below {came}" if peak.is_least else f"{runs} came to {came} at most"
         return f"the limit is {at}, and {so}"
     return f"the limit is {at}, which healthy runs reach: of {runs} one came to {came}"
+
+
+def never_raised(rule: str, **arguments: float) -> str:
+    """Say of a rule that judges more than one number that no healthy run raised it.
+
+    Args:
+        rule: its name.
+        **arguments: those it was made with.
+
+    Returns:
+        A part of a sentence; empty where the arguments are others than those that were tried.
+
+    Example:
+        >>> never_raised("frozen heads", readings=3)
+        'none of 354 healthy runs of small models raised "frozen heads"'
+        >>> never_raised("frozen heads", readings=1)
+        ''
+    """
+    if _NEVER_RAISED[rule] != arguments:
+        return ""
+    return f'none of {HEALTHY_RUNS_JUDGED} healthy runs of small models raised "{rule}"'
 
 
 def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]] | None:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.thresholds import healthy_peak
 from hdi_callback.monitoring.rules.words import named_heads
 
 
@@ -66,7 +67,7 @@ class VanishingWeights(Rule):
             metric,
             heads,
             None if active is None else active.finding.since,
-            "",
+            healthy_peak(self.name, self.share),
             "less weight decay on the attention, or checking whether its gradients arrive",
         )
 

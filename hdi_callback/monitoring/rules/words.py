@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from hdi_callback.monitoring.alerts import Row, Series
 from hdi_callback.monitoring.rules.lenses import WORST, Lens, pair_of
 
-SEPARATE = "ReviveHeads or DiversityPenalty, which took heads apart again in trials and did not change the loss"
-"""What helps against heads whose subspaces have come together (docs/alerts.md, what interventions do)."""
+SEPARATE = (
+    'ReviveHeads(max_loss=1) or DiversityPenalty(measure="circuit"), after which heads attended to different things in '
+    "trials, at no cost in loss"
+)
+"""What helps against heads that have merged (docs/evidence.md, interventions one at a time)."""
 
 NO_REMEDY = "no remedy has been shown to help"
 

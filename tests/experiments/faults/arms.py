@@ -120,11 +120,15 @@ OF_SCORES: dict[str, tuple[Callable[[], list[Intervention]], dict[str, Any]]] = 
 }
 
 
-def needed(seed: int) -> list[tuple[Job, str]]:
-    """Give the runs of a seed: each with the intervention that it has."""
-    pairs = [(Job(HEALTHY, "text", seed), "none"), *((Job(MERGED, "text", seed), arm) for arm in OF_PAIRS)]
+def pairs_needed(seed: int) -> list[tuple[Job, str]]:
+    """Give the runs of a seed with heads that merge: each with the intervention that it has."""
+    return [(Job(HEALTHY, "text", seed), "none"), *((Job(MERGED, "text", seed), arm) for arm in OF_PAIRS)]
+
+
+def scores_needed(seed: int) -> list[tuple[Job, str]]:
+    """Give the runs of a seed with scores that grow."""
     grown = [(Job(kind, GROWN_ON, seed), arm) for kind in GROWN for arm in OF_SCORES]
-    return [*pairs, (Job(HEALTHY, GROWN_ON, seed), "none"), *grown]
+    return [(Job(HEALTHY, GROWN_ON, seed), "none"), *grown]
 
 
 def place_of(job: Job, arm: str, folder: Path) -> Path:
@@ -151,9 +155,11 @@ def at_end(run: Result, metric: str) -> float:
 
 def interval(values: Sequence[float], digits: int = 2, *, is_signed: bool = False) -> str:
     """Write a mean with its 95 % interval (Student)."""
-    middle, sign = statistics.fmean(values), "+" if is_signed else ""
+    if not values:
+        return "-"
     if not all(map(math.isfinite, values)):
         return "not finite in some"
+    middle, sign = statistics.fmean(values), "+" if is_signed else ""
     if len(values) < 2:
         return f"{middle:{sign}.{digits}f}"
     error = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
@@ -219,18 +225,21 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     folder = options.results
     folder.mkdir(parents=True, exist_ok=True)
-    seeds = SEEDS
-    if options.only_made:
-        seeds = tuple(seed for seed in seeds if all(place_of(*one, folder).is_file() for one in needed(seed)))
-    for seed in seeds:
-        for job, arm in needed(seed):
-            make(job, arm, folder)
+    if not options.only_made:
+        for needed in (pairs_needed, scores_needed):
+            for seed in SEEDS:
+                for job, arm in needed(seed):
+                    make(job, arm, folder)
+    of_pairs_made, of_scores_made = (
+        [seed for seed in SEEDS if all(place_of(*one, folder).is_file() for one in needed(seed))]
+        for needed in (pairs_needed, scores_needed)
+    )
     publish([
         "Made by `python -m tests.experiments.faults.arms --output docs/benchmarks/interventions-by-attention.md`.",
         "",
-        *of_scores(folder, seeds),
+        *of_scores(folder, of_scores_made),
         "",
-        *of_pairs(folder, seeds),
+        *of_pairs(folder, of_pairs_made),
     ], options.output)  # fmt: skip
 
 

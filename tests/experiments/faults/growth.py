@@ -146,7 +146,8 @@ def of_healthy(folder: Path, healthy: Sequence[Result]) -> list[str]:
         f"score of the run "
         f"itself, so that it acted in {sum(count > 0 for count in acted)} of them, at {min(acted)} to {max(acted)} "
         f"steps of 100: the final loss changed by {min(differences):+.4f} to {max(differences):+.4f} nats, by more "
-        f"than 0.01 in {sum(abs(one) > 0.01 for one in differences)}.",
+        f"than 0.01 in {sum(abs(one) > 0.01 for one in differences)}, of which it rose in "
+        f"{sum(one > 0.01 for one in differences)}.",
     ]
 
 
