@@ -34,6 +34,15 @@ def tied(is_tied: bool) -> nn.Module:
     return module
 
 
+class Unequal:
+    """A key that cannot be compared."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no comparison")
+
+
 SHARED = object()
 ALIKE = [
     (by_hand.NanoGPT(), by_hand.NanoGPT()),
@@ -52,6 +61,7 @@ DIFFERENT = [
     (with_value(SimpleNamespace(width=8)), with_value(SimpleNamespace(width=4))),
     (with_value({"a": 1}), with_value({"b": 1})),
     (with_value(object()), with_value(object())),
+    (with_value({Unequal(): 1}), with_value({Unequal(): 1})),
     (with_value(lambda x: x), with_value(lambda x: x)),
     (with_value(nn.Identity()), with_value(nn.ReLU())),
     (tied(True), tied(False)),
