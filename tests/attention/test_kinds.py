@@ -28,6 +28,13 @@ def with_value(value: object) -> nn.Module:
     return module
 
 
+def bound(name: str) -> nn.Module:
+    """Keep one of its own methods, as those do that choose how to attend when they are made."""
+    module = by_hand.NanoGPT()
+    module.chosen = getattr(module, name)
+    return module
+
+
 def tied(is_tied: bool) -> nn.Module:
     module = by_hand.Separate()
     module.twin = module.k_proj if is_tied else nn.Linear(D, D)
@@ -52,6 +59,8 @@ ALIKE = [
     (with_value(SHARED), with_value(SHARED)),
     (by_hand.NanoGPT().train(), by_hand.NanoGPT().eval()),
     (tied(True), tied(True)),
+    (bound("extra_repr"), bound("extra_repr")),
+    (with_value({1, 2}), with_value({2, 1})),
 ]
 DIFFERENT = [
     (by_hand.NanoGPT(), by_hand.Separate()),
@@ -65,6 +74,9 @@ DIFFERENT = [
     (with_value(lambda x: x), with_value(lambda x: x)),
     (with_value(nn.Identity()), with_value(nn.ReLU())),
     (tied(True), tied(False)),
+    (bound("extra_repr"), bound("state_dict")),
+    (with_value({1, 2}), with_value({1, 3})),
+    (with_value(frozenset({SHARED})), with_value(frozenset({SHARED, 1}))),
     (tied(False), tied(True)),
     (with_value(torch.zeros(2, dtype=torch.int8)), with_value(torch.zeros(2))),
 ]
