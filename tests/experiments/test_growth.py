@@ -57,7 +57,7 @@ def test_healthy_runs_are_compared_at_a_limit_below_their_own_largest_score(monk
     (said,) = growth.of_healthy(tmp_path, [*plain, {**result(2.0), **kept}])
     assert limits == [8.0, 8.0, 16.0]
     assert "in 3 of them, at 2 to 6 steps of 100" in said
-    assert "by -0.0050 to +0.0200 nats, by more than 0.01 in 1." in said
+    assert "by -0.0050 to +0.0200 nats, by more than 0.01 in 1, of which it rose in 1." in said
 
 
 def test_queries_and_keys_get_a_rate_of_their_own_and_the_rest_keeps_its_own():
