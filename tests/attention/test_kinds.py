@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import find_attention
+from hdi_callback.attention.trace import support
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.states import are_alike
-from hdi_callback.attention.trace.support import Support, weights_at
+from hdi_callback.attention.trace.support import Support, derivatives, weights_at
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
 
@@ -161,3 +162,12 @@ def test_parts_that_overlap_have_supports_of_their_own():
     parts = [torch.tensor([row, row + 1]) for row in range(12)]
     together = Support.of_each(leaf * 1.0, parts, [leaf])
     assert [one.positions(0) for one in together] == [(row, row + 1) for row in range(12)]
+
+
+def test_parts_that_have_nothing_in_common_take_few_derivatives(monkeypatch):
+    asked = []
+    monkeypatch.setattr(support, "derivatives", lambda *args: asked.append(args) or derivatives(*args))
+    leaf = torch.randn(3, 64, requires_grad=True)
+    parts = [3 * head + torch.arange(3) for head in range(16)]
+    Support.of_each(disjoint(leaf * 2.0, 16), parts, [leaf])
+    assert len(asked) == 1 + 4, "all at once, and one for each binary digit of 16 numbers"
