@@ -171,3 +171,8 @@ def test_parts_that_have_nothing_in_common_take_few_derivatives(monkeypatch):
     parts = [3 * head + torch.arange(3) for head in range(16)]
     Support.of_each(disjoint(leaf * 2.0, 16), parts, [leaf])
     assert len(asked) == 1 + 4, "all at once, and one for each binary digit of 16 numbers"
+
+
+def test_a_column_is_read_where_all_positions_agree():
+    codes = torch.tensor([[0, 1, -2, -1, 3], [0, 2, -2, -1, -1]])
+    assert support.agreed(codes).tolist() == [0, -2, -2, -1, 3]
