@@ -6,6 +6,7 @@ position changes features and keeps the norm of those that it turns; a constant 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +109,38 @@ def find_features(received: Tensor, made: Tensor, tol: float) -> Tensor:
     y = made.double().T
     x, step = received.double().T, max(1, 2**22 // max(y.shape[0], 1))
     return torch.cat([_nearest(x[start : start + step], y, tol) for start in range(0, len(x), step)])
+
+
+def may_hold(received: Tensor, made: Sequence[Tensor]) -> list[bool]:
+    """Ask of one feature which maps may have given it: most maps of a deep model are ruled out by that alone.
+
+    Args:
+        received: ``(P, H, width)``.
+        made: ``(P, features)`` of each map.
+
+    Returns:
+        Of each map, False where `find_features` and `find_rotated` would not find the first feature of the first head.
+    """
+    if len(received) < _FEW or not made:
+        return [False] * len(made)
+    x, y = received[:, 0].float(), torch.cat([one.cpu().float() for one in made], 1)
+    slack = 1e-4 + 8 * tolerance(received, *made) ** 2
+    near, width = _near(x[:, 0], y, slack), x.shape[1]
+    if not width % 2:
+        squares = y.square()
+        for apart in sorted({1, width // 2}):
+            norms = x[:, 0].square() + x[:, apart].square()
+            for lag in sorted({1, width // 2}):
+                if lag < y.shape[1]:  # a pair of two maps is no more than one that is asked in vain
+                    near[:-lag] |= _near(norms, squares[:, :-lag] + squares[:, lag:], slack)
+    return [bool(part.any()) for part in torch.split(near, [one.shape[1] for one in made])]
+
+
+def _near(x: Tensor, y: Tensor, slack: float) -> Tensor:
+    """Tell which columns are nearly multiples of a vector; a share that is not finite may be that of one."""
+    share = (x @ y).square() / (x.square().sum() * y.square().sum(0)).clamp_min(1e-30)
+    is_far: Tensor = share < 1 - slack
+    return ~is_far
 
 
 def _nearest(x: Tensor, y: Tensor, tol: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, HeadWeight, Role
 from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.features import find_features, find_rotated, match_heads, tolerance
+from hdi_callback.attention.observe.features import find_features, find_rotated, match_heads, may_hold, tolerance
 from hdi_callback.attention.observe.samples import Arrangement, MapCall
 
 State = Literal["established", "contradicted", "not seen"]
@@ -143,17 +143,23 @@ def find_rows(
         The map and its features; None unless all of them were found in one map.
     """
     calls = [one for one in maps if one.kind == "linear" and one.order < core.order and one.made.numel()]
+    length = core.queries if role == "query" else core.keys
+    received = []
+    for arrangement in core.samples.roles.get(role, ()):
+        x = _distinct(arrangement.features)
+        is_of_all = core.axes is None or arrangement.tokens == core.axes.sequences * length
+        if _lie_in_groups(arrangement.features, x) and (is_of_all or not of_all_tokens):
+            received.append((arrangement.tokens, x.cpu()))
+    alike = [[one for one in calls if one.tokens == tokens and len(one.made) == len(x)] for tokens, x in received]
+    worth = [
+        {id(one) for one, is_near in zip(some, may_hold(x, [one.made for one in some])) if is_near}
+        for (_, x), some in zip(received, alike)
+    ]
     for call in reversed(calls):
-        for arrangement in core.samples.roles.get(role, ()):
-            x = _distinct(arrangement.features)
-            if not _lie_in_groups(arrangement.features, x):
+        for (_, x), near in zip(received, worth):
+            if id(call) not in near:
                 continue
-            length = core.queries if role == "query" else core.keys
-            if of_all_tokens and core.axes is not None and arrangement.tokens != core.axes.sequences * length:
-                continue
-            if arrangement.tokens != call.tokens or len(x) != len(call.made):
-                continue
-            x, y = x.cpu(), call.made.cpu()
+            y = call.made.cpu()
             tol = tolerance(x, y)
             rows = find_features(x.flatten(1), y, tol).view(x.shape[1:])
             how = "as they are"
@@ -231,7 +237,8 @@ def _judge_part(
     if not received:
         return RoleVerdict("not seen", f"its {names} have no order of dimensions in which they are tokens of a map")
     for call in reversed(calls):
-        for arrangement, claimed, through in _candidates(call, part, received, maps):
+        norms = [one for one in maps if one.kind == "norm" and call.order <= one.order < core.order]
+        for arrangement, claimed, through in _candidates(call, part, received, norms):
             verdict = _compare_ends(role, arrangement.features.cpu(), claimed, through)
             if verdict is not None:
                 left = core.queries if role == "query" else core.keys
@@ -261,18 +268,16 @@ def _judge_part(
 
 
 def _candidates(
-    call: MapCall, part: HeadSlice, received: Sequence[Arrangement], maps: Sequence[MapCall]
+    call: MapCall, part: HeadSlice, received: Sequence[Arrangement], norms: Sequence[MapCall]
 ) -> Iterator[tuple[Arrangement, Tensor, str]]:
-    """Give what the claimed rows were after the map, and behind each norm that took just that."""
+    """Give what the claimed rows were after the map, and behind each norm before attention that took just that."""
     index = part.index() - call.rows
     if int(index.min()) < 0 or int(index.max()) >= call.made.shape[1]:
         return
     made = call.made.cpu()
     stages: list[tuple[Tensor, str]] = [(made[:, index], "")]
-    received = [*received, *_before_norms(received, maps, call.order)]
-    for norm in maps:
-        if norm.kind != "norm" or norm.order < call.order:
-            continue
+    received = [*received, *_before_norms(received, norms)]
+    for norm in norms:
         for before, after in norm.ways:
             if before.tokens != call.tokens:
                 continue
@@ -288,11 +293,9 @@ def _candidates(
                 yield arrangement, claimed, through
 
 
-def _before_norms(received: Sequence[Arrangement], maps: Sequence[MapCall], after: int) -> Iterator[Arrangement]:
+def _before_norms(received: Sequence[Arrangement], norms: Sequence[MapCall]) -> Iterator[Arrangement]:
     """Give the input of a norm whose results attention received: it may have been turned before."""
-    for norm in maps:
-        if norm.kind != "norm" or norm.order < after:
-            continue
+    for norm in norms:
         for before, result in norm.ways:
             for arrangement in received:
                 x, y = arrangement.features.cpu(), result.features.cpu()

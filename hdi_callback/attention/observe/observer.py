@@ -102,6 +102,8 @@ class AttentionObserver:
         self._reduce_rows, self._reduce_norms = reduce_rows, reduce_norms
         self._window = Window()
         self._forward: _Forward | None = None
+        self._verdicts: dict[tuple[int, int, int], tuple[AttentionLayer, Verdict]] = {}
+        self._proposed: dict[tuple[int, int, int], AttentionLayer | str] = {}
 
     @property
     def cores(self) -> Sequence[ObservedCore]:
@@ -165,6 +167,7 @@ class AttentionObserver:
         """Observe nothing more, and let go of what was observed."""
         self.disarm()
         self._forward = None
+        self._verdicts, self._proposed = {}, {}
 
     @property
     def absent(self) -> dict[str, str]:
@@ -188,10 +191,13 @@ class AttentionObserver:
         layers = self._layers if layers is None else layers
         found, mine = {}, self._cores_by_layer(layers)
         for layer in layers:
-            verdict = judge(layer, mine[layer.name], self._maps)
-            if verdict.core is None:
-                verdict = Verdict("not seen", self._why_absent(layer, mine[layer.name]) or verdict.sentence)
-            found[layer.name] = verdict
+            known = (id(layer), len(self.cores), len(self._maps))
+            if known not in self._verdicts:
+                verdict = judge(layer, mine[layer.name], self._maps)
+                if verdict.core is None:
+                    verdict = Verdict("not seen", self._why_absent(layer, mine[layer.name]) or verdict.sentence)
+                self._verdicts[known] = layer, verdict  # the layer as well, so that no other gets its id
+            found[layer.name] = self._verdicts[known][1]
         return found
 
     def accounts(self, layers: Sequence[AttentionLayer] | None = None) -> list[CoreAccount]:
@@ -219,8 +225,12 @@ class AttentionObserver:
     def _proposals(self, accounts: Sequence[CoreAccount]) -> dict[str, AttentionLayer | str]:
         found: dict[str, AttentionLayer | str] = {}
         for one in accounts:
-            if not one.layer and one.core.module not in found:
-                found[one.core.module] = propose(one.core, self._maps, self._model)
+            if one.layer or one.core.module in found:
+                continue
+            known = (id(one.core), len(self.cores), len(self._maps))
+            if known not in self._proposed:
+                self._proposed[known] = propose(one.core, self._maps, self._model)
+            found[one.core.module] = self._proposed[known]
         return found
 
     def unexplained(
