@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import find_attention
+from hdi_callback.attention.finding.discovery import survey
 from hdi_callback.attention.trace import support
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.states import are_alike
@@ -176,3 +177,39 @@ def test_parts_that_have_nothing_in_common_take_few_derivatives(monkeypatch):
 def test_a_column_is_read_where_all_positions_agree():
     codes = torch.tensor([[0, 1, -2, -1, 3], [0, 2, -2, -1, -1]])
     assert support.agreed(codes).tolist() == [0, -2, -2, -1, 3]
+
+
+class Block(nn.Module):
+    """The same parameters and shapes, whether it attends or not."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.inner, self.attends = by_hand.NanoGPT(), attends
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if self.attends else self.inner.c_proj(x)
+
+
+class BlockItself(by_hand.NanoGPT):
+    """The same, of attention without a module around it."""
+
+    attends = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.attends else self.c_proj(x)
+
+
+def itself(attends: bool) -> nn.Module:
+    module = BlockItself()
+    module.attends = attends
+    return module
+
+
+@pytest.mark.parametrize("make", [Block, itself])
+@pytest.mark.parametrize("attends", [(False, True), (True, False), (False, True, False, True)])
+def test_a_module_that_does_not_attend_says_nothing_of_another_of_its_class(make, attends):
+    model = nn.ModuleList(make(one) for one in attends)
+    found = survey(model)
+    watched = {layer.name.split(".")[0] for layer in found.layers}
+    reported = {one.name.split(".")[0] for one in found.refused}
+    assert {str(place) for place, one in enumerate(attends) if one} <= watched | reported

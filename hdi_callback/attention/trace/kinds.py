@@ -94,17 +94,17 @@ class KindTracer:
         kind = (*_kind_of(module), None if recorded is None else tuple(map(_form_of, recorded)))
         end = time.monotonic() + _MOST_SECONDS
         twins = self._known.get(kind, ())
-        if twins and not twins[0].found:
-            return twins[0].found
+        if twins and twins[0].found is None:
+            return None
         for twin in twins:
-            if twin.found and are_alike(twin.module, module):
+            if twin.found is not None and are_alike(twin.module, module):
                 return carried_over(twin.found, twin.module, module, twin.name, name)
         try:
             with isolated(module, seconds=_MOST_SECONDS):
                 traceable: Traceable | None = None
                 for twin in twins:
-                    if twin.inputs is None or twin.run is None or not twin.found:
-                        return twin.found
+                    if twin.inputs is None or twin.run is None or twin.found is None:
+                        return None
                     traceable = traceable or Traceable(module)
                     run = traceable.run(twin.inputs.args, twin.inputs.kwargs, Draw(known=twin.run.answers))
                     if compute_the_same(twin.run, run):
