@@ -1,4 +1,4 @@
-"""What happens before the first step: the import of the package, and finding the heads of a model, in CPU time.
+"""What happens once: the import of the package, finding the heads of a model, and checking them, in CPU time.
 
     python -m tests.benchmarks.bench_start --output docs/benchmarks/start.md
 
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -119,6 +119,44 @@ def find(name: str) -> dict[str, float]:
     }
 
 
+class _Block(nn.Module):
+    """A layer whose heads are read, or one whose keys are sums, which nothing explains."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__()
+        self.norm, self.after, self.is_read = nn.LayerNorm(32), nn.LayerNorm(32), is_read
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.feed_forward = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (of(y).unflatten(-1, (4, 8)).transpose(1, 2) for of in (self.query, self.key, self.value))
+        if not self.is_read:
+            q, k = q.tanh(), k + v
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.feed_forward(self.after(x))
+
+
+def first_reading(layers: int, is_read: bool) -> dict[str, float]:
+    """CPU seconds of a step with the first reading, which checks the heads, and of one with the second."""
+    from hdi_callback import HeadDiversityMonitor
+
+    torch.manual_seed(0)
+    model, x, seconds = nn.Sequential(*(_Block(is_read) for _ in range(layers))), torch.randn(2, 16, 32), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the layers that nothing explains
+        with HeadDiversityMonitor(model) as monitor:
+            for step in range(2):
+                start = time.process_time()
+                monitor.arm()
+                model(x).sum().backward()
+                monitor.measure(step)
+                seconds.append(time.process_time() - start)
+            watched = len(monitor.layers)
+    assert watched == (layers if is_read else 0)
+    return {"first": seconds[0], "second": seconds[1]}
+
+
 def _run(script: str) -> str:
     root = Path(__file__).parents[2]
     # Environments that forbid bytecode would measure the compiler.
@@ -130,7 +168,9 @@ def _run(script: str) -> str:
     return ran.stdout.split("\n")[-2]
 
 
-def report(models: dict[str, tuple[int, Callable[[], nn.Module]]], rounds: int, command: str) -> list[str]:
+def report(
+    models: dict[str, tuple[int, Callable[[], nn.Module]]], depths: Sequence[int], rounds: int, command: str
+) -> list[str]:
     lines = [
         f"Made by `{command}`",
         f"with {rounds} processes each, in turn, 1 CPU thread, torch {torch.__version__.split('+')[0]}, in CPU time.",
@@ -165,6 +205,19 @@ def report(models: dict[str, tuple[int, Callable[[], nn.Module]]], rounds: int, 
             f"| {name} | {found[name][0]['layers']} of {layers} | {statistics.median(values):.2f} | "
             f"{low:.2f} - {high:.2f} | {memory:.0f} | {found[name][0]['weights']:.0f} |"
         )
+    lines += [
+        "",
+        "| a step with the first reading, 32 wide | median, seconds | 95 % interval | with the second, seconds |",
+        "|---|---|---|---|",
+    ]
+    for is_read, what in ((True, "layers"), (False, "layers whose heads nothing explains")):
+        for layers in depths:
+            script = "import json\nfrom tests.benchmarks.bench_start import first_reading\n"
+            script += f"print(json.dumps(first_reading({layers}, {is_read})))"
+            readings = [json.loads(_run(script)) for _ in range(rounds)]
+            low, high = interval([one["first"] for one in readings])
+            first, second = (statistics.median(one[name] for one in readings) for name in ("first", "second"))
+            lines.append(f"| {layers} {what} | {first:.2f} | {low:.2f} - {high:.2f} | {second:.2f} |")
     return [*lines, ""]
 
 
@@ -176,7 +229,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     given = " ".join(sys.argv[1:] if argv is None else argv)
     command = f"python -m tests.benchmarks.bench_start {given}".strip()
-    write(report(SMALL if options.small else MODELS, options.rounds, command), options.output)
+    models, depths = (SMALL, (2,)) if options.small else (MODELS, (4, 16, 48))
+    write(report(models, depths, options.rounds, command), options.output)
 
 
 if __name__ == "__main__":

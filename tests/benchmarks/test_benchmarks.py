@@ -56,7 +56,7 @@ def test_the_report_of_the_start_gives_each_import_and_each_model_its_row(tmp_pa
     bench_start.main(["--small", "--rounds", "1", "--output", str(path)])
     rows = path.read_text().splitlines()
     assert "python -m tests.benchmarks.bench_start --small --rounds 1 " in rows[0]
-    for name in (*bench_start.IMPORTS, *bench_start.SMALL):
+    for name in (*bench_start.IMPORTS, *bench_start.SMALL, "2 layers", "2 layers whose heads nothing explains"):
         assert sum(row.startswith(f"| {name} | ") for row in rows) == 1
 
 
