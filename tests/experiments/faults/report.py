@@ -69,7 +69,7 @@ def departure(run: Result, twins: Sequence[Result], start: int) -> int | None:
 def bound(hits: int, runs: int) -> str:
     """Write a rate with its upper 95 % bound (Clopper and Pearson)."""
     upper = 1.0 if hits == runs else float(beta.ppf(0.95, hits + 1, runs - hits))
-    return f"{hits}/{runs} (below {100 * upper:.0f} %)"
+    return f"{hits}/{runs} (below {100 * upper:.{2 if upper < 0.01 else 1 if upper < 0.1 else 0}f} %)"
 
 
 def judge(healthy: Sequence[Result], faulty: Sequence[Result], looked_at: Sequence[Result]) -> dict:
