@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.core import head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadSums
+from hdi_callback.core.diversity import diversity_and_products
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
@@ -68,6 +69,10 @@ def read_under_ddp(rank: int, lone_forward: bool) -> dict:
         mock.patch(
             "hdi_callback.monitoring.monitor.sources.head_diversity",
             side_effect=_counted(head_diversity, shares),
+        ),
+        mock.patch(
+            "hdi_callback.monitoring.monitor.sources.diversity_and_products",  # of one layer, whose products are shared
+            side_effect=_counted(diversity_and_products, shares),
         ),
     ):
         records = []

@@ -311,7 +311,7 @@ class Sleeping(Attention):
 
 
 def test_the_search_of_a_slow_module_is_bounded(monkeypatch, tmp_path):
-    for searching in ("search", "trace.kinds"):
+    for searching in ("finding.search", "trace.kinds"):
         monkeypatch.setattr(f"hdi_callback.attention.{searching}._MOST_SECONDS", 0.3)
     calls = str(tmp_path / "calls")  # a file, as lists are put back
 

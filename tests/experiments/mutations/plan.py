@@ -31,6 +31,7 @@ CORE = {
     "slices": ["test_slices", "test_diversity"],
     "kernels": ["test_kernels"],
     "circuits": ["test_circuits"],
+    "products": ["test_circuits", "test_covariance", "test_diversity"],
     "chance": ["test_chance"],
 }
 """File of `core` -> its tests; any other has those that are named like it."""
