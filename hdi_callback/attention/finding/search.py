@@ -233,8 +233,9 @@ class Search:
             True if it looks like attention, and two maps or more lie directly in it.
         """
         place = self.places[name]
-        maps = [*place.module.children(), *place.module.parameters(recurse=False)]
-        count = sum(is_map(one) or (isinstance(one, torch.Tensor) and one.dim() >= 2) for one in maps)
+        count = sum(map(is_map, place.module.children()))
+        # Tokens and tables of positions, which stand once for all sequences, are no maps.
+        count += sum(one.dim() >= 2 and min(one.shape[:2]) > 1 for one in place.module.parameters(recurse=False))
         return name not in self._ran and count > 1 and looks_like_attention(place)
 
     def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs]]) -> None:
