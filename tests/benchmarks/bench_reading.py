@@ -159,7 +159,7 @@ def two_products(weight: Tensor) -> Tensor:
 
 
 def with_single_polynomial(weight: Tensor) -> Tensor:
-    def whitener_of(gram: Tensor, rank_tol: float) -> Tensor:
+    def whitener_of(gram: Tensor, rank_tol: float, tolerance: float = 0.0) -> Tensor:
         k = gram.shape[-1]
         eye = torch.eye(k, dtype=gram.dtype, device=gram.device)
         shift = rank_tol**2 * torch.linalg.matrix_norm(gram)[..., None, None]
