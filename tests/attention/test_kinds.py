@@ -12,7 +12,7 @@ from hdi_callback.attention import find_attention
 from hdi_callback.attention.finding.discovery import survey
 from hdi_callback.attention.trace import support
 from hdi_callback.attention.trace.run import Traceable
-from hdi_callback.attention.trace.states import are_alike
+from hdi_callback.attention.trace.states import differing_attributes, watched
 from hdi_callback.attention.trace.support import Support, derivatives, weights_at
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
@@ -84,6 +84,10 @@ DIFFERENT = [
 ]
 
 
+def are_alike(one: nn.Module, other: nn.Module) -> bool:
+    return differing_attributes(one, other) == frozenset()
+
+
 @pytest.mark.parametrize(("one", "other"), ALIKE)
 def test_modules_that_hold_the_same_are_alike_whatever_their_weights(one, other):
     assert are_alike(one, other)
@@ -126,6 +130,107 @@ def test_each_of_many_layers_of_two_kinds_has_the_heads_that_it_computes(monkeyp
     assert not {id(one) for one in made} & {id(one) for one in model[2:]}
     for layer in layers:
         assert layer.weight("key").data_ptr() == layer.module.k_proj.weight.data_ptr()
+
+
+class Numbered(by_hand.Separate):
+    """A layer that knows its number, and may do something with it."""
+
+    def __init__(self, number: int, use: str = "", width: int = D // H) -> None:
+        super().__init__()
+        self.number, self.use, self.width = number, use, width
+
+    def heads(self) -> int:
+        width = {
+            "": lambda: D // H,
+            "read": lambda: D // H * (1 + self.number % 2),
+            "asked": lambda: D // H * (1 + getattr(self, "number", 0) % 2),
+            "listed": lambda: D // H * (1 + vars(self)["number"] % 2),
+            "of a class": lambda: D // H if type(self) is Numbered else D,
+            "by the other": lambda: self.width if self.number else D // H,
+        }[self.use]()
+        return D // width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads(), -1)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_layers_that_differ_in_a_number_which_no_forward_reads_are_run_twice_whatever_their_count(monkeypatch):
+    made = []
+    init = Traceable.__init__
+    monkeypatch.setattr(Traceable, "__init__", lambda self, module: (made.append(module), init(self, module))[1])
+    model = nn.ModuleList(nn.Sequential(Numbered(number), nn.Linear(D, D)) for number in range(6))
+    layers = find_attention(model)
+    assert [(layer.name, layer.num_heads) for layer in layers] == [(f"{number}.0", H) for number in range(6)]
+    assert {id(one) for one in made} <= {id(part) for one in model[:2] for part in one.modules()}
+    for layer, one in zip(layers, model):
+        assert layer.module is one[0]
+        assert layer.weight("key").data_ptr() == one[0].k_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize("use", ["read", "asked", "listed"])
+def test_a_number_that_a_forward_reads_decides_for_each_layer(use):
+    model = nn.ModuleList(Numbered(number, use) for number in (0, 2, 1, 4, 3))
+    assert [layer.num_heads for layer in find_attention(model)] == [H, H, H // 2, H, H // 2]
+
+
+def test_a_number_that_is_read_where_another_says_so_is_not_passed_over():
+    kinds = [(0, D // H), (0, D // 2), (0, D), (1, D // 2), (2, D // H), (1, D // 2)]
+    model = nn.ModuleList(Numbered(number, "by the other", width) for number, width in kinds)
+    assert [layer.num_heads for layer in find_attention(model)] == [H, H, H, 2, H, 2]
+
+
+def test_a_layer_that_asks_for_its_class_is_read_as_it_is_without_being_watched():
+    model = nn.ModuleList(Numbered(number, "of a class") for number in range(4))
+    assert [layer.num_heads for layer in find_attention(model)] == [H] * 4
+
+
+def test_two_numbers_that_differ_are_named_by_their_parts():
+    one, other = nn.Sequential(Numbered(0), Numbered(0)), nn.Sequential(Numbered(0), Numbered(1, "read"))
+    assert differing_attributes(one, other) == {("1", "number"), ("1", "use")}
+
+
+class Reading(by_hand.Separate):
+    """Reads its number while it is copied."""
+
+    number = 0
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_what_may_read_its_numbers_while_it_is_copied_differs_in_more_than_these():
+    one, other = Reading(), Reading()
+    other.number, one.number = 1, 0
+    assert differing_attributes(one, other) is None
+
+
+MADE: list[type] = []
+
+
+class Listed(Numbered):
+    """Keeps a list of its subclasses."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        MADE.append(cls)
+
+
+def test_a_watched_part_is_put_back_and_the_list_of_its_subclasses_is_as_it_was():
+    module = nn.Sequential(Listed(3))
+    before = dict(vars(module[0]))
+    with pytest.raises(RuntimeError, match="in the block"), watched(module, [("0", "number"), ("0", "use")]) as used:
+        assert used == set()
+        assert module[0].number == 3
+        assert used == {("0", "number")}
+        module[0].use = "read"
+        assert used == {("0", "number"), ("0", "use")}
+        raise RuntimeError("in the block")
+    assert type(module[0]) is Listed
+    assert vars(module[0]) == {**before, "use": "read"}
+    assert not MADE
 
 
 def disjoint(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
 from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_optional, with_other_tokens
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable
-from hdi_callback.attention.trace.states import are_alike
+from hdi_callback.attention.trace.states import Attribute, differing_attributes, watched
 from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same, contradiction_of
 
@@ -29,13 +29,23 @@ _MOST_IN_VAIN = 3  # runs of one module that show no heads
 
 @dataclass(frozen=True)
 class _Traced:
-    """What a run of a module showed, to be compared with others like it."""
+    """What a run of a module showed, to be compared with others like it.
+
+    Attributes:
+        name: dotted path of the module.
+        module: the module.
+        inputs: what it was run with.
+        run: the run.
+        found: what was read in it.
+        unread: plain attributes of parts that no such run reads, whatever their values.
+    """
 
     name: str
     module: nn.Module
     inputs: Inputs | None = None
     run: TracedRun | None = None
     found: Sequence[Found] | None = None
+    unread: set[Attribute] = field(default_factory=set)
 
     @property
     def worth(self) -> int:
@@ -96,18 +106,18 @@ class KindTracer:
         twins = self._known.get(kind, ())
         if twins and twins[0].found is None:
             return None
-        for twin in twins:
-            if twin.found is not None and are_alike(twin.module, module):
+        differences = [differing_attributes(twin.module, module) for twin in twins]
+        for twin, differing in zip(twins, differences):
+            if twin.found is not None and differing is not None and differing <= twin.unread:
                 return carried_over(twin.found, twin.module, module, twin.name, name)
         try:
             with isolated(module, seconds=_MOST_SECONDS):
                 traceable: Traceable | None = None
-                for twin in twins:
+                for twin, differing in zip(twins, differences):
                     if twin.inputs is None or twin.run is None or twin.found is None:
                         return None
                     traceable = traceable or Traceable(module)
-                    run = traceable.run(twin.inputs.args, twin.inputs.kwargs, Draw(known=twin.run.answers))
-                    if compute_the_same(twin.run, run):
+                    if _computes_the_same(traceable, twin, differing or frozenset()):
                         return carried_over(twin.found, twin.module, module, twin.name, name)
                 traced = _traced(name, module, recorded or synthetic_inputs(module), is_known)
                 if recorded is None:
@@ -120,6 +130,21 @@ class KindTracer:
             self._slow.add(_kind_of(module))
         self._known.setdefault(kind, []).append(traced)
         return traced.found
+
+
+def _computes_the_same(traceable: Traceable, twin: _Traced, differing: frozenset[Attribute]) -> bool:
+    """Run a module as another of its kind was, and note whether that reads what differs between the two."""
+    assert twin.inputs is not None
+    assert twin.run is not None
+    # Watched, some code does something else: without, it may compute the same all the same.
+    for attributes in (differing, frozenset[Attribute]()) if differing else (differing,):
+        with watched(traceable.trial, attributes) as used:
+            run = traceable.run(twin.inputs.args, twin.inputs.kwargs, Draw(known=twin.run.answers))
+        if compute_the_same(twin.run, run):
+            if not used:  # then neither does a run of the other, nor of a third that differs in these alone
+                twin.unread.update(attributes)
+            return True
+    return False
 
 
 def _kind_of(module: nn.Module) -> tuple[Any, ...]:

@@ -1,8 +1,15 @@
-"""`are_alike`: two modules that hold the same compute the same, without a run of either."""
+"""Two modules that hold the same compute the same, without a run of either.
+
+A traced run draws parameters by their names, so that their values make no difference. `differing_attributes` names the
+numbers and words in which two modules differ, such as the place of a layer in its model; `watched` shows whether a run
+reads them: what is not read makes no difference either.
+"""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,35 +21,112 @@ from hdi_callback.attention.isolation import HOOKS, attributes_of, has_memory
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size, torch.layout)
 # No copy has them: the mode, what `torch.compile` made of a forward, and hooks.
 _NOT_COPIED = frozenset((*HOOKS, "training", "_compiled_call_impl"))
+# Methods by which a class may read its attributes while it is copied, or each time that one is asked for.
+_READING = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getattribute__")
 _IS_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
-def are_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether all that a forward can read of two modules is equal, but for the values of parameters.
+Attribute = tuple[str, str]
+"""Dotted path of a part, and the name of one of its attributes."""
 
-    A traced run draws parameters by their names, so that two such modules give the same in it. What cannot be compared,
-    such as a closure or an object of an extension, is taken to differ, unless it is one and the same.
+
+def differing_attributes(one: nn.Module, other: nn.Module) -> frozenset[Attribute] | None:
+    """Name the numbers, words and other plain attributes of parts in which two modules differ.
+
+    What cannot be compared, such as a closure or an object of an extension, is taken to differ, unless it is one and
+    the same. Values of parameters, the mode and hooks are not compared.
 
     Args:
         one: a module.
         other: another.
 
     Returns:
-        True if so; a number that differs, such as the place of a layer in its model, is enough for False.
+        The attributes, none if the modules are alike; `None` if they differ in anything else.
     """
+    comparison = _Comparison()
     try:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            return _Comparison().are_equal(one, other)
+            if not comparison.are_equal(one, other):
+                return None
+            if not comparison.differing:
+                return frozenset()
+            paths = {id(part): path for path, part in one.named_modules()}
+            return frozenset((paths[owner], name) for owner, name in comparison.differing)
     except Exception:  # an object that cannot be read
-        return False
+        return None
+
+
+@contextmanager
+def watched(module: nn.Module, attributes: Iterable[Attribute]) -> Iterator[set[Attribute]]:
+    """Note which attributes the code of the block reads or writes.
+
+    Each lies in a property of a class of its own meanwhile, so that code which asks for the class of a part, or for its
+    `__dict__`, may do something else: compare what it gives with a run that is not watched.
+
+    Args:
+        module: a copy, whose parts are of other classes within the block.
+        attributes: to be watched.
+
+    Yields:
+        Those that were read or written so far.
+    """
+    used: set[Attribute] = set()
+    of_parts: dict[str, list[str]] = {}
+    for path, name in attributes:
+        of_parts.setdefault(path, []).append(name)
+    kinds: list[tuple[nn.Module, type]] = []
+    values: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for path, names in of_parts.items():
+            part = module.get_submodule(path)
+            own = {name: part.__dict__.pop(name) for name in names}
+            values.append((part, own))
+            kind = type(part)
+            properties = {name: _watching(own, (path, name), used) for name in names}
+            space = {**properties, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            watching = types.new_class(
+                kind.__name__, (_Unregistered, kind), {}, lambda made, space=space: made.update(space)
+            )
+            object.__setattr__(part, "__class__", watching)
+            kinds.append((part, kind))
+        yield used
+    finally:
+        for part, kind in kinds:
+            object.__setattr__(part, "__class__", kind)
+        for part, own in values:
+            part.__dict__.update(own)
+
+
+class _Unregistered:
+    """Keeps a subclass from code that runs for each new one, as where a package keeps a list of them."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        return None
+
+
+def _watching(values: dict[str, Any], attribute: Attribute, used: set[Attribute]) -> property:
+    def read(_: Any) -> Any:
+        used.add(attribute)
+        return values[attribute[1]]
+
+    def write(_: Any, value: Any) -> None:
+        used.add(attribute)
+        values[attribute[1]] = value
+
+    return property(read, write)
 
 
 class _Comparison:
-    """Walks two structures in step; objects that occur twice must do so at the same places of both."""
+    """Walks two structures in step; objects that occur twice must do so at the same places of both.
+
+    Attributes:
+        differing: number of a module and name of a plain attribute of its own, wherever these differ.
+    """
 
     def __init__(self) -> None:
         self.pairs: dict[int, Any] = {}
         self.others: dict[int, Any] = {}
+        self.differing: list[tuple[int, str]] = []
 
     def are_equal(self, one: Any, other: Any) -> bool:
         if type(one) is not type(other):
@@ -68,14 +152,31 @@ class _Comparison:
             return one.__func__ is other.__func__ and self.are_equal(one.__self__, other.__self__)
         if isinstance(one, nn.Module) or _has_attributes_alone(kind):
             mine, theirs = attributes_of(one), attributes_of(other)
-            return mine is not None and theirs is not None and self._are_equal_dicts(mine, theirs)
+            owner = one if isinstance(one, nn.Module) else None
+            return mine is not None and theirs is not None and self._are_equal_dicts(mine, theirs, owner)
         return False
 
-    def _are_equal_dicts(self, one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    def _are_equal_dicts(self, one: dict[Any, Any], other: dict[Any, Any], owner: nn.Module | None = None) -> bool:
         mine, theirs = ([name for name in each if name not in _NOT_COPIED] for each in (one, other))
-        return mine == theirs and all(
-            isinstance(name, _ATOMS) and self.are_equal(one[name], other[name]) for name in mine
-        )
+        if mine != theirs:
+            return False
+        for name in mine:
+            if not isinstance(name, _ATOMS):
+                return False
+            if self.are_equal(one[name], other[name]):
+                continue
+            if owner is None or not _may_be_watched(owner, name, one[name], other[name]):
+                return False
+            self.differing.append((id(owner), name))
+        return True
+
+
+def _may_be_watched(owner: nn.Module, name: str, one: Any, other: Any) -> bool:
+    kind = type(owner)
+    if not isinstance(one, _ATOMS) or not isinstance(other, _ATOMS) or type(kind) is not type:
+        return False
+    is_plain = not hasattr(getattr(kind, name, None), "__set__")
+    return is_plain and all(getattr(kind, method, None) is getattr(nn.Module, method, None) for method in _READING)
 
 
 def _are_equal_tensors(one: Tensor, other: Tensor) -> bool:
