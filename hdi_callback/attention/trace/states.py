@@ -82,11 +82,10 @@ def watched(module: nn.Module, attributes: Iterable[Attribute]) -> Iterator[set[
             own = {name: part.__dict__.pop(name) for name in names}
             values.append((part, own))
             kind = type(part)
-            properties = {name: _watching(own, (path, name), used) for name in names}
-            space = {**properties, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            watching = types.new_class(
-                kind.__name__, (_Unregistered, kind), {}, lambda made, space=space: made.update(space)
-            )
+            watching = types.new_class(kind.__name__, (_Unregistered, kind))
+            for name in names:
+                setattr(watching, name, _watching(own, (path, name), used))
+            watching.__module__, watching.__qualname__ = kind.__module__, kind.__qualname__
             object.__setattr__(part, "__class__", watching)
             kinds.append((part, kind))
         yield used
@@ -165,7 +164,7 @@ class _Comparison:
                 return False
             if self.are_equal(one[name], other[name]):
                 continue
-            if owner is None or not _may_be_watched(owner, name, one[name], other[name]):
+            if owner is None or not isinstance(name, str) or not _may_be_watched(owner, name, one[name], other[name]):
                 return False
             self.differing.append((id(owner), name))
         return True
