@@ -208,6 +208,22 @@ def test_what_may_read_its_numbers_while_it_is_copied_differs_in_more_than_these
     assert differing_attributes(one, other) is None
 
 
+class NumberedMap(nn.Linear):
+    """A linear map that knows the number of its layer."""
+
+    number = 0
+
+
+@pytest.mark.parametrize("of", ["q_proj", "out_proj"])
+def test_layers_whose_maps_differ_in_a_number_are_all_read(of):
+    model = nn.ModuleList(Numbered(0) for _ in range(4))
+    for number, layer in enumerate(model):
+        setattr(layer, of, NumberedMap(D, D))
+        getattr(layer, of).number = number
+    assert differing_attributes(model[0], model[1]) == {(of, "number")}
+    assert [layer.num_heads for layer in find_attention(model)] == [H] * 4
+
+
 MADE: list[type] = []
 
 

@@ -68,17 +68,21 @@ def watched(module: nn.Module, attributes: Iterable[Attribute]) -> Iterator[set[
         attributes: to be watched.
 
     Yields:
-        Those that were read or written so far.
+        Those that were read or written so far, or that a copy does not have.
     """
     used: set[Attribute] = set()
-    of_parts: dict[str, list[str]] = {}
+    of_parts: dict[str, set[str]] = {}
     for path, name in attributes:
-        of_parts.setdefault(path, []).append(name)
+        of_parts.setdefault(path, set()).add(name)
+    parts = dict(module.named_modules())
     kinds: list[tuple[nn.Module, type]] = []
     values: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
         for path, names in of_parts.items():
-            part = module.get_submodule(path)
+            part = parts.get(path)
+            if part is None or not names <= part.__dict__.keys():  # in a linear map, whose code does not run in a copy
+                used.update((path, name) for name in names)
+                continue
             own = {name: part.__dict__.pop(name) for name in names}
             values.append((part, own))
             kind = type(part)
