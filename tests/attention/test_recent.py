@@ -162,6 +162,78 @@ def test_heads_that_an_argument_changes_are_left_open_until_a_forward_shows_whet
     assert [reason in one for one in said] == [True]
 
 
+class Star(nn.Module):
+    """Passes on whatever it is given."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.block = kind()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.block(*inputs)
+
+
+class Keywords(Star):
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        return self.block(x, **others)
+
+
+class Renamed(Star):
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        return self.block(x, others.get("other"))
+
+
+class Boxed(Star):
+    def forward(self, x: Tensor, more: dict[str, Tensor] | None = None) -> Tensor:
+        return self.block(x, None if more is None else more["other"])
+
+
+class Swallowed(Star):
+    def forward(self, x: Tensor, mask: Tensor | None = None, **others: Tensor) -> Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("kind", [ValuesOfAnEarlierLayer, SecondStreamIfGiven])
+@pytest.mark.parametrize("holder", [Star, Keywords, Renamed, Boxed])
+def test_what_a_module_may_pass_on_without_naming_it_leaves_heads_open(holder, kind):
+    found = survey(holder(kind))
+    assert not found.layers
+    assert [one.name for one in found.undecided] == ["block"]
+
+
+@pytest.mark.parametrize("kind", [ValuesOfAnEarlierLayer, SecondStreamIfGiven])
+def test_what_a_module_passes_on_in_no_case_leaves_nothing_open(kind):
+    found = survey(Swallowed(kind))
+    assert [one.name for one in found.layers] == ["block"]
+    assert not found.refused
+
+
+class OthersByPosition(SecondStreamIfGiven):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x, *others)
+
+
+class OthersByKeyword(SecondStreamIfGiven):
+    def forward(self, x: Tensor, **options: Tensor) -> Tensor:
+        return super().forward(x, options.get("others"))
+
+
+class OthersOfAnotherWidth(SecondStreamIfGiven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_q, self.add_k, self.add_v = (nn.Linear(10, MODEL) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [(OthersByPosition, "*others"), (OthersByKeyword, "others"), (OthersOfAnotherWidth, "context")],
+)
+def test_a_second_stream_is_asked_for_however_it_is_taken(kind, argument):
+    found = survey(nn.ModuleList([kind()]))
+    assert not found.layers
+    assert [f"where `{argument}` is given" in one.reason for one in found.refused] == [True]
+
+
 class NeedsTables(Four):
     """Inputs that nobody can make up."""
 

@@ -164,6 +164,8 @@ class Search:
                     if one.is_undecided:
                         self._open.add(full)
                 continue
+            if one.is_undecided and full in self._open and not is_of_forward:
+                continue  # an argument that changes its heads may be among those that were left out
             layer = replace(one.layer, name=users_name(one.layer.name))
             beside = [other.reason for other in found if other.layer is None and other.path == one.path]
             if beside and not layer.left_out:

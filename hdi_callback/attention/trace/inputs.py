@@ -13,7 +13,7 @@ import math
 import re
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +25,7 @@ from hdi_callback.attention import projections
 from hdi_callback.attention.kept_lengths import kept_lengths
 
 _TOKENS, _FEW_TOKENS = 8, 5
+_MOST_WORDS = 8
 _LARGEST = 2**20  # elements of recorded inputs that are kept whole
 
 # Names of arguments are asked for nothing but what a forward may want.
@@ -110,28 +111,85 @@ def with_other_tokens(inputs: Inputs) -> Inputs | None:
     return replace(inputs, kwargs={**inputs.kwargs, **others}) if others else None
 
 
-def with_optional(module: nn.Module, inputs: Inputs, shape: Sequence[int]) -> Iterator[tuple[str, Inputs]]:
-    """Give arguments that may be left out and were, one at a time, as tokens and as heads.
+def with_optional(
+    module: nn.Module, inputs: Inputs, names: Iterable[str], sizes: Iterable[Sequence[int]]
+) -> Iterator[tuple[str, Inputs]]:
+    """Give arguments that were left out, one at a time.
 
     Args:
         module: the module.
         inputs: that were made up, the first of them tokens.
-        shape: ``(batch, heads, tokens, width)`` of values.
+        names: of `arguments_left_out`.
+        sizes: of the values that are given for each.
 
     Yields:
         The name of an argument, and the inputs with it.
     """
     generator = torch.Generator().manual_seed(2)
-    batch, heads, length, width = shape
+    for name, size in itertools.product(names, sizes):
+        value = torch.randn(tuple(size), generator=generator)
+        if name.startswith("*"):
+            for count in (1, 2):
+                yield name, _with_more(module, inputs, [value] * count)
+        else:
+            yield name, replace(inputs, kwargs={**inputs.kwargs, name: value})
+
+
+def other_sizes(module: nn.Module, inputs: Inputs) -> list[tuple[int, ...]]:
+    """Size tokens as other maps of a module take them, such as those of a second stream.
+
+    Args:
+        module: the module.
+        inputs: that were made up, the first of them tokens.
+
+    Returns:
+        The sizes.
+    """
+    *lead, width = inputs.args[0].shape
+    return [(*lead, size) for size in _widths(module) if size != width]
+
+
+def arguments_left_out(module: nn.Module, inputs: Inputs, others: Collection[str] = ()) -> list[str]:
+    """List arguments of a forward that may be tokens, and that were not given.
+
+    Args:
+        module: the module.
+        inputs: that were given.
+        others: names that its parts know, and that it may pass on where it takes any.
+
+    Returns:
+        Their names; that of arguments by position with its star.
+    """
+    names: list[str] = []
     for one in inspect.signature(module.forward).parameters.values():
-        is_named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        if not is_named or one.default is not None or inputs.kwargs.get(one.name) is not None:
-            continue
-        if one.name in _OF_NO_TOKENS or _IS_OF_NO_TOKENS.search(one.name):
-            continue
-        for size in (inputs.args[0].shape, (batch, heads, length, width), (batch, length, heads, width)):
-            value = torch.randn(tuple(size), generator=generator)
-            yield one.name, replace(inputs, kwargs={**inputs.kwargs, one.name: value})
+        if one.kind is one.VAR_POSITIONAL:
+            names.append(f"*{one.name}")
+        elif one.kind is one.VAR_KEYWORD:
+            names += [name for name in (*others, *_words_in(module)) if name not in names]
+        elif one.kind is not one.POSITIONAL_ONLY and one.default is None:
+            names.append(one.name)
+    return [
+        name for name in names
+        if inputs.kwargs.get(name) is None and name not in _OF_NO_TOKENS and not _IS_OF_NO_TOKENS.search(name)
+    ]  # fmt: skip
+
+
+def _words_in(module: nn.Module) -> list[str]:
+    """Names that the code of a forward may ask its keyword arguments for."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    found = () if code is None else code.co_consts
+    return [one for one in found if isinstance(one, str) and one.isidentifier()][:_MOST_WORDS]
+
+
+def _with_more(module: nn.Module, inputs: Inputs, values: Sequence[Tensor]) -> Inputs:
+    """Give more arguments by position, behind all that have names."""
+    args, kwargs = list(inputs.args), dict(inputs.kwargs)
+    named = [
+        one for one in inspect.signature(module.forward).parameters.values()
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    args += [kwargs.pop(one.name, one.default) for one in named[len(args) :]]
+    return replace(inputs, args=(*args, *values), kwargs=kwargs)
 
 
 def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:

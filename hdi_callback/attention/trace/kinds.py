@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -15,7 +15,14 @@ from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
-from hdi_callback.attention.trace.inputs import Inputs, synthetic_inputs, with_optional, with_other_tokens
+from hdi_callback.attention.trace.inputs import (
+    Inputs,
+    arguments_left_out,
+    other_sizes,
+    synthetic_inputs,
+    with_optional,
+    with_other_tokens,
+)
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.states import Attribute, differing_attributes, watched
@@ -68,6 +75,7 @@ class KindTracer:
     def __init__(self) -> None:
         self._known: dict[Any, list[_Traced]] = {}
         self._slow: set[Any] = set()
+        self._optional: dict[type[nn.Module], set[str]] = {}  # arguments that change heads, by the class they belong to
 
     def is_slow(self, module: nn.Module) -> bool:
         """Return whether modules of this kind took all the time that they have, and showed nothing.
@@ -121,7 +129,7 @@ class KindTracer:
                         return carried_over(twin.found, twin.module, module, twin.name, name)
                 traced = _traced(name, module, recorded or synthetic_inputs(module), is_known)
                 if recorded is None:
-                    traced = _checked(traced, is_known)
+                    traced = self._checked(traced, is_known)
         except Exception:  # one odd module costs itself
             if time.monotonic() > end:
                 self._slow.add(_kind_of(module))
@@ -130,6 +138,36 @@ class KindTracer:
             self._slow.add(_kind_of(module))
         self._known.setdefault(kind, []).append(traced)
         return traced.found
+
+    def _checked(self, traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
+        """Leave open what has other heads with other arguments than those that were made up."""
+        if traced.inputs is None or traced.found is None or not any(one.layer is not None for one in traced.found):
+            return traced
+        traceable = Traceable(traced.module)
+        reasons: dict[str, str] = {}
+        parts = {type(part) for part in traced.module.modules()}
+        passed_on = sorted({name for part in parts for name in self._optional.get(part, ())})
+        untried = dict.fromkeys(arguments_left_out(traced.module, traced.inputs, passed_on))
+        for argument, inputs in _others(traced, untried):
+            try:
+                run, found = layers_in(traceable, inputs.args, inputs.kwargs, traced.name, is_known=is_known)
+            except Exception:  # which is no word on the layer
+                continue
+            if run.error is not None:
+                continue
+            untried.pop(argument, None)
+            for one in traced.found:
+                if one.layer is not None and not _is_borne_out(one, one.layer, found, traced.name):
+                    reasons.setdefault(one.layer.name, _OPTIONAL.format(name=argument) if argument else _DEPENDS)
+                    if argument.isidentifier():
+                        self._optional.setdefault(type(traced.module), set()).add(argument)
+        kept = tuple(
+            Found(one.path, None, reasons[one.layer.name], one.cores, one.maps, True)
+            if one.layer is not None and one.layer.name in reasons
+            else replace(one, is_undecided=bool(untried) if one.layer is not None else one.is_undecided)
+            for one in traced.found
+        )
+        return replace(traced, found=kept)
 
 
 def _computes_the_same(traceable: Traceable, twin: _Traced, differing: frozenset[Attribute]) -> bool:
@@ -159,31 +197,6 @@ def _form_of(inputs: Inputs) -> tuple[Any, ...]:
     return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in arguments)
 
 
-def _checked(traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
-    """Leave open what has other heads with other arguments than those that were made up."""
-    if traced.inputs is None or traced.found is None or not any(one.layer is not None for one in traced.found):
-        return traced
-    traceable = Traceable(traced.module)
-    reasons: dict[str, str] = {}
-    for reason, inputs in _others(traced):
-        try:
-            run, found = layers_in(traceable, inputs.args, inputs.kwargs, traced.name, is_known=is_known)
-        except Exception:  # which is no word on the layer
-            continue
-        if run.error is not None:
-            continue
-        for one in traced.found:
-            if one.layer is not None and not _is_borne_out(one, one.layer, found, traced.name):
-                reasons.setdefault(one.layer.name, reason)
-    kept = tuple(
-        Found(one.path, None, reasons[one.layer.name], one.cores, one.maps, True)
-        if one.layer is not None and one.layer.name in reasons
-        else one
-        for one in traced.found
-    )
-    return replace(traced, found=kept)
-
-
 def _is_borne_out(one: Found, layer: AttentionLayer, found: Sequence[Found], name: str) -> bool:
     """Return whether a run shows nothing else of a layer, nor that its module attends to more."""
     again = [other.layer for other in found if other.layer is not None and other.layer.module is layer.module]
@@ -193,18 +206,21 @@ def _is_borne_out(one: Found, layer: AttentionLayer, found: Sequence[Found], nam
     return not is_less and contradiction_of(layer, found, name) is None
 
 
-def _others(traced: _Traced) -> Iterator[tuple[str, Inputs]]:
-    """Give other arguments to run a module with, and what is said of it if its heads are others then."""
+def _others(traced: _Traced, untried: Collection[str]) -> Iterator[tuple[str, Inputs]]:
+    """Give other arguments to run a module with, and the name of that which is given, if it was left out before."""
     assert traced.inputs is not None
-    others = with_other_tokens(traced.inputs)
+    module, inputs = traced.module, traced.inputs
+    others = with_other_tokens(inputs)
     if others is not None:
-        yield _DEPENDS, others
+        yield "", others
     layer = next((one.layer for one in traced.found or () if one.layer is not None), None)
-    if layer is not None and traced.inputs.args[0].dim() == 3:
-        batch, length, _ = traced.inputs.args[0].shape
-        shape = (batch, layer.num_key_heads, length, layer.value_dim)
-        for name, inputs in with_optional(traced.module, traced.inputs, shape):
-            yield _OPTIONAL.format(name=name), inputs
+    if layer is not None and inputs.args[0].dim() == 3:
+        batch, length, _ = inputs.args[0].shape
+        heads, width = layer.num_key_heads, layer.value_dim
+        sizes = (inputs.args[0].shape, (batch, heads, length, width), (batch, length, heads, width))
+        yield from with_optional(module, inputs, list(untried), sizes)
+        # What could not be run with tokens like the others may take those of another stream.
+        yield from with_optional(module, inputs, list(untried), other_sizes(module, inputs))
 
 
 def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Callable[[str], bool]) -> _Traced:

@@ -47,7 +47,8 @@ class Found:
         reason: why they cannot be read.
         cores: numbers of the cores.
         maps: what queries, keys and values come from.
-        is_undecided: another run may read them.
+        is_undecided: another run may read them; of a layer, that it may be others where an argument is given that was
+            left out, and with which the module could not be run.
     """
 
     path: str

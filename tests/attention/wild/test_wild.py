@@ -108,6 +108,11 @@ def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
     assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with inputs that are made up")
 
 
+def test_a_second_stream_that_may_be_given_is_not_left_out_in_silence():
+    verdict = judge(ALL["SecondStreamIfGiven"], "model")
+    assert (verdict.verdict, "`context` is given" in verdict.reason) == (REFUSED, True)
+
+
 @pytest.mark.parametrize("name", ["RelativeKeys", "BiasTable"])
 def test_tables_of_few_positions_are_no_hindrance_before_training(name):
     verdict = judge(ALL[name], "model")
