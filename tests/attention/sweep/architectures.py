@@ -187,6 +187,11 @@ COMMON: dict[str, dict[str, Any]] = {
     "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
                              "downsample_rate": "2/4", "vision_config": {"hidden_size": 64 * H}},  # a head for every 64
     "EsmFold2Config": {"single_inputs_size": MODEL + 2 * 33 + 1, "atom_feature_dim": 5 + 128 + 64 * 4},
+    **{  # windows are merged after that layer
+        name: {"insert_layer_id": 0}
+        for name in ("MiniCPMV4_6Config", "MiniCPMV4_6VisionConfig", "MiniCPMV4_7Config", "MiniCPMV4_7VisionConfig",
+                     "MiniCPMOcrConfig", "MiniCPMOcrVisionConfig")
+    },
     "FastVlmConfig": {"vision_config": lambda: _vision_tower()},
     "T5Gemma2TextConfig": {"dropout_rate": 0.0},
     "T5Gemma2DecoderConfig": {"dropout_rate": 0.0},
