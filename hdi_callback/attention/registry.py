@@ -11,7 +11,7 @@ from torch import nn
 from hdi_callback.arguments import shown
 from hdi_callback.attention import projections
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, RefusedError, Role, check_layer
-from hdi_callback.attention.hooks import has_own_forward
+from hdi_callback.attention.torch_attention import is_torch_attention
 from hdi_callback.errors import MisconfigurationError
 
 
@@ -92,7 +92,7 @@ def is_known_kind(module: nn.Module) -> bool:
     Returns:
         True for torch's own attention, and classes with a registered layout.
     """
-    return isinstance(module, (nn.MultiheadAttention, *(kind for kind, _ in _REGISTERED)))
+    return is_torch_attention(module) or isinstance(module, tuple(kind for kind, _ in _REGISTERED))
 
 
 def known_layer(place: Place) -> AttentionLayer | None:
@@ -115,16 +115,14 @@ def known_layer(place: Place) -> AttentionLayer | None:
 
 
 def torch_attention(place: Place) -> AttentionLayer | None:
-    """`nn.MultiheadAttention`: its input projection packed, or in three parameters when key or value widths differ."""
+    """`nn.MultiheadAttention` with torch's forward: packed, or in three parameters when key or value widths differ."""
     module = place.module
-    if not isinstance(module, nn.MultiheadAttention):
+    if not is_torch_attention(module):  # a forward of its own is read as that of any other module
         return None
     around = place.parent
     if getattr(around, "base_layer", None) is module:
         name = f"{type(around).__name__} of {type(around).__module__.partition('.')[0]}"
         raise RefusedError(f"the {name} around it changes its weights within each forward")
-    if type(module).forward is not nn.MultiheadAttention.forward or has_own_forward(module):
-        raise RefusedError("it is an `nn.MultiheadAttention` with a forward of its own")
     reason = projections.objection(module.out_proj)
     if reason is not None:
         raise RefusedError(f"its `out_proj` is {reason}")

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hdi_callback.attention.hooks import has_own_forward
 from hdi_callback.attention.weight_reading import read_tensor
 
 
-def is_torch_attention(module: nn.Module) -> bool:
-    """Return whether a module is torch's own attention.
+def is_torch_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    """Return whether a module computes as torch's own attention does.
 
     Args:
         module: any.
 
     Returns:
-        True if it is.
+        True for an `nn.MultiheadAttention` whose forward is torch's; not for a subclass with one of its own.
     """
-    return isinstance(module, nn.MultiheadAttention)
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    return type(module).forward is nn.MultiheadAttention.forward and not has_own_forward(module)
 
 
 def before_projection(module: nn.Module, gradient: Tensor) -> Tensor:

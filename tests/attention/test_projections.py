@@ -9,6 +9,7 @@ import transformers as tf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import find_attention, survey
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
@@ -233,9 +234,81 @@ class Quiet(nn.MultiheadAttention):
         super().__init__(D, H, batch_first=True)
 
 
-def test_a_subclass_of_torch_attention_with_a_forward_of_its_own_is_refused():
-    (refusal,) = survey(nn.Sequential(Tempered(D, H))).refused
-    assert "it is an `nn.MultiheadAttention` with a forward of its own" in refusal.reason
+class Alone(nn.MultiheadAttention):
+    """Of one input, whose output alone it gives."""
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+class Turned(nn.MultiheadAttention):
+    """Torch's weights, and attention written out."""
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (H, -1)).transpose(1, 2)
+            for part in F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        )
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", [Tempered, Alone, Turned])
+def test_a_subclass_of_torch_attention_with_a_forward_of_its_own_is_read_by_what_it_computes(kind):
+    module = kind(D, H, batch_first=True)
+    (layer,) = find_attention(nn.Sequential(module))
+    weights = dict(zip(("query", "key", "value"), module.in_proj_weight.detach().chunk(3)))
+    for role, rows in weights.items():
+        assert torch.equal(layer.weight(role), rows.view(H, D // H, D))
+    assert torch.equal(layer.weight("output"), module.out_proj.weight.detach().mT.reshape(H, D // H, D))
+    assert layer.evidence == "trace"
+
+
+def test_such_a_subclass_is_read_in_training_with_its_attention_rows():
+    torch.manual_seed(0)
+    model = nn.Sequential(Turned(D, H, batch_first=True))
+    with HeadDiversityMonitor(model, metrics=["hdi", "attention_entropy", "head_correlation"]) as monitor:
+        monitor.arm()
+        model(torch.randn(2, 5, D))
+        values = monitor.measure(0).record().layers["0"].values
+    assert {"hdi", "attention_entropy", "head_correlation"} <= values.keys()
+
+
+class UsesItsParts(nn.Module):
+    """Attention with the weights of a module that is not called."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attn = attention
+
+    def forward(self, x):
+        y, one = x.transpose(0, 1), self.attn
+        return F.multi_head_attention_forward(
+            y, y, y, D, H, one.in_proj_weight, one.in_proj_bias, None, None, False, 0.0,
+            one.out_proj.weight, one.out_proj.bias, need_weights=False,
+        )[0].transpose(0, 1)  # fmt: skip
+
+
+class UsesItsMaps(UsesItsParts):
+    """The same of a module by hand."""
+
+    def forward(self, x):
+        one = self.attn
+        q, k, v = (linear(x).unflatten(-1, (H, -1)).transpose(1, 2) for linear in (one.q_proj, one.k_proj, one.v_proj))
+        return one.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: UsesItsParts(nn.MultiheadAttention(D, H, batch_first=True)),
+        lambda: UsesItsMaps(by_hand.LengthFirst()),
+    ],
+)
+@pytest.mark.parametrize("has_forward", [False, True])
+def test_weights_that_a_module_around_uses_itself_are_read_once(model, has_forward):
+    model = nn.Sequential(model())
+    layers = find_attention(model, forward=(lambda: model(torch.randn(2, 5, D))) if has_forward else None)
+    assert [layer.name for layer in layers] == ["0"]
 
 
 def test_a_subclass_of_torch_attention_without_one_is_read():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
 from hdi_callback.attention.finding.runtime import HeadCheck
+from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
 from tests.attention.models import D, H, attend, refusal_of
@@ -542,3 +544,33 @@ def test_no_gate_is_taken_for_a_value():
     (layer,) = find_attention(nn.Sequential(module))
     assert torch.equal(layer.weight("value"), module.c.weight.view(64, 4, D))
     assert torch.equal(layer.weight("key"), module.b.weight.view(64, 4, D))
+
+
+class QueriesInPieces(by_hand.NanoGPT):
+    """Attends from some queries at a time to all keys, to save memory."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.length = length
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        given = [(piece @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v for piece in q.split(self.length, 2)]
+        return self.c_proj(torch.cat(given, 2).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("length", [3, 4, 8])
+def test_queries_in_pieces_are_no_part_of_what_is_attended(length):
+    """With 4 heads, 2 sequences of 16 and pieces of 8, heads x queries are as many tokens as the map gave."""
+    torch.manual_seed(0)
+    model = nn.Sequential(QueriesInPieces(length))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 16, D)))
+    assert (layer.num_heads, layer.left_out) == (H, "")
+    observer = AttentionObserver(model, [layer])
+    observer.arm()
+    model(torch.randn(2, 16, D))
+    observer.disarm()
+    assert {core.heads for core in observer.cores} == {H}
+    assert observer.unexplained([layer]) == []

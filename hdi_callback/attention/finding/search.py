@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.finding.conventions import is_called_attention, looks_like_attention
 from hdi_callback.attention.finding.runtime import contradiction_in_forward
-from hdi_callback.attention.heads import AttentionLayer, HeadPieces, RefusedError
+from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.names import containers, is_inside, is_within, printable
 from hdi_callback.attention.observe import AttentionObserver, Verdict
@@ -175,6 +175,7 @@ class Search:
                 self.layers[layer.name] = layer
             self._settle(full)
             self._drop_parts_of(layer)
+            self._drop_uncalled_in(layer)
 
     def _settle(self, name: str) -> None:
         self.reasons.pop(name, None)
@@ -190,6 +191,12 @@ class Search:
                 owners = (piece.module.get_submodule(piece.parameter.rpartition(".")[0]) for piece in key.pieces)
                 if any(owner is part for owner in owners for part in layer.module.modules()):
                     del self.layers[name]
+
+    def _drop_uncalled_in(self, whole: AttentionLayer) -> None:
+        """Drop layers whose weights a module around them uses itself, in place of calling them."""
+        for name, layer in list(self.layers.items()):
+            if layer is not whole and is_inside(name, whole.name) and _has_same_keys(layer, whole):
+                del self.layers[name]
 
     # --- 3. names
 
@@ -350,6 +357,15 @@ def _holds_matrices(module: nn.Module) -> bool:
     return any(is_lazy(one) or one.dim() >= 2 for one in module.parameters()) or any(
         type(getattr(part, "in_features", None)) is int for part in module.modules()
     )
+
+
+def _has_same_keys(layer: AttentionLayer, other: AttentionLayer) -> bool:
+    """Return whether the keys of two layers are the same features of one parameter."""
+    one, two = layer.slices["key"], other.slices["key"]
+    if not (isinstance(one, HeadSlice) and isinstance(two, HeadSlice)) or one.owner is not two.owner:
+        return False
+    names = {part.parameter.rpartition(".")[-1] for part in (one, two)}
+    return len(names) == 1 and one.index().tolist() == two.index().tolist()
 
 
 def _first_line(error: Exception) -> str:

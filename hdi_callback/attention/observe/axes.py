@@ -110,35 +110,40 @@ def unravel(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     return tuple(reversed(parts))
 
 
-def resolve(lead: Sequence[int], length: int, tokens: Sequence[int], heads: int | None = None) -> Axes | None:
+def resolve(
+    lead: Sequence[int], queries: int, tokens: Sequence[int], heads: int | None = None, *, keys: int = 0
+) -> Axes | None:
     """Find out which leading dimensions number sequences, from how many tokens the inputs of the maps before have.
 
     Args:
         lead: sizes of the dimensions in front of ``(length, features)``.
-        length: tokens of a sequence.
+        queries: length of a sequence of queries.
         tokens: how many tokens the inputs of linear maps have, the latest first.
         heads: how many heads are claimed, which decides where several readings are possible.
+        keys: length of a sequence of keys, where queries may be some of those that a map gave.
 
     Returns:
         The dimensions; `None` where sequences and heads cannot be separated.
     """
-    lead, every = tuple(lead), []
-    for count in dict.fromkeys(tokens):
-        if not length or count % length:
-            continue
-        every += _ways(lead, count // length)
-    for way in every:
+    lead = tuple(lead)
+    by_queries, by_keys = _fitting(lead, queries, tokens), _fitting(lead, keys, tokens)
+    for way in [*by_queries, *by_keys]:
         if heads is not None and way.heads == heads:
             return way
     usual = tuple(range(len(lead) - 1))
-    for way in every:
+    for way in [*by_queries, *by_keys]:
         if way.lead == lead and way.batch == usual:
             return way
-    if every:
-        return every[0]
+    if by_queries:
+        return by_queries[0]
     if heads is not None and len(lead) == 1 and lead[0] % heads == 0:
         return Axes((lead[0] // heads, heads), (0,))
     return Axes(lead, usual) if len(lead) >= 2 else None
+
+
+def _fitting(lead: tuple[int, ...], length: int, tokens: Sequence[int]) -> list[Axes]:
+    counts = dict.fromkeys(count // length for count in tokens if count % length == 0) if length else {}
+    return [way for sequences in counts for way in _ways(lead, sequences)]
 
 
 def _ways(lead: tuple[int, ...], sequences: int) -> list[Axes]:

@@ -280,7 +280,8 @@ class Recorder:
         """Separate sequences from heads."""
         tokens = self._tokens()
         both = [one for one in tokens if queries and one % queries == 0 and one // queries * keys in tokens]
-        return resolve(lead, queries, [*both, *(one for one in tokens if one not in both)], self._claimed_heads())
+        ordered = [*both, *(one for one in tokens if one not in both)]
+        return resolve(lead, queries, ordered, self._claimed_heads(), keys=keys)
 
     def weights_ran(self, scores: Scores, inputs: Tensor, weights: Tensor, axis: int) -> Taken:
         """Read the rows of weights that a softmax gave.
