@@ -29,6 +29,7 @@ from hdi_callback.monitoring.rules import (
     OneKey,
     RoundedAway,
     SharpFromStart,
+    SuddenShrink,
     TokensAlike,
     UntrainedWeights,
     VanishingWeights,
@@ -287,6 +288,81 @@ def test_a_movement_that_is_not_known_after_a_resumption_neither_begins_nor_ends
         seen += alerts.judge(Record(step, {"attn": layer(kind, 2), "moves": layer("." if kind == "." else "m", 2)}))
     assert [(alert.step, alert.is_resolved, alert.finding.since) for alert in seen] == told
     assert {alert.layer for alert in seen} <= {"attn"}
+
+
+def moving(*readings):
+    return [
+        Record(10 * place, {"attn": LayerRecord({"head_movement_min": min(moves)}, {"head_movement": list(moves)})})
+        for place, moves in enumerate(readings)
+    ]
+
+
+def test_single_heads_that_jump_are_named_where_the_others_move_as_they_did():
+    steady = [(0.01, 0.012, 0.008, 0.011)] * 6
+    (alert,) = asked([WeightJump()], moving(*steady, (0.01, 0.9, 0.009, 0.4)))
+    assert (alert.step, alert.finding.heads, alert.finding.value) == (60, (1, 3), 0.9)
+    assert alert.finding.what.startswith("the weights of heads 1 and 3 have changed by 90 % since")
+    (whole,) = asked([WeightJump()], moving(*steady, (0.1, 0.9, 0.2, 0.4)))
+    assert whole.finding.heads == ()
+    assert asked([WeightJump()], moving(*steady, (0.01, 0.038, 0.009, 0.01))) == [], "below a twentieth"
+    faster = [tuple(5 * move for move in row) for row in steady]
+    assert asked([WeightJump()], moving(*faster, (0.05, 0.15, 0.05, 0.05))) == [], "below four times"
+    still = [(0.0, 0.012, 0.008, 0.011)] * 6
+    assert asked([WeightJump()], moving(*still, (0.01, 0.9, 0.009, 0.4))) == [], "a head is frozen: nothing to compare"
+
+
+def test_heads_that_an_intervention_has_written_do_not_jump():
+    records = moving(*[(0.01, 0.012)] * 6, (0.01, 0.9))
+    alerts = Alerts([WeightJump()], [{"name": "attn", "num_heads": 2}], loaded=False)
+    for record in records[:-1]:
+        alerts.judge(record)
+    alerts.rewrite("attn", [1])
+    assert alerts.judge(records[-1]) == []
+
+
+def norms(queries, keys=None):
+    return [
+        Record(10 * place, {"attn": LayerRecord({"query_norm": query, "key_norm": key})})
+        for place, (query, key) in enumerate(zip(queries, keys or queries))
+    ]
+
+
+def test_queries_or_keys_that_shrink_at_once_and_stay_so_are_reported_until_half_way_back():
+    steady = [2.0, 2.1, 2.2, 2.1, 2.3, 2.4]
+    (alert,) = asked([SuddenShrink()], norms([*steady, 0.4, 0.5]))
+    assert (alert.step, alert.finding.since, alert.finding.metric) == (70, 60, "query_norm")
+    (of_keys,) = asked([SuddenShrink()], norms([*steady, 2.4, 2.4], [*steady, 0.4, 0.5]))
+    assert of_keys.finding.metric == "key_norm"
+    over = asked([SuddenShrink()], norms([*steady, 0.4, 0.5, 1.3, 1.5]))
+    assert [(one.step, one.is_resolved) for one in over] == [(70, False), (90, True)]
+    assert asked([SuddenShrink()], norms([*steady, 0.4, 2.2])) == [], "one batch"
+    assert asked([SuddenShrink()], norms([4 * 0.8**place for place in range(20)])) == [], "decay"
+    assert asked([SuddenShrink()], norms([0.0] * 9)) == [], "keys that begin at zero"
+
+
+def test_an_intervention_that_makes_queries_smaller_is_no_sudden_shrink():
+    alerts = Alerts([SuddenShrink()], [{"name": "attn", "num_heads": 2}], loaded=False)
+    news = []
+    for place, record in enumerate(norms([2.0] * 6 + [0.4, 0.4])):
+        if place == 6:
+            alerts.rewrite("attn", [0])
+        news += alerts.judge(record)
+    assert news == []
+
+
+def test_noisy_inputs_of_the_first_layer_that_fall_to_another_level_are_reported_and_slow_ones_are_not():
+    def told(values, layer="first"):
+        facts = [{"name": "first", "num_heads": 2}, {"name": "second", "num_heads": 2}]
+        alerts = Alerts([InputsLoseRank()], facts, loaded=False)
+        records = [Record(10 * at, {layer: LayerRecord({"token_rank": value})}) for at, value in enumerate(values)]
+        return [(one.step, one.finding.since) for record in records for one in alerts.judge(record)]
+
+    noisy, fallen = [18.4, 19.5, 18.9, 18.4, 20.3, 19.1, 18.6, 17.1], [12.3, 12.2, 12.0, 12.5]
+    assert told([*noisy, *fallen]) == [(110, 80)]
+    assert told([*noisy, *fallen], layer="second") == [], "what a later layer is given is made by training"
+    assert told([*noisy, 16.5, 15.0, 13.5, 12.0]) == [], "it goes on falling"
+    assert told([*noisy, 12.3, 12.2, 18.0, 12.5]) == [], "it came back"
+    assert told([21.0, 20.0, 19.0, 18.0, 17.0, 16.0, 15.0, *fallen]) == [], "it had been falling"
 
 
 def test_a_jump_is_held_against_the_movements_before_a_resumption_and_one_that_is_not_known_against_none():

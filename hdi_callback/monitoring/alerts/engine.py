@@ -153,7 +153,8 @@ class Alerts:
         is_loaded = self._loaded
         if is_loaded == "auto":
             is_loaded = self._is_model_loaded or has_been_trained(first.arrays, facts)
-        return Series(name, facts, siblings, first, is_loaded=is_loaded)
+        is_first = name == next(iter(self._facts), None)
+        return Series(name, facts, siblings, first, is_loaded=is_loaded, is_first=is_first)
 
     def _rules_for(self, name: str) -> list[Rule]:
         if name not in self._rules_of:

@@ -53,14 +53,23 @@ class Series:
         first: the first reading of the run.
         rows: the latest readings, in order.
         is_loaded: whether the weights had been trained before this run, as `loaded` of `Alerts` says.
+        is_first: whether it is the first layer of the model, which is given data rather than what other layers make.
         do_others_move: whether at the latest reading the weights of some layer had moved since the one before.
         rewritten: heads whose weights an intervention has written: earlier readings say nothing about them.
     """
 
     def __init__(
-        self, layer: str, facts: Mapping[str, Any], siblings: int, first: Row, *, is_loaded: bool = False
+        self,
+        layer: str,
+        facts: Mapping[str, Any],
+        siblings: int,
+        first: Row,
+        *,
+        is_loaded: bool = False,
+        is_first: bool = False,
     ) -> None:
         self.layer, self.facts, self.siblings, self.is_loaded = layer, facts, siblings, is_loaded
+        self.is_first = is_first
         self.first = replace(first, matrices={})
         self.do_others_move = False
         self.rewritten: set[int] = set()

@@ -9,7 +9,7 @@ from hdi_callback.monitoring.rules.choice import choose_rules, default_rules
 from hdi_callback.monitoring.rules.dead_heads import DeadHeads
 from hdi_callback.monitoring.rules.falling_rank import FallingRank
 from hdi_callback.monitoring.rules.forecast import AlignmentForecast
-from hdi_callback.monitoring.rules.jumps import InputsLoseRank, WeightJump
+from hdi_callback.monitoring.rules.jumps import InputsLoseRank, SuddenShrink, WeightJump
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS
 from hdi_callback.monitoring.rules.levels import (
     AttentionSink,
@@ -55,6 +55,7 @@ __all__ = [
     "RoundedAway",
     "SharedDirection",
     "SharpFromStart",
+    "SuddenShrink",
     "Thresholds",
     "TiedHeads",
     "TokensAlike",

@@ -13,7 +13,7 @@ from hdi_callback.monitoring.alerts import Rule, check_rule
 from hdi_callback.monitoring.rules.dead_heads import DeadHeads
 from hdi_callback.monitoring.rules.falling_rank import FallingRank
 from hdi_callback.monitoring.rules.forecast import AlignmentForecast
-from hdi_callback.monitoring.rules.jumps import InputsLoseRank, WeightJump
+from hdi_callback.monitoring.rules.jumps import InputsLoseRank, SuddenShrink, WeightJump
 from hdi_callback.monitoring.rules.levels import (
     AttentionSink,
     EntropyCollapse,
@@ -89,6 +89,7 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
         (limits.weight_jump, WeightJump),
         (limits.unchanged, RoundedAway),
         (limits.inputs, InputsLoseRank),
+        (limits.shrink, SuddenShrink),
     ]
     rules += [make(limit) for limit, make in on_levels if limit is not None]
     rules += [FrozenHeads(), UntrainedWeights(), OneKey(), FewerKeys()]

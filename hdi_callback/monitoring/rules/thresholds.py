@@ -45,11 +45,12 @@ class Thresholds:
         flat: mean entropy of attention that is a warning if it was never lower, after 15 readings.
         later: share of attention to later tokens, where they were hidden before.
         vanishing: norm of a head's circuit over what it was at first, below which it is a warning.
-        weight_jump: relative change of the weights of all heads from one reading to the next, if it is four times
-            the largest before.
+        weight_jump: relative change of the weights of a head from one reading to the next, if it is four times the
+            largest before of the head that moved least.
         unchanged: share of the weights of a layer that are, to the last bit, what they were at the reading before.
         inputs: factor by which the effective rank of the input tokens of a layer falls at once, if it never
             changed by nearly as much before.
+        shrink: mean norm of the queries or the keys over the least at any reading before, at two readings in a row.
     """
 
     mean: float | None = 0.5
@@ -74,9 +75,10 @@ class Thresholds:
     flat: float | None = 0.9995
     later: float | None = 0.001
     vanishing: float | None = 0.1
-    weight_jump: float | None = 0.1
+    weight_jump: float | None = 0.05
     unchanged: float | None = 0.9
     inputs: float | None = 1.4
+    shrink: float | None = 0.5
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -137,7 +139,8 @@ _HEALTHY_PEAKS = {
     "vanishing weights": _Peak(0.3676, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first norm"),
     "dead heads": _Peak(0.7083, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first norm"),
     "falling rank": _Peak(0.7298, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first flatness"),
-    "weight jump": _Peak(1.541, HEALTHY_RUNS_JUDGED, of=" times the largest change before"),
+    "weight jump": _Peak(2.005, HEALTHY_RUNS_JUDGED, of=" times the largest change before"),
+    "sudden shrink": _Peak(0.8665, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the least norm before"),
     "later tokens": _Peak(0.0, HEALTHY_RUNS_JUDGED, digits=3),
     "merged messages": _Peak(0.4992, HEALTHY_RUNS_JUDGED),
     "fewer keys": _Peak(1.0, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the keys"),

@@ -50,10 +50,20 @@ def _lost(rows: Rows) -> Iterator[float]:
 
 
 def _jump(rows: Rows) -> Iterator[float]:
-    moves = _curve(rows, "head_movement_min")
+    """Changes of at least a twentieth, of any head, over the largest before of the head that moved least."""
+    moves = [heads for heads in _curve(rows, "heads: head_movement") if None not in heads]
     for place in range(5, len(moves)):
-        if max(moves[:place]) > 0:
-            yield moves[place] / max(moves[:place])
+        before = max(map(min, moves[:place]))
+        if before > 0 and max(moves[place]) >= 0.05:
+            yield max(moves[place]) / before
+
+
+def _shrunk(rows: Rows) -> Iterator[float]:
+    for metric in ("query_norm", "key_norm"):
+        norms = _curve(rows, metric)
+        for place in range(5, len(norms) - 1):
+            if min(norms[:place]) > 0:
+                yield max(norms[place : place + 2]) / min(norms[:place])
 
 
 def _unchanged(rows: Rows) -> Iterator[float]:
@@ -87,6 +97,7 @@ MEASURES: dict[str, tuple[Callable[[Rows], Iterator[float]], bool]] = {
     "dead heads": (_dead, True),
     "falling rank": (_lost, True),
     "weight jump": (_jump, False),
+    "sudden shrink": (_shrunk, True),
     "rounded away": (_unchanged, False),
     "later tokens": (_later, False),
     "merged messages": (_messages, False),

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+import zlib
 from typing import Any
 
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.rules import choose_rules
+from hdi_callback.monitoring.rules import choose_rules, default_rules
 from tests.experiments.faults.monitors import Result
 
-NOW = "as they ship"
+
+def _named(rules: list[Any]) -> str:
+    asked = sorted((rule.name, sorted((name, repr(value)) for name, value in vars(rule).items())) for rule in rules)
+    return f"{len(asked)} rules, {zlib.crc32(repr(asked).encode()):08x}"
+
+
+NOW = _named(default_rules())
+"""Names the rules as they ship, with their limits: other rules, or other limits, have another name."""
 
 
 def judge_again(run: Result) -> Result:
     """Replace the alerts of a run; of one whose readings were not kept they stay what they were."""
-    if not run.get("readings") or run.get("rules") == NOW:
+    if not run.get("readings"):
         return run
     alerts = Alerts(choose_rules("default"), run["facts"])
     found = [

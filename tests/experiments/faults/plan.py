@@ -11,13 +11,15 @@ from tests.experiments.faults.trainings import BASES, LONG, PROVOKED
 
 HEALTHY = "healthy"
 STEPS, EVERY = 100, 5
-CONFIRMING, AGAIN = 50_000, 170_000
-"""The first seeds of confirming runs: of those laid down first, and of those made again after rules had changed."""
+CONFIRMING, AGAIN, FRESH = 50_000, 170_000, 290_000
+"""The first seeds of confirming runs: of those laid down first, and of those made again each time rules had changed."""
 FAULTS_EVERY = 5
 """Rounds of healthy runs from one round of faults to the next."""
-Part = Literal["looked-at", "confirming", "again"]
+Part = Literal["looked-at", "confirming", "again", "fresh"]
 PARTS: tuple[Part, ...] = get_args(Part)
-HEALTHY_EACH: dict[Part, int] = {"looked-at": 2, "confirming": 19, "again": 19}
+FIRST_SEEDS: dict[Part, int] = {"looked-at": 0, "confirming": CONFIRMING, "again": AGAIN, "fresh": FRESH}
+HEALTHY_EACH: dict[Part, int] = {"looked-at": 2, "confirming": 19, "again": 19, "fresh": 19}
+ROUNDS: dict[Part, int] = {"looked-at": 1, "confirming": 2, "again": 2, "fresh": 3}
 
 
 @dataclass(frozen=True)
@@ -33,22 +35,21 @@ class Job:
         return "".join(c if c.isalnum() else "-" for c in f"{self.kind} on {self.base} {self.seed}")
 
 
-def plan(part: Part, *, rounds: int = 2, healthy: int | None = None) -> list[Job]:
+def plan(part: Part, *, rounds: int | None = None, healthy: int | None = None) -> list[Job]:
     """Lay down every run, in the order in which they are made: whole rounds, so that an early end leaves no kind out.
 
     Args:
         part: the seeds of the parts have nothing in common. Limits are chosen on healthy looked-at runs, and rules
             on looked-at runs of all kinds. Rules were changed after 180 of the confirming runs, and once more after all
-            394: these are looked at since, and the part "again", on seeds that nothing had used, confirms the rules as
-            they ship.
-        rounds: how many confirming runs of each fault; one is looked at.
+            394; then came the part "again". After it rules were changed a third time: all these are looked at since,
+            and the part "fresh", on seeds that nothing had used, confirms the rules as they ship.
+        rounds: how many confirming runs of each fault, 2 or 3 by default; one is looked at.
         healthy: how many confirming healthy runs of each kind of training, of the long ones a tenth as many; two are
             looked at. 19 by default.
     """
-    first = {"looked-at": 0, "confirming": CONFIRMING, "again": AGAIN}[part]
-    if healthy is None:
-        healthy = HEALTHY_EACH[part]
-    rounds, each = (1, HEALTHY_EACH[part]) if part == "looked-at" else (rounds, healthy)
+    first = FIRST_SEEDS[part]
+    rounds = ROUNDS[part] if rounds is None or part == "looked-at" else rounds
+    each = HEALTHY_EACH[part] if healthy is None or part == "looked-at" else healthy
     jobs = []
     for round_ in range(max(FAULTS_EVERY * (rounds - 1) + 1, each)):
         seed = first + 100 * round_

@@ -19,7 +19,7 @@ from tests.experiments.faults.extremes import extremes_of, trained_layers
 from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.judging import NOW, judge_again
 from tests.experiments.faults.monitors import MONITORS, Result, Scores, alarm_of, alarm_of_rules
-from tests.experiments.faults.plan import AGAIN, CONFIRMING, EVERY, HEALTHY, PARTS, STEPS, is_possible
+from tests.experiments.faults.plan import AGAIN, CONFIRMING, EVERY, FRESH, HEALTHY, PARTS, STEPS, is_possible
 from tests.experiments.faults.prediction import table
 from tests.experiments.faults.run import PUBLISHED, RESULTS
 from tests.experiments.faults.trainings import PROVOKED
@@ -98,8 +98,8 @@ def judge(healthy: Sequence[Result], faulty: Sequence[Result], looked_at: Sequen
     for run in healthy:
         for name, step in alarms(run, 0).items():
             false[name] += step is not None
-            of_fresh[name] += step is not None and run["seed"] >= AGAIN
-    fresh = sum(run["seed"] >= AGAIN for run in healthy)
+            of_fresh[name] += step is not None and run["seed"] >= FRESH
+    fresh = sum(run["seed"] >= FRESH for run in healthy)
     return {
         "limits": limits,
         "rows": rows,
@@ -127,17 +127,21 @@ def before_both(rows: Sequence[dict]) -> list[dict]:
 def report(found: dict, looked_at: int) -> list[str]:
     rows, names = found["rows"], [*RULES, *MONITORS]
     shown = [row for row in rows if row["shows"]]
+    fresh = [row for row in shown if row["seed"] >= FRESH]
     costly = [row for row in shown if row["left"] is not None]
+    earlier_runs = found["healthy"] - found["fresh"], len(shown) - len(fresh)
     ahead = before_both(shown)
     lines = [
-        "Made by `python -m tests.experiments.faults.run --part looked-at`, `--part confirming`, `--part again` and "
+        "Made by `python -m tests.experiments.faults.run --part looked-at`, `--part confirming`, `--part again`, "
+        "`--part fresh` and "
         "`python -m tests.experiments.faults.report --output docs/benchmarks/faults.md` "
         "(`make faults` makes all of them, and more runs).",
         "",
         f"{looked_at} healthy runs set the limits of all monitors (the score that one in a hundred of them goes "
-        f"beyond). *Fresh* are {found['fresh']} healthy runs that were made after the last change of a rule, on seeds "
-        f"that nothing had used; *all* are these and {found['healthy'] - found['fresh']} that had been made before it, "
-        f"judged again. {len(rows)} runs with {len({row['kind'] for row in rows})} faults. {STEPS} steps a run, a "
+        f"beyond). *Fresh* are {found['fresh']} healthy runs and {len(fresh)} with shown faults that were made after "
+        f"the last change of a rule, on seeds that nothing had used; *all* are these and {earlier_runs[0]} and "
+        f"{earlier_runs[1]} that had been made before it, judged again. {len(rows)} runs with "
+        f"{len({row['kind'] for row in rows})} faults. {STEPS} steps a run, a "
         f"reading every {EVERY}. *Shown* are the {len(shown)} runs with faults that attention can show; {len(costly)} "
         f"of them cost more than {COST} nats, that is, left the validation loss of all healthy twins by that much. "
         "*Rules first*: on how many of the shown ones the rules as they ship alarmed at an earlier reading than the "
@@ -147,9 +151,9 @@ def report(found: dict, looked_at: int) -> list[str]:
         f"runs, of {len({row['kind'] for row in ahead})} kinds; on {len(before_both(costly))} of the {len(costly)} "
         f"costly ones, of {len({row['kind'] for row in before_both(costly)})} kinds.",
         "",
-        "| monitor | shown faults told | rules first | it first | of the costly ones | before the loss had left | "
-        "median lead in steps | fresh healthy runs alarmed | all healthy runs alarmed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| monitor | fresh shown faults told | all shown faults told | rules first | it first | of the costly ones | "
+        "before the loss had left | median lead in steps | fresh healthy runs alarmed | all healthy runs alarmed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
         told = [row for row in shown if row["alarms"][name] is not None]
@@ -158,9 +162,11 @@ def report(found: dict, looked_at: int) -> list[str]:
         early = sum(lead > 0 for lead in leads)
         lead = f"{statistics.median(leads):+.0f}" if leads else "-"
         earlier, later = ("-", "-") if name == SHIPPED else order(shown, name)
+        told_of_fresh = f"{sum(row['seed'] >= FRESH for row in told)}/{len(fresh)}" if fresh else "-"
+        false_of_fresh = bound(found["of_fresh"][name], found["fresh"]) if found["fresh"] else "-"
         lines.append(
-            f"| {name} | {len(told)}/{len(shown)} | {earlier} | {later} | {len(of_costly)}/{len(costly)} | "
-            f"{early}/{len(costly)} | {lead} | {bound(found['of_fresh'][name], found['fresh'])} | "
+            f"| {name} | {told_of_fresh} | {len(told)}/{len(shown)} | {earlier} | {later} | "
+            f"{len(of_costly)}/{len(costly)} | {early}/{len(costly)} | {lead} | {false_of_fresh} | "
             f"{bound(found['false'][name], found['healthy'])} |"
         )
     lines += [
@@ -200,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     here = [condensed(run) for part in PARTS for run in read(options.results / part)]
     runs = sorted([*here, *published(options.published, here)], key=lambda run: (run["seed"], run["kind"]))
-    looked_at = [run for run in runs if run["kind"] == HEALTHY and run["seed"] < AGAIN]
+    looked_at = [run for run in runs if run["kind"] == HEALTHY and run["seed"] < FRESH]
     confirming = [run for run in runs if run["seed"] >= CONFIRMING]
     judged = [run for run in confirming if run.get("rules") == NOW]
     healthy = [run for run in judged if run["kind"] == HEALTHY]

@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--kinds", nargs="*", help=f"only these kinds, such as {HEALTHY}")
-    parser.add_argument("--rounds", type=int, default=2, help="how many confirming runs of each fault")
+    parser.add_argument("--rounds", type=int, help="how many confirming runs of each fault")
     parser.add_argument("--healthy", type=int, help="how many confirming healthy runs of each training")
     parser.add_argument("--share", nargs=2, type=int, default=(0, 1), help="of the runs, as 0 2 for every second one")
     parser.add_argument("--anew", action="store_true", help="make those that are published as well")
