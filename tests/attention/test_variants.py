@@ -574,3 +574,37 @@ def test_queries_in_pieces_are_no_part_of_what_is_attended(length):
     observer.disarm()
     assert {core.heads for core in observer.cores} == {H}
     assert observer.unexplained([layer]) == []
+
+
+class Gated(by_hand.NanoGPT):
+    """Each score passes a gate by itself (Ramapuram et al., 2024), in a class that no name gives away."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        weights = (q @ k.mT / q.shape[-1] ** 0.5 - 2).sigmoid()
+        return self.c_proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_attention_by_gates_is_named_and_not_passed_over_in_silence():
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated())
+    with pytest.warns(UnsupportedAttentionWarning, match=r"`0` \(Gated\).*its weights are no softmax \(sigmoid\)"):
+        assert find_attention(model, forward=lambda: model(torch.randn(2, 6, D))) == []
+
+
+def test_a_gate_that_is_no_attention_is_not_named():
+    """Squeeze and excitation: a product with a sigmoid that no scores went into."""
+
+    class Excited(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up, self.out = nn.Linear(D, 8), nn.Linear(8, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            gate = self.up(self.down(x.mean(1, keepdim=True)).relu()).sigmoid()
+            return self.out(x * gate)
+
+    model = nn.Sequential(Excited())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_attention(model, forward=lambda: model(torch.randn(2, 6, D))) == []

@@ -145,6 +145,8 @@ def unexplained(
 
 
 def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
+    if core.kind in ("sigmoid", "relu"):  # gates of other kinds are no attention: all of it must come from maps
+        return all(find_rows(core, maps, role) is not None for role in ("query", "key", "value"))
     if core.kind not in ("softmax", "exp", "additive", "sparsemax", "entmax"):
         return False
     if core.kind == "additive":  # its weights may be those of experts: values that maps gave are those of tokens
