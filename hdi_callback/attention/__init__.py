@@ -1,8 +1,8 @@
 """Attention layers: modules in, head weights and head outputs out."""
 
 from hdi_callback.attention.capture import Capture, Taps
-from hdi_callback.attention.finding.discovery import Refusal, Survey, find_attention, survey
-from hdi_callback.attention.finding.runtime import HeadCheck, HeadSearch
+from hdi_callback.attention.finding.discovery import Refusal, Survey, find_attention, message_of_part, survey
+from hdi_callback.attention.finding.runtime import HeadCheck, HeadSearch, layers_observed
 from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadPieces, HeadProduct, HeadSlice, Role
 from hdi_callback.attention.registry import Place, register_layout
 
@@ -21,6 +21,8 @@ __all__ = [
     "Survey",
     "Taps",
     "find_attention",
+    "layers_observed",
+    "message_of_part",
     "register_layout",
     "survey",
 ]

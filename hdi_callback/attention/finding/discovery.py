@@ -96,9 +96,20 @@ def find_attention(
         warnings.warn(refusal.message, UnsupportedAttentionWarning, stacklevel=2)
     for layer in found.layers:
         if layer.left_out:
-            message = f"`{layer.name}` ({type(layer.module).__name__}) is read in part: without {layer.left_out}."
-            warnings.warn(message, UnsupportedAttentionWarning, stacklevel=2)
+            warnings.warn(message_of_part(layer), UnsupportedAttentionWarning, stacklevel=2)
     return list(found.layers)
+
+
+def message_of_part(layer: AttentionLayer) -> str:
+    """Say what a layer is read without.
+
+    Args:
+        layer: with something left out.
+
+    Returns:
+        The sentence for a warning.
+    """
+    return f"`{layer.name}` ({type(layer.module).__name__}) is read in part: without {layer.left_out}."
 
 
 def survey(

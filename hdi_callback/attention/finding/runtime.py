@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.heads import AttentionLayer, Role
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.observe import Verdict
+from hdi_callback.attention.names import printable
+from hdi_callback.attention.observe import AttentionObserver, Verdict
 from hdi_callback.attention.recorder import Recorder
 from hdi_callback.attention.registry import Place
 from hdi_callback.attention.trace.inputs import Inputs, recorded_inputs
@@ -22,6 +24,7 @@ from hdi_callback.attention.trace.kinds import KindTracer
 from hdi_callback.attention.trace.layers import layers_in
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.verify import contradiction_of
+from hdi_callback.attention.wrappers import users_name
 
 _MOST_SECONDS = 60.0  # for one module
 _NOT_RUN = "it could not be run by itself with what it received in the first forward that was read"
@@ -197,6 +200,37 @@ class HeadSearch(ArgumentRecorder):
             if one.layer is None:
                 self.reasons[place.name] = one.reason
         return [one.layer for one in found or () if one.layer is not None]
+
+
+def layers_observed(
+    observer: AttentionObserver, layers: Sequence[AttentionLayer], reasons: Mapping[str, str]
+) -> list[AttentionLayer]:
+    """Describe attention that no layer explains by what it received in a real forward, before training and in it.
+
+    Args:
+        observer: of that forward.
+        layers: those that are read otherwise.
+        reasons: name of a module -> why a traced run could not read all of it.
+
+    Returns:
+        Layers of several heads beside them.
+    """
+    found: list[AttentionLayer] = []
+    for path, layer in observer.proposals(layers).items():
+        if not isinstance(layer, AttentionLayer) or layer.num_heads < 2:
+            continue
+        inside = set(layer.module.modules())
+        if any(one.module in inside or layer.module in set(one.module.modules()) for one in (*layers, *found)):
+            continue
+        name = users_name(printable(path))
+        left_out = " and ".join(f"the weights of its {of}" for role, of in _NAMES.items() if role not in layer.slices)
+        if left_out and name in reasons:
+            left_out += f", as {reasons[name]}"
+        found.append(replace(layer, name=name, evidence="forward", left_out=left_out))
+    return found
+
+
+_NAMES: dict[Role, str] = {"query": "queries", "value": "values"}
 
 
 def _is_spread(module: nn.Module) -> bool:

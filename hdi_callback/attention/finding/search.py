@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.finding.conventions import is_called_attention, looks_like_attention
-from hdi_callback.attention.finding.runtime import contradiction_in_forward
+from hdi_callback.attention.finding.runtime import contradiction_in_forward, layers_observed
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.names import containers, is_inside, is_within, printable
@@ -257,6 +257,11 @@ class Search:
         for name, verdict in observer.verdicts().items():
             if name in self.layers:
                 self._correct(self.layers[name], verdict, ways.get(name, ()))
+        reasons = {name: reason for name, (reason, _) in self.reasons.items()}
+        for layer in layers_observed(observer, list(self.layers.values()), reasons):
+            if not is_within(layer.name, self._vouched):
+                self.layers[layer.name] = layer
+                self._settle(layer.name)
         refused = [path for path, _ in self.model.named_modules() if users_name(printable(path)) in self.reasons]
         for one in observer.unexplained(list(self.layers.values()), reported=refused):
             read, name = self.layers.get(one.layer), users_name(printable(one.name))

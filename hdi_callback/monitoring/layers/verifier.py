@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from torch import nn
 
-from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSearch, Refusal
+from hdi_callback.attention import (
+    AttentionLayer,
+    HeadCheck,
+    HeadSearch,
+    Refusal,
+    layers_observed,
+    message_of_part,
+)
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.names import is_inside
 from hdi_callback.attention.observe import AttentionObserver
@@ -56,6 +63,7 @@ class HeadVerifier:
         self._is_armed = False
         self._others_await = False
         self._unexplained: set[str] = set()
+        self._read_in_part: set[str] = set()  # names of layers of which a part is left out, as was said
         self._contradictions: dict[str, str] = {}  # name of what was searched -> what contradicts its heads
 
     @property
@@ -183,18 +191,14 @@ class HeadVerifier:
             contradicted = {name: one.sentence for name, one in verdicts.items() if one.state == "contradicted"}
             self._contradictions |= contradicted
             found += [one for one in searched if one.name not in contradicted]
-        for path, layer in observer.proposals([*self._layers.all, *found]).items():
-            if isinstance(layer, AttentionLayer) and self._may_be_watched(path, layer, [*self._layers.all, *found]):
-                found.append(layer)
-        return [replace(layer, evidence="forward") for layer in found]
+        reasons = {} if self._search is None else self._search.reasons
+        observed = layers_observed(observer, [*self._layers.all, *found], reasons)
+        return [replace(layer, evidence="forward") for layer in found] + list(filter(self._may_be_watched, observed))
 
-    def _may_be_watched(self, path: str, layer: AttentionLayer, others: Sequence[AttentionLayer]) -> bool:
-        """Return whether a layer from observation alone is one that is asked for, beside all others."""
-        inside = set(layer.module.modules())
-        if any(one.module in inside or layer.module in set(one.module.modules()) for one in others):
-            return False
+    def _may_be_watched(self, layer: AttentionLayer) -> bool:
+        """Return whether a layer from observation alone is one that is asked for."""
         is_spread = any(self._layers.sharding.is_sharded(layer, role) for role in layer.slices)
-        return layer.num_heads > 1 and not is_spread and self._layers.is_chosen(users_name(path))
+        return not is_spread and self._layers.is_chosen(layer.name)
 
     def _warn_of_unexplained(self, observer: AttentionObserver) -> None:
         """Name the attention that ran and is not watched, once for each kind of module."""
@@ -208,6 +212,12 @@ class HeadVerifier:
             if one.name not in self._unexplained and layers.is_chosen(users_name(one.name))
         ]  # fmt: skip
         self._unexplained |= {one.name for one in found}
+        in_part = {layer.name: layer for layer in layers.all if layer.left_out}
+        found = [one for one in found if one.layer not in in_part]  # which says what exactly is left out
+        new = [layer for name, layer in in_part.items() if name not in self._read_in_part]
+        self._read_in_part |= in_part.keys()
+        kinds = (Refusal(layer.name, type(layer.module).__name__, layer.left_out) for layer in new)
+        warn_by_kind(zip(kinds, map(message_of_part, new)), stacklevel=6)
         refusals = [Refusal(users_name(one.name), one.module_type, one.reason) for one in found]
         warn_by_kind(zip(refusals, (one.message for one in found)), stacklevel=6)
         layers.refused = (*layers.refused, *(refusal for one, refusal in zip(found, refusals) if not one.layer))

@@ -78,7 +78,6 @@ REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
     "TalkingAfterSoftmax": "its heads mix: the weights of one depend on the scores of several",
     "PositionsAddedToKeys": "its keys are sums of what `k` and `kp` give",
-    "ValuesAreTheInput": "its values are its inputs",
     "Scripted": "compiled by torch.jit.script",
     # Scores or sums that are no matrix products.
     "Additive": "its scores are no products of queries and keys",
@@ -123,3 +122,10 @@ def test_tables_of_few_positions_are_no_hindrance_before_training(name):
 def test_modules_by_hand_are_read_as_they_are(name):
     verdict = judge(ALL[name], "forward")
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
+
+
+@pytest.mark.parametrize("name", ["ValuesAreTheInput", "KeysOfATower", "ValuesOfAnEarlierLayer", "Joint"])
+def test_a_forward_and_a_training_give_the_same_answer(name, tmp_path):
+    forward, training = (judge(ALL[name], way, tmp_path) for way in ("forward", "training"))
+    assert (training.verdict, training.reason) == (forward.verdict, forward.reason)
+    assert forward.verdict in (RIGHT, REFUSED)

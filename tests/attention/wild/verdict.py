@@ -130,7 +130,7 @@ def verdict_of(
     for core in case.cores:
         compared = [(*_compare(core, block, layer), layer) for layer in left]
         found = min(compared, key=lambda one: VERDICTS.index(one[0]), default=None)
-        if found is not None and (found[0] in (RIGHT, PART) or len(left) >= len(case.cores)):
+        if found is not None and (found[0] in (RIGHT, REFUSED, PART) or len(left) >= len(case.cores)):
             left.remove(found[2])
             verdict = found[:2]
         elif told:
@@ -167,7 +167,8 @@ def _compare(core: Core, block: nn.Module, layer: AttentionLayer) -> tuple[str, 
         if truth is None or claimed is None:
             if truth is not None:
                 said = getattr(layer, "left_out", "")
-                verdict = (PART, f"no {role}") if role != "output" and not said else verdict
+                if role != "output":
+                    verdict = (REFUSED, f"without {said}") if said else (PART, f"no {role}")
                 continue
             if claimed is not None:
                 return WRONG, f"claims a weight of the {role}, which is none"
