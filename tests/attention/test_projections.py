@@ -308,7 +308,7 @@ class UsesItsMaps(UsesItsParts):
 def test_weights_that_a_module_around_uses_itself_are_read_once(model, has_forward):
     model = nn.Sequential(model())
     layers = find_attention(model, forward=(lambda: model(torch.randn(2, 5, D))) if has_forward else None)
-    assert [layer.name for layer in layers] == ["0"]
+    assert [(layer.name, layer.module) for layer in layers] == [("0.attn", model[0])]
 
 
 def test_a_subclass_of_torch_attention_without_one_is_read():

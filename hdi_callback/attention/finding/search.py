@@ -175,7 +175,7 @@ class Search:
                 self.layers[layer.name] = layer
             self._settle(full)
             self._drop_parts_of(layer)
-            self._drop_uncalled_in(layer)
+            self._name_by_part(layer)
 
     def _settle(self, name: str) -> None:
         self.reasons.pop(name, None)
@@ -192,11 +192,12 @@ class Search:
                 if any(owner is part for owner in owners for part in layer.module.modules()):
                     del self.layers[name]
 
-    def _drop_uncalled_in(self, whole: AttentionLayer) -> None:
-        """Drop layers whose weights a module around them uses itself, in place of calling them."""
+    def _name_by_part(self, whole: AttentionLayer) -> None:
+        """Keep one of two layers where a module uses the weights of a part itself: its own, by the name of the part."""
         for name, layer in list(self.layers.items()):
             if layer is not whole and is_inside(name, whole.name) and _has_same_keys(layer, whole):
-                del self.layers[name]
+                self.layers.pop(whole.name, None)
+                self.layers[name] = replace(whole, name=name)
 
     # --- 3. names
 
