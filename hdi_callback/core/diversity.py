@@ -13,7 +13,8 @@ from torch import Tensor
 from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
 from hdi_callback.core.products import HeadProducts
 from hdi_callback.core.subspaces import block_norms, normalised
-from hdi_callback.core.tensors import require_tensors
+from hdi_callback.core.tensors import may_decide_on_host, require_tensors
+from hdi_callback.core.well_conditioned import BothLenses, lenses_of_products
 from hdi_callback.core.whitening import (
     DEFAULT_BUDGET,
     Method,
@@ -209,7 +210,8 @@ def diversity_and_products(
 ) -> tuple[HeadDiversity, HeadProducts | None]:
     """Compute the diversity of one layer, and leave the products of its heads that the energy is read from.
 
-    They are those of the weights as they are, to the rounding of float32: going back from whitened heads is exact.
+    They are those of the weights as they are, to the rounding of float32: formed as they are, or taken back from whitened
+    heads.
 
     Args:
         weight: ``(1, H, d_k, d)``, on a CPU, as the host looks at what came.
@@ -238,7 +240,7 @@ def _measured(
     memory_budget: int,
     kept: list[tuple[slice, Tensor]] | None,
 ) -> tuple[HeadDiversity, Tensor]:
-    """Compute the diversity of some layers, and the norms of their heads in float64."""
+    """Compute the diversity of some layers, and what their heads were divided by in the products that were kept."""
     require_tensors(weight=weight)
     require_arguments(weight, rank_tol, method, memory_budget)
     *batch, H, k, d = weight.shape
@@ -247,7 +249,14 @@ def _measured(
     # As many layers at once as have their rows in the budget, one at the least: rows are the one copy of a weight.
     step = max(1, memory_budget // (H * k * d * 8))
     results = []
-    for start in range(0, max(1, len(layers)), step):
+    both: BothLenses | None = None
+    if len(layers) == 1 and metric is None and method == "whiten" and may_decide_on_host(weight):
+        both = lenses_of_products(layers[0], rank_tol=rank_tol, memory_budget=memory_budget, kept=kept)
+    if both is not None:
+        rank = torch.full((1, H), float(k))
+        found = (normalised(both.shared[None], rank), both.energy[None], rank, both.flatness[None])
+        results.append((*found, torch.zeros(1, H, dtype=torch.bool), both.norm[None]))
+    for start in range(0, max(1, len(layers)) if both is None else 0, step):
         part = slice(start, start + step)
         S = None if metrics is None else metrics[part if len(metrics) > 1 else slice(0, 1)]
         heads = whiten_heads(layers[part], rank_tol=rank_tol, method=method, metric=S, memory_budget=memory_budget)
@@ -262,7 +271,8 @@ def _measured(
         torch.cat(each).reshape(*batch, *each[0].shape[1:]) for each in zip(*results)
     )
     width = float(d) if metric is None else float("nan") if tokens is None else float(tokens - 1)
-    return _summarise(overlap, energy, rank, flatness, dead, norm, width), norm
+    scale = norm if both is None else torch.ones_like(norm)
+    return _summarise(overlap, energy, rank, flatness, dead, norm, width), scale
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ Method = Literal["whiten", "svd", "exact"]
 DEFAULT_BUDGET = 2**26
 """Bytes of temporary memory beyond the rows of the layers at hand: 64 MiB."""
 
-_SINGLE = 1e-7
+SINGLE = 1e-7
 """How far an overlap in float32 may be off."""
 
 _FINEST_RANK_TOL = 1e-7  # its square must stay above the rounding of a Gram matrix in float64
@@ -92,7 +92,7 @@ def whiten_heads(
     else:
         whitener = torch.empty_like(gram)
         may_look = may_decide_on_host(weight) and out == torch.float32 and method == "whiten" and not precise
-        tolerance = _SINGLE if may_look else 0.0
+        tolerance = SINGLE if may_look else 0.0
         # A dozen matrices of the size of a head's Gram matrix live at once in there.
         for part in head_chunks(gram.shape[-3], gram[..., 0, :, :].numel() * 8 * 12, memory_budget):
             whitener[..., part, :, :] = whitener_of(gram[..., part, :, :], rank_tol, tolerance)
