@@ -14,11 +14,12 @@ from hdi_callback.attention.inputs import layers_of_inputs, tap_inputs
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import HeadDiversity, head_diversity_from_covariance
-from hdi_callback.core.tokens import TokenSpread, energy_of_tokens
+from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import KEYS, TOKENS
 from hdi_callback.monitoring.monitor.collected import Collected
+from hdi_callback.monitoring.monitor.input_mean import InputMean, InputSums
 from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.monitor.weights import WeightReader, without_autocast
 from hdi_callback.monitoring.ranks import Ranks
@@ -26,67 +27,6 @@ from hdi_callback.monitoring.readings import Measurement
 
 SOURCES = (KEYS, TOKENS)
 """What is measured on the inputs of layers."""
-
-
-@dataclass(frozen=True)
-class InputMean:
-    """Sums over the input tokens of a layer, of which each counts as often as its weight says.
-
-    Attributes:
-        count: sum of the weights.
-        total: ``(d,)``, sum of the tokens.
-        size: sum of the squared norms of the tokens.
-        directions: ``(d,)``, sum of the tokens scaled to norm 1.
-        pointing: sum of the weights of tokens that are not zero.
-        pointing_squares: sum of the squares of these weights.
-    """
-
-    count: Tensor
-    total: Tensor
-    size: Tensor
-    directions: Tensor
-    pointing: Tensor
-    pointing_squares: Tensor
-
-    @classmethod
-    def of(cls, tokens: Tensor, weights: Tensor) -> InputMean:
-        """Add up tokens.
-
-        Args:
-            tokens: ``(n, d)``, float64.
-            weights: ``(n,)``.
-
-        Returns:
-            Their sums.
-        """
-        norm = torch.linalg.vector_norm(tokens, dim=-1)
-        directed = weights * (norm != 0)
-        return cls(
-            weights.sum(),
-            weights @ tokens,
-            weights @ norm.square(),
-            (directed / torch.where(norm == 0, 1, norm)) @ tokens,
-            directed.sum(),
-            directed.square().sum(),
-        )
-
-    @classmethod
-    def none(cls, width: int, device: torch.device) -> InputMean:
-        """Give the sums over no tokens.
-
-        Args:
-            width: d.
-            device: where.
-
-        Returns:
-            Zeros.
-        """
-        zero, zeros = torch.zeros((), device=device), torch.zeros(width, device=device)
-        return cls(zero, zeros, zero, zeros, zero, zero)
-
-    def tensors(self) -> list[Tensor]:
-        """Give what adds up, in a fixed order."""
-        return [self.count, self.total, self.size, self.directions, self.pointing, self.pointing_squares]
 
 
 class LayerInputs(Collected):
@@ -192,54 +132,65 @@ class LayerInputs(Collected):
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         for layer in layers:
             held = self._tokens_of(layer, device)
-            # Alone, the tokens of a layer are brought to float64 once.
-            if ranks.size > 1:
-                mean = InputMean(*(next(added) for _ in means[0].tensors()))
-            else:
-                mean = _mean_of(layer, held, device)
-            for source, values in self._measure_one(layer, mean, held, ranks, device, absent):
+            mean = InputMean(*(next(added) for _ in means[0].tensors())) if ranks.size > 1 else None
+            with without_autocast(device):
+                sums, scatter = self._add_up(layer, mean, held, ranks, device)
+            for source, values in self._measure_one(layer, sums, scatter, ranks, device, absent):
                 if layer.name in left_out:
                     continue
-                measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
+                if ranks.size > 1 or held is not None:
+                    measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
         return [join(source, group) for (source, _), group in measured.items()]
+
+    def _add_up(
+        self,
+        layer: AttentionLayer,
+        mean: InputMean | None,
+        held: tuple[Tensor, Tensor] | None,
+        ranks: Ranks,
+        device: torch.device,
+    ) -> tuple[InputSums, Tensor | None]:
+        """Add up the tokens of a layer, and the outer products of the centred ones where they are needed themselves."""
+        is_of_tokens_alone = ranks.size == 1 and KEYS not in self._sources  # inner products tell as much of them
+        if is_of_tokens_alone and held is not None and may_decide_on_host(held[0]):
+            found = InputSums.in_single(*held)
+            if found is not None:
+                return found, None
+        mean = _mean_of(layer, held, device) if mean is None else mean
+        rows = torch.zeros(0, _width(layer), dtype=torch.float64, device=device)
+        if held is not None:
+            tokens, weights = held
+            rows = (tokens.double() - mean.total / mean.count.clamp_min(1)).mul_(weights.sqrt()[:, None])
+        if is_of_tokens_alone:
+            return InputSums.of_rows(mean, rows, torch.zeros(0) if held is None else held[1]), None
+        (scatter,) = ranks.sum([rows.mT @ rows], device)
+        return InputSums(mean, scatter.diagonal().sum(), scatter.square().sum()), scatter
 
     def _measure_one(
         self,
         layer: AttentionLayer,
-        mean: InputMean,
-        held: tuple[Tensor, Tensor] | None,
+        sums: InputSums,
+        scatter: Tensor | None,
         ranks: Ranks,
         device: torch.device,
         absent: Absent,
     ) -> Iterator[tuple[str, Any]]:
-        width = _width(layer)
         is_here = any(one.name == layer.name for one in self._tapped)
-        with without_autocast(device):
-            rows = torch.zeros(0, width, dtype=torch.float64, device=device)
-            if held is not None:
-                tokens, weights = held
-                rows = (tokens - mean.total / mean.count.clamp_min(1)).mul_(weights.sqrt()[:, None])
-            scatter: Tensor | None = None
-            if ranks.size == 1 and KEYS not in self._sources:  # inner products tell as much of tokens alone
-                variance, energy = _variance_and_energy(rows, torch.zeros(0) if held is None else held[1])
-            else:
-                (scatter,) = ranks.sum([rows.mT @ rows], device)
-                variance, energy = scatter.diagonal().sum(), scatter.square().sum()
         for source in self._sources:
             found: Any = None
             with absent.unless_measured(source, layer.name), without_autocast(device):
                 if source == TOKENS:
                     self._layers.require(layer)
-                    found = spread_of(mean, variance, energy)
+                    found = sums.spread()
                 elif is_here and scatter is not None:
                     weight = self._reader.weight(layer, "key", ranks).to(device, torch.float64)
                     maps = weight.flatten(0, 1)
-                    covariance = (maps @ scatter @ maps.mT) / mean.count
+                    covariance = (maps @ scatter @ maps.mT) / sums.mean.count
                     G, d_k = weight.shape[:2]
                     found = head_diversity_from_covariance(covariance.reshape(G, d_k, G, d_k), rank_tol=self._rank_tol)
             if source == KEYS and len(ranks.peers) < ranks.size:
                 found = self._from_holders(layer, found, is_here, ranks, device)
-            if found is not None and (ranks.size > 1 or held is not None):
+            if found is not None:
                 yield source, found
 
     def _from_holders(
@@ -258,55 +209,22 @@ class LayerInputs(Collected):
         return replace(blank, **{name: one.to(blanks[name].dtype) for name, one in zip(blanks, added)})
 
     def _tokens_of(self, layer: AttentionLayer, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Give the tokens of a layer, ``(n, d)``, and their weights; `None` if this rank has none to tell of."""
+        """Give the tokens of a layer, ``(n, d)`` in float32 or wider, and their weights; `None` if there are none here."""
         capture = None if self._captures is None else self._captures.get(layer.name)
         if capture is None:
             return None
         tokens = whole(capture.outputs)
         if not is_first_holder(capture.outputs):
             return None
-        tokens = tokens[:, 0].to(device, torch.float64)
+        tokens = tokens[:, 0].to(device, torch.promote_types(tokens.dtype, torch.float32))
         if capture.weights is None:
             return tokens, torch.ones(len(tokens), dtype=torch.float64, device=device)
         weights = capture.weights.to(device, torch.float64)
         return torch.where(weights[:, None] == 0, 0, tokens), weights  # what is in padding does not count
 
 
-def spread_of(mean: InputMean, variance: Tensor, energy: Tensor) -> TokenSpread:
-    """Tell how different tokens are, see `token_spread`.
-
-    Args:
-        mean: sums over them.
-        variance: sum of the squared norms of the centred tokens.
-        energy: squared Frobenius norm of the sum of their outer products.
-
-    Returns:
-        The spread; NaN with fewer than two tokens.
-    """
-    rank = variance.square() / energy
-    # What is left of tokens that are one is the rounding of what was captured.
-    is_one = variance <= (8 * torch.finfo(torch.float32).eps) ** 2 * mean.size
-    rank = torch.where(is_one, 0, rank)
-    pairs = mean.pointing.square() - mean.pointing_squares
-    cosine = (mean.directions.square().sum() - mean.pointing_squares) / pairs
-    known = mean.count > 1
-    return TokenSpread(
-        torch.where(known & mean.size.isfinite(), rank, torch.nan),
-        torch.where(known & (pairs > 0), cosine.clamp(-1, 1), torch.nan),
-        mean.count,
-    )
-
-
-def _variance_and_energy(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms of rows and of ``rows.mT @ rows``, the latter from inner products in float32; uses the rows up."""
-    size = torch.linalg.vector_norm(rows)
-    small = rows.div_(torch.where(size > 0, size, 1)).float()
-    energy: Tensor = energy_of_tokens(small, weights).double() * size**4
-    return size.square(), energy
-
-
 def _mean_of(layer: AttentionLayer, held: tuple[Tensor, Tensor] | None, device: torch.device) -> InputMean:
-    return InputMean.none(_width(layer), device) if held is None else InputMean.of(*held)
+    return InputMean.none(_width(layer), device) if held is None else InputMean.of(held[0].double(), held[1])
 
 
 def _width(layer: AttentionLayer) -> int:

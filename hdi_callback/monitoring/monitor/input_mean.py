@@ -1,0 +1,162 @@
+"""Sums over the input tokens of a layer, and how different they tell that the tokens are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdi_callback.core.tokens import TokenSpread, energy_of_tokens
+
+
+@dataclass(frozen=True)
+class InputMean:
+    """Sums over the input tokens of a layer, of which each counts as often as its weight says.
+
+    Attributes:
+        count: sum of the weights.
+        total: ``(d,)``, sum of the tokens.
+        size: sum of the squared norms of the tokens.
+        directions: ``(d,)``, sum of the tokens scaled to norm 1.
+        pointing: sum of the weights of tokens that are not zero.
+        pointing_squares: sum of the squares of these weights.
+    """
+
+    count: Tensor
+    total: Tensor
+    size: Tensor
+    directions: Tensor
+    pointing: Tensor
+    pointing_squares: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, weights: Tensor) -> InputMean:
+        """Add up tokens.
+
+        Args:
+            tokens: ``(n, d)``, float64.
+            weights: ``(n,)``.
+
+        Returns:
+            Their sums.
+        """
+        norm = torch.linalg.vector_norm(tokens, dim=-1)
+        directed = weights * (norm != 0)
+        return cls(
+            weights.sum(),
+            weights @ tokens,
+            weights @ norm.square(),
+            (directed / torch.where(norm == 0, 1, norm)) @ tokens,
+            directed.sum(),
+            directed.square().sum(),
+        )
+
+    @classmethod
+    def none(cls, width: int, device: torch.device) -> InputMean:
+        """Give the sums over no tokens.
+
+        Args:
+            width: d.
+            device: where.
+
+        Returns:
+            Zeros.
+        """
+        zero, zeros = torch.zeros((), device=device), torch.zeros(width, device=device)
+        return cls(zero, zeros, zero, zeros, zero, zero)
+
+    def tensors(self) -> list[Tensor]:
+        """Give what adds up, in a fixed order."""
+        return [self.count, self.total, self.size, self.directions, self.pointing, self.pointing_squares]
+
+
+@dataclass(frozen=True)
+class InputSums:
+    """What tells how different the input tokens of a layer are.
+
+    Attributes:
+        mean: sums over them.
+        variance: sum of the squared norms of the centred tokens.
+        energy: squared Frobenius norm of the sum of their outer products.
+    """
+
+    mean: InputMean
+    variance: Tensor
+    energy: Tensor
+
+    @classmethod
+    def of_rows(cls, mean: InputMean, rows: Tensor, weights: Tensor) -> InputSums:
+        """Add up what is centred already; inner products are taken in float32.
+
+        Args:
+            mean: sums over the tokens.
+            rows: ``(n, d)``, float64, centred, times the roots of the weights; used up.
+            weights: ``(n,)``.
+
+        Returns:
+            The sums.
+        """
+        size = torch.linalg.vector_norm(rows)
+        small = rows.div_(torch.where(size > 0, size, 1)).float()
+        return cls(mean, size.square(), energy_of_tokens(small, weights).double() * size**4)
+
+    @classmethod
+    def in_single(cls, tokens: Tensor, weights: Tensor) -> InputSums | None:
+        """Add up tokens in float32: their mean is taken off twice, and long sums are made of short ones.
+
+        Args:
+            tokens: ``(n, d)``, float32, on a CPU: the host looks at their norms.
+            weights: ``(n,)``, float64, at least 0.
+
+        Returns:
+            The sums; `None` where norms leave the range of float32, or are no numbers.
+        """
+        norm = torch.linalg.vector_norm(tokens, dim=-1)
+        if not len(norm) or not 1e-10 < float(norm.max()) < 1e15:
+            return None
+        directed = weights * (norm != 0)
+        # Each sum over tokens is made of parts, which add up in float64.
+        part = torch.eye(_PARTS).repeat_interleave(-(-len(tokens) // _PARTS), dim=1)[:, : len(tokens)]
+        counts, points = part * weights.float(), part * (directed / torch.where(norm == 0, 1, norm)).float()
+        total, directions = (torch.cat([counts, points]) @ tokens).double().view(2, _PARTS, -1).sum(1)
+        count = weights.sum()
+        mean = (total / count.clamp_min(1)).float()
+        centred = tokens - mean
+        rest = (counts @ centred).double().sum(0)
+        centred -= (rest / count.clamp_min(1)).float()
+        if bool((weights != 1).any()):
+            centred *= weights.sqrt().float()[:, None]
+        variance = torch.linalg.vector_norm(centred, dim=-1).double().square().sum()
+        scale = 1.0 if 1e-4 < float(variance) < 1e16 or not float(variance) else float(variance.sqrt())
+        if scale != 1.0:  # fourth powers are added up
+            centred /= scale
+        energy = energy_of_tokens(centred, weights).double() * scale**4
+        squares = weights @ norm.double().square()
+        sums = InputMean(
+            count, mean.double() * count + rest, squares, directions, directed.sum(), directed.square().sum()
+        )
+        return cls(sums, variance, energy)
+
+    def spread(self) -> TokenSpread:
+        """Tell how different tokens are, see `token_spread`.
+
+        Returns:
+            The spread; NaN with fewer than two tokens.
+        """
+        mean = self.mean
+        rank = self.variance.square() / self.energy
+        # What is left of tokens that are one is the rounding of what was captured.
+        is_one = self.variance <= (8 * torch.finfo(torch.float32).eps) ** 2 * mean.size
+        rank = torch.where(is_one, 0, rank)
+        pairs = mean.pointing.square() - mean.pointing_squares
+        cosine = (mean.directions.square().sum() - mean.pointing_squares) / pairs
+        known = mean.count > 1
+        return TokenSpread(
+            torch.where(known & mean.size.isfinite(), rank, torch.nan),
+            torch.where(known & (pairs > 0), cosine.clamp(-1, 1), torch.nan),
+            mean.count,
+        )
+
+
+_PARTS = 8
