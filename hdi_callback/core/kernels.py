@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hdi_callback.core.circuits import CircuitSimilarity
 from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
+from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.errors import ShapeError
 
 _PIECE = 2048  # products that are added one after the other
@@ -132,6 +133,8 @@ class AttentionSums:
         seen = wide.new_ones((), dtype=torch.bool) if visible is None else visible
         # One mask for all heads stays one: what is asked of it costs a fraction of what is asked of rows.
         seen = seen[(None,) * (rows.dim() - seen.dim())].expand(*rows.shape[:-3], -1, queries, keys)
+        # Where the host may look, nothing is asked of rows that it can see to be so: masks cost more than sums there.
+        may_look = may_decide_on_host(rows)
         logit = _largest_logit(wide if logits is None else logits, seen, wide.dtype, given=logits is not None)
         sees = seen.sum(-1).to(wide.dtype)  # (..., H or 1, queries)
         # A query counts for all heads or for none, and not at all where there is one key alone.
@@ -140,13 +143,16 @@ class AttentionSums:
         ahead = wide.new_zeros(H)
         if positions is not None:
             later = seen & seeing[..., None, :, None] & (column > positions[:, None])
-            ahead = _per_head(torch.where(later, wide, 0).sum(-1))
+            if not may_look or bool(later.any()):
+                ahead = _per_head(torch.where(later, wide, 0).sum(-1))
         if first is not None:
             seen = seen & (column != (first[..., None] if isinstance(first, Tensor) else first))
         n = seen.sum(-1)
         # A query counts for all heads or for none, so that pairs of heads are compared on the same queries.
         counts = (n >= max(min_keys, 2)).all(-2, keepdim=True)
-        a = torch.where(seen & counts[..., None], wide, 0)
+        mask = seen & counts[..., None]
+        is_finite = may_look and bool(wide.sum().isfinite())
+        a = wide * mask if is_finite else torch.where(mask, wide, 0)
         total = a.sum(-1)  # (..., H, queries)
         if first is not None:
             counts = counts & ~(total <= 0).any(-2, keepdim=True)
@@ -157,11 +163,18 @@ class AttentionSums:
             a, total = a / total[..., None], torch.ones_like(total)
         energy = torch.linalg.vector_norm(a, dim=-1).square()
         samples = torch.where(counts, total.square() / energy.clamp_min(torch.finfo(wide.dtype).tiny), 0)
-        centred = (a - (total / n)[..., None]).masked_fill_(~(seen & counts[..., None]), 0)
+        mask = mask if first is None else seen & counts[..., None]
+        mean = (total / n)[..., None]
+        if is_finite:
+            centred = torch.addcmul(a, mean, mask.to(wide.dtype), value=-1)
+        else:
+            centred = (a - mean).masked_fill_(~mask, 0)
         # What is left of a uniform row is rounding, and rounding of two heads can look alike.
         rounding = 2 * torch.finfo(rows.dtype).eps * energy.sqrt()
-        centred.masked_fill_((torch.linalg.vector_norm(centred, dim=-1) <= rounding)[..., None], 0)
-        flat, flat_centred = (x.reshape(sequences, H, queries * keys) for x in (a, centred))
+        flat = torch.linalg.vector_norm(centred, dim=-1) <= rounding
+        if not may_look or bool(flat.any()):
+            centred.masked_fill_(flat[..., None], 0)
+        every, every_centred = (x.reshape(sequences, H, queries * keys) for x in (a, centred))
         entropy = torch.special.entr(a).sum(-1) / torch.where(counts, n, 2).log()
         return cls(
             queries=counts.sum().to(wide.dtype),
@@ -169,8 +182,8 @@ class AttentionSums:
             samples=_per_head(samples),
             sample_share=_per_head(samples / n),
             columns=a.sum(-2).reshape(sequences, H, keys).sum(0),
-            product=_inner_products(flat),
-            centred=_inner_products(flat_centred),
+            product=_inner_products(every),
+            centred=_inner_products(every_centred),
             logit=logit,
             seeing=seeing.sum().to(wide.dtype),
             seen=torch.where(seeing, sees.mean(-2), 0).sum(),
@@ -383,7 +396,11 @@ def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: b
     H = logits.shape[-3]
     if not given or logits.numel() == 0:  # an empty tensor has no largest entry
         return torch.full((H,), -torch.inf, dtype=dtype, device=logits.device)
-    masked = torch.where(seen, logits.to(dtype), -torch.inf)
+    logits = logits.to(dtype)
+    if may_decide_on_host(logits) and bool(logits.sum().isfinite()):
+        masked = logits + torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+    else:
+        masked = torch.where(seen, logits, -torch.inf)
     largest: Tensor = masked.amax(-1).movedim(-2, 0).flatten(1).amax(-1)
     return largest
 
