@@ -210,8 +210,7 @@ def diversity_and_products(
 ) -> tuple[HeadDiversity, HeadProducts | None]:
     """Compute the diversity of one layer, and leave the products of its heads that the energy is read from.
 
-    They are those of the weights as they are, to the rounding of float32: formed as they are, or taken back from whitened
-    heads.
+    They are those of the weights as they are, to the rounding of float32: going back from whitened heads is exact.
 
     Args:
         weight: ``(1, H, d_k, d)``, on a CPU, as the host looks at what came.

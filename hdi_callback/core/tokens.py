@@ -137,6 +137,7 @@ def energy_of_tokens(rows: Tensor, weights: Tensor) -> Tensor:
     for one, other in zip(range(len(blocks)), [*range(1, len(blocks)), 0]):
         seen += (blocks[one] @ blocks[other].mT).square().sum()
         pairs += counts[one].sum() * counts[other].sum()
-    total, own = weights.sum(), torch.linalg.vector_norm(rows, dim=-1).pow(4).sum()
+    total = weights.sum()
+    own: Tensor = torch.linalg.vector_norm(rows, dim=-1).pow(4).sum()
     of_pairs = (total.square() - weights.square().sum()).to(rows.dtype)
     return own + seen * of_pairs / pairs.clamp_min(torch.finfo(rows.dtype).tiny)

@@ -129,6 +129,25 @@ def test_movement_is_the_change_since_the_last_reading(model):
     assert third.layers[LAYERS[0]].values["head_movement_min"] == 0
 
 
+@pytest.mark.parametrize("others", [[], ["update_hdi"]])
+def test_movement_is_counted_from_each_reading_anew(model, others):
+    """Alone, a reading is written over the last one; with curves of updates both are kept till its end."""
+    with HeadDiversityMonitor(model, metrics=["head_movement_min", *others]) as monitor:
+        monitor.measure(step=0)
+        for step in range(1, 5):
+            before = {role: weight.clone() for role, weight in weights_of(model, LAYERS[0]).items()}
+            with torch.no_grad():
+                for parameter in model.get_submodule(LAYERS[0]).parameters():
+                    parameter += 0.01 * step * torch.randn_like(parameter)
+            record = monitor.measure(step=step).record()
+            change = sum(
+                (weight - before[role]).double().square().sum((1, 2))
+                for role, weight in weights_of(model, LAYERS[0]).items()
+            )
+            truth = (change / sum(weight.double().square().sum((1, 2)) for weight in before.values())).sqrt()
+            assert record.layers[LAYERS[0]].arrays["head_movement"] == pytest.approx(truth.tolist(), rel=1e-5)
+
+
 def test_more_weights_than_fit_are_absent_and_said_so(model, monkeypatch):
     with HeadDiversityMonitor(model, metrics=["head_movement_min"]) as monitor:
         monkeypatch.setattr(monitor, "_last_weights", LastWeights(largest=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -209,7 +209,7 @@ class LayerInputs(Collected):
         return replace(blank, **{name: one.to(blanks[name].dtype) for name, one in zip(blanks, added)})
 
     def _tokens_of(self, layer: AttentionLayer, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Give the tokens of a layer, ``(n, d)`` in float32 or wider, and their weights; `None` if there are none here."""
+        """Give the tokens of a layer, ``(n, d)`` and their weights; `None` if this rank has none to tell of."""
         capture = None if self._captures is None else self._captures.get(layer.name)
         if capture is None:
             return None

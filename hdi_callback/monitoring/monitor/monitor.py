@@ -133,7 +133,9 @@ class HeadDiversityMonitor:
         sources = {METRICS[name].source for name in measured}
         self._unasked = sources - asked
         keeps = {MOVEMENT, UPDATES, UPDATES_QK, UPDATES_OV}
-        self._last_weights = LastWeights(LARGEST if asked & keeps else LARGEST_UNASKED)
+        self._last_weights = LastWeights(
+            LARGEST if asked & keeps else LARGEST_UNASKED, for_movement_alone=sources & keeps == {MOVEMENT}
+        )
         self._shared = SharedProducts(memory_budget // 4, shared_roles(sources))
         self._weight_sources = weight_sources(
             sources, self._last_weights, rank_tol=rank_tol, method=method, shared=self._shared,

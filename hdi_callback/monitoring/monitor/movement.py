@@ -38,12 +38,14 @@ class LastWeights:
 
     Args:
         largest: bytes that may be kept in all.
+        for_movement_alone: nothing else is computed of them: on a CPU a weight is then written over the last one.
     """
 
-    def __init__(self, largest: int = LARGEST) -> None:
-        self._largest = largest
+    def __init__(self, largest: int = LARGEST, *, for_movement_alone: bool = False) -> None:
+        self._largest, self._for_movement_alone = largest, for_movement_alone
         self._kept: dict[tuple[str, Role], Tensor] = {}
         self._next: dict[tuple[str, Role], Tensor] = {}
+        self._room: Tensor | None = None
         self._step: int | None = None
         self._bytes = 0
 
@@ -81,18 +83,23 @@ class LastWeights:
         for role, weight in weights.items():
             for row, name in enumerate(names):
                 own = weight[row]
-                before = self._exchange(name, role, own)
                 if own.shape[0] != H:
+                    if not self._for_movement_alone:
+                        self._exchange(name, role, own)
                     continue
+                last = self._to_write_over(name, role, own)
+                before = self._exchange(name, role, own) if last is None else last
                 if before is None:
                     moved[row] = same[row] = torch.nan
                     continue
                 size[row] += torch.linalg.vector_norm(before.to(own.device, wide), dim=(-2, -1)).square()
-                change = weight_update(own, before)
+                change = weight_update(own, before) if last is None else self._difference(own, before)
                 count[row] += change[0].numel()
                 moved[row] += torch.linalg.vector_norm(change, dim=(-2, -1)).square()
                 # Written as numbers, in place: adding up truth values is six times as slow.
                 same[row] += change.eq_(0).sum((-2, -1))
+                if last is not None:
+                    self._next[name, role] = last.copy_(own)
         return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()), same / count)
 
     def before(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
@@ -118,6 +125,25 @@ class LastWeights:
         """End a reading: its weights are the last ones now."""
         self._kept, self._next = self._next, {}
         self._bytes = 0
+        self._room = None
+
+    def _to_write_over(self, name: str, role: Role, weight: Tensor) -> Tensor | None:
+        """Give what a weight was, if this reading is to be written over it and there is room for that."""
+        before = self._kept.get((name, role))
+        is_alike = before is not None and before.shape == weight.shape and before.dtype == weight.dtype
+        if not (self._for_movement_alone and is_alike and type(weight) is Tensor and weight.device.type == "cpu"):
+            return None
+        if weight.dtype not in (torch.float32, torch.float64) or (name, role) in self._next:
+            return None
+        self._bytes += weight.numel() * weight.element_size()
+        return None if self.is_full else before
+
+    def _difference(self, weight: Tensor, before: Tensor) -> Tensor:
+        """Subtract, where the last difference stood: memory that is used already costs a third."""
+        room = self._room
+        if room is None or room.shape != weight.shape or room.stride() != weight.stride() or room.dtype != weight.dtype:
+            room = self._room = torch.empty_like(weight)
+        return torch.sub(weight, before, out=room)
 
     def _exchange(self, name: str, role: Role, weight: Tensor) -> Tensor | None:
         """Keep a weight, and give what it was."""
