@@ -16,10 +16,12 @@ from hdi_callback.core import (
     ImportanceSums,
     NormSums,
     circuits,
+    diversity,
     diversity_penalty,
     head_covariance,
     head_diversity,
     head_update,
+    kernels,
     logit_bound,
     noise_covariance,
     ov_circuits,
@@ -81,7 +83,7 @@ SILENT = {
 @pytest.mark.parametrize("what", SILENT)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_default_path_never_reads_a_value(what, device, monkeypatch):
-    for module in (circuits, whitening):
+    for module in (circuits, diversity, kernels, whitening):
         monkeypatch.setattr(module, "may_decide_on_host", lambda weight: False)  # as on an accelerator
     read, tensors = SILENT[what]
     tensors = [tensor.to(device) for tensor in tensors]
@@ -113,7 +115,7 @@ def test_what_does_read_a_value_is_refused(loud):
 @pytest.mark.parametrize("what", SILENT)
 def test_without_fast_float64_no_value_is_read_either(what, monkeypatch):
     monkeypatch.setattr(whitening, "has_fast_float64", lambda device: False)
-    for module in (circuits, whitening):
+    for module in (circuits, diversity, kernels, whitening):
         monkeypatch.setattr(module, "may_decide_on_host", lambda weight: False)  # as on an accelerator
     read, tensors = SILENT[what]
     with NoSync():
