@@ -14,6 +14,7 @@ Results are kept one file per architecture under `runs/rows`; a run that was sto
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import multiprocessing
@@ -165,17 +166,12 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
     """
     from hdi_callback import HeadDiversityMonitor
     from tests.attention.observe.oracle import returned
-    from tests.attention.sweep import architectures, inputs
 
     torch.manual_seed(0)
-    model: Any = next(architectures.variants(model_type)).eval()
-    with suppress(Exception):
-        model.set_attn_implementation("eager")
-    for arguments in islice(inputs.for_model(model, batch), 40):
-        with suppress(Exception):
-            alone = model(**arguments)
-            break
-    else:
+    model, arguments, alone = _that_runs(model_type, batch)
+    if arguments is None:
+        if not can_return(model):
+            return {"verdict": "returns none", "reason": "it has no output_attentions, or no attention to return of"}
         return {"verdict": "does not run", "reason": "no inputs fit"}
     weights: list[Tensor] = []
     with softmaxes() as kept, torch.no_grad(), suppress(Exception):
@@ -212,6 +208,36 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
     measured = sum(count or 0 for count in report["layers"].values())
     report["verdict"] = "wrong" if report["wrong"] else "right" if measured else "not measured"
     return report
+
+
+def _that_runs(model_type: str, batch: int) -> tuple[Any, dict[str, Any] | None, Any]:
+    """Build an architecture, larger where it is too small to run, with what it runs on and what it gives."""
+    from tests.attention.sweep import architectures, inputs
+
+    first: Any = None
+    for variant in architectures.variants(model_type):
+        model: Any = variant.eval()
+        first = first or model
+        with suppress(Exception):
+            model.set_attn_implementation("eager")
+        for arguments in islice(inputs.for_model(model, batch), 40):
+            with suppress(Exception):
+                return model, arguments, model(**arguments)
+    return first, None, None
+
+
+def can_return(model: nn.Module) -> bool:
+    """Say whether a model has an argument for its attention weights, or attention whose weights are recorded."""
+    for module in model.modules():
+        if "output_attentions" in inspect.signature(module.forward).parameters:
+            return True
+        for name, recorded in (getattr(module, "_can_record_outputs", None) or {}).items():
+            for kind in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
+                kind = getattr(kind, "target_class", kind)
+                is_there = not isinstance(kind, type) or any(isinstance(part, kind) for part in module.modules())
+                if "attentions" in name and is_there:
+                    return True
+    return False
 
 
 def _are_equal(alone: Any, asked: Any) -> bool:
