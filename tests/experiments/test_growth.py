@@ -44,20 +44,36 @@ def test_each_kind_of_growth_meets_each_training_and_no_seed_twice():
     assert len({job.seed for job in rounds}) == 16
 
 
-def test_healthy_runs_are_compared_at_a_limit_below_their_own_largest_score(monkeypatch, tmp_path):
-    limits = []
+def test_healthy_runs_are_compared_at_a_limit_below_their_own_largest_score_and_with_nudged_twins(
+    monkeypatch, tmp_path
+):
+    limits, twins = [], []
 
-    def make(job, limit, folder):
+    def make(job, limit, folder, *, nudge=0.0):
+        if nudge:
+            twins.append((job.seed, limit, nudge))
+            return result(2.005)
         limits.append(limit)
         return result(2.02 if len(limits) == 2 else 1.995, 8.0, 2 * len(limits))
 
     monkeypatch.setattr(growth, "make", make)
     kept = {"kind": HEALTHY, "base": "text", "seed": 3, "scores": {"attention: largest score": [[0, 9.0], [5, 20.0]]}}
     plain = [{**result(2.0, 10.0), "base": "text", "seed": seed} for seed in range(2)]
-    (said,) = growth.of_healthy(tmp_path, [*plain, {**result(2.0), **kept}])
+    said = growth.of_healthy(tmp_path, [*plain, {**result(2.0), **kept}])
     assert limits == [8.0, 8.0, 16.0]
-    assert "in 3 of them, at 2 to 6 steps of 100" in said
-    assert "by -0.0050 to +0.0200 nats, by more than 0.01 in 1, of which it rose in 1." in said
+    assert twins == [(seed, None, growth.NUDGE) for seed in (0, 1, 3)]
+    assert "in 3 of them, at 2 to 6 steps of 100" in said[0]
+    (row,) = [line for line in said if line.startswith("| all ")]
+    assert row.startswith("| all | 3 | +0.0033 (-0.0325 to +0.0392), from -0.005 to +0.020 | 1 | +0.0050 (+0.0050 to ")
+    assert row.endswith("| 0 | -0.0017 (-0.0375 to +0.0342) |")
+
+
+def test_a_nudged_twin_begins_a_rounding_away_and_trains_on_the_same_batches():
+    job = Job(HEALTHY, "table", 3)
+    plain, same, nudged = (train(job, 3, metrics=["hdi"], nudge=nudge) for nudge in (0.0, 0.0, 1e-3))
+    assert plain["losses"] == same["losses"]
+    assert nudged["losses"] != plain["losses"]
+    assert nudged["losses"] == pytest.approx(plain["losses"], rel=0.02)
 
 
 def test_queries_and_keys_get_a_rate_of_their_own_and_the_rest_keeps_its_own():

@@ -14,14 +14,12 @@ import copy
 import gzip
 import json
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import t as student
 
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions import (
@@ -35,7 +33,7 @@ from hdi_callback.monitoring.interventions import (
 from hdi_callback.monitoring.readings import Record
 from tests.experiments.faults.faults import START, Fault, Run
 from tests.experiments.faults.growth import KINDS as GROWTH
-from tests.experiments.faults.growth import LIMIT, publish
+from tests.experiments.faults.growth import LIMIT, interval, publish
 from tests.experiments.faults.plan import HEALTHY, Job
 from tests.experiments.faults.report import Result
 from tests.experiments.faults.run import RESULTS, train
@@ -151,19 +149,6 @@ def make(job: Job, arm: str, folder: Path) -> Result:
 def at_end(run: Result, metric: str) -> float:
     """The largest of all layers at the last reading."""
     return max(values[metric] for values in run["readings"][-1]["values"].values())
-
-
-def interval(values: Sequence[float], digits: int = 2, *, is_signed: bool = False) -> str:
-    """Write a mean with its 95 % interval (Student)."""
-    if not values:
-        return "-"
-    if not all(map(math.isfinite, values)):
-        return "not finite in some"
-    middle, sign = statistics.fmean(values), "+" if is_signed else ""
-    if len(values) < 2:
-        return f"{middle:{sign}.{digits}f}"
-    error = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{middle:{sign}.{digits}f} ({middle - error:{sign}.{digits}f} to {middle + error:{sign}.{digits}f})"
 
 
 def loss_gap(run: Result, twin: Result) -> float:

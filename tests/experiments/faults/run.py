@@ -36,9 +36,18 @@ METRICS = [
 
 
 def train(
-    job: Job, steps: int | None = None, interventions=(), fault: Fault | None = None, metrics=METRICS, thresholds=None
+    job: Job,
+    steps: int | None = None,
+    interventions=(),
+    fault: Fault | None = None,
+    metrics=METRICS,
+    thresholds=None,
+    nudge: float = 0.0,
 ) -> dict[str, Any]:
-    """Train as a job says, or with a fault that no plan knows; give the losses, the readings and the alerts."""
+    """Train as a job says, or with a fault that no plan knows; give the losses, the readings and the alerts.
+
+    `nudge` is the share by which each weight is moved at random before the first step, as by rounding.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     base = (BASES | PROVOKED)[job.base]
@@ -55,6 +64,10 @@ def train(
         add_adapters(model, base.adapter_rank)
         optimizers = make_optimizers(model, base)
     acted = Run(model, optimizers, job.seed)
+    if nudge:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1 + nudge * torch.randn(parameter.shape, generator=acted.generator)
     if fault.begin is not None:
         with torch.no_grad():
             fault.begin(acted, 0)
