@@ -352,7 +352,7 @@ def test_an_intervention_that_makes_queries_smaller_is_no_sudden_shrink():
 
 def test_noisy_inputs_of_the_first_layer_that_fall_to_another_level_are_reported_and_slow_ones_are_not():
     def told(values, layer="first"):
-        facts = [{"name": "first", "num_heads": 2}, {"name": "second", "num_heads": 2}]
+        facts = [{"name": "first", "num_heads": 2, "is_first": True}, {"name": "second", "num_heads": 2}]
         alerts = Alerts([InputsLoseRank()], facts, loaded=False)
         records = [Record(10 * at, {layer: LayerRecord({"token_rank": value})}) for at, value in enumerate(values)]
         return [(one.step, one.finding.since) for record in records for one in alerts.judge(record)]
@@ -778,3 +778,18 @@ def test_how_unusual_an_alarm_is_is_a_number_of_its_own_rule_and_limit():
     assert alert.finding.certainty.endswith('healthy runs of small models raised "flat attention"')
     (alert,) = asked([FlatAttention(readings=12)], flat)
     assert alert.finding.certainty == "", "nothing is known of another limit"
+
+
+def test_the_first_layer_is_known_where_all_attention_of_the_model_is_watched():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Attention(Shape(heads=2, key_heads=2, width=16)), Attention(Shape(heads=2, key_heads=2, width=16))
+    )
+
+    def first(**chosen):
+        with HeadDiversityMonitor(model, metrics=["hdi"], **chosen) as monitor:
+            return [facts["name"] for facts in monitor.facts if facts["is_first"]]
+
+    assert first() == ["0"]
+    assert first(include=["1"]) == []
+    assert first(exclude=["0"]) == []

@@ -153,7 +153,8 @@ class Alerts:
         is_loaded = self._loaded
         if is_loaded == "auto":
             is_loaded = self._is_model_loaded or has_been_trained(first.arrays, facts)
-        is_first = name == next(iter(self._facts), None)
+        # Each rank of a pipeline has a layer that comes first of its own.
+        is_first = bool(facts.get("is_first")) and name == next(iter(self._facts))
         return Series(name, facts, siblings, first, is_loaded=is_loaded, is_first=is_first)
 
     def _rules_for(self, name: str) -> list[Rule]:

@@ -53,7 +53,8 @@ class Series:
         first: the first reading of the run.
         rows: the latest readings, in order.
         is_loaded: whether the weights had been trained before this run, as `loaded` of `Alerts` says.
-        is_first: whether it is the first layer of the model, which is given data rather than what other layers make.
+        is_first: whether it is known to be the first layer of the model, which is given data rather than what other
+            layers make.
         do_others_move: whether at the latest reading the weights of some layer had moved since the one before.
         rewritten: heads whose weights an intervention has written: earlier readings say nothing about them.
     """

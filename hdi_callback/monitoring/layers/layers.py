@@ -42,7 +42,7 @@ class WatchedLayers:
             found = survey(inner_model(model), include=include, exclude=exclude)
             layers = [replace(layer, name=users_name(layer.name)) for layer in found.layers]
             self.all = tuple(layer for layer in layers if layer.module not in uncounted)
-            self.facts = tuple(layer.facts() for layer in self.all)
+            facts = tuple(layer.facts() for layer in self.all)
         not_countable = [uncountable(layer) for layer in layers if layer.module in uncounted]
         self.refused: tuple[Refusal, ...] = (*found.refused, *not_countable)
         self.undecided = found.undecided
@@ -53,6 +53,12 @@ class WatchedLayers:
         self._adopted: set[str] = set()  # what other ranks have contradicted
         self._removed: set[str] = set()
         self._late: list[AttentionLayer] = []
+        self.facts = self._with_places(facts)
+
+    def _with_places(self, facts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """Note which layer no other attention of the model comes before, where all of it is watched."""
+        is_whole = self._include is None and not self._exclude and not self.refused
+        return tuple({**one, "is_first": is_whole and not place} for place, one in enumerate(facts))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,10 +155,10 @@ class WatchedLayers:
             return
         places = {module: place for place, module in enumerate(self._model.modules())}
         self.all = tuple(sorted((*self.all, *self._late), key=lambda layer: places[layer.module]))
-        self.facts = tuple(layer.facts() for layer in self.all)
         self.found_late = frozenset(layer.name for layer in self._late)
         names = {layer.name for layer in layers}
         self.refused = tuple(refusal for refusal in self.refused if refusal.name not in names)
+        self.facts = self._with_places([layer.facts() for layer in self.all])
 
     def take_late(self) -> list[AttentionLayer]:
         """Hand over the layers that were found late, once.

@@ -25,7 +25,8 @@ def judge_again(run: Result) -> Result:
     """Replace the alerts of a run; of one whose readings were not kept they stay what they were."""
     if not run.get("readings"):
         return run
-    alerts = Alerts(choose_rules("default"), run["facts"])
+    facts = [{**layer, "is_first": place == 0} for place, layer in enumerate(run["facts"])]
+    alerts = Alerts(choose_rules("default"), facts)
     found = [
         (alert.step, alert.layer, alert.rule, alert.level)
         for reading in run["readings"]
