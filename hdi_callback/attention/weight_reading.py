@@ -8,6 +8,7 @@ the last forward has used, as spectral norm iterates before it multiplies; noise
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -40,8 +41,7 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
         >>> torch.equal(linear.parametrizations.weight[0]._u, before)
         True
     """
-    is_computed = _is_property(module, name) or (parametrize.is_parametrized(module) and _is_own(module, name))
-    if not is_computed:
+    if not _is_computed(module, name):
         for place in (module._parameters, module._buffers):
             if isinstance(stored := place.get(name), Tensor):
                 return None if is_lazy(stored) else stored
@@ -61,6 +61,10 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
             return evaluated(cast(nn.ModuleDict, trial.parametrizations)[name])
         value = getattr(trial, name, None)
         return value if isinstance(value, Tensor) else None
+
+
+def _is_computed(module: nn.Module, name: str) -> bool:
+    return _is_property(module, name) or (parametrize.is_parametrized(module) and _is_own(module, name))
 
 
 def _is_own(module: nn.Module, name: str) -> bool:
@@ -98,6 +102,7 @@ def shape_of(module: nn.Module, name: str) -> torch.Size | None:
     Returns:
         Its shape; `None` if there is none, or it is not initialised yet.
     """
-    with torch.no_grad():
+    # A shape is asked for at any time: what is computed for it is not to wait for other ranks.
+    with torch.no_grad(), isolated() if _is_computed(module, name) else nullcontext():
         found = read_tensor(module, name)
     return None if found is None else found.shape

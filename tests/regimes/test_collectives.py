@@ -245,17 +245,18 @@ def train_in_a_ring(rank: int, is_watched: bool) -> dict[str, Any]:
 
 
 def find_on_one_rank(rank: int, kind: str) -> list[int] | None:
-    model = ring_model() if kind == "ring" else model_of(kind)
+    makes = {"ring": ring_model, "averaged weights": lambda: averaged_model(rank - 0.5)}
+    model = makes.get(kind, lambda: model_of(kind))()
     found = [layer.num_heads for layer in find_attention(model)] if rank == 0 else None
     dist.barrier()
     return found
 
 
 @pytest.mark.some_slow(quick=1)
-@pytest.mark.parametrize("kind", ["gathered keys", "swapped heads", "ring"])
+@pytest.mark.parametrize("kind", ["gathered keys", "swapped heads", "ring", "averaged weights"])
 def test_a_rank_that_looks_for_heads_by_itself_waits_for_nobody(two_ranks, kind):
     first, second = two_ranks(find_on_one_rank, kind)
-    assert first.answer == ([HEADS] * 3 if kind == "gathered keys" else [])
+    assert first.answer == {"gathered keys": [HEADS] * 3, "averaged weights": [HEADS] * 2}.get(kind, [])
     assert second.answer is None
 
 
@@ -264,3 +265,65 @@ def test_ring_attention_trains_as_without_a_monitor(two_ranks):
     for one, other in zip(watched, plain):
         assert one.answer["losses"] == other.answer["losses"]
         assert one.answer["heads"] or one.answer["refused"]
+
+
+# --- weights that are computed from those of all ranks
+
+
+class MeanOverRanks(nn.Module):
+    """Gives the mean of a weight over the ranks, which need not hold the same."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if dist.is_initialized():
+            dist.all_reduce(mean := weight.detach().clone())
+            mean /= dist.get_world_size()
+            return weight + (mean - weight).detach()
+        return weight
+
+
+def averaged_model(shift: float, *, is_averaged: bool = True) -> nn.Module:
+    """Keys of the first layer and values of the second are averaged over ranks, of which each holds other values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, WIDTH), Attention(), Attention())
+    with torch.no_grad():
+        model[2].v_proj.weight += shift * torch.randn(WIDTH, WIDTH)
+    for layer in (model[1].k_proj, model[2].v_proj) if is_averaged else ():
+        nn.utils.parametrize.register_parametrization(layer, "weight", MeanOverRanks())
+    return model
+
+
+def read_averaged(rank: int, who: str) -> dict[str, Any]:
+    model, tokens, record = averaged_model(rank - 0.5), sequences(), None
+    group: Any = "auto" if who == "all" else None
+    monitor = None
+    if who == "all" or rank == 0:
+        monitor = HeadDiversityMonitor(model, metrics=["hdi", "hdi_value", "head_correlation"], process_group=group)
+    for step in range(2):
+        if monitor is not None:
+            monitor.arm()
+        model(tokens).square().sum().backward()
+        if monitor is not None:
+            record = monitor.measure(step).record()
+    dist.barrier()
+    if monitor is None or record is None:
+        return {}
+    monitor.close()
+    return {"tags": record.scalars(["hdi", "hdi_value"]), "absent": record.absent}
+
+
+def test_a_weight_that_is_computed_over_ranks_is_read_where_all_of_them_read_it(two_ranks):
+    with HeadDiversityMonitor(averaged_model(0.0, is_averaged=False), metrics=["hdi", "hdi_value"]) as monitor:
+        plain = monitor.measure(0).record().scalars(["hdi", "hdi_value"])
+    for one in two_ranks(read_averaged, "all"):
+        assert one.answer == {"tags": pytest.approx(plain, abs=1e-5), "absent": {}}
+
+
+def test_a_rank_that_reads_alone_waits_for_no_other_and_leaves_out_what_is_computed_over_ranks(two_ranks):
+    first, second = two_ranks(read_averaged, "one")
+    assert second.answer == {}
+    assert first.answer["tags"].keys() == {"hdi/2", "hdi/mean", "hdi/min", "hdi_value/1"}
+    why = (
+        "weight cannot be read (computing it calls c10d::allreduce_ on other ranks, which do not read it with this one)"
+    )
+    assert first.answer["absent"] == {"1": f"its key {why}", "2": f"its value {why}"}
+    assert len(first.warnings) == 2

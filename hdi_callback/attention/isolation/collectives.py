@@ -9,7 +9,8 @@ rank's part N times, and what is received is what was sent.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,13 +33,81 @@ def answered_locally() -> Iterator[None]:
         >>> with answered_locally():
         ...     pass
     """
-    distributed: Any = sys.modules.get("torch.distributed")
-    is_used = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if not is_used or distributed.get_world_size() == 1:
+    if _count_of_ranks() == 1:
         yield
         return
     with _LocalAnswers():
         yield
+
+
+@contextmanager
+def collectives_within(ranks: Collection[int]) -> Iterator[None]:
+    """Refuse collective calls of the block in which other ranks take part: they would be waited for in vain.
+
+    Args:
+        ranks: those that run the same code at the same time, by their numbers among all.
+
+    Raises:
+        CollectiveError: from a call that is refused, which the code that makes it may catch.
+    """
+    if _count_of_ranks() == len(set(ranks)):
+        yield
+        return
+    before, _allowed.ranks = _allowed.ranks, frozenset(ranks)
+    try:
+        with refusing_still():
+            yield
+    finally:
+        _allowed.ranks = before
+
+
+@contextmanager
+def refusing_still() -> Iterator[None]:
+    """Refuse what `collectives_within` refuses, where modes were set aside."""
+    if _allowed.ranks is None:
+        yield
+        return
+    with _Refusing(_allowed.ranks):
+        yield
+
+
+class _Allowed(threading.local):
+    ranks: frozenset[int] | None = None
+
+
+_allowed = _Allowed()
+
+
+def _count_of_ranks() -> int:
+    distributed: Any = sys.modules.get("torch.distributed")
+    is_used = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_used else 1
+
+
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, ranks: frozenset[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ranks = ranks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_local = func.namespace not in _NAMESPACES or func._schema.name.endswith("wait_tensor")
+        if not is_local and not self._takes_part(args, kwargs or {}):
+            name = f"{func.namespace}::{func._schema.name.partition('::')[2]}"
+            raise CollectiveError(f"computing it calls {name} on other ranks, which do not read it with this one")
+        return func(*args, **(kwargs or {}))
+
+    def _takes_part(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether the process group of a call has these ranks alone."""
+        from torch.distributed import get_process_group_ranks
+
+        for one in (*args, *kwargs.values()):
+            try:
+                members = get_process_group_ranks(_group(one)) if isinstance(one, (str, torch.ScriptObject)) else None
+            except Exception:  # an operation such as "sum", or an object that is no group
+                continue
+            if members is not None:
+                return self._ranks.issuperset(members)
+        return False
 
 
 class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]

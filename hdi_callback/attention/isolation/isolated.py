@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hdi_callback.attention.isolation.collectives import answered_locally
+from hdi_callback.attention.isolation.collectives import answered_locally, refusing_still
 from hdi_callback.attention.isolation.printing import muted
 from hdi_callback.attention.isolation.random_states import devices_in_use, random_states_kept
 from hdi_callback.attention.isolation.settings import (
@@ -145,6 +145,7 @@ def _isolate(stack: ExitStack) -> None:
     stack.enter_context(without_global_hooks())
     stack.enter_context(without_saved_tensor_hooks())
     stack.enter_context(without_modes())
+    stack.enter_context(refusing_still())
     has_gradients = torch.is_grad_enabled()
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(False))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Refusal, survey
+from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.sharding import Sharding, as_if_whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError
@@ -191,7 +192,8 @@ class WatchedLayers:
             text = ""
             with suppress(Exception):
                 if "key" in layer.slices and not self.sharding.is_sharded(layer, "key"):
-                    head = layer.weight("key").detach()[0]
+                    with isolated():  # other ranks may hold other layers, and read others
+                        head = layer.weight("key").detach()[0]
                     numbers = head[:: max(1, len(head) // 4), :: max(1, head.shape[1] // 4)].double().cpu()
                     text = hashlib.sha256(repr(numbers.tolist()).encode()).hexdigest()[:16]
             found.append(text)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import ROLES, AttentionLayer, Role
+from hdi_callback.attention.isolation import collectives_within
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent
 from hdi_callback.monitoring.layers import WatchedLayers
@@ -140,9 +141,12 @@ class WeightReader:
         self._layers.require(layer)
         if self._views is not None and (layer.name, role) in self._views:
             return self._views[layer.name, role]
-        if ranks.size == 1 and number_of_processes() > 1 and self._layers.sharding.is_sharded(layer, role):
+        is_sharded = number_of_processes() > 1 and self._layers.sharding.is_sharded(layer, role)
+        if ranks.size == 1 and is_sharded:
             raise HDIError("other ranks hold parts of it, and they take no readings with this one")
-        weight = self._layers.sharding.weight(layer, role)
+        # A parametrization may call other ranks too.
+        with nullcontext() if is_sharded else collectives_within(ranks.members_of_world):
+            weight = self._layers.sharding.weight(layer, role)
         if weight.is_meta and ranks.size > 1:
             raise HDIError("it is on the meta device and holds no numbers")
         if self._views is not None and _is_part_of(weight, layer.slices[role].module):

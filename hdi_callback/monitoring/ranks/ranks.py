@@ -34,6 +34,13 @@ class Ranks:
         self.peers = tuple(range(self.size)) if peers is None else tuple(peers)
         self._group_of_peers: Any = None
 
+    @property
+    def members_of_world(self) -> tuple[int, ...]:
+        """The ranks that hold the same layers as this one and read them with it, by their numbers among all."""
+        if self.group is None:
+            return (dist.get_rank(),) if number_of_processes() > 1 else (0,)
+        return tuple(dist.get_global_rank(self.group, rank) for rank in self.peers)
+
     def takes(self, place: int) -> bool:
         """Return whether this rank measures a layer's weights.
 
