@@ -359,6 +359,34 @@ def test_a_second_stream_that_only_a_real_forward_has_is_said_to_be_left_out():
     assert torch.equal(layer.weight("key"), model["attn"].k_proj.weight.view(H, -1, D))
 
 
+class TextFirst(nn.Module):
+    """Two streams that attend to each other, text before image, each by maps of its own; the image is asked first."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(D, D) for _ in range(4))
+        self.add_q, self.add_k, self.add_v, self.add_out = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, image, text):
+        of_image = [part(image).unflatten(-1, (H, -1)) for part in (self.to_q, self.to_k, self.to_v)]
+        of_text = [part(text).unflatten(-1, (H, -1)) for part in (self.add_q, self.add_k, self.add_v)]
+        both = attend(*(torch.cat(pair, 1) for pair in zip(of_text, of_image)))
+        text, image = both.split([text.shape[1], image.shape[1]], 1)
+        return self.to_out(image), self.add_out(text)
+
+
+def test_all_weights_of_a_layer_are_of_one_of_two_streams():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": TextFirst()})
+    image, text = torch.randn(2, 7, D), torch.randn(2, 5, D)
+    with pytest.warns(UnsupportedAttentionWarning, match="second stream, which `to_k` and `to_v` give"):
+        (layer,) = find_attention(model, forward=lambda: model["attn"](image, text))
+    attn = model["attn"]
+    for role, of_text in (("query", attn.add_q), ("key", attn.add_k), ("value", attn.add_v)):
+        assert torch.equal(layer.weight(role), of_text.weight.view(H, -1, D)), role
+    assert torch.equal(layer.weight("output"), attn.add_out.weight.T.reshape(H, -1, D))
+
+
 class FromIds(nn.Module):
     """Its inputs are ids of tokens, whose attention lies in the model itself."""
 

@@ -51,6 +51,7 @@ class HeadRows:
     remarks: list[str] = field(default_factory=list)
     left_out: str = ""
     units: Units = field(default_factory=lambda: Units())
+    row: int | None = None  # of the weights, whose query is of the stream that is read, where there are two
 
 
 @dataclass(frozen=True)

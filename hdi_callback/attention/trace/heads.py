@@ -99,7 +99,8 @@ class CoreReading(CoreView):
         place, at_values = places[first], flat_values[first // self.units.count]
         checks.require_tokens(first, product, place, at_values)
         checks.refuse_added_inputs(at_values)
-        left_out = role_rows.second_stream(supports, first)
+        left_out = role_rows.second_stream(supports, first, self.side(product, place[0]), place[2])
+        is_of_two_streams = bool(left_out)
         members, of_heads = self._rows_of_heads(supports, role_rows)
         checks.refuse_mixed(members, supports)
         remarks = checks.spread_keys(product, place)
@@ -116,7 +117,8 @@ class CoreReading(CoreView):
         order.centre(heads, members, product, places)
         if "query" not in heads and of_query:
             left_out = " and ".join(one for one in (left_out, "the weights of its queries") if one)
-        return HeadRows(heads, members, normed, remarks, left_out, self.units)
+        row = int(place[1][0]) % self.side(product, 1 - place[0]).shape[1]
+        return HeadRows(heads, members, normed, remarks, left_out, self.units, row if is_of_two_streams else None)
 
     def _rows_of_heads(
         self, supports: dict[int, dict[Role, Support]], role_rows: RoleRows

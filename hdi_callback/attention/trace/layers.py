@@ -140,9 +140,9 @@ def _joined(
     return [(numbers, heads) for numbers, heads in joined if numbers]
 
 
-def _receiver(trace: TracedCores, core: Core) -> int | None:
-    """The first linear map that takes what a core gives, by its number."""
-    return next((number for number, leaf in enumerate(trace.leaves) if _depends(leaf.taken, core)), None)
+def _receiver(trace: TracedCores, core: Core, row: int | None = None) -> int | None:
+    """The first linear map that takes what a core gives, or what a row of its weights gives, by its number."""
+    return next((number for number, leaf in enumerate(trace.leaves) if _depends(leaf.taken, core, row)), None)
 
 
 def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadRows) -> Found:
@@ -220,7 +220,7 @@ class _Outputs:
 
 
 def _outputs(trace: TracedCores, cores: list[Core], heads: HeadRows) -> _Outputs | None:
-    receiver, ends = _ends(trace, cores)
+    receiver, ends = _ends(trace, cores, heads.row)
     if not ends:
         return None
     mixed: NoHeadsError | None = None
@@ -232,9 +232,11 @@ def _outputs(trace: TracedCores, cores: list[Core], heads: HeadRows) -> _Outputs
     raise mixed or NoHeadsError
 
 
-def _ends(trace: TracedCores, cores: list[Core]) -> tuple[int | None, list[Tensor]]:
+def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[int | None, list[Tensor]]:
     """What takes the outputs of heads, features last: a linear map, else a convolution, else whoever called."""
-    receiver = _receiver(trace, cores[0])
+    receiver = _receiver(trace, cores[0], row)
+    if receiver is None and row is not None and _receiver(trace, cores[0]) is not None:
+        return None, []  # the map that is there takes the outputs of another stream
     if receiver is not None:
         return receiver, [trace.leaves[receiver].taken]
     for one in trace.run.convolved:
@@ -247,11 +249,14 @@ def _ends(trace: TracedCores, cores: list[Core]) -> tuple[int | None, list[Tenso
     return None, []
 
 
-def _depends(tensor: Tensor, core: Core) -> bool:
+def _depends(tensor: Tensor, core: Core, row: int | None = None) -> bool:
     if not tensor.requires_grad:
         return False
     found = derivatives(tensor, random_weights(tensor.shape), [core.output])
-    return bool(found) and bool(found[0].any())
+    if not found or row is None:
+        return bool(found) and bool(found[0].any())
+    matrices = found[0].view(core.weights.shape[0], -1, found[0].shape[-1])
+    return bool((matrices.mT if core.is_turned else matrices)[:, row].any())
 
 
 def _outputs_in(trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: int | None, end: Tensor) -> _Outputs:

@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hdi_callback.attention.heads import Role
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NoRowsError, Rows, module_of
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
+
+
+_KEPT: tuple[Role, Role] = ("key", "value")
 
 
 class RoleRows(CoreView):
@@ -129,36 +133,51 @@ class RoleRows(CoreView):
             rows[:] = [one for one in rows if one.features]
         return True
 
-    def second_stream(self, supports: dict[int, dict[Role, Support]], first: int) -> str:
-        """Recognise keys and values that come from one map for some tokens and from another for others."""
-        # Each stream has its own maps, and no token is of both.
-        key, value = supports[first]["key"], supports[first]["value"]
-        names = [list(dict.fromkeys(self.trace.parameter_of(leaf) for leaf in one.masks)) for one in (key, value)]
-        if len(names[0]) < 2 and len(names[1]) < 2:
-            return ""
-        return self._left_out_streams(supports, first)
+    def second_stream(self, supports: dict[int, dict[Role, Support]], first: int, keys: Tensor, at: Tensor) -> str:
+        """Recognise keys and values that come from one map for some tokens and from another for others.
 
-    def _left_out_streams(self, supports: dict[int, dict[Role, Support]], first: int) -> str:
-        core = self.core
-        columns = []
-        for i in range(core.values.shape[1]):
-            at = torch.tensor([first // self.units.count * core.values.shape[1] + i])
-            columns.append({self.trace.parameter_of(leaf) for leaf in self.support(core.values, at).masks})
-        live = [one for one in columns if one]
-        if any(len(one) != 1 for one in live):
-            return ""  # sums
-        streams = list(dict.fromkeys(next(iter(one)) for one in live))
-        key_names = list(dict.fromkeys(self.trace.parameter_of(leaf) for leaf in supports[first]["key"].masks))
-        if len(streams) != 2 or len(key_names) not in (1, 2):
+        Each stream has its own maps, and no token is of both. Kept is that of the tokens that the first query is of.
+
+        Args:
+            supports: of each part of the core; what a second stream gives is taken out of them.
+            first: number of the part whose tokens are looked at.
+            keys: ``(N, positions, width)``.
+            at: positions of the keys of that part, counted over all N.
+
+        Returns:
+            What is left out; empty if there is one stream.
+        """
+        values = self.core.values
+        at_values = first // self.units.count * values.shape[1] + at % keys.shape[1]
+        if keys.shape[1] != values.shape[1] or int(at_values.max()) >= values.shape[0] * values.shape[1]:
             return ""
-        # The stream that the first query belongs to is read.
-        kept_value, other_value = streams
-        order = {name: place for place, name in enumerate(leaf.parameter for leaf in self.trace.leaves)}
-        kept_key, *other_key = sorted(key_names, key=lambda name: order[name])
-        dropped = {other_value, *other_key} - {kept_value, kept_key}
+        names = {role: {self.trace.parameter_of(leaf) for leaf in supports[first][role].masks} for role in _KEPT}
+        if all(len(one) < 2 for one in names.values()):
+            return ""
+        streams: dict[tuple[str, str], None] = {}
+        for of_key, of_value in zip(at, at_values):
+            maps = (self.support(keys, of_key[None]).masks, self.support(values, of_value[None]).masks)
+            if not maps[0] or not maps[1]:
+                continue
+            if any(len({self.trace.parameter_of(leaf) for leaf in one}) > 1 for one in maps):
+                return ""  # sums
+            streams[tuple(self.trace.parameter_of(next(iter(one))) for one in maps)] = None  # type: ignore[index]
+        if len(streams) != 2:
+            return ""
+        of_query = {self._source(leaf) for leaf in supports[first]["query"].masks}
+        kept = next((one for one in streams if self._source_of_map(one[0], supports[first]["key"]) in of_query), None)
+        kept = kept or next(iter(streams))
         for of_roles in supports.values():
-            for role in ("key", "value"):
-                kept = [leaf for leaf in of_roles[role].masks if self.trace.parameter_of(leaf) not in dropped]
-                of_roles[role] = of_roles[role].only(kept)
-        named = " and ".join(f"`{module_of(name)}`" for name in sorted(dropped))
+            for role, name in zip(_KEPT, kept):
+                leaves = [leaf for leaf in of_roles[role].masks if self.trace.parameter_of(leaf) == name]
+                of_roles[role] = of_roles[role].only(leaves)
+        dropped = sorted({name for one in streams for name in one} - set(kept))
+        named = " and ".join(f"`{module_of(name)}`" for name in dropped)
         return f"keys and values of a second stream, which {named} give"
+
+    def _source_of_map(self, parameter: str, support: Support) -> Any:
+        return next(self._source(leaf) for leaf in support.masks if self.trace.parameter_of(leaf) == parameter)
+
+    def _source(self, leaf: int) -> tuple[frozenset[int], frozenset[int]]:
+        """What a map is given: other maps, and inputs."""
+        return frozenset(self.trace.fed(leaf).masks), frozenset(self.trace.inputs_of(leaf).masks)

@@ -28,11 +28,15 @@ class TracedCores:
             self._fed[leaf] = Support.of(taken, random_weights(taken.shape), self.tensors)
         return self._fed[leaf]
 
-    def takes_input(self, leaf: int) -> bool:
-        """Return whether a map takes something of the inputs without another map in between."""
+    def inputs_of(self, leaf: int) -> Support:
+        """The part of the input of a map that inputs of the run make without another map in between."""
         taken = self.leaves[leaf].taken
         inputs = [one for name, one in self.run.others.items() if name.startswith("input")]
-        return bool(Support.of(taken, random_weights(taken.shape), inputs))
+        return Support.of(taken, random_weights(taken.shape), inputs)
+
+    def takes_input(self, leaf: int) -> bool:
+        """Return whether a map takes something of the inputs without another map in between."""
+        return bool(self.inputs_of(leaf))
 
     def is_of_inputs(self, leaf: int, depth: int = 8) -> bool:
         """Return whether what a map gives depends on inputs at all; tables of positions do not."""

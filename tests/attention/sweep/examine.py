@@ -99,7 +99,9 @@ def examine_model(model: nn.Module, batch: int = BATCH, *runs: Any) -> dict[str,
     Where a layer is refused, once more with what ran it, as a user would.
     """
     report, forwards = _examined(model, batch, runs)
-    if report["verdict"] != "refused" or not forwards:
+    forwards = forwards or [partial(run, model, _FEW) for run in runs]
+    is_silent = bool(runs) and report["verdict"] == "not attention" and bool(report["said"])
+    if not forwards or not (is_silent or report["verdict"] == "refused"):
         return report
     again, _ = _examined(model, batch, runs, partial(_one_after_another, forwards))
     if _left_out(again) < _left_out(report):

@@ -5,73 +5,17 @@ Where a package is not installed its models are left out; `make zoo` installs th
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor, nn
 
+from tests.attention.sweep import packages_more
+from tests.attention.sweep.packages_building import Build, Example, beside, make, noise, tokens, two, vit, x_decoder
+
 PREFIX = "pypi."
-Build = Callable[[], nn.Module]
-
-
-@dataclass(frozen=True)
-class Example:
-    """A model of a package, what it is given, and how it is called."""
-
-    build: Build
-    inputs: Callable[[int], tuple[Any, ...]]
-    call: Callable[..., Any] | None = None
-    attends: bool = True  # it has a softmax over tokens, by its sources; no other way may call it no attention
-
-
-def _noise(*shape: int) -> Callable[[int], tuple[Tensor, ...]]:
-    def make(batch: int) -> tuple[Tensor, ...]:
-        return (torch.randn(batch, *shape, generator=torch.Generator().manual_seed(2)),)
-
-    return make
-
-
-def _two(first: tuple[int, ...], second: tuple[int, ...]) -> Callable[[int], tuple[Tensor, ...]]:
-    return lambda batch: (
-        *_noise(*first)(batch),
-        torch.randn(batch, *second, generator=torch.Generator().manual_seed(3)),
-    )
-
-
-def _tokens(length: int, most: int = 60) -> Callable[[int], tuple[Tensor, ...]]:
-    def make(batch: int) -> tuple[Tensor, ...]:
-        return (torch.randint(1, most, (batch, length), generator=torch.Generator().manual_seed(2)),)
-
-    return make
-
-
-def _make(module: str, name: str, *args: Any, **options: Any) -> Build:
-    def build() -> nn.Module:
-        return getattr(importlib.import_module(module), name)(*args, **options)
-
-    return build
-
-
-def _x(**options: Any) -> Build:
-    def build() -> nn.Module:
-        from x_transformers import Decoder, TransformerWrapper
-
-        decoder = Decoder(dim=32, depth=1, heads=4, attn_dim_head=8, **options)
-        return TransformerWrapper(num_tokens=64, max_seq_len=16, attn_layers=decoder)
-
-    return build
-
-
-def _vit(module: str, name: str = "ViT", **more: Any) -> Build:
-    sizes = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 48}
-    return _make(f"vit_pytorch.{module}", name, **(sizes | more))
 
 
 class Graph(nn.Module):
@@ -186,23 +130,8 @@ def _fttransformer() -> nn.Module:
     )  # fmt: skip
 
 
-def _without(*missing: str) -> None:
-    """Let a package be imported beside what it imports and what no attention needs: sound, data sets, genomes."""
-    for name in missing:
-        if name not in sys.modules and ("." in name or importlib.util.find_spec(name) is None):
-            sys.modules[name] = MagicMock(__version__="2.11.0", __spec__=ModuleSpec(name, None), __path__=[])
-
-
-def _beside(build: Build, *missing: str) -> Build:
-    def built() -> nn.Module:
-        _without(*missing)
-        return build()
-
-    return built
-
-
 def _speech(name: str, *args: Any, **options: Any) -> Build:
-    return _beside(_make("speechbrain.nnet.attention", name, *args, **options), "torchaudio")
+    return beside(make("speechbrain.nnet.attention", name, *args, **options), "torchaudio")
 
 
 def _lit(**options: Any) -> Build:
@@ -230,80 +159,81 @@ def _scale(name: str) -> Build:
     return build
 
 
-_IMAGE = _noise(3, 32, 32)
-_SEQUENCE = _noise(8, 32)
+_IMAGE = noise(3, 32, 32)
+_SEQUENCE = noise(8, 32)
 
 EXAMPLES: dict[str, Example] = {
-    "x-transformers.plain": Example(_x(), _tokens(12)),
-    "x-transformers.rotary": Example(_x(rotary_pos_emb=True), _tokens(12)),
-    "x-transformers.groups": Example(_x(attn_kv_heads=2), _tokens(12)),
-    "x-transformers.one_key_head": Example(_x(attn_one_kv_head=True), _tokens(12)),
-    "x-transformers.talking": Example(_x(attn_pre_talking_heads=True), _tokens(12)),
-    "x-transformers.talking_after": Example(_x(attn_post_talking_heads=True), _tokens(12)),
-    "x-transformers.norm": Example(_x(attn_qk_norm=True), _tokens(12)),
-    "x-transformers.norm_scaled": Example(_x(attn_qk_norm=True, attn_qk_norm_dim_scale=True), _tokens(12)),
-    "x-transformers.gate": Example(_x(attn_gate_values=True), _tokens(12)),
-    "x-transformers.gate_heads": Example(_x(attn_gate_value_heads=True), _tokens(12)),
-    "x-transformers.memory": Example(_x(attn_num_mem_kv=3), _tokens(12)),
-    "x-transformers.flash": Example(_x(attn_flash=True, rel_pos_bias=False), _tokens(12)),
-    "x-transformers.alibi": Example(_x(alibi_pos_bias=True), _tokens(12)),
-    "x-transformers.bias": Example(_x(rel_pos_bias=True), _tokens(12)),
-    "x-transformers.values_wider": Example(_x(attn_value_dim_head=12), _tokens(12)),
-    "x-transformers.sparse": Example(_x(attn_sparse_topk=6), _tokens(12)),
+    "x-transformers.plain": Example(x_decoder(), tokens(12)),
+    "x-transformers.rotary": Example(x_decoder(rotary_pos_emb=True), tokens(12)),
+    "x-transformers.groups": Example(x_decoder(attn_kv_heads=2), tokens(12)),
+    "x-transformers.one_key_head": Example(x_decoder(attn_one_kv_head=True), tokens(12)),
+    "x-transformers.talking": Example(x_decoder(attn_pre_talking_heads=True), tokens(12)),
+    "x-transformers.talking_after": Example(x_decoder(attn_post_talking_heads=True), tokens(12)),
+    "x-transformers.norm": Example(x_decoder(attn_qk_norm=True), tokens(12)),
+    "x-transformers.norm_scaled": Example(x_decoder(attn_qk_norm=True, attn_qk_norm_dim_scale=True), tokens(12)),
+    "x-transformers.gate": Example(x_decoder(attn_gate_values=True), tokens(12)),
+    "x-transformers.gate_heads": Example(x_decoder(attn_gate_value_heads=True), tokens(12)),
+    "x-transformers.memory": Example(x_decoder(attn_num_mem_kv=3), tokens(12)),
+    "x-transformers.flash": Example(x_decoder(attn_flash=True, rel_pos_bias=False), tokens(12)),
+    "x-transformers.alibi": Example(x_decoder(alibi_pos_bias=True), tokens(12)),
+    "x-transformers.bias": Example(x_decoder(rel_pos_bias=True), tokens(12)),
+    "x-transformers.values_wider": Example(x_decoder(attn_value_dim_head=12), tokens(12)),
+    "x-transformers.sparse": Example(x_decoder(attn_sparse_topk=6), tokens(12)),
     "x-transformers.latent": Example(
-        _x(attn_use_latent_q=True, attn_dim_latent_q=12, attn_use_latent_kv=True, attn_dim_latent_kv=12), _tokens(12)
+        x_decoder(attn_use_latent_q=True, attn_dim_latent_q=12, attn_use_latent_kv=True, attn_dim_latent_kv=12),
+        tokens(12),
     ),
-    "vit-pytorch.vit": Example(_vit("vit", dim_head=8), _IMAGE),
-    "vit-pytorch.simple_vit": Example(_vit("simple_vit", "SimpleViT", dim_head=8), _IMAGE),
-    "vit-pytorch.qk_norm": Example(_vit("simple_vit_with_qk_norm", "SimpleViT", dim_head=8), _IMAGE),
-    "vit-pytorch.deepvit": Example(_vit("deepvit", "DeepViT", dim_head=8), _IMAGE),
-    "vit-pytorch.cait": Example(_vit("cait", "CaiT", dim_head=8, cls_depth=1), _IMAGE),
-    "vit-pytorch.parallel": Example(_vit("parallel_vit", dim_head=8), _IMAGE),
-    "vit-pytorch.patch_dropout": Example(_vit("vit_with_patch_dropout", dim_head=8), _IMAGE),
-    "vit-pytorch.small_dataset": Example(_vit("vit_for_small_dataset", dim_head=8), _IMAGE),
-    "vit-pytorch.learnable_memory": Example(_vit("learnable_memory_vit", dim_head=8), _IMAGE),
+    "vit-pytorch.vit": Example(vit("vit", dim_head=8), _IMAGE),
+    "vit-pytorch.simple_vit": Example(vit("simple_vit", "SimpleViT", dim_head=8), _IMAGE),
+    "vit-pytorch.qk_norm": Example(vit("simple_vit_with_qk_norm", "SimpleViT", dim_head=8), _IMAGE),
+    "vit-pytorch.deepvit": Example(vit("deepvit", "DeepViT", dim_head=8), _IMAGE),
+    "vit-pytorch.cait": Example(vit("cait", "CaiT", dim_head=8, cls_depth=1), _IMAGE),
+    "vit-pytorch.parallel": Example(vit("parallel_vit", dim_head=8), _IMAGE),
+    "vit-pytorch.patch_dropout": Example(vit("vit_with_patch_dropout", dim_head=8), _IMAGE),
+    "vit-pytorch.small_dataset": Example(vit("vit_for_small_dataset", dim_head=8), _IMAGE),
+    "vit-pytorch.learnable_memory": Example(vit("learnable_memory_vit", dim_head=8), _IMAGE),
     "vit-pytorch.cct": Example(
-        _make("vit_pytorch.cct", "CCT", img_size=32, embedding_dim=32, num_layers=2, num_heads=4, num_classes=5), _IMAGE
+        make("vit_pytorch.cct", "CCT", img_size=32, embedding_dim=32, num_layers=2, num_heads=4, num_classes=5), _IMAGE
     ),
     "vit-pytorch.t2t": Example(
-        _make("vit_pytorch.t2t", "T2TViT", image_size=32, dim=32, depth=1, heads=4, mlp_dim=48, num_classes=5), _IMAGE
+        make("vit_pytorch.t2t", "T2TViT", image_size=32, dim=32, depth=1, heads=4, mlp_dim=48, num_classes=5), _IMAGE
     ),
-    "vit-pytorch.xcit": Example(_vit("xcit", "XCiT", dim_head=8, cls_depth=1), _IMAGE),
-    "vit-pytorch.registers": Example(_vit("simple_vit_with_register_tokens", "SimpleViT", dim_head=8), _IMAGE),
-    "vit-pytorch.value_residual": Example(_vit("simple_vit_with_value_residual", "SimpleViT", dim_head=8), _IMAGE),
-    "vit-pytorch.normalized": Example(_vit("normalized_vit", "nViT", dim_head=8), _IMAGE),
+    "vit-pytorch.xcit": Example(vit("xcit", "XCiT", dim_head=8, cls_depth=1), _IMAGE),
+    "vit-pytorch.registers": Example(vit("simple_vit_with_register_tokens", "SimpleViT", dim_head=8), _IMAGE),
+    "vit-pytorch.value_residual": Example(vit("simple_vit_with_value_residual", "SimpleViT", dim_head=8), _IMAGE),
+    "vit-pytorch.normalized": Example(vit("normalized_vit", "nViT", dim_head=8), _IMAGE),
     "local-attention": Example(
-        _make("local_attention", "LocalMHA", dim=32, window_size=4, dim_head=8, heads=4, causal=True), _SEQUENCE
+        make("local_attention", "LocalMHA", dim=32, window_size=4, dim_head=8, heads=4, causal=True), _SEQUENCE
     ),
     "local-attention.transformer": Example(
-        _make("local_attention.transformer", "LocalTransformer", num_tokens=64, max_seq_len=16, dim=32, depth=1,
-              causal=True, local_attn_window_size=4, dim_head=8, heads=4), _tokens(16)),
+        make("local_attention.transformer", "LocalTransformer", num_tokens=64, max_seq_len=16, dim=32, depth=1,
+              causal=True, local_attn_window_size=4, dim_head=8, heads=4), tokens(16)),
     "performer-pytorch": Example(
-        _make("performer_pytorch", "PerformerLM", num_tokens=64, max_seq_len=16, dim=32, depth=1, heads=4, dim_head=8,
-              causal=False), _tokens(16), attends=False),
+        make("performer_pytorch", "PerformerLM", num_tokens=64, max_seq_len=16, dim=32, depth=1, heads=4, dim_head=8,
+              causal=False), tokens(16), attends=False),
     "reformer-pytorch": Example(
-        _make("reformer_pytorch", "ReformerLM", num_tokens=64, dim=32, depth=1, max_seq_len=16, heads=4, bucket_size=4,
-              n_hashes=2), _tokens(16)),
+        make("reformer_pytorch", "ReformerLM", num_tokens=64, dim=32, depth=1, max_seq_len=16, heads=4, bucket_size=4,
+              n_hashes=2), tokens(16)),
     "perceiver-pytorch": Example(
-        _make("perceiver_pytorch", "Perceiver", num_freq_bands=2, depth=1, max_freq=10, input_channels=24, input_axis=1,
+        make("perceiver_pytorch", "Perceiver", num_freq_bands=2, depth=1, max_freq=10, input_channels=24, input_axis=1,
               num_latents=5, latent_dim=32, cross_heads=2, latent_heads=4, cross_dim_head=8, latent_dim_head=8,
-              num_classes=3, fourier_encode_data=False), _noise(9, 24)),
+              num_classes=3, fourier_encode_data=False), noise(9, 24)),
     "tab-transformer-pytorch": Example(
-        _make("tab_transformer_pytorch", "FTTransformer", categories=(5, 5, 5), num_continuous=4, dim=32, depth=2,
+        make("tab_transformer_pytorch", "FTTransformer", categories=(5, 5, 5), num_continuous=4, dim=32, depth=2,
               heads=4, dim_head=8),
-        lambda batch: (torch.randint(0, 5, (batch, 3), generator=torch.Generator().manual_seed(1)), *_noise(4)(batch))),
-    "rtdl-revisiting-models": Example(_fttransformer, _noise(6), lambda m, x: m(x, None)),
+        lambda batch: (torch.randint(0, 5, (batch, 3), generator=torch.Generator().manual_seed(1)), *noise(4)(batch))),
+    "rtdl-revisiting-models": Example(_fttransformer, noise(6), lambda m, x: m(x, None)),
     "torch-geometric.TransformerConv": Example(_graph("TransformerConv"), _SEQUENCE),
     "torch-geometric.GATv2Conv": Example(_graph("GATv2Conv"), _SEQUENCE),
     "torch-geometric.GATConv": Example(_graph("GATConv"), _SEQUENCE),
     "torch-geometric.GPSConv": Example(
-        lambda: Graph(_make("torch_geometric.nn", "GPSConv", 32, None, heads=4)()), _SEQUENCE,
+        lambda: Graph(make("torch_geometric.nn", "GPSConv", 32, None, heads=4)()), _SEQUENCE,
     ),
     "torch-geometric.MultiheadAttentionBlock": Example(
-        _make("torch_geometric.nn.aggr.utils", "MultiheadAttentionBlock", 32, heads=4), _two((8, 32), (6, 32))
+        make("torch_geometric.nn.aggr.utils", "MultiheadAttentionBlock", 32, heads=4), two((8, 32), (6, 32))
     ),
     "torch-geometric.SetAttentionBlock": Example(
-        _make("torch_geometric.nn.aggr.utils", "SetAttentionBlock", 32, heads=4), _SEQUENCE
+        make("torch_geometric.nn.aggr.utils", "SetAttentionBlock", 32, heads=4), _SEQUENCE
     ),
     "speechbrain.MultiheadAttention": Example(_speech("MultiheadAttention", 4, 32), _SEQUENCE, lambda m, x: m(x, x, x)),
     "speechbrain.RelPosMHAXL": Example(
@@ -318,106 +248,107 @@ EXAMPLES: dict[str, Example] = {
         _dit, _diffusion, lambda m, x, text, _, time: m(x, time, torch.zeros(len(x), dtype=torch.long))
     ),
     "diffusers.attention": Example(
-        _make("diffusers.models.attention_processor", "Attention", 32, heads=4, dim_head=8, cross_attention_dim=32),
-        _two((8, 32), (6, 32)),
+        make("diffusers.models.attention_processor", "Attention", 32, heads=4, dim_head=8, cross_attention_dim=32),
+        two((8, 32), (6, 32)),
     ),
-    "open-clip-torch": Example(_clip, lambda batch: (*_IMAGE(batch), *_tokens(12)(batch))),
-    "fair-esm": Example(_esm, _tokens(10, 20)),
+    "open-clip-torch": Example(_clip, lambda batch: (*_IMAGE(batch), *tokens(12)(batch))),
+    "fair-esm": Example(_esm, tokens(10, 20)),
     "nystrom-attention": Example(
-        _make("nystrom_attention", "NystromAttention", dim=32, dim_head=8, heads=4, num_landmarks=4), _SEQUENCE
+        make("nystrom_attention", "NystromAttention", dim=32, dim_head=8, heads=4, num_landmarks=4), _SEQUENCE
     ),
     "linear-attention-transformer": Example(
-        _make("linear_attention_transformer", "LinearAttentionTransformerLM", num_tokens=64, dim=32, depth=1,
-              max_seq_len=16, heads=4), _tokens(16), attends=False),
+        make("linear_attention_transformer", "LinearAttentionTransformerLM", num_tokens=64, dim=32, depth=1,
+              max_seq_len=16, heads=4), tokens(16), attends=False),
     "sinkhorn-transformer": Example(
-        _make("sinkhorn_transformer", "SinkhornTransformerLM", num_tokens=64, dim=32, max_seq_len=16, depth=1, heads=4,
-              bucket_size=4), _tokens(16)),
+        make("sinkhorn_transformer", "SinkhornTransformerLM", num_tokens=64, dim=32, max_seq_len=16, depth=1, heads=4,
+              bucket_size=4), tokens(16)),
     "memory-efficient-attention-pytorch": Example(
-        _make("memory_efficient_attention_pytorch", "Attention", dim=32, heads=4, dim_head=8), _SEQUENCE
+        make("memory_efficient_attention_pytorch", "Attention", dim=32, heads=4, dim_head=8), _SEQUENCE
     ),
     "memory-efficient-attention-pytorch.buckets": Example(
-        _make("memory_efficient_attention_pytorch", "Attention", dim=32, heads=4, dim_head=8, memory_efficient=True,
+        make("memory_efficient_attention_pytorch", "Attention", dim=32, heads=4, dim_head=8, memory_efficient=True,
               q_bucket_size=4, k_bucket_size=4), _SEQUENCE),
     "bottleneck-transformer-pytorch": Example(
-        _make("bottleneck_transformer_pytorch.bottleneck_transformer_pytorch", "Attention", dim=32, fmap_size=(4, 4),
-              heads=4, dim_head=8), _noise(32, 4, 4)),
-    "axial-attention": Example(_make("axial_attention", "AxialAttention", dim=32, dim_index=1, heads=4), _noise(32,
+        make("bottleneck_transformer_pytorch.bottleneck_transformer_pytorch", "Attention", dim=32, fmap_size=(4, 4),
+              heads=4, dim_head=8), noise(32, 4, 4)),
+    "axial-attention": Example(make("axial_attention", "AxialAttention", dim=32, dim_index=1, heads=4), noise(32,
         5, 6)),
     "timesformer-pytorch": Example(
-        _make("timesformer_pytorch", "TimeSformer", dim=32, image_size=16, patch_size=8, num_frames=3, num_classes=3,
-              depth=1, heads=4, dim_head=8), _noise(3, 3, 16, 16)),
+        make("timesformer_pytorch", "TimeSformer", dim=32, image_size=16, patch_size=8, num_frames=3, num_classes=3,
+              depth=1, heads=4, dim_head=8), noise(3, 3, 16, 16)),
     "coca-pytorch": Example(
-        _make("coca_pytorch.coca_pytorch", "ParallelTransformerBlock", dim=32, dim_head=8, heads=4), _SEQUENCE
+        make("coca_pytorch.coca_pytorch", "ParallelTransformerBlock", dim=32, dim_head=8, heads=4), _SEQUENCE
     ),
     "coca-pytorch.cross": Example(
-        _make("coca_pytorch.coca_pytorch", "CrossAttention", dim=32, dim_head=8, heads=4), _two((8, 32), (6, 32))
+        make("coca_pytorch.coca_pytorch", "CrossAttention", dim=32, dim_head=8, heads=4), two((8, 32), (6, 32))
     ),
     "palm-pytorch": Example(
-        _make("palm_pytorch", "PaLM", num_tokens=64, dim=32, depth=1, heads=4, dim_head=8), _tokens(10)
+        make("palm_pytorch", "PaLM", num_tokens=64, dim=32, depth=1, heads=4, dim_head=8), tokens(10)
     ),
-    "conformer": Example(_make("conformer", "ConformerBlock", dim=32, dim_head=8, heads=4, conv_kernel_size=3),
+    "conformer": Example(make("conformer", "ConformerBlock", dim=32, dim_head=8, heads=4, conv_kernel_size=3),
         _SEQUENCE),
-    "isab-pytorch": Example(_make("isab_pytorch", "ISAB", dim=32, heads=4, num_latents=5), _SEQUENCE),
+    "isab-pytorch": Example(make("isab_pytorch", "ISAB", dim=32, heads=4, num_latents=5), _SEQUENCE),
     "recurrent-memory-transformer-pytorch": Example(
-        _make("recurrent_memory_transformer_pytorch", "RecurrentMemoryTransformer", num_tokens=64, num_memory_tokens=2,
-              dim=32, depth=1, seq_len=10, dim_head=8, heads=4), _tokens(10)),
-    "linformer": Example(_make("linformer", "LinformerSelfAttention", dim=32, seq_len=8, k=5, heads=4), _SEQUENCE),
+        make("recurrent_memory_transformer_pytorch", "RecurrentMemoryTransformer", num_tokens=64, num_memory_tokens=2,
+              dim=32, depth=1, seq_len=10, dim_head=8, heads=4), tokens(10)),
+    "linformer": Example(make("linformer", "LinformerSelfAttention", dim=32, seq_len=8, k=5, heads=4), _SEQUENCE),
     "halonet-pytorch": Example(
-        _make("halonet_pytorch", "HaloAttention", dim=32, block_size=2, halo_size=1, dim_head=8, heads=4),
-        _noise(32, 4, 4)),
+        make("halonet_pytorch", "HaloAttention", dim=32, block_size=2, halo_size=1, dim_head=8, heads=4),
+        noise(32, 4, 4)),
     "uniformer-pytorch": Example(
-        _make("uniformer_pytorch.uniformer_pytorch", "GlobalMHRA", dim=32, heads=4, dim_head=8), _noise(32, 2, 4, 4)
+        make("uniformer_pytorch.uniformer_pytorch", "GlobalMHRA", dim=32, heads=4, dim_head=8), noise(32, 2, 4, 4)
     ),
     "h-transformer-1d": Example(
-        _make("h_transformer_1d", "HTransformer1D", num_tokens=64, dim=32, depth=1, max_seq_len=16, heads=4, dim_head=8,
-              block_size=4, causal=False), _tokens(16)),
+        make("h_transformer_1d", "HTransformer1D", num_tokens=64, dim=32, depth=1, max_seq_len=16, heads=4, dim_head=8,
+              block_size=4, causal=False), tokens(16)),
     "flash-pytorch": Example(
-        _make("flash_pytorch", "FLASHTransformer", num_tokens=64, dim=32, depth=1, group_size=8, query_key_dim=8),
-        _tokens(16), attends=False),
+        make("flash_pytorch", "FLASHTransformer", num_tokens=64, dim=32, depth=1, group_size=8, query_key_dim=8),
+        tokens(16), attends=False),
     "simple-hierarchical-transformer": Example(
-        _make("simple_hierarchical_transformer", "HierarchicalTransformer", num_tokens=64, dim=32, depth=1, seq_len=16,
-              dim_head=8, heads=4), _tokens(16)),
+        make("simple_hierarchical_transformer", "HierarchicalTransformer", num_tokens=64, dim=32, depth=1, seq_len=16,
+              dim_head=8, heads=4), tokens(16)),
     "block-recurrent-transformer-pytorch": Example(
-        _make("block_recurrent_transformer_pytorch", "BlockRecurrentTransformer", num_tokens=64, dim=32, depth=2,
-              dim_head=8, heads=4, max_seq_len=16, block_width=8, num_state_vectors=4), _tokens(16)),
+        make("block_recurrent_transformer_pytorch", "BlockRecurrentTransformer", num_tokens=64, dim=32, depth=2,
+              dim_head=8, heads=4, max_seq_len=16, block_width=8, num_state_vectors=4), tokens(16)),
     "titans-pytorch": Example(
-        _make("titans_pytorch.mac_transformer", "SegmentedAttention", dim=32, segment_len=4, dim_head=8, heads=4),
+        make("titans_pytorch.mac_transformer", "SegmentedAttention", dim=32, segment_len=4, dim_head=8, heads=4),
         _SEQUENCE),
     "iTransformer": Example(
-        _make("iTransformer", "iTransformer", num_variates=5, lookback_len=12, depth=1, dim=32, pred_length=4,
-              dim_head=8, heads=4), _noise(12, 5)),
+        make("iTransformer", "iTransformer", num_variates=5, lookback_len=12, depth=1, dim=32, pred_length=4,
+              dim_head=8, heads=4), noise(12, 5)),
     "slot-attention": Example(
-        _make("slot_attention", "MultiHeadSlotAttention", num_slots=4, dim=32, heads=4, dim_head=8, iters=1), _SEQUENCE
+        make("slot_attention", "MultiHeadSlotAttention", num_slots=4, dim=32, heads=4, dim_head=8, iters=1), _SEQUENCE
     ),
     "protein-bert-pytorch": Example(
-        _make("protein_bert_pytorch", "ProteinBERT", num_tokens=21, num_annotation=12, dim=32, dim_global=24, depth=1,
+        make("protein_bert_pytorch", "ProteinBERT", num_tokens=21, num_annotation=12, dim=32, dim_global=24, depth=1,
               attn_heads=4, attn_dim_head=8),
-        lambda batch: (*_tokens(10, 20)(batch), torch.ones(batch, 12))),
+        lambda batch: (*tokens(10, 20)(batch), torch.ones(batch, 12))),
     "point-transformer-pytorch": Example(
-        _make("point_transformer_pytorch.multihead_point_transformer_pytorch", "MultiheadPointTransformerLayer", dim=32,
-              heads=4, dim_head=8), _two((8, 32), (8, 3))),
+        make("point_transformer_pytorch.multihead_point_transformer_pytorch", "MultiheadPointTransformerLayer", dim=32,
+              heads=4, dim_head=8), two((8, 32), (8, 3))),
     "enformer-pytorch": Example(
-        _beside(_make("enformer_pytorch.modeling_enformer", "Attention", 32, num_rel_pos_features=12, heads=4,
+        beside(make("enformer_pytorch.modeling_enformer", "Attention", 32, num_rel_pos_features=12, heads=4,
             dim_key=8,
               dim_value=8), "pyfaidx"), _SEQUENCE),
-    "monai.SABlock": Example(_make("monai.networks.blocks", "SABlock", 32, 4), _SEQUENCE),
+    "monai.SABlock": Example(make("monai.networks.blocks", "SABlock", 32, 4), _SEQUENCE),
     "monai.CrossAttentionBlock": Example(
-        _make("monai.networks.blocks", "CrossAttentionBlock", 32, 4), _SEQUENCE, lambda m, x: m(x, context=x[:, :5])
+        make("monai.networks.blocks", "CrossAttentionBlock", 32, 4), _SEQUENCE, lambda m, x: m(x, context=x[:, :5])
     ),
     "monai.SwinUNETR": Example(
-        _make("monai.networks.nets.swin_unetr", "WindowAttention", 32, num_heads=4, window_size=(2, 2)), _noise(4, 32),
+        make("monai.networks.nets.swin_unetr", "WindowAttention", 32, num_heads=4, window_size=(2, 2)), noise(4, 32),
         lambda m, x: m(x, None)),
-    "litgpt": Example(_lit(), _tokens(10)),
-    "litgpt.groups": Example(_lit(n_query_groups=2), _tokens(10)),
-    "litgpt.norm": Example(_lit(norm_qk=True, norm_class_name="RMSNorm"), _tokens(10)),
-    "torchscale": Example(_scale("Encoder"), _tokens(10), lambda m, x: m(src_tokens=x)),
+    "litgpt": Example(_lit(), tokens(10)),
+    "litgpt.groups": Example(_lit(n_query_groups=2), tokens(10)),
+    "litgpt.norm": Example(_lit(norm_qk=True, norm_class_name="RMSNorm"), tokens(10)),
+    "torchscale": Example(_scale("Encoder"), tokens(10), lambda m, x: m(src_tokens=x)),
     "denoising-diffusion-pytorch": Example(
-        _make("denoising_diffusion_pytorch.denoising_diffusion_pytorch", "Attention", 32, heads=4, dim_head=8),
-        _noise(32, 4, 4)),
+        make("denoising_diffusion_pytorch.denoising_diffusion_pytorch", "Attention", 32, heads=4, dim_head=8),
+        noise(32, 4, 4)),
     "denoising-diffusion-pytorch.linear": Example(
-        _make("denoising_diffusion_pytorch.denoising_diffusion_pytorch", "LinearAttention", 32, heads=4, dim_head=8),
-        _noise(32, 4, 4), attends=False),
+        make("denoising_diffusion_pytorch.denoising_diffusion_pytorch", "LinearAttention", 32, heads=4, dim_head=8),
+        noise(32, 4, 4), attends=False),
 }  # fmt: skip
+EXAMPLES |= packages_more.EXAMPLES
 
 
 def is_here() -> bool:
