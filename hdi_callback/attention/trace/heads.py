@@ -108,7 +108,8 @@ class CoreReading(CoreView):
         if has_shared:
             remarks.append("without the part that all heads share")
         heads = _of_one_map_each(of_heads)
-        of_query = supports[first]["query"]
+        # A softmax over queries makes a weight of all of them: whether one is of several tokens, it alone says.
+        of_query = self.support(self.side(product, 1 - place[0]), place[1][:1])
         if "query" in heads and any(len(of_query.positions(leaf)) > 1 for leaf in of_query.masks):
             del heads["query"]  # of several tokens
         checks.require_widths(heads, product, place[0], has_shared=has_shared)

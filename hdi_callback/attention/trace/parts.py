@@ -70,6 +70,8 @@ class CoreParts(CoreView):
             if not len(acts[0]) or not len(acts[1]) or max(map(len, acts)) < 2:
                 continue
             keys = 1 if len(acts[1]) >= len(acts[0]) else 0
+            if min(map(len, acts)) > 1 and (len(acts[0]) == weights.shape[2]) != (len(acts[1]) == weights.shape[2]):
+                keys = int(len(acts[1]) == weights.shape[2])  # a softmax over queries, which may be more than keys
             where.append((number, keys, acts[1 - keys], acts[keys]))
         return where
 

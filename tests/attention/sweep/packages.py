@@ -130,6 +130,14 @@ def _fttransformer() -> nn.Module:
     )  # fmt: skip
 
 
+def _tokens_to_tokens() -> nn.Module:
+    from vit_pytorch.t2t import T2TViT
+    from vit_pytorch.vit import Transformer
+
+    transformer = Transformer(32, 1, 4, 8, 48)
+    return T2TViT(image_size=32, num_classes=5, dim=32, transformer=transformer, t2t_layers=((7, 4), (3, 2)))
+
+
 def _speech(name: str, *args: Any, **options: Any) -> Build:
     return beside(make("speechbrain.nnet.attention", name, *args, **options), "torchaudio")
 
@@ -195,9 +203,7 @@ EXAMPLES: dict[str, Example] = {
     "vit-pytorch.cct": Example(
         make("vit_pytorch.cct", "CCT", img_size=32, embedding_dim=32, num_layers=2, num_heads=4, num_classes=5), _IMAGE
     ),
-    "vit-pytorch.t2t": Example(
-        make("vit_pytorch.t2t", "T2TViT", image_size=32, dim=32, depth=1, heads=4, mlp_dim=48, num_classes=5), _IMAGE
-    ),
+    "vit-pytorch.t2t": Example(_tokens_to_tokens, _IMAGE),
     "vit-pytorch.xcit": Example(vit("xcit", "XCiT", dim_head=8, cls_depth=1), _IMAGE),
     "vit-pytorch.registers": Example(vit("simple_vit_with_register_tokens", "SimpleViT", dim_head=8), _IMAGE),
     "vit-pytorch.value_residual": Example(vit("simple_vit_with_value_residual", "SimpleViT", dim_head=8), _IMAGE),

@@ -131,15 +131,15 @@ EXAMPLES: dict[str, Example] = {
               lg_enc_mlp_dim=48, lg_enc_dim_head=8, cross_attn_depth=1, cross_attn_heads=4, cross_attn_dim_head=8,
               depth=1, dropout=0.0, emb_dropout=0.0), _IMAGE),
     "vit-pytorch.cvt": Example(
-        make("vit_pytorch.cvt", "CvT", num_classes=5, s1_emb_dim=32, s1_heads=2, s2_emb_dim=48, s2_heads=3, s2_depth=1,
-              s3_emb_dim=64, s3_heads=4, s3_depth=1), noise(3, 64, 64)),
+        make("vit_pytorch.cvt", "CvT", num_classes=5, s1_emb_dim=72, s1_heads=2, s2_emb_dim=72, s2_heads=2, s2_depth=1,
+             s3_emb_dim=72, s3_heads=2, s3_depth=1), _IMAGE),
     "vit-pytorch.levit": Example(
         make("vit_pytorch.levit", "LeViT", image_size=64, num_classes=5, dim=(32, 48, 64), depth=1, heads=(2, 3, 4),
               mlp_mult=2, dim_key=8, dim_value=16), noise(3, 64, 64)),
     "vit-pytorch.twins_svt": Example(
-        make("vit_pytorch.twins_svt", "TwinsSVT", num_classes=5, s1_emb_dim=16, s1_local_patch_size=4, s1_global_k=4,
-              s2_emb_dim=24, s2_local_patch_size=4, s2_global_k=4, s3_emb_dim=32, s3_local_patch_size=2, s3_global_k=2,
-              s3_depth=1, s4_emb_dim=32, s4_local_patch_size=2, s4_global_k=2, s4_depth=1), noise(3, 64, 64)),
+        make("vit_pytorch.twins_svt", "TwinsSVT", num_classes=5, s1_emb_dim=72, s1_local_patch_size=4, s1_global_k=4,
+             s2_emb_dim=72, s2_local_patch_size=4, s2_global_k=4, s3_emb_dim=72, s3_local_patch_size=2, s3_global_k=2,
+             s3_depth=1, s4_emb_dim=72, s4_patch_size=1, s4_local_patch_size=2, s4_global_k=2, s4_depth=1), _IMAGE),
     "vit-pytorch.max_vit": Example(
         make("vit_pytorch.max_vit", "MaxViT", num_classes=5, dim=32, depth=(1,), dim_head=8, dim_conv_stem=16,
               window_size=4, dropout=0.0), _IMAGE),
@@ -148,7 +148,7 @@ EXAMPLES: dict[str, Example] = {
               global_window_size=(4, 2, 2, 1), local_window_size=2), noise(3, 64, 64)),
     "vit-pytorch.rvt": Example(vit("rvt", "RvT", dim_head=8), _IMAGE),
     "vit-pytorch.regionvit": Example(
-        make("vit_pytorch.regionvit", "RegionViT", dim=(32, 48, 64, 64), depth=(1, 1, 1, 1), window_size=2,
+        make("vit_pytorch.regionvit", "RegionViT", dim=(48, 48, 64, 64), depth=(1, 1, 1, 1), window_size=2,
               num_classes=5), noise(3, 64, 64)),
     "torchvision.vit": Example(
         make("torchvision.models.vision_transformer", "VisionTransformer", 32, 8, 2, 4, 32, 48, num_classes=5), _IMAGE
