@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
 from hdi_callback.attention.trace.support import Support, random_weights
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 
@@ -95,6 +96,12 @@ class Core:
     logits: tuple[Tensor, ...]
     nodes: tuple[Any, ...]
     path: str
+
+    @property
+    def given(self) -> Tensor:
+        """What it gives, as its output has it."""
+        sums = self.weights.detach() @ self.values.detach()
+        return sums.mT if self.is_turned else sums
 
 
 def cores_of(run: TracedRun) -> list[Core]:
@@ -245,6 +252,8 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
             path, what = mixed
             where = "before" if what == "scores" else "after"
             yield node, f"its heads mix: `{path}` maps the {what} of all of them {where} the softmax"
+        elif logits.shape[-1] == 1 and logits.requires_grad and logits.dim() > 2:
+            yield node, SINGLE_KEYS
         elif is_over_tokens(run, logits):
             yield node, "its values are weighted by no matrix product"
 

@@ -116,10 +116,24 @@ class CoreReading(CoreView):
         normed = checks.require_linear(heads, members, product, places, has_shared=has_shared)
         order.order(heads, members, product, places)
         order.centre(heads, members, product, places)
-        if "query" not in heads and of_query:
-            left_out = " and ".join(one for one in (left_out, "the weights of its queries") if one)
+        if not is_of_two_streams or "query" not in heads:
+            others = self._queries_left_out(heads, product, 1 - place[0], int(place[1][0]), of_query)
+            left_out = " and ".join(one for one in (left_out, others) if one)
         row = int(place[1][0]) % self.side(product, 1 - place[0]).shape[1]
         return HeadRows(heads, members, normed, remarks, left_out, self.units, row if is_of_two_streams else None)
+
+    def _queries_left_out(
+        self, heads: dict[Role, list[Rows]], product: int, side: int, at: int, of_query: Support
+    ) -> str:
+        """Say which queries the rows of heads do not give: all that maps give, or those of tokens with another map."""
+        queries = self.side(product, side)
+        count = queries.shape[1]
+        whole = self.support(queries, torch.arange(at // count * count, at // count * count + count))
+        if "query" not in heads:
+            return "the weights of its queries" if whole else ""
+        own = {self.trace.parameter_of(leaf) for leaf in of_query.masks}
+        names = sorted({module_of(self.trace.parameter_of(leaf)) for leaf in whole.masks} - set(map(module_of, own)))
+        return f"queries of other tokens, which `{'` and `'.join(names)}` give" if names else ""
 
     def _rows_of_heads(
         self, supports: dict[int, dict[Role, Support]], role_rows: RoleRows

@@ -23,7 +23,14 @@ from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows,
 from hdi_callback.attention.trace.heads import CoreReading
 from hdi_callback.attention.trace.maps import objection_to
 from hdi_callback.attention.trace.run import Traceable
-from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
+from hdi_callback.attention.trace.support import (
+    Support,
+    agreed,
+    columns_of,
+    derivatives,
+    random_weights,
+    weights_at,
+)
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 
@@ -278,11 +285,37 @@ def _outputs_in(trace: TracedCores, cores: list[Core], heads: HeadRows, receiver
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
     is_linear &= not any(_depends(one, cores[0]) and _acts(one, end) for one in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))
+    if is_linear and receiver is not None and _is_added_to(end, trace.cores):
+        return _Outputs(receiver, None, False)  # what the map takes is no output of heads
     if receiver is None:
         if not is_side_by_side and features.numel() == end.shape[-1] and not trace.run.convolved:
             raise NoHeadsError("the outputs of its heads do not lie side by side in what it returns")
         return _Outputs(-1, None, False)
     return _Outputs(receiver, features if is_linear else None, is_side_by_side and is_linear)
+
+
+def _is_added_to(end: Tensor, cores: list[Core]) -> bool:
+    """Tell whether something else is added to what attention gives: the sum is more than its derivatives by cores say.
+
+    Args:
+        end: made of what cores give, by linear functions.
+        cores: all of a run.
+
+    Returns:
+        True if so, at one of a few places.
+    """
+    edges = [core.output for core in cores]
+    flat = end.reshape(-1, end.shape[-1])
+    for place in sorted({0, len(flat) // 2, len(flat) - 1}):
+        weights = weights_at(end, torch.tensor([place]))
+        acting = derivatives(end, weights, edges)
+        if not any(one.any() for one in acting.values()):
+            continue  # a token that is put beside what attention gives
+        whole = float((weights * end).sum())
+        parts = [float((one.flatten() * cores[number].given.flatten()).sum()) for number, one in acting.items()]
+        if abs(whole - sum(parts)) > 1e-3 * max(abs(whole), *map(abs, parts)):
+            return True
+    return False
 
 
 def _acts(tensor: Tensor, on: Tensor) -> bool:

@@ -14,7 +14,6 @@ from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NoRowsError, Rows, module_of
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
 
-
 _KEPT: tuple[Role, Role] = ("key", "value")
 
 

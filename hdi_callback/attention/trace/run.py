@@ -91,7 +91,8 @@ class Traceable:
             mode = GraphCut(run, draw, stubs=self.stubs, parameters=self.parameters, keeps_means=keeps_means)
             handles = list(_mark_spans(self.trial, run))
             try:
-                with _without_checkpoints(), mode:
+                # Products in functions that torch.jit.script compiled are in the graph only if it runs them plainly.
+                with _without_checkpoints(), torch.jit.optimized_execution(False), mode:
                     output = self._called(args, kwargs, mode)
             except Exception as error:
                 output, run.error = None, error

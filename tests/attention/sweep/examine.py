@@ -311,6 +311,9 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
     for computation in merged(seen.computations, batch):
         modules = [call.module for call in computation.calls]
         owner = next((module for module in reversed(modules) if module in claims), None)
+        if owner is None and modules:  # its forward may be called without a call of the module itself
+            around = [module for module in claims if modules[-1] in set(module.modules())]
+            owner = min(around, key=lambda module: sum(1 for _ in module.modules()), default=None)
         if owner is not None:
             if heads_of(computation, batch, inputs.LENGTH) == 1 == max(one.num_heads for one in claims[owner]):
                 report["single"].append(type(owner).__name__)  # there is nothing to compare

@@ -36,6 +36,7 @@ class Claim:
     output_projection: nn.Module | None
     roles: frozenset[str] = frozenset({"query", "key", "value", "output"})
     bias: Callable[[str], Tensor | None] = lambda _: None
+    is_of_one_stream: bool = False  # it says that the tokens of another one are left out
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,8 @@ def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads,
             weight = claim.weight(role).detach().double()
         except Exception as error:
             return Finding(False, f"its {role} weight cannot be read: {error}", **facts)
-        verdicts = [_compare(weight, tensor, inputs, role, claim.bias(role)) for tensor in received]
+        may_be_some = role != "query" or claim.is_of_one_stream
+        verdicts = [_compare(weight, one, inputs, role, claim.bias(role), may_be_some) for one in received]
         best = next((verdict for verdict in verdicts if verdict.is_right), verdicts[0])
         if not best.is_right:
             return Finding(best.is_right, best.reason, **facts)
@@ -305,12 +307,25 @@ def _tokens(x: Tensor, batch: int, features: int) -> Iterator[Tensor]:
         if x.dim() == 3 and x.shape[0] % batch and x.shape[1] == batch:
             x = x.transpose(0, 1)
         yield x.reshape(batch, -1, features)
+        for dim in range(1, x.dim() - 1) if x.dim() > 3 and x.shape[0] % batch else ():  # rows and columns before
+            if x.shape[dim] == batch:
+                yield x.movedim(dim, 0).reshape(batch, -1, features)
     if x.dim() in (3, 4, 5) and x.shape[1] == features and x.shape[0] % batch == 0:  # pixels, perhaps in windows
         yield x.flatten(2).mT.reshape(batch, -1, features)
 
 
-def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str, bias: Tensor | None = None) -> Finding:
-    """Compare the heads that a weight gives on any of the inputs with those that attention received."""
+def _compare(
+    weight: Tensor,
+    received: Tensor,
+    inputs: list[Tensor],
+    role: str,
+    bias: Tensor | None = None,
+    may_be_some: bool = True,
+) -> Finding:
+    """Compare the heads that a weight gives on any of the inputs with those that attention received.
+
+    `may_be_some`: those of the first or the last positions alone may be theirs.
+    """
     batch, positions, count, width = received.shape
     G, claimed_width, features = weight.shape
     if count % G:
@@ -377,8 +392,8 @@ def _compare(weight: Tensor, received: Tensor, inputs: list[Tensor], role: str, 
         is_it = role == "query" and _is_one_vector(weight, bias, received, candidates)
         return Finding(True, remarks=(told,)) if is_it else Finding(None, told)
     lengths = sorted({tokens.shape[1] for tokens in candidates if tokens.shape[1] < positions}, reverse=True)
-    for length in lengths if failed and role != "query" else ():
-        # Keys and values of a cache come from another layer, before or after this one's own.
+    for length in lengths if failed and may_be_some else ():
+        # Keys and values of a cache come from another layer, before or after this one's own; so does a second stream.
         for own in (received[:, -length:], received[:, :length]):
             verdict = _compare(weight, own, [tokens for tokens in candidates if tokens.shape[1] == length], role)
             if verdict.is_right:
@@ -565,7 +580,7 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
                 return Finding(True, remarks=("output not compared",))
             # Its weight may be used without it: then what the whole module gives is compared.
             whole = _compare_output(replace(claim, output_projection=None), seen, computation, output, batch)
-            if whole.is_right and not whole.remarks:
+            if whole.is_right and whole.remarks in ((), (_SCATTERED,)):
                 return whole
             return Finding(None, "its output projection is not called")
         taken = ((call, *_received_by(call, output, batch)) for call in gives)
@@ -588,6 +603,11 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
     if claim.output_projection is None:
         if _ends_with_a_norm(claim.module):
             return Finding(True, remarks=("output not compared",))
+        for given in (tokens for call in gives[:1] for one in call.outputs for tokens in _tokens(one, batch, features)):
+            # But for a bias, what windows give is found at other tokens.
+            apart = [(one - one.mean((0, 1)))[:, :, None] for one in (given, summed)]
+            if given.shape == summed.shape and _is_scattered(*apart):
+                return Finding(True, remarks=(_SCATTERED,))
         if _is_given_by_a_part(seen, computation, weight, output, batch):
             return Finding(True)
         if _is_taken_beside_others(seen, computation, weight, output, batch):
@@ -745,6 +765,7 @@ def claim_of(layer) -> Claim:
         layer.output_projection,
         frozenset(layer.slices),
         lambda role: getattr(layer.slices[role], "bias", lambda: None)(),
+        "second stream" in layer.left_out,
     )
 
 

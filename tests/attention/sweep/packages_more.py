@@ -145,7 +145,7 @@ EXAMPLES: dict[str, Example] = {
               window_size=4, dropout=0.0), _IMAGE),
     "vit-pytorch.crossformer": Example(
         make("vit_pytorch.crossformer", "CrossFormer", dim=(64, 96, 128, 160), depth=(1, 1, 1, 1), num_classes=5,
-              global_window_size=(4, 2, 2, 1), local_window_size=2), noise(3, 64, 64)),
+              global_window_size=(4, 2, 2, 2), local_window_size=2), noise(3, 64, 64)),
     "vit-pytorch.rvt": Example(vit("rvt", "RvT", dim_head=8), _IMAGE),
     "vit-pytorch.regionvit": Example(
         make("vit_pytorch.regionvit", "RegionViT", dim=(48, 48, 64, 64), depth=(1, 1, 1, 1), window_size=2,
@@ -175,7 +175,7 @@ EXAMPLES: dict[str, Example] = {
         beside(make("ultralytics.nn.modules.transformer", "AIFI", 32, 48, 4), "cv2"), noise(32, 4, 4)
     ),
     "kornia.ViT": Example(
-        make("kornia.contrib", "VisionTransformer", image_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4),
+        make("kornia.models.vit", "VisionTransformer", image_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4),
         _IMAGE),
     "kornia.LightGlue.cross": Example(
         make("kornia.feature.lightglue", "CrossBlock", 32, 4, False), two((8, 32), (6, 32))

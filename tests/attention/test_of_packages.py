@@ -1,0 +1,132 @@
+"""Kinds of attention that packages of others compute, in small modules of our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention import survey
+
+H, WIDTH, D = 4, 8, 32
+
+
+def split(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (H, WIDTH)).transpose(1, 2)
+
+
+class Four(nn.Module):
+    """Four maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+
+
+class Slots(Four):
+    """Learned slots compete for tokens: the softmax runs over them, and the weights of a slot are scaled to one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.randn(1, count, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = self.slots.expand(len(x), -1, -1)
+        scores = split(self.q(slots)) @ split(self.k(x)).mT
+        weights = scores.softmax(-2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_queries_keep_their_weights_where_the_softmax_runs_over_them(count):
+    torch.manual_seed(0)
+    model = nn.Sequential(Slots(count))
+    found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
+    assert not found.refused
+    (layer,) = found.layers
+    assert not layer.left_out
+    for role, part in (("query", model[0].q), ("key", model[0].k), ("value", model[0].v)):
+        assert torch.equal(layer.weight(role), part.weight.view(H, WIDTH, D)), role
+
+
+class PositionsOfValues(Four):
+    """Adds what a filter over neighbours makes of the values to what attention gives, before the output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(D, D, 3, padding=1, groups=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.v(x)
+        weights = (split(self.q(x)) @ split(self.k(x)).mT / WIDTH**0.5).softmax(-1)
+        heads = (weights @ split(values)).transpose(1, 2).flatten(2)
+        return self.o(heads + self.near(values.mT).mT)
+
+
+def test_what_is_added_to_the_outputs_of_heads_is_not_read_as_theirs():
+    torch.manual_seed(0)
+    model = nn.Sequential(PositionsOfValues())
+    (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
+    assert layer.output_projection is None
+    assert "output" not in layer.slices
+    assert torch.equal(layer.weight("value"), model[0].v.weight.view(H, WIDTH, D))
+
+
+class FirstTokenApart(Four):
+    """The query of the first token has a map of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = torch.cat([self.first(x[:, :1]), self.q(x[:, 1:])], 1)
+        weights = (split(queries) @ split(self.k(x)).mT / WIDTH**0.5).softmax(-1)
+        return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
+
+
+def test_queries_of_tokens_with_another_map_are_said_to_be_left_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(FirstTokenApart())
+    (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
+    assert layer.left_out == "queries of other tokens, which `q` give"
+    assert torch.equal(layer.weight("query"), model[0].first.weight.view(H, WIDTH, D))
+
+
+@torch.jit.script
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    """Multiply queries and keys where no function mode sees it."""
+    return torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) * 0.35
+
+
+class Compiled(Four):
+    """Multiplies queries and keys in a function that torch.jit.script compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = scores_of(split(self.q(x)), split(self.k(x))).softmax(-1).unflatten(0, (-1, H))
+        return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
+
+
+def test_products_in_a_scripted_function_are_followed():
+    torch.manual_seed(0)
+    model = nn.Sequential(Compiled())
+    found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
+    assert not found.refused
+    assert torch.equal(found.layers[0].weight("key"), model[0].k.weight.view(H, WIDTH, D))
+
+
+class Alone(Four):
+    """Windows of a single token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).reshape(-1, 1, H, WIDTH).transpose(1, 2) for one in (self.q, self.k, self.v))
+        weights = torch.einsum("nhid,nhjd->nhij", q, k).softmax(-1)
+        return self.o(torch.einsum("nhij,nhjd->nhid", weights, v).reshape(x.shape))
+
+
+def test_of_attention_to_a_single_key_it_is_said_that_it_has_one():
+    model = nn.Sequential(Alone())
+    found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
+    assert not found.layers
+    assert ["a single key" in one.reason for one in found.refused] == [True]
