@@ -130,3 +130,56 @@ def test_of_attention_to_a_single_key_it_is_said_that_it_has_one():
     found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
     assert not found.layers
     assert ["a single key" in one.reason for one in found.refused] == [True]
+
+
+class Upkeep(nn.Module):
+    """Holds a model that stands elsewhere, for what is done to it between steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def upkeep(self, scores: Tensor) -> Tensor:
+        """Look like attention by its code."""
+        return (scores @ scores.mT).softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Kept(nn.Module):
+    """A model of linear attention, and what looks after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
+        self.keeper = Upkeep(self.net)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def test_what_only_holds_modules_of_others_is_not_refused_after_a_forward():
+    model = nn.Sequential(Kept())
+    assert [one.name for one in survey(model).refused] == ["0.keeper"]
+    assert not survey(model, forward=lambda: model(torch.randn(2, 7, D))).refused
+
+
+class Sorted(Four):
+    """Tokens attend within buckets that they are sorted into by what a projection gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(one(x)) for one in (self.q, self.k, self.v))
+        order = k.sum(-1, keepdim=True).argsort(2).expand_as(k)
+        q, k, v = (one.gather(2, order).unflatten(2, (-1, 4)) for one in (q, k, v))
+        heads = ((q @ k.mT).softmax(-1) @ v).flatten(2, 3)
+        return self.o(torch.zeros_like(heads).scatter(2, order, heads).transpose(1, 2).flatten(2))
+
+
+def test_of_tokens_that_are_sorted_by_a_projection_it_is_said_that_its_values_choose_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(Sorted())
+    found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
+    assert [one.reason for one in found.refused] == [
+        "which tokens it attends to depends on the values of its projections"
+    ]

@@ -68,6 +68,7 @@ class Search:
         self._ran: set[str] = set()
         self._failed: set[str] = set()  # names of modules that could not be run with the inputs of a forward
         self._open: set[str] = set()  # names of modules that ran, and that another run may read
+        self._called: set[str] = set()  # names of modules that a forward called
         self._has_forward = False
         self._tracer = KindTracer()
 
@@ -113,6 +114,7 @@ class Search:
             recorded: name of a module -> its arguments, in each of the ways in which they may be cut.
         """
         self._has_forward = True
+        self._called |= recorded.keys()
         for name in self._from_the_inside(recorded):
             found = self._traced(name, recorded[name]) if recorded[name] else None
             if found is None:
@@ -226,12 +228,20 @@ class Search:
         for name, place in self.places.items():
             is_open = name not in self._ran and name not in self._vouched and id(place.module) not in explained
             is_open &= name not in around_vouched
+            is_open &= name in self._called or not self._has_forward or not self._holds_others(name)
             if is_open and looks_like_attention(place):
                 found.add(name)
         inner = found - {around for name in found for around in containers(name)}
         inner |= {name for name in found if name in self.reasons or self.may_attend_beside(name)}
         known = self.layers.keys() | self._vouched
         return {name: self.places[name] for name in self.places if name in inner and not is_within(name, known)}
+
+    def _holds_others(self, name: str) -> bool:
+        """Tell what holds nothing of its own: modules that have a place elsewhere, where they are called and asked."""
+        own = self.places[name].module
+        names = {id(place.module): other for other, place in self.places.items()}
+        parts = {names.get(id(part)) for part in own.modules() if list(part.parameters(recurse=False))}
+        return not any(part is None or is_within(part, {name}) for part in parts)
 
     def may_attend_beside(self, name: str) -> bool:
         """Tell what may attend by maps of its own, whatever else attends within it, and was not seen to run.

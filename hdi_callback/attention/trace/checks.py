@@ -11,7 +11,7 @@ from torch import Tensor
 from hdi_callback.attention.heads import Role
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows, UndecidedError, module_of
-from hdi_callback.attention.trace.support import Support
+from hdi_callback.attention.trace.support import Support, weights_at
 
 _BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
 
@@ -46,11 +46,9 @@ class HeadChecks(CoreView):
             )
             if len(found) > 1 and len(parameters) == 1 and apart:
                 raise NoHeadsError(f"its {what} are those of features, not of tokens")
-            for one, other in itertools.combinations(alone, 2):
-                if one.masks.keys() == other.masks.keys() and all(
-                    torch.equal(mask, other.masks[leaf]) for leaf, mask in one.masks.items()
-                ):
-                    raise NoHeadsError(f"its {what} are the same for all tokens, or mix them all")
+            # A token may be met twice, as where tokens are sorted into buckets.
+            if len(alone) > 1 and all(_are_equal(one, other) for one, other in itertools.pairwise(alone)):
+                raise NoHeadsError(f"its {what} are the same for all tokens, or mix them all")
 
     def refuse_added_inputs(self, at_values: Tensor) -> None:
         """Refuse values to which an input is added that no map takes, such as those of an earlier layer."""
@@ -108,6 +106,16 @@ class HeadChecks(CoreView):
                 raise NoHeadsError(f"a {role} of {expected} features is made of {count} features of `{name}`")
             raise NoHeadsError(f"its {role} heads share features, or mix: each depends on {count} of `{name}`")
 
+    def _is_chosen_by_values(self, n: int) -> bool:
+        """Return whether a value is of another token in another run, as where tokens are sorted by what maps give."""
+        found = []
+        for run, cores in self.trace.with_draws:
+            values = cores[self.number].values
+            at = torch.tensor([n * values.shape[1] + place for place in (0, values.shape[1] // 2)])
+            alone = (Support.of(values, weights_at(values, one[None]), run.tensors) for one in at)
+            found.append([{(leaf, one.positions(leaf)) for leaf in one.masks} for one in alone])
+        return any(one != found[0] for one in found[1:])
+
     def require_linear(
         self, heads: dict[Role, list[Rows]], members: list[list[int]], product: int, places: Any, *, has_shared: bool
     ) -> set[Role]:
@@ -140,6 +148,8 @@ class HeadChecks(CoreView):
             if sizes.shape[-1] > 2 and (sizes[..., 2] > _BENT * sizes[..., 0]).any():
                 between = f"between its {role} projection and attention lies an activation"
                 if role != "query":
+                    if self._is_chosen_by_values(n // self.units.count):
+                        raise NoHeadsError("which tokens it attends to depends on the values of its projections")
                     raise NoHeadsError(between)
                 del heads["query"]
                 continue

@@ -92,7 +92,7 @@ class Traceable:
             handles = list(_mark_spans(self.trial, run))
             try:
                 # Products in functions that torch.jit.script compiled are in the graph only if it runs them plainly.
-                with _without_checkpoints(), torch.jit.optimized_execution(False), mode:
+                with _without_checkpoints(), torch.jit.optimized_execution(False), mode:  # type: ignore[attr-defined]
                     output = self._called(args, kwargs, mode)
             except Exception as error:
                 output, run.error = None, error

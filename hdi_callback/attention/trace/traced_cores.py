@@ -47,9 +47,14 @@ class TracedCores:
     @cached_property
     def again(self) -> list[list[Core]]:
         """The cores when maps answer nothing, one draw, another, and their sum."""
+        return [self.without_maps[1], *(cores for _, cores in self.with_draws)]
+
+    @cached_property
+    def with_draws(self) -> list[tuple[TracedRun, list[Core]]]:
+        """The runs in which maps answer one draw, another, and their sum."""
         shares = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
-        runs = [cores_of(self.traceable.run(self.args, self.kwargs, Draw(share))) for share in shares]
-        return [self.without_maps[1], *runs]
+        runs = [self.traceable.run(self.args, self.kwargs, Draw(share)) for share in shares]
+        return [(run, cores_of(run)) for run in runs]
 
     @cached_property
     def without_maps(self) -> tuple[TracedRun, list[Core]]:
