@@ -21,11 +21,11 @@ class Entry:
     """Where a compiled graph hands over what it has.
 
     Args:
-        receive: takes the tensor.
+        take: takes the tensor.
     """
 
-    def __init__(self, receive: Callable[[Tensor], None]) -> None:
-        self.receive = receive
+    def __init__(self, take: Callable[[Tensor], None]) -> None:
+        self.take = take
         # A tensor, as a graph that is shared by the layers of a model would have to be compiled anew for each number.
         self.number = torch.tensor(next(_numbers), device="cpu")
         _by_number[int(self.number)] = self
@@ -37,7 +37,7 @@ class Entry:
 def _take(passed: Tensor, outputs: Tensor, number: Tensor) -> Tensor:
     entry = _by_number.get(int(number))
     if entry is not None:
-        entry.receive(outputs)
+        entry.take(outputs)
     return passed.clone()
 
 

@@ -17,7 +17,7 @@ it is.
 Where the output projection is a convolution of kernel size one, each image is one sequence, of all its positions.
 
 `nn.MultiheadAttention` uses its output projection without calling it. There the tap sits on the attention itself and
-computes the head outputs from what it received, through torch's own function with the identity in place of the output
+computes the head outputs from its inputs, through torch's own function with the identity in place of the output
 projection. They are therefore those without attention dropout.
 """
 

@@ -44,9 +44,9 @@ def _graphs(model: nn.Module | None) -> int:
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    seen = [code for ref in list(input_codes.seen) if (code := ref() if callable(ref) else ref) is not None]
+    codes = [code for ref in list(input_codes.seen) if (code := ref() if callable(ref) else ref) is not None]
     kinds = {type(module).forward for module in (model.modules() if model is not None else ())}
     files = {code.co_filename for kind in kinds if isinstance(code := getattr(kind, "__code__", None), CodeType)}
-    counts = {code: len(_debug_get_cache_entry_list(code)) for code in seen}
+    counts = {code: len(_debug_get_cache_entry_list(code)) for code in codes}
     its_own = [count for code, count in counts.items() if code.co_filename in files and count]
     return max(its_own or counts.values(), default=0)

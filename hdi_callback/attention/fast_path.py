@@ -43,12 +43,12 @@ def takes_fast_path(attention: nn.Module, model: nn.Module) -> bool:
 FAST_PATH = "in evaluation mode torch's fast path computes attention in one kernel, which keeps its weights to itself"
 
 
-def may_take_fast_path(module: nn.Module, given: Iterable[Any] = ()) -> bool:
-    """Return whether a call of one of torch's own modules may be computed in one kernel, as things stand now.
+def may_take_fast_path(module: nn.Module, arguments: Iterable[Any] = ()) -> bool:
+    """Return whether a call of one of torch's own modules may be computed in one kernel right now.
 
     Args:
         module: any module.
-        given: the arguments of the call; of what autograd is to record no kernel of that kind is called.
+        arguments: the arguments of the call; of what autograd is to record no kernel of that kind is called.
 
     Returns:
         True for an `nn.TransformerEncoder`, a layer of one, or an `nn.MultiheadAttention` in evaluation mode whose
@@ -56,7 +56,7 @@ def may_take_fast_path(module: nn.Module, given: Iterable[Any] = ()) -> bool:
     """
     if isinstance(module, nn.TransformerEncoder):  # may hand nested tensors to its layers
         first = next(iter(module.layers), None)
-        return isinstance(first, nn.TransformerEncoderLayer) and may_take_fast_path(first, given)
+        return isinstance(first, nn.TransformerEncoderLayer) and may_take_fast_path(first, arguments)
     attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
     if module.training or not isinstance(attention, nn.MultiheadAttention):
         return False
@@ -70,5 +70,5 @@ def may_take_fast_path(module: nn.Module, given: Iterable[Any] = ()) -> bool:
         has_other_parts = not module.activation_relu_or_gelu or module.norm1.eps != module.norm2.eps
         if has_own or has_other_parts or attention.in_proj_bias is None:
             return False
-    tensors = (*module.parameters(), *(one for one in given if isinstance(one, torch.Tensor)))
+    tensors = (*module.parameters(), *(one for one in arguments if isinstance(one, torch.Tensor)))
     return not (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))

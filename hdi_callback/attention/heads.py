@@ -50,7 +50,7 @@ class AttentionLayer:
         normed: roles whose features go through a norm before attention.
         left_out: what the layer's attention has beside the heads that are read, in words; ``""`` if they are all.
         evidence: what the claim rests on. ``"layout"``: code that is known, torch's own or a layout that a user
-            registered; ``"trace"``: a traced run of a copy; ``"forward"``: what attention received in a real forward.
+            registered; ``"trace"``: a traced run of a copy; ``"forward"``: the inputs of attention in a real forward.
     """
 
     name: str

@@ -158,7 +158,7 @@ class _ObservedForward:
         return self._inner is None
 
     def put_on(self) -> None:
-        """Stand before the module's own forward."""
+        """Run before the module's own forward."""
         self._module.__dict__["forward"] = self
 
     def take_off(self) -> None:

@@ -74,7 +74,7 @@ def key_projection(layer: AttentionLayer) -> nn.Module | str:
     if isinstance(key, HeadPieces):
         return "its keys are made by several maps"
     if isinstance(key, HeadProduct) and key.gain:
-        return "a norm stands between the two maps that make its keys, so that they are no linear function of it"
+        return "a norm lies between the two maps that make its keys, so that they are no linear function of it"
     owner = (key.inner if isinstance(key, HeadProduct) else key).owner
     if is_map(owner) or isinstance(owner, nn.MultiheadAttention):
         return owner

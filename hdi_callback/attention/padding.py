@@ -1,4 +1,4 @@
-"""Which tokens are padding, from the masks that attention and the modules around it receive.
+"""Which tokens are padding, from the masks that attention and the modules around it take.
 
 Masks over tokens, ``(batch, length)``, come first, from the attention outwards to the model; then masks over pairs of
 tokens, of which a key that no query may see is padding. Masks of the keys of another stream (cross-attention) tell
@@ -40,7 +40,7 @@ _OTHER_STREAM = {
 _PACKED = {"cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens_cpu"}
 _MASK_NAMES = _OF_PADDING | _OF_TOKENS | _UNDECIDED | set(_OF_DECODER)
 _LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
-_HIDDEN = -1e3  # what is added to the score of a key that must not be seen is less: -10000, the smallest number, -inf
+_HIDDEN = -1e3  # what is added to the score of a key that is hidden is less: -10000, the smallest number, -inf
 
 
 @dataclass
@@ -166,11 +166,11 @@ def takes_masks(module: nn.Module) -> bool:
 
 def _masks(one: Frame, path: str) -> list[tuple[str, Tensor, str]]:
     """The masks of one call that tell of its queries: name, mask, and what a true value means."""
-    given = one.arguments
+    arguments = one.arguments
     is_torch = type(one.module).__module__.startswith("torch.nn") or isinstance(one.module, nn.MultiheadAttention)
     is_decoder = "decoder" in path.lower()
     found = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not isinstance(value, Tensor) or name not in _MASK_NAMES:
             continue
         if name in _OF_DECODER:
@@ -234,7 +234,7 @@ def _may_be_either(mask: Tensor, kind: str, shape: Sequence[int]) -> bool:
 def _over_either(mask: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
     """Read a square mask, ``(batch, length)``: NaN where the two readings differ and nothing speaks for one of them."""
     # A mask that depends on the distance of two tokens alone, as a causal or a sliding one, is over pairs. By its name
-    # an `attention_mask` is over tokens, unless it looks like that.
+    # an `attention_mask` is over tokens, unless it has that form.
     if mask.is_floating_point():
         of_tokens = _of_numbers(mask).to(torch.float32)
     elif kind == "tokens":
@@ -336,8 +336,8 @@ def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: An
     for mask in masks:
         if mask is not None and (padded := fit_padding(mask.bool(), shape)) is not None:
             return Padding(padded)
-    seen = [tuple(mask.shape) for mask in masks if mask is not None]
-    doubt = f"`padding` gives masks of the shapes {seen}, and the tokens have {tuple(shape)}" if seen else None
+    shapes = [tuple(mask.shape) for mask in masks if mask is not None]
+    doubt = f"`padding` gives masks of the shapes {shapes}, and the tokens have {tuple(shape)}" if shapes else None
     return Padding(None, doubt)
 
 

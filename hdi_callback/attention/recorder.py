@@ -23,7 +23,7 @@ class Recorder(Hooks, Generic[Kept]):
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._seen: dict[str, list[Kept]] = {}
+        self._recorded: dict[str, list[Kept]] = {}
         self.is_armed = self._is_done = False
         self.ran: frozenset[str] = frozenset()  # modules that were called in the last forward that was recorded
         super().__init__()
@@ -43,12 +43,12 @@ class Recorder(Hooks, Generic[Kept]):
             For each module that ran what was kept; an empty list if nothing could be.
         """
         self.is_armed = False
-        if self._seen:
+        if self._recorded:
             self._is_done = True
             self.suspend()
-        seen, self._seen = self._seen, {}
-        self.ran = frozenset(seen)
-        return seen
+        recorded, self._recorded = self._recorded, {}
+        self.ran = frozenset(recorded)
+        return recorded
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`, unless everything was recorded."""
@@ -66,11 +66,11 @@ class Recorder(Hooks, Generic[Kept]):
 
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or not self.is_armed or name in self._seen or is_inferring_shapes():
+            if torch.compiler.is_compiling() or not self.is_armed or name in self._recorded or is_inferring_shapes():
                 return
             try:
-                self._seen[name] = self._keep(module, args, kwargs)
+                self._recorded[name] = self._keep(module, args, kwargs)
             except Exception:  # what cannot be copied or cut is not tried
-                self._seen[name] = []
+                self._recorded[name] = []
 
         return record

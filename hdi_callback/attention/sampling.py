@@ -21,14 +21,14 @@ class TokenSample:
         sequences: ``(tokens,)``, the number of the sequence that each belongs to.
         weights: ``(tokens,)``, how many tokens each represents, 0 for padding; `None` if all represent `share`.
         share: tokens that each represents where there are no weights.
-        seen: number of tokens, padding included, that the sample was taken from.
+        num_tokens: number of tokens, padding included, that the sample was taken from.
     """
 
     rows: Tensor
     sequences: Tensor
     weights: Tensor | None
     share: float
-    seen: int
+    num_tokens: int
 
     def thinned(self, size: int) -> TokenSample:
         """Take tokens spread evenly over the sample.
@@ -82,7 +82,7 @@ def joined(samples: Sequence[TokenSample]) -> TokenSample:
         sequences=torch.cat([one.sequences.to(device) for one in samples]),
         weights=None if are_alike else torch.cat([one.weight().to(device) for one in samples]),
         share=first.share,
-        seen=sum(one.seen for one in samples),
+        num_tokens=sum(one.num_tokens for one in samples),
     )
 
 
@@ -123,15 +123,15 @@ def sample_tokens(outputs: Tensor, limit: int, *, padded: Tensor | None = None, 
         The sample, detached and copied.
     """
     lead = outputs.shape[:-1]
-    seen = math.prod(lead)
-    length = max(1, lead[-1] if len(lead) > 1 else seen)
+    num_tokens = math.prod(lead)
+    length = max(1, lead[-1] if len(lead) > 1 else num_tokens)
     device = outputs.device
-    kept = seen if seen <= limit else largest_prime(limit)
+    kept = num_tokens if num_tokens <= limit else largest_prime(limit)
     places = torch.arange(kept, device=device)
     weights = None
-    if kept < seen and padded is None:
-        places = places * seen // kept
-    elif padded is not None and kept == seen:
+    if kept < num_tokens and padded is None:
+        places = places * num_tokens // kept
+    elif padded is not None and kept == num_tokens:
         weights = 1 - padded.to(torch.float32)
     elif padded is not None:
         doubt = padded.to(torch.float32)
@@ -139,9 +139,9 @@ def sample_tokens(outputs: Tensor, limit: int, *, padded: Tensor | None = None, 
         count = (doubt <= 0).sum()  # none at all where it is NaN
         spread = torch.where(count > kept, places * count // kept, places)
         weights = (places < count) * (count / kept).clamp_min(1) + doubt.sum() * 0
-        places = order[spread.clamp_max(seen - 1)]
-    rows = on_parts(lambda part: _rows(part, places, is_whole=kept == seen), outputs)
-    return TokenSample(rows, first_sequence + places // length, weights, seen / max(kept, 1), seen)
+        places = order[spread.clamp_max(num_tokens - 1)]
+    rows = on_parts(lambda part: _rows(part, places, is_whole=kept == num_tokens), outputs)
+    return TokenSample(rows, first_sequence + places // length, weights, num_tokens / max(kept, 1), num_tokens)
 
 
 def _rows(outputs: Tensor, places: Tensor, *, is_whole: bool) -> Tensor:

@@ -296,7 +296,7 @@ def _parameters_behind(layer: AttentionLayer, role: Role) -> list[tuple[nn.Modul
     found: list[tuple[nn.Module, str, Tensor]] = [
         (owner, name, value) for owner in _owners_behind(layer, role) for name, value in _own_parameters(owner)
     ]
-    # Where the weight stands for itself, its bias need not travel.
+    # Where one parameter is the whole weight, the bias beside it need not be gathered.
     named = [item for item in found if item[1] == last]
     return named if len(named) == 1 and len({id(owner) for owner, _, _ in found}) == 1 else found
 

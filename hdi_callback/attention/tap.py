@@ -37,7 +37,7 @@ class Capture:
         sequences: ``(tokens,)``, the number of the sequence that each token belongs to.
         num_sequences: how many there are.
         weights: ``(tokens,)``, how many tokens each represents, 0 for padding; `None` if all represent as many.
-        seen: number of tokens, padding included, that the sample was taken from.
+        num_tokens: number of tokens, padding included, that the sample was taken from.
         slopes: ``(sequences, H)``, how fast the loss grows with a factor on each head, from all tokens; `None` if it is
             not asked for, or not known.
         no_slopes: why it is not known.
@@ -47,7 +47,7 @@ class Capture:
     sequences: Tensor
     num_sequences: int
     weights: Tensor | None
-    seen: int
+    num_tokens: int
     slopes: Tensor | None = None
     no_slopes: str | None = None
 
@@ -118,7 +118,7 @@ class Tap:
         outputs = sample.rows.view(-1, self.layer.num_heads, self.layer.value_dim)
         slopes = None if self._slopes is None else self._slopes.total()
         why = NO_BACKWARD if self._slopes is None else self._slopes.failure or NO_BACKWARD
-        return Capture(outputs, sample.sequences, self._num_sequences, sample.weights, sample.seen, slopes, why)
+        return Capture(outputs, sample.sequences, self._num_sequences, sample.weights, sample.num_tokens, slopes, why)
 
     def is_empty(self, reads_all: bool) -> bool:
         """Whether it took nothing, and knows no reason."""
@@ -222,19 +222,21 @@ class Tap:
         if outputs.shape[-1] != H * width:
             outputs = as_part(outputs, self.layer.output_projection)
         if outputs.shape[-1] != H * width:
-            self.failure = f"its output projection received {outputs.shape[-1]} features, expected {H} x {width}"
+            self.failure = (
+                f"the input of its output projection has {outputs.shape[-1]} features, expected {H} x {width}"
+            )
             return None
         shape = tuple(outputs.shape[:-1])
         frames = calls_going_on()
         padding = self._find_padding(shape, frames, backward)
         if is_compiled and self._may_hide_masks(padding, frames):
-            padding = Padding(None, "masks that are made or handed on inside a compiled graph are not seen")
+            padding = Padding(None, "masks that are made or handed on inside a compiled graph are not observed")
         self.doubt = self.doubt or padding.doubt
         padded = None if padding.padded is None else padding.padded.detach().to(outputs.device)
         batch = math.prod(shape[:-1])
         first = self._first_sequence(batch, frames, backward)
         self._merge()
-        shares = shared_out([*(one.sample.seen for one in self._forwards), batch * shape[-1]], self._max_tokens)
+        shares = shared_out([*(one.sample.num_tokens for one in self._forwards), batch * shape[-1]], self._max_tokens)
         for one, share in zip(self._forwards, shares):
             one.sample = one.sample.thinned(share)
         sample = sample_tokens(outputs, max(2, shares[-1]), padded=padded, first_sequence=first)

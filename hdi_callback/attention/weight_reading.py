@@ -2,7 +2,7 @@
 
 ``module.weight`` runs code where the weight is parametrized, or is a property: spectral norm iterates its vectors in
 training mode, weight noise draws, counters count. Here a parameter is read where it is stored, and what is computed is
-computed by a copy that shares the parameters: in evaluation mode, from buffers as they stand. That is the weight that
+computed by a copy that shares the parameters: in evaluation mode, from buffers as they are. That is the weight that
 the last forward has used, as spectral norm iterates before it multiplies; noise is left out.
 """
 

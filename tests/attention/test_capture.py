@@ -58,7 +58,7 @@ def test_captured_outputs_are_those_of_the_attention(module):
     really = seen.computations[0].output.transpose(1, 2)  # (batch, length, heads, width)
     assert torch.equal(capture.outputs, really.flatten(0, 1))
     assert capture.lengths == (6, 6, 6)
-    assert capture.seen == 18
+    assert capture.num_tokens == 18
 
 
 def test_nothing_is_captured_unless_armed():
@@ -186,7 +186,7 @@ def test_an_unexpected_width_is_absent_with_the_reason():
         taps.arm()
         module.o_proj.weight = nn.Parameter(torch.randn(D, 3))
         module.o_proj(torch.randn(2, 3))
-        assert taps.absent == {"0": "its output projection received 3 features, expected 4 x 8"}
+        assert taps.absent == {"0": "the input of its output projection has 3 features, expected 4 x 8"}
 
 
 def test_a_shared_output_projection_is_absent_with_the_reason():
@@ -376,7 +376,7 @@ def test_a_copy_of_a_tapped_model_computes_the_same_and_is_not_captured(make, co
         with torch.no_grad():
             twin.get_parameter("0.weight" if make is not Classifier else "embed.weight").zero_()
         assert not torch.equal(twin(tokens()), model(tokens()))
-        assert {capture.seen for capture in taps.captures.values()} == {36}
+        assert {capture.num_tokens for capture in taps.captures.values()} == {36}
         assert b"hdi_callback" not in pickle.dumps(nn.Sequential(*copied(model).children()))
 
 

@@ -20,7 +20,7 @@ from tests.attention.models import D, NanoGPT
 RECORDED = (Inputs((torch.randn(2, 8, D),), {}),)
 CANNOT_RUN = (Inputs(("no tensor",), {}),)
 AGAINST = Verdict("contradicted", "its keys are others")
-OPEN = Verdict("not seen", "nothing was observed")
+OPEN = Verdict("undecided", "nothing was observed")
 
 
 def layer(evidence: str, *, is_right: bool) -> AttentionLayer:

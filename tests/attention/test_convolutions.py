@@ -314,7 +314,7 @@ def test_an_image_is_captured_as_one_sequence_of_its_positions(dims, groups):
     really = seen.computations[0].output.transpose(1, 2)  # (batch, positions, heads, width)
     assert torch.equal(capture.outputs, really.flatten(0, 1))
     assert capture.lengths == (6, 6, 6)
-    assert capture.seen == 18
+    assert capture.num_tokens == 18
 
 
 def test_the_sample_of_many_positions_is_that_of_as_many_tokens():
@@ -328,7 +328,7 @@ def test_the_sample_of_many_positions_is_that_of_as_many_tokens():
             samples.append(taps.captures["0"])
     torch.testing.assert_close(samples[0].outputs, samples[1].outputs)
     assert samples[0].lengths == samples[1].lengths
-    assert samples[0].seen == samples[1].seen == 4 * 99
+    assert samples[0].num_tokens == samples[1].num_tokens == 4 * 99
 
 
 def test_an_image_without_a_batch_dimension_is_one_sequence():
@@ -347,7 +347,7 @@ def test_an_unexpected_number_of_features_is_absent_with_the_reason():
         taps.arm()
         module.out_proj.weight = nn.Parameter(torch.randn(D, 8, 1, 1))
         module.out_proj(torch.randn(2, 8, D, D))  # as many columns as there should be features
-        assert taps.absent == {"0": "its output projection received 8 features, expected 4 x 8"}
+        assert taps.absent == {"0": "the input of its output projection has 8 features, expected 4 x 8"}
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

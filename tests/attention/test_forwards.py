@@ -177,7 +177,7 @@ def test_several_forwards_share_the_room_in_proportion():
             model(tokens(batch)).sum().backward()
         capture = taps.captures[LAYERS[0]]
         assert 90 <= len(capture.outputs) <= 100
-        assert capture.seen == 360
+        assert capture.num_tokens == 360
         of_first = int((capture.sequences < 20).sum()) / len(capture.outputs)
         assert of_first == pytest.approx(2 / 3, abs=0.05)
         for _ in range(50):

@@ -390,4 +390,4 @@ def test_one_odd_module_costs_one_refusal():
     found = survey(nn.ModuleDict({"odd": Broken(D, H), "good": by_hand.Grouped()}))
     assert [layer.name for layer in found.layers] == ["good"]
     (refusal,) = found.refused
-    assert "looking at it raises ZeroDivisionError (division by zero)" in refusal.message
+    assert "inspecting it raises ZeroDivisionError (division by zero)" in refusal.message

@@ -152,7 +152,7 @@ def test_heads_that_an_argument_changes_are_left_open_until_a_forward_shows_whet
     found = survey(model)
     assert not found.layers
     assert {one.name for one in found.refused} == {"first", "second"} == {one.name for one in found.undecided}
-    assert all(f"where `{argument}` is given" in one.reason for one in found.refused)
+    assert all(f"where `{argument}` is passed" in one.reason for one in found.refused)
     batch = {"x": torch.randn(2, 7, MODEL), "other": torch.randn(2, 7, MODEL)}
     found = survey(model, forward=lambda: model(batch))
     by_name = {one.name: one for one in found.layers}
@@ -231,7 +231,7 @@ class OthersOfAnotherWidth(SecondStreamIfGiven):
 def test_a_second_stream_is_asked_for_however_it_is_taken(kind, argument):
     found = survey(nn.ModuleList([kind()]))
     assert not found.layers
-    assert [f"where `{argument}` is given" in one.reason for one in found.refused] == [True]
+    assert [f"where `{argument}` is passed" in one.reason for one in found.refused] == [True]
 
 
 class NeedsTables(Four):
@@ -257,7 +257,7 @@ def test_what_a_forward_does_not_call_is_not_sent_to_give_a_forward():
     assert "forward=" in before.message
     (after,) = survey(model, forward=lambda: model(torch.randn(2, 7, MODEL))).refused
     assert after.name == "unused"
-    assert after.reason == f"{before.reason}, and no call of it was seen in the forward that was run"
+    assert after.reason == f"{before.reason}, and no call of it was observed in the forward that was run"
     assert "forward=" not in after.message
 
 
@@ -265,7 +265,7 @@ def test_what_cannot_be_run_with_recorded_inputs_is_not_said_to_have_no_softmax(
     search = HeadSearch([Place("block", NeedsTables(), None)])
     assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL), None))]}) == []
     assert search.reasons == {
-        "block": "it could not be run by itself with what it received in the first forward that was read"
+        "block": "it could not be run by itself with its arguments in the first forward that was read"
     }
     assert len(search.found({"block": [Inputs((torch.randn(2, 7, MODEL), {"scale": torch.ones(1)}))]})) == 1
 

@@ -157,7 +157,7 @@ def test_sparse_kernels_make_no_difference():
 
 def test_keys_of_several_tokens_are_refused():
     (refusal,) = survey(nn.ModuleDict({"temporal_attention": NamedAttention()})).refused
-    assert "its projection `up` is given what another one makes" in refusal.reason
+    assert "its projection `up` takes the output of another one" in refusal.reason
 
 
 class NamedAttention(TemporalLatent):
@@ -320,7 +320,7 @@ def test_keys_are_known_where_no_single_weight_gives_the_queries():
 
 def test_keys_that_no_single_weight_gives_are_refused():
     torch.manual_seed(0)
-    assert "is given what another one makes" in refusal_of(TwoSources("key"))
+    assert "takes the output of another one" in refusal_of(TwoSources("key"))
 
 
 class NormedOutputs(nn.Module):

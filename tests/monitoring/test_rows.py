@@ -273,7 +273,7 @@ def test_a_copy_that_is_made_of_an_armed_model_is_without_what_observes_it(copy,
         x = torch.randn(B, T, 16)
         assert torch.equal(twin["encoder"](x), model["encoder"](x))
         twin["classifier"](tokens())
-        with pytest.warns(match="no attention was seen in its module"):
+        with pytest.warns(match="no attention was observed in its module"):
             record = monitor.measure(0).record()
     assert "attention_entropy" in record.layers["encoder.encoder.layers.0.self_attn"].values
     assert "attention_entropy" not in record.layers[f"classifier.{LAYERS[0]}"].values

@@ -27,8 +27,8 @@ from hdi_callback.attention.trace.verify import contradiction_of
 from hdi_callback.attention.wrappers import users_name
 
 _MOST_SECONDS = 60.0  # for one module
-_NOT_RUN = "it could not be run by itself with what it received in the first forward that was read"
-_SLOW = "running it with what it received in the first forward that was read takes too long"
+_NOT_RUN = "it could not be run by itself with its arguments in the first forward that was read"
+_SLOW = "running it with its arguments in the first forward that was read takes too long"
 
 
 class ArgumentRecorder(Recorder[Inputs]):
@@ -78,7 +78,7 @@ class HeadCheck(ArgumentRecorder):
 def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, recorded: Sequence[Inputs]) -> str | None:
     """Say what a real forward shows against the heads of a layer, before training and in it.
 
-    What attention received decides first. Where that leaves the claim open or contradicts it, the module is run again
+    The inputs of attention decide first. Where that leaves the claim open or contradicts it, the module is run again
     with its arguments in that forward; one way to cut them that agrees is enough, as one of the ways is right.
     Observation does not outweigh a traced run that shows the heads as they are claimed.
 
@@ -130,7 +130,7 @@ def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iter
 
 
 class HeadSearch(ArgumentRecorder):
-    """Look for heads with the arguments of one real forward.
+    """Find heads with the arguments of one real forward.
 
     Args:
         places: modules whose heads could not be established with inputs that are made up.
@@ -160,12 +160,12 @@ class HeadSearch(ArgumentRecorder):
             self.reasons[name] = "its projections are spread over ranks"
             del ways[name]
         for name in [name for name, of_one in ways.items() if not of_one]:
-            self.reasons[name] = "what it received in the first forward that was read cannot be copied"
+            self.reasons[name] = "its arguments in the first forward that was read cannot be copied"
             del ways[name]
         return ways
 
     def found(self, ways: Mapping[str, Sequence[Inputs]]) -> list[AttentionLayer]:
-        """Look with arguments that were recorded.
+        """Search with arguments that were recorded.
 
         Args:
             ways: what `recorded` gave.
@@ -175,20 +175,20 @@ class HeadSearch(ArgumentRecorder):
         """
         layers: list[AttentionLayer] = []
         with isolated(*(self._places[name].module for name in ways)):
-            self._look(ways, layers)
+            self._search_all(ways, layers)
         for name in self._failed:
             # What could not be run is no attention of its own where that of its parts is read.
             if not any(layer.name == name or layer.name.startswith(f"{name}.") for layer in layers):
                 self.reasons.setdefault(name, _NOT_RUN)
         return layers
 
-    def _look(self, ways: Mapping[str, Sequence[Inputs]], layers: list[AttentionLayer]) -> None:
+    def _search_all(self, ways: Mapping[str, Sequence[Inputs]], layers: list[AttentionLayer]) -> None:
         for name in sorted(ways, key=lambda name: len(name.split(".")), reverse=True):
             try:
                 with isolated(seconds=_MOST_SECONDS):
                     layers += self._found(self._places[name], ways[name])
             except Exception as error:  # noqa: PERF203 - what fails in one is no word on others
-                self.reasons.setdefault(name, f"looking at it raises {type(error).__name__} ({error})")
+                self.reasons.setdefault(name, f"inspecting it raises {type(error).__name__} ({error})")
 
     def _found(self, place: Place, ways: Sequence[Inputs]) -> list[AttentionLayer]:
         found = self._tracer.found_in(place.name, place.module, ways)
@@ -205,7 +205,7 @@ class HeadSearch(ArgumentRecorder):
 def layers_observed(
     observer: AttentionObserver, layers: Sequence[AttentionLayer], reasons: Mapping[str, str]
 ) -> list[AttentionLayer]:
-    """Describe attention that no layer explains by what it received in a real forward, before training and in it.
+    """Describe attention that no layer explains by its inputs in a real forward, before training and in it.
 
     Args:
         observer: of that forward.

@@ -7,7 +7,7 @@ Module by module from the innermost outwards:
    (`hdi_callback.attention.trace`).
 3. `name_what_is_silent`: what is called attention, and computed none when it was run, is named.
 4. `trace_recorded`: what is still open is run with the inputs of a real forward.
-5. `compare`: what attention received in that forward contradicts layers, and shows what nobody accounts for
+5. `compare`: the inputs of attention in that forward contradict layers, and show attention that no layer explains
    (`hdi_callback.attention.observe`).
 """
 
@@ -37,11 +37,11 @@ from hdi_callback.attention.wrappers import is_wrapper, users_name
 
 _MOST_SECONDS = 60.0  # for one module
 _MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention beside that of its parts
-_NO_SUM = "no softmax-weighted sum over tokens that its own projections give was seen"
+_NO_SUM = "no softmax-weighted sum over tokens of its own projections was found"
 _NO_SOFTMAX = f"{_NO_SUM} when it was run with inputs that are made up"
 _NO_SOFTMAX_SEEN = f"{_NO_SUM} in the forward that was run"
 _NOT_RUN = "it could not be run with inputs that are made up"
-_NOT_CALLED = f"{_NOT_RUN}, and no call of it was seen in the forward that was run"
+_NOT_CALLED = f"{_NOT_RUN}, and no call of it was observed in the forward that was run"
 _NOT_RUN_AGAIN = "it could not be run by itself, neither with inputs that are made up nor with those of the forward"
 _SLOW = "running it with inputs that are made up takes too long"
 _WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
@@ -85,7 +85,7 @@ class Search:
             except RefusedError as error:
                 self._vouch(name, None, error.reason, error.remedy)
             except Exception as error:  # one odd module costs one refusal
-                self._vouch(name, None, f"looking at it raises {type(error).__name__} ({_first_line(error)})")
+                self._vouch(name, None, f"inspecting it raises {type(error).__name__} ({_first_line(error)})")
             else:
                 if layer is not None:
                     self._vouch(name, layer)
@@ -244,7 +244,7 @@ class Search:
         return not any(part is None or is_within(part, {name}) for part in parts)
 
     def may_attend_beside(self, name: str) -> bool:
-        """Tell what may attend by maps of its own, whatever else attends within it, and was not seen to run.
+        """Tell what may attend by maps of its own, whatever else attends within it, and did not run.
 
         Args:
             name: of a module.
@@ -254,12 +254,12 @@ class Search:
         """
         place = self.places[name]
         count = sum(map(is_map, place.module.children()))
-        # Tokens and tables of positions, which stand once for all sequences, are no maps.
+        # Tokens and tables of positions, which lie there once for all sequences, are no maps.
         count += sum(one.dim() >= 2 and min(one.shape[:2]) > 1 for one in place.module.parameters(recurse=False))
         return name not in self._ran and count > 1 and looks_like_attention(place)
 
     def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs]]) -> None:
-        """Hold what is claimed against what attention received in a real forward.
+        """Hold what is claimed against the inputs of attention in a real forward.
 
         Args:
             observer: of `layers`, disarmed after the forward.

@@ -34,7 +34,7 @@ def isolated_copy(
 ) -> nn.Module:
     """Copy a module without any hook, and with the matrices of parametrizations in place of what computes them.
 
-    The matrices are those that the last forward has used: computed in evaluation mode, from buffers as they stand. The
+    The matrices are those that the last forward has used: computed in evaluation mode, from buffers as they are. The
     copy shares no tensor with the module, so that it may be run and written to.
 
     Args:

@@ -53,7 +53,7 @@ class UserData:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # keeps what it has seen alive, so that numbers stay those of one object
+        self._known: dict[int, Any] = {}  # keeps objects alive, so that numbers stay those of one object
         self._undo: list[Callable[[], None]] = []
         self._empty: list[Any] = []  # containers without an item, of which a module has ten
         self._homes: set[str] = set()  # packages that modules are from
@@ -67,16 +67,16 @@ class UserData:
         Args:
             roots: modules, functions, classes, containers.
         """
-        todo = [one for one in roots if id(one) not in self._seen]
+        todo = [one for one in roots if id(one) not in self._known]
         for module in todo:
             if isinstance(module, nn.Module):
                 kinds = {type(part) for part in module.modules()}
                 self._homes |= {base.__module__.partition(".")[0] for kind in kinds for base in kind.__mro__}
-        while todo and len(self._seen) < _MOST_OBJECTS:
+        while todo and len(self._known) < _MOST_OBJECTS:
             one = todo.pop()
-            if isinstance(one, _ATOMS) or id(one) in self._seen:
+            if isinstance(one, _ATOMS) or id(one) in self._known:
                 continue
-            self._seen[id(one)] = one
+            self._known[id(one)] = one
             with suppress(Exception):  # an object that cannot be read is not known
                 todo += self._noted(one)
 
@@ -274,8 +274,8 @@ class UserData:
     def _undo_attributes(self, one: Any) -> None:
         """Write down what an instance of a subclass of a container has beside its items."""
         attributes = attributes_of(one)
-        if attributes is not None and id(attributes) not in self._seen:
-            self._seen[id(attributes)] = attributes
+        if attributes is not None and id(attributes) not in self._known:
+            self._known[id(attributes)] = attributes
             self._container(attributes)
 
 

@@ -80,7 +80,7 @@ def _account(core: ObservedCore, verdicts: Mapping[str, Verdict]) -> CoreAccount
         length = core.queries if role == "query" else core.keys
         sentence = f"{where} is explained by `{name}` in part: it gives {tokens} of {length} tokens that are attended"
         return CoreAccount(core, name, "in part", sentence)
-    missing = [role for role, one in verdict.roles.items() if one.state == "not seen" and role != "output"]
+    missing = [role for role, one in verdict.roles.items() if one.state == "undecided" and role != "output"]
     if missing and any(one.state == "established" for one in verdict.roles.values()):
         return CoreAccount(core, name, "in part", f"{where} is explained by `{name}` in part: {verdict.sentence}")
     if missing:
@@ -161,7 +161,7 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
 
 
 def _is_of_a_layer(core: ObservedCore, maps: Sequence[MapCall], watched: Collection[str]) -> bool:
-    """Return whether projections of one watched layer gave what an attention outside of its module received."""
+    """Return whether projections of one watched layer make the inputs of an attention outside of its module."""
     for path in watched:
         inside = [one for one in maps if one.name == path or one.name.startswith(f"{path}." if path else "")]
         if find_rows(core, inside, "query") is not None and find_rows(core, inside, "key") is not None:

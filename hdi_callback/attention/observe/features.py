@@ -1,4 +1,4 @@
-"""Equality of features over a few tokens: which of what linear maps gave is what attention received.
+"""Equality of features over a few tokens: which outputs of linear maps are inputs of attention.
 
 A feature is a vector over tokens, and two that agree on a dozen tokens to rounding are the same feature. A rotation by
 position changes features and keeps the norm of those that it turns; a constant factor changes neither direction.
@@ -29,10 +29,10 @@ def tolerance(*tensors: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class HeadMatch:
-    """Which claimed head is which head that attention received.
+    """Which claimed head is which observed head.
 
     Attributes:
-        fits: ``(received heads, claimed heads)``, True where they agree.
+        fits: ``(observed heads, claimed heads)``, True where they agree.
         how: in what sense they agree: ``"as they are"``, ``"rotated"``, ``"normed"``.
     """
 
@@ -40,11 +40,11 @@ class HeadMatch:
     how: str
 
 
-def match_heads(received: Tensor, claimed: Tensor, tol: float) -> list[HeadMatch]:
-    """Compare every head that attention received with every head that is claimed.
+def match_heads(observed: Tensor, claimed: Tensor, tol: float) -> list[HeadMatch]:
+    """Compare every observed head with every head that is claimed.
 
     Args:
-        received: ``(P, H, width)``.
+        observed: ``(P, H, width)``.
         claimed: ``(P, G, width)``.
         tol: from `tolerance`.
 
@@ -52,7 +52,7 @@ def match_heads(received: Tensor, claimed: Tensor, tol: float) -> list[HeadMatch
         One answer for each sense in which heads may agree, the strictest first; of vectors that tell nothing no head
         agrees.
     """
-    x, y = received.double(), claimed.double()
+    x, y = observed.double(), claimed.double()
     length = _residual(x.flatten(2).permute(1, 0, 2).flatten(1), y.permute(1, 0, 2).flatten(1))
     ways = [HeadMatch(length < tol**2, "as they are")]
     if len(x) >= _FEW:
@@ -93,38 +93,38 @@ def _spread(x: Tensor) -> Tensor:
     return spread
 
 
-def find_features(received: Tensor, made: Tensor, tol: float) -> Tensor:
-    """Find each feature that attention received among those of a map, as it is or times a factor.
+def find_features(observed: Tensor, made: Tensor, tol: float) -> Tensor:
+    """Find each feature of the inputs of attention among those of a map, as it is or times a factor.
 
     Args:
-        received: ``(P, features)``.
+        observed: ``(P, features)``.
         made: ``(P, features of the map)``.
         tol: from `tolerance`.
 
     Returns:
         ``(features,)``, the number of the feature of the map, -1 where there is none.
     """
-    if len(received) < _FEW:
-        return torch.full((received.shape[1],), -1, device="cpu")
+    if len(observed) < _FEW:
+        return torch.full((observed.shape[1],), -1, device="cpu")
     y = made.double().T
-    x, step = received.double().T, max(1, 2**22 // max(y.shape[0], 1))
+    x, step = observed.double().T, max(1, 2**22 // max(y.shape[0], 1))
     return torch.cat([_nearest(x[start : start + step], y, tol) for start in range(0, len(x), step)])
 
 
-def may_hold(received: Tensor, made: Sequence[Tensor]) -> list[bool]:
+def may_hold(observed: Tensor, made: Sequence[Tensor]) -> list[bool]:
     """Ask of one feature which maps may have given it: most maps of a deep model are ruled out by that alone.
 
     Args:
-        received: ``(P, H, width)``.
+        observed: ``(P, H, width)``.
         made: ``(P, features)`` of each map.
 
     Returns:
         Of each map, False where `find_features` and `find_rotated` would not find the first feature of the first head.
     """
-    if len(received) < _FEW or not made:
+    if len(observed) < _FEW or not made:
         return [False] * len(made)
-    x, y = received[:, 0].float(), torch.cat([one.cpu().float() for one in made], 1)
-    slack = 1e-4 + 8 * tolerance(received, *made) ** 2
+    x, y = observed[:, 0].float(), torch.cat([one.cpu().float() for one in made], 1)
+    slack = 1e-4 + 8 * tolerance(observed, *made) ** 2
     near, width = _near(x[:, 0], y, slack), x.shape[1]
     if not width % 2:
         squares = y.square()
@@ -156,22 +156,22 @@ def _nearest(x: Tensor, y: Tensor, tol: float) -> Tensor:
     return torch.where(is_same, best, -1)
 
 
-def find_rotated(received: Tensor, made: Tensor, tol: float) -> Tensor:
+def find_rotated(observed: Tensor, made: Tensor, tol: float) -> Tensor:
     """Find features that were turned in pairs, by the norms of the pairs.
 
     Args:
-        received: ``(P, H, width)``.
+        observed: ``(P, H, width)``.
         made: ``(P, features of the map)``.
         tol: from `tolerance`.
 
     Returns:
         ``(H, width)``, numbers of features of the map, -1 where none is found; which of a pair is which is not known.
     """
-    _, H, width = received.shape
+    _, H, width = observed.shape
     found = torch.full((H, width), -1, device="cpu")
-    if width % 2 or len(received) < _FEW:
+    if width % 2 or len(observed) < _FEW:
         return found
-    x, y = received.double(), made.double()
+    x, y = observed.double(), made.double()
     pairings = {(width // 2, tuple(range(width // 2))), (1, tuple(range(0, width, 2)))}
     for apart, firsts in sorted(pairings):
         first = torch.tensor(firsts, device="cpu")

@@ -1,4 +1,4 @@
-"""Whether heads are where a layer says they are, by what attention received in a real forward."""
+"""Whether heads are where a layer says they are, by the inputs of attention in a real forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.features import find_features, find_rotated, match_heads, may_hold, tolerance
 from hdi_callback.attention.observe.samples import Arrangement, MapCall
 
-State = Literal["established", "contradicted", "not seen"]
+State = Literal["established", "contradicted", "undecided"]
 _RECEIVED: tuple[Role, ...] = ("query", "key", "value")
 _PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "head outputs"}
 
@@ -27,7 +27,7 @@ class RoleVerdict:
     Attributes:
         state: whether they are where they are said to be.
         sentence: what was observed, or why nothing was.
-        tokens: how many tokens of a sequence the map gave, where attention received more; 0 if it gave all.
+        tokens: how many tokens of a sequence the map gave, where attention takes more; 0 if it gave all.
     """
 
     state: State
@@ -97,22 +97,22 @@ def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[M
 
 def _judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
     if not cores:
-        return Verdict("not seen", "no attention was seen in its module")
+        return Verdict("undecided", "no attention was observed in its module")
     if hasattr(layer.slices["key"], "pieces"):
         return _judge_pieces(layer, cores, maps)
     # Of several attentions in a module one may be another than the one that is claimed, with maps of its own.
     verdicts = [_judge_core(layer, core, maps, is_alone=len(cores) == 1) for core in cores]
-    order: tuple[State, ...] = ("established", "contradicted", "not seen")
+    order: tuple[State, ...] = ("established", "contradicted", "undecided")
     seen = [(order.index(one.state), -sum(r.state == "established" for r in one.roles.values())) for one in verdicts]
     best = verdicts[min(range(len(seen)), key=seen.__getitem__)]
     if best.state == "contradicted" and len(cores) > 1 and best.core is not None and best.core.heads < layer.num_heads:
         # Heads that are computed one by one, or some at a time, are each a part of what is claimed.
-        return replace(best, state="not seen", sentence=f"its heads are computed in {len(cores)} attentions")
+        return replace(best, state="undecided", sentence=f"its heads are computed in {len(cores)} attentions")
     return best
 
 
 def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
-    """Judge heads that have a map each, and an attention each: every one must be seen in one of them."""
+    """Judge heads that have a map each, and an attention each: every one must be observed in one of them."""
     count, roles = layer.num_heads, {}
     for role in _RECEIVED:
         pieces = getattr(layer.slices.get(role), "pieces", ())
@@ -121,9 +121,9 @@ def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Se
             roles[role] = RoleVerdict("established", f"its {_PLURAL[role]} are what the maps of the heads give")
         elif pieces:
             why = f"the {_PLURAL[role]} of head {seen.index(False)} of {count} are not what its map gave"
-            roles[role] = RoleVerdict("not seen", why)
+            roles[role] = RoleVerdict("undecided", why)
     unseen = [one.sentence for one in roles.values() if one.state != "established"]
-    state: State = "not seen" if unseen or not roles else "established"
+    state: State = "undecided" if unseen or not roles else "established"
     sentences = unseen or [one.sentence for one in roles.values()]
     return Verdict(state, "; ".join(sentences), roles, cores[0], tuple(cores))
 
@@ -131,32 +131,32 @@ def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Se
 def find_rows(
     core: ObservedCore, maps: Sequence[MapCall], role: Role, *, of_all_tokens: bool = False
 ) -> FoundRows | None:
-    """Look for the heads that attention received among what maps gave before it.
+    """Find the heads of attention among the outputs of maps before it.
 
     Args:
         core: the attention.
         maps: maps that they may come from.
         role: which of its arguments.
-        of_all_tokens: only a map that gave all tokens that attention received.
+        of_all_tokens: only a map that gave all tokens of attention.
 
     Returns:
         The map and its features; None unless all of them were found in one map.
     """
     calls = [one for one in maps if one.kind == "linear" and one.order < core.order and one.made.numel()]
     length = core.queries if role == "query" else core.keys
-    received = []
+    observed = []
     for arrangement in core.samples.roles.get(role, ()):
         x = _distinct(arrangement.features)
         is_of_all = core.axes is None or arrangement.tokens == core.axes.sequences * length
         if _lie_in_groups(arrangement.features, x) and (is_of_all or not of_all_tokens):
-            received.append((arrangement.tokens, x.cpu()))
-    alike = [[one for one in calls if one.tokens == tokens and len(one.made) == len(x)] for tokens, x in received]
+            observed.append((arrangement.tokens, x.cpu()))
+    alike = [[one for one in calls if one.tokens == tokens and len(one.made) == len(x)] for tokens, x in observed]
     worth = [
         {id(one) for one, is_near in zip(some, may_hold(x, [one.made for one in some])) if is_near}
-        for (_, x), some in zip(received, alike)
+        for (_, x), some in zip(observed, alike)
     ]
     for call in reversed(calls):
-        for (_, x), near in zip(received, worth):
+        for (_, x), near in zip(observed, worth):
             if id(call) not in near:
                 continue
             y = call.made.cpu()
@@ -173,7 +173,7 @@ def find_rows(
 
 
 def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | None:
-    """Look for the output projection: the first map after an attention that takes its head outputs.
+    """Find the output projection: the first map after an attention that takes its head outputs.
 
     Args:
         core: the attention.
@@ -220,10 +220,10 @@ def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
     if wrong:
         return Verdict("contradicted", "; ".join(wrong), roles, core)
     if core.mixed:
-        return Verdict("not seen", f"its scores or weights are mixed by `{core.mixed}`", roles, core)
+        return Verdict("undecided", f"its scores or weights are mixed by `{core.mixed}`", roles, core)
     unseen = [one.sentence for role, one in roles.items() if one.state != "established" and role != "output"]
     if unseen:
-        return Verdict("not seen", "; ".join(dict.fromkeys(unseen)), roles, core)
+        return Verdict("undecided", "; ".join(dict.fromkeys(unseen)), roles, core)
     return Verdict("established", "; ".join(one.sentence for one in roles.values()), roles, core)
 
 
@@ -231,14 +231,14 @@ def _judge_part(
     part: HeadSlice, core: ObservedCore, maps: Sequence[MapCall], role: Role, *, is_alone: bool = False
 ) -> RoleVerdict:
     names, calls = _PLURAL[role], list(_calls_of(part, maps, core.order))
-    received = core.samples.roles.get(role, [])
+    observed = core.samples.roles.get(role, [])
     if not calls:
-        return RoleVerdict("not seen", f"the map of its {names} was not called before attention")
-    if not received:
-        return RoleVerdict("not seen", f"its {names} have no order of dimensions in which they are tokens of a map")
+        return RoleVerdict("undecided", f"the map of its {names} was not called before attention")
+    if not observed:
+        return RoleVerdict("undecided", f"its {names} have no order of dimensions in which they are tokens of a map")
     for call in reversed(calls):
         norms = [one for one in maps if one.kind == "norm" and call.order <= one.order < core.order]
-        for arrangement, claimed, through in _candidates(call, part, received, norms):
+        for arrangement, claimed, through in _candidates(call, part, observed, norms):
             verdict = _compare_ends(role, arrangement.features.cpu(), claimed, through)
             if verdict is not None:
                 left = core.queries if role == "query" else core.keys
@@ -249,7 +249,7 @@ def _judge_part(
     if found is not None:
         said = "; ".join(_ranges(row) for row in part.index()[:2].tolist())
         seen = "; ".join(_ranges(sorted(row)) for row in found.rows[:2].tolist())
-        counts = f"attention receives {len(found.rows)} heads of {found.rows.shape[1]} features as {names}"
+        counts = f"attention takes {len(found.rows)} heads of {found.rows.shape[1]} features as {names}"
         if found.rows.shape != part.index().shape:
             return RoleVerdict("contradicted", f"{counts}, the claim is {part.heads} of {part.width}")
         if [sorted(row) for row in found.rows.tolist()] != [sorted(row) for row in part.index().tolist()]:
@@ -261,14 +261,16 @@ def _judge_part(
     other = find_rows(core, [one for one in maps if one not in calls], role)
     if other is not None:
         said = calls[-1].name or part.parameter
-        state: State = "contradicted" if is_alone else "not seen"
+        state: State = "contradicted" if is_alone else "undecided"
         return RoleVerdict(state, f"its {names} come from `{other.map}`, the claim is `{said}`")
-    extra = _sum_of(calls, part, received, maps)
-    return RoleVerdict("not seen", extra or f"its {names} are none of the features that its map gave, nor rotated ones")
+    extra = _sum_of(calls, part, observed, maps)
+    return RoleVerdict(
+        "undecided", extra or f"its {names} are none of the features that its map gave, nor rotated ones"
+    )
 
 
 def _candidates(
-    call: MapCall, part: HeadSlice, received: Sequence[Arrangement], norms: Sequence[MapCall]
+    call: MapCall, part: HeadSlice, observed: Sequence[Arrangement], norms: Sequence[MapCall]
 ) -> Iterator[tuple[Arrangement, Tensor, str]]:
     """Give what the claimed rows were after the map, and behind each norm before attention that took just that."""
     index = part.index() - call.rows
@@ -276,7 +278,7 @@ def _candidates(
         return
     made = call.made.cpu()
     stages: list[tuple[Tensor, str]] = [(made[:, index], "")]
-    received = [*received, *_before_norms(received, norms)]
+    observed = [*observed, *_before_norms(observed, norms)]
     for norm in norms:
         for before, after in norm.ways:
             if before.tokens != call.tokens:
@@ -288,16 +290,16 @@ def _candidates(
             elif inputs.shape[1] == index.numel() and _are_equal(inputs, made[:, index].flatten(1), tol):
                 stages.append((result.view(-1, *index.shape), f", through `{norm.name}`"))
     for claimed, through in reversed(stages):
-        for arrangement in received:
+        for arrangement in observed:
             if arrangement.tokens == call.tokens and len(arrangement.features) == len(claimed):
                 yield arrangement, claimed, through
 
 
-def _before_norms(received: Sequence[Arrangement], norms: Sequence[MapCall]) -> Iterator[Arrangement]:
-    """Give the input of a norm whose results attention received: it may have been turned before."""
+def _before_norms(observed: Sequence[Arrangement], norms: Sequence[MapCall]) -> Iterator[Arrangement]:
+    """Give the input of a norm whose results attention takes: it may have been turned before."""
     for norm in norms:
         for before, result in norm.ways:
-            for arrangement in received:
+            for arrangement in observed:
                 x, y = arrangement.features.cpu(), result.features.cpu()
                 if arrangement.tokens != result.tokens or x.shape[1] % y.shape[1] or x.shape[::2] != y.shape[::2]:
                     continue
@@ -350,12 +352,12 @@ def _compare(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdic
 
 
 def _sum_of(
-    calls: Sequence[MapCall], part: HeadSlice, received: Sequence[Arrangement], maps: Sequence[MapCall]
+    calls: Sequence[MapCall], part: HeadSlice, observed: Sequence[Arrangement], maps: Sequence[MapCall]
 ) -> str | None:
-    """See whether what attention received less what the map gave is what another map gave."""
+    """Tell whether the input of attention less the output of the map is the output of another map."""
     for call in reversed(calls):
         index = part.index() - call.rows
-        for arrangement in received:
+        for arrangement in observed:
             x = arrangement.features.cpu()
             if arrangement.tokens != call.tokens or int(index.max()) >= call.made.shape[1] or int(index.min()) < 0:
                 continue
@@ -375,12 +377,12 @@ def _sum_of(
 def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall]) -> RoleVerdict:
     part = _by_token(layer.slices["output"])
     calls = [one for one in maps if _is_of(part, one) and one.order > core.order and one.inputs.numel()]
-    received = core.samples.roles.get("output", [])
+    observed = core.samples.roles.get("output", [])
     for call in calls[:1]:
         index, inputs = part.index(), call.inputs.cpu()
         if int(index.max()) >= inputs.shape[1]:
             continue
-        for arrangement in received:
+        for arrangement in observed:
             x = arrangement.features.cpu()
             if arrangement.tokens != call.tokens or len(x) != len(inputs):
                 continue
@@ -405,9 +407,9 @@ def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapC
     why = (
         "its output projection was not called after attention"
         if not calls
-        else ("what its output projection is given is not the head outputs as they are")
+        else ("the input of its output projection is not the head outputs as they are")
     )
-    return RoleVerdict("not seen", why)
+    return RoleVerdict("undecided", why)
 
 
 # --- which calls belong to a claim

@@ -98,7 +98,7 @@ class Lineage:
         self._tags.clear()
 
     def find(self, tensor: Any) -> tuple[Scores, Stage] | None:
-        """Look a tensor up.
+        """Find what is noted about a tensor.
 
         Args:
             tensor: anything.
@@ -246,8 +246,8 @@ class Lineage:
             value = args[2] if len(args) > 2 else kwargs.get("value")
             self._hide(scores, mask, value, "hidden")
         elif base == "where" and len(args) == 3:
-            seen, one, two = (args[1], args[0], args[2]) if args[0] is tensor else args
-            self._hide(scores, seen, two if one is tensor else one, "seen" if one is tensor else "hidden")
+            visible, one, two = (args[1], args[0], args[2]) if args[0] is tensor else args
+            self._hide(scores, visible, two if one is tensor else one, "visible" if one is tensor else "hidden")
         elif base in ("cat", "concat"):
             _widened(scores, args, kwargs, tensor, out)
         elif base == "tanh":
@@ -267,7 +267,7 @@ class Lineage:
         else:
             scores.altered.append("__setitem__")
 
-    def _hide(self, scores: Scores, mask: Any, value: Any, kind: Literal["seen", "hidden"]) -> None:
+    def _hide(self, scores: Scores, mask: Any, value: Any, kind: Literal["visible", "hidden"]) -> None:
         if not isinstance(mask, Tensor):
             scores.unknown.append("masked_fill")
         elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0):

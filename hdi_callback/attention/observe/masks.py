@@ -21,8 +21,8 @@ class MaskTerm:
 
     Attributes:
         tensor: broadcastable to ``(*lead, queries, keys)``; `None` for those that follow from positions.
-        kind: ``"seen"``: True where a query sees a key; ``"hidden"``: the other way round; ``"added"``: numbers that
-            are added to the scores, which also bias those that are seen; ``"causal"``: query i sees keys up to
+        kind: ``"visible"``: True where a query sees a key; ``"hidden"``: the other way round; ``"added"``: numbers that
+            are added to the scores, which also bias the visible ones; ``"causal"``: query i sees keys up to
             i + offset.
         offset: of ``"causal"``.
         sign: -1 where numbers are subtracted.
@@ -30,7 +30,7 @@ class MaskTerm:
     """
 
     tensor: Tensor | None
-    kind: Literal["seen", "hidden", "added", "causal"]
+    kind: Literal["visible", "hidden", "added", "causal"]
     offset: int = 0
     window: int = -1
     sign: float = 1.0
@@ -104,10 +104,10 @@ class MaskTerm:
         step = max(1, 2**22 // max(keys * len(sequences), 1))
         for start in range(0, queries, step):
             positions = torch.arange(start, min(start + step, queries), device=opened.device)
-            seen = ~_is_hiding(axes.rows(opened, sequences, positions), self.kind)[:, 0]  # (S, q, keys)
-            all_keys = seen.all(-1, keepdim=True) & (positions != queries - 1)[:, None]
-            alone |= (seen & ~all_keys).any(1)
-            everyone |= seen.any(1)
+            visible = ~_is_hiding(axes.rows(opened, sequences, positions), self.kind)[:, 0]  # (S, q, keys)
+            all_keys = visible.all(-1, keepdim=True) & (positions != queries - 1)[:, None]
+            alone |= (visible & ~all_keys).any(1)
+            everyone |= visible.any(1)
         some = alone.any(-1, keepdim=True)
         return ~torch.where(some, alone, everyone)
 
@@ -123,7 +123,7 @@ class MaskTerm:
 def _is_hiding(rows: Tensor, kind: str) -> Tensor:
     if kind == "added":
         return rows <= HIDDEN
-    return ~rows.bool() if kind == "seen" else rows.bool()
+    return ~rows.bool() if kind == "visible" else rows.bool()
 
 
 def hidden_by(terms: Sequence[MaskTerm], axes: Axes, sequences: Tensor, positions: Tensor, keys: int) -> Tensor | None:

@@ -100,7 +100,7 @@ class ObservingMode(TorchFunctionMode):
         return None
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Watch torch's own attention from the inside, whose first step is to look for modes like this one.
+        """Watch torch's own attention from the inside, whose first step is to ask for modes like this one.
 
         The mode comes back with the check of shapes, the first thing that is done after that.
 
@@ -127,7 +127,7 @@ class ObservingMode(TorchFunctionMode):
         finally:
             functional._mha_shape_check = check
             if is_on:
-                take_off(self)  # another observer may stand above it
+                take_off(self)  # another observer may lie above it
 
     # --- maps and norms
 
@@ -268,7 +268,7 @@ class ObservingMode(TorchFunctionMode):
         if kind not in ("softmax", "additive"):
             taken = Taken(None, f"its weights are no softmax ({kind})")
         elif taken is None:
-            taken = Taken(None, "its weights were not seen")
+            taken = Taken(None, "its weights were not observed")
         output = product.canonical(result)
         if scores.query is not None and scores.key is not None and kind != "softmax":
             taken.axes = self._recorder.axes_of(
@@ -282,7 +282,7 @@ class ObservingMode(TorchFunctionMode):
         mask = arguments.get("attn_mask")
         terms = [MaskTerm(None, "causal")] if arguments.get("is_causal") else []
         if isinstance(mask, Tensor):
-            terms.append(MaskTerm(mask.detach(), "seen" if mask.dtype is torch.bool else "added"))
+            terms.append(MaskTerm(mask.detach(), "visible" if mask.dtype is torch.bool else "added"))
         unread = "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"
         if isinstance(mask, Tensor) and type(mask) is not Tensor and type(mask) is not nn.Parameter:
             unread = f"its mask is a {type(mask).__name__}"

@@ -25,7 +25,7 @@ def take_off(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
 
 
 def put_back(mode: TorchFunctionMode, above: list[TorchFunctionMode]) -> None:
-    """Put a mode back to its place under those that stood above it.
+    """Put a mode back to its place under those that lay above it.
 
     Args:
         mode: the mode.

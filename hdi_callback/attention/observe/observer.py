@@ -10,14 +10,14 @@ Between `arm` and `disarm`, in the first forward of each module, the first that 
   Attention with other weights (additive, sigmoid, relu, none at all) is named with its kind.
 - **Attention rows** of about 64 queries against all keys: the weights before dropout, after rotation, norms, scale,
   softcap, masks, biases and sinks. Where the model forms them they are taken, where a kernel keeps them they are
-  computed from what it received. What is made of them decides whoever passes `reduce_rows`.
-- **A few tokens** of what linear maps and norms took and gave and of what attention received, from which `verdicts`
-  says whether heads are where they are said to be, and `accounts` which attention no layer explains.
+  computed from its inputs. What is made of them decides whoever passes `reduce_rows`.
+- **A few tokens** of the inputs and outputs of linear maps and norms and of the inputs of attention, from which
+  `verdicts` says whether heads are where they are said to be, and `accounts` which attention no layer explains.
 
 What is not observed, each with its reason in `closed`, `absent` or the core's `unread`
 ---------------------------------------------------------------------------------------
-- what `torch.compile` or TorchScript runs, and torch's fast path in evaluation: looking would change how it runs;
-- recomputation within backward (activation checkpointing): the forward itself was seen;
+- what `torch.compile` or TorchScript runs, and torch's fast path in evaluation: observing would change how it runs;
+- recomputation within backward (activation checkpointing): the forward itself was observed;
 - weights of kernels whose masks are not known (flash-attn by way of its operator, `flex_attention`);
 - tensors that are spread over devices, nested or quantised; transforms of `torch.func`; copies in other threads.
 
@@ -64,7 +64,7 @@ class AttentionObserver:
 
     Attributes:
         closed: modules that are not observed, by path, with the reason.
-        failures: what went wrong while looking on; the forward was not touched by it.
+        failures: what went wrong while observing; the forward was not touched by it.
 
     Example:
         >>> import torch
@@ -180,7 +180,7 @@ class AttentionObserver:
         }
 
     def verdicts(self, layers: Sequence[AttentionLayer] | None = None) -> dict[str, Verdict]:
-        """Compare every claimed layer with what attention received; the host waits for the device.
+        """Compare every claimed layer with the inputs of attention; the host waits for the device.
 
         Args:
             layers: the claims; by default those that the observer was made with.
@@ -195,7 +195,7 @@ class AttentionObserver:
             if known not in self._verdicts:
                 verdict = judge(layer, mine[layer.name], self._maps)
                 if verdict.core is None:
-                    verdict = Verdict("not seen", self._why_absent(layer, mine[layer.name]) or verdict.sentence)
+                    verdict = Verdict("undecided", self._why_absent(layer, mine[layer.name]) or verdict.sentence)
                 self._verdicts[known] = layer, verdict  # the layer as well, so that no other gets its id
             found[layer.name] = self._verdicts[known][1]
         return found
@@ -212,7 +212,7 @@ class AttentionObserver:
         return account(self.cores, self.verdicts(layers))
 
     def proposals(self, layers: Sequence[AttentionLayer] | None = None) -> dict[str, AttentionLayer | str]:
-        """Describe attention that no layer explains, by the features that it received.
+        """Describe attention that no layer explains, by the features of its inputs.
 
         Args:
             layers: see `verdicts`.
@@ -270,7 +270,7 @@ class AttentionObserver:
         if not self.has_run:
             return self.reason or "no forward ran"
         if not cores:
-            return "no attention was seen in its module"
+            return "no attention was observed in its module"
         return next((core.unread for core in cores if core.unread), "")
 
 

@@ -20,7 +20,7 @@ class Product:
         right: ``(*lead, columns, contracted)``, a view; dimensions that it does not have are of size one.
         row_axis: dimension of the rows in the result, negative.
         column_axis: dimension of the columns in the result, negative.
-        left_axis: dimension of the left tensor, as it was given, that is contracted, negative.
+        left_axis: dimension of the left tensor, as it was passed, that is contracted, negative.
         right_axis: that of the right tensor.
     """
 

@@ -1,4 +1,4 @@
-"""Layers from observation alone: attention that no claim explains, described by the features that it received."""
+"""Layers from observation alone: attention that no claim explains, described by the features of its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hdi_callback.errors import UnsupportedAttentionError
 
 
 def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> AttentionLayer | str:
-    """Describe an attention by the features of linear maps that it received.
+    """Describe an attention by the features of linear maps that it takes.
 
     Queries and keys may be rotated by position; what lies behind norms, sums or two maps in a row is not found so.
 

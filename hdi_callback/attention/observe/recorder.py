@@ -358,8 +358,8 @@ class Recorder:
         padding = self._padding(axes, queries, keys, terms, query.device)
         of_queries = padding if is_self and queries == keys else None
         if callable(reading.padding):
-            told = reading.padding(axes.sequences, queries)
-            of_queries = of_queries if told is None else told.to(query.device)
+            padded = reading.padding(axes.sequences, queries)
+            of_queries = of_queries if padded is None else padded.to(query.device)
             padding = of_queries if is_self and queries == keys else padding
         plan = RowPlan.of(
             axes, queries, keys, query.device, terms=terms, max_queries=reading.max_queries, left_out=of_queries

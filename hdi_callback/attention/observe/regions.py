@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_COMPILED = "it is compiled, and a graph cannot be seen into"
+_COMPILED = "it is compiled, and its graph cannot be observed"
 _DEPTH = 3  # calls from a forward to a compiled function that are followed
 
 
@@ -34,7 +34,7 @@ def closed_reason(module: nn.Module) -> str | None:
     if own.get("_compiled_call_impl") is not None or kind.__name__ == "OptimizedModule":
         return _COMPILED
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is scripted, and what TorchScript runs cannot be seen"
+        return "it is scripted, and what TorchScript runs cannot be observed"
     if isinstance(module, nn.DataParallel):
         return "nn.DataParallel runs copies of it in other threads"
     forward: Any = own.get("forward", kind.forward)

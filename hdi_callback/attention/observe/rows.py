@@ -1,7 +1,7 @@
 """Attention rows: the weights of a few queries over all keys that they see, as the model computes them.
 
 Where the model forms its weights itself, they are taken as they are, after the softmax and before dropout. Where a
-fused kernel keeps them to itself, they are computed for the sampled queries from what the kernel received. Either way
+fused kernel keeps them to itself, they are computed for the sampled queries from the inputs of the kernel. Either way
 what is taken is bounded: pieces of at most `BUDGET` numbers, each handed on before the next one is formed.
 """
 
@@ -186,7 +186,7 @@ def rows_of_operands(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Iterator[RowChunk]:
-    """Compute rows from what a fused kernel received.
+    """Compute rows from the inputs of a fused kernel.
 
     Args:
         query: ``(*lead, queries, width)``.
@@ -238,7 +238,7 @@ def _hide(scores: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _is_at_hand(tensor: Tensor) -> bool:
-    """Tell whether the host may look at a tensor without waiting for a device."""
+    """Tell whether the host may read a tensor without waiting for a device."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor
 
 

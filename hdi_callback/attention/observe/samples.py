@@ -1,7 +1,7 @@
-"""A few tokens of what linear maps took and gave, and of what attention received, at the same places.
+"""A few tokens of the inputs and outputs of linear maps, and of the inputs of attention, at the same places.
 
 Which dimension numbers sequences, tokens or heads is not known when a map runs; what is known is how many tokens N it
-took. So a sample is taken at fixed places among N, and again of what attention receives, at the same places in
+took. So a sample is taken at fixed places among N, and again of the inputs of attention, at the same places in
 every order of its dimensions in which it has N tokens. Features are then compared, and equality says which order it
 was.
 """
@@ -25,7 +25,7 @@ MAX_FEATURES = 2**16
 
 
 def places(tokens: int, device: torch.device) -> Tensor:
-    """Choose the tokens of a sample: the first three, which stand at the first positions, and others far apart.
+    """Choose the tokens of a sample: the first three, at the first positions, and others far apart.
 
     Args:
         tokens: how many there are.
@@ -94,7 +94,7 @@ class Arrangement:
 
 @dataclass(eq=False)
 class CoreSamples:
-    """Samples of what one attention received and gave: role -> arrangements."""
+    """Samples of the inputs and outputs of one attention: role -> arrangements."""
 
     roles: dict[str, list[Arrangement]] = field(default_factory=dict)
 
@@ -118,7 +118,7 @@ def arrangements(tensor: Tensor, tokens: Sequence[int]) -> Iterator[Arrangement]
     """Take samples of a tensor of heads, in every order in which it has as many tokens as the input of a map.
 
     Args:
-        tensor: ``(*lead, length, width)``, what attention received in one role.
+        tensor: ``(*lead, length, width)``, the input of attention in one role.
         tokens: how many tokens the inputs of maps have, the latest first.
 
     Yields:

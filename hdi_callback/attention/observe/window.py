@@ -1,8 +1,8 @@
 """The time in which a forward is observed: from the first module that begins until it ends, in armed forwards only.
 
-Hooks stand on the modules between `open` and `close` alone, so that all other steps cost nothing. Modules that
+Hooks are on the modules between `open` and `close` alone, so that all other steps cost nothing. Modules that
 cannot be observed without changing how they run get no hook; they are run with the mode taken off. Whether torch's own
-encoder takes its fast path is known when it is called; it looks for hooks in all that it holds, and for modes, so the
+encoder takes its fast path is known when it is called; it asks for hooks in all that it holds, and for modes, so the
 calls in it are followed without hooks, and the mode is taken off for a call that takes the fast path.
 """
 
@@ -25,7 +25,7 @@ from hdi_callback.attention.observe.quiet import in_the_way
 
 
 class Watcher(Protocol):
-    """What is told of a forward."""
+    """What is known of a forward."""
 
     @property
     def mode(self) -> TorchFunctionMode:
@@ -102,11 +102,11 @@ class Window:
         for handle in self._handles.pop(module, ()):
             handle.remove()
 
-    def enter(self, name: str, module: nn.Module, given: tuple[Any, ...] = ()) -> None:
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
         """Note that a module begins, and turn the mode on if it is the first."""
         if self._watcher is None or self._passed_over or threading.get_ident() != self._thread:
             return
-        if may_take_fast_path(module, given) and in_the_way() is None:
+        if may_take_fast_path(module, args) and in_the_way() is None:
             self.skipped[name] = FAST_PATH
             above = [] if self._outermost is None else take_off(self._watcher.mode)
             self._passed_over.append((module, above))

@@ -43,7 +43,7 @@ class CoreView:
         return columns
 
     def own_columns(self, rows: list[Rows], product: int, side: int) -> list[int]:
-        """Columns of queries or keys on which the features of heads act, all if that is not seen of one."""
+        """Columns of queries or keys on which the features of heads act, all if one of them shows none."""
         columns = self.columns(self.side(product, side))
         own = {at for one in rows for feature in one.features for at in columns.get((one.parameter, feature), {-2})}
         return list(range(self.side(product, side).shape[-1])) if -2 in own else sorted(own)

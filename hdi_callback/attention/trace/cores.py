@@ -76,7 +76,7 @@ class Core:
     Attributes:
         node: that of the product of weights and values.
         output: edge of what it gives, ``(N, rows, width)``, or ``(N, width, rows)`` if it is turned.
-        is_turned: values stand on the left of the product.
+        is_turned: values are on the left of the product.
         weights: ``(N, rows, columns)``.
         values: ``(N, columns, width)``.
         softmaxes: how many the weights are made of.
@@ -267,7 +267,7 @@ def mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> tuple[str, str] 
         cores: those that were found in the run.
 
     Returns:
-        The path of the map, and what it is given: "scores" before the softmax, or "weights" after it.
+        The path of the map, and what it takes: "scores" before the softmax, or "weights" after it.
     """
     logits = run.scores[node]
     leaf = next((leaf for leaf in made_of_leaves(run, logits) if is_map_of_scores(leaf, logits, cores)), None)
@@ -298,15 +298,15 @@ def made_of_leaves(run: TracedRun, tensor: Tensor) -> list[Leaf]:
 
 
 def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
-    """Tell a map that is given scores: for each pair of tokens one number from each head.
+    """Tell a map that takes scores: for each pair of tokens one number from each head.
 
     Args:
         leaf: a call of the map.
-        logits: what a softmax was given.
+        logits: the input of a softmax.
         cores: those of the run.
 
     Returns:
-        True if what it is given is made of products that are no averages.
+        True if its input is made of products that are no averages.
     """
     if leaf.taken.numel() // leaf.taken.shape[-1] * leaf.tensor.shape[-1] != logits.numel():
         return False

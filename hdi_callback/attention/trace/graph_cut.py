@@ -246,7 +246,7 @@ class GraphCut(TorchFunctionMode):
         return weights @ value
 
     def torch_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Look into torch's own function, which asks for modes before it does anything."""
+        """Trace through torch's own function, which asks for modes before it does anything."""
         with self:
             return _LOOKED_INTO(*args, **kwargs)
 

@@ -120,7 +120,7 @@ def with_optional(
         module: the module.
         inputs: that were made up, the first of them tokens.
         names: of `arguments_left_out`.
-        sizes: of the values that are given for each.
+        sizes: of the values that are passed for each.
 
     Yields:
         The name of an argument, and the inputs with it.
@@ -150,11 +150,11 @@ def other_sizes(module: nn.Module, inputs: Inputs) -> list[tuple[int, ...]]:
 
 
 def arguments_left_out(module: nn.Module, inputs: Inputs, others: Collection[str] = ()) -> list[str]:
-    """List arguments of a forward that may be tokens, and that were not given.
+    """List arguments of a forward that may be tokens, and that were not passed.
 
     Args:
         module: the module.
-        inputs: that were given.
+        inputs: that were passed.
         others: names that its parts know, and that it may pass on where it takes any.
 
     Returns:

@@ -54,7 +54,7 @@ class Found:
         reason: why they cannot be read.
         cores: numbers of the cores.
         maps: what queries, keys and values come from.
-        is_undecided: another run may read them; of a layer, that it may be others where an argument is given that was
+        is_undecided: another run may read them; of a layer, that it may be others where an argument is passed that was
             left out, and with which the module could not be run.
     """
 

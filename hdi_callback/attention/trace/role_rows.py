@@ -57,7 +57,7 @@ class RoleRows(CoreView):
         if all(self._takes_attention(source) for source in sources):  # which makes tokens of what heads gave
             return ()
         name = module_of(trace.parameter_of(leaf))
-        reason = f"its projection `{name}` is given what another one makes"
+        reason = f"its projection `{name}` takes the output of another one"
         taken = trace.leaves[leaf].taken
         flat = taken.reshape(-1, taken.shape[-1])
         position = support.positions(leaf)[0]

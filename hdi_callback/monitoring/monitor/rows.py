@@ -331,7 +331,7 @@ class AttentionReadings:
         cores = [core for core in self.observer.cores if path in core.parts and not inner & set(core.parts)]
         if not cores:
             skipped = [why for name, why in self.observer.skipped.items() if name in ("", path) or _is_in(path, name)]
-            return skipped[0] if skipped else "no attention was seen in its module"
+            return skipped[0] if skipped else "no attention was observed in its module"
         trains = [core for core in cores if core.is_recorded]
         reads_all = not self._training_only and not any(core.is_recorded for core in self.observer.cores)
         if not trains and not reads_all:

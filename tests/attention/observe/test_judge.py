@@ -92,12 +92,12 @@ WRONG = {
     "twice as many": (
         models.TwiceAsMany,
         separate,
-        "attention receives 8 heads of 4 features as keys, the claim is 4 of 8",
+        "attention takes 8 heads of 4 features as keys, the claim is 4 of 8",
     ),
     "half as many": (
         models.HalfAsMany,
         separate,
-        "attention receives 2 heads of 16 features as keys, the claim is 4 of 8",
+        "attention takes 2 heads of 16 features as keys, the claim is 4 of 8",
     ),
     "keys first": (models.KeysFirst, fused, "its keys are rows 0 to 7; 8 to 15, ... of `inner.c_attn.weight`"),
     "values first": (models.ValuesFirst, fused, "its values are rows 0 to 7"),
@@ -139,7 +139,7 @@ def test_what_is_no_feature_of_the_map_is_neither_established_nor_contradicted(k
     inner = built(kind)
     claim = fused(inner) if kind is models.OverChannels else separate(inner)
     observer = observed(inner, claim)
-    assert observer.verdicts()["inner"].state == "not seen"
+    assert observer.verdicts()["inner"].state == "undecided"
     assert [one.part for one in observer.accounts()] != ["wholly"]
 
 
@@ -358,9 +358,9 @@ def test_a_layer_that_did_not_run_is_not_seen_and_says_so():
     model(torch.randn(B, T, D))
     observer.disarm()
     assert {name: one.state for name, one in observer.verdicts().items()} == {
-        "inner.one": "established", "inner.other": "not seen",
+        "inner.one": "established", "inner.other": "undecided",
     }  # fmt: skip
-    assert observer.verdicts()["inner.other"].sentence == "no attention was seen in its module"
+    assert observer.verdicts()["inner.other"].sentence == "no attention was observed in its module"
 
 
 def test_nothing_is_read_by_the_host_while_a_forward_runs():

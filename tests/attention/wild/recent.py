@@ -11,7 +11,7 @@ from tests.attention.wild.plain import Four
 from tests.attention.wild.truth import MODEL, WIDTH, Core, H, case, rows, separate
 
 
-@case(separate(), inputs=("b n c", "b n c"), may_refuse="values are (sums|its inputs)|`first` is given|other maps")
+@case(separate(), inputs=("b n c", "b n c"), may_refuse="values are (sums|its inputs)|`first` is passed|other maps")
 class ValuesOfAnEarlierLayer(Four):
     """Values are mixed with those of the first layer, where it is not the first itself."""
 
@@ -29,7 +29,7 @@ class ValuesOfAnEarlierLayer(Four):
         rows("add_q.weight", takes=1), rows("add_k.weight", takes=1), rows("add_v.weight", takes=1),
         rows("add_o.weight", "c (h d)"), joint=(7, 16),
     ),
-    inputs=("b n c", "b m c"), may_refuse="second stream|`context` is given",
+    inputs=("b n c", "b m c"), may_refuse="second stream|`context` is passed",
 )  # fmt: skip
 class SecondStreamIfGiven(Four):
     """Attention of one stream, or of two that attend to each other."""

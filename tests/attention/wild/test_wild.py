@@ -109,7 +109,7 @@ def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
 
 def test_a_second_stream_that_may_be_given_is_not_left_out_in_silence():
     verdict = judge(ALL["SecondStreamIfGiven"], "model")
-    assert (verdict.verdict, "`context` is given" in verdict.reason) == (REFUSED, True)
+    assert (verdict.verdict, "`context` is passed" in verdict.reason) == (REFUSED, True)
 
 
 @pytest.mark.parametrize("name", ["RelativeKeys", "BiasTable"])
