@@ -207,7 +207,7 @@ def _is_borne_out(one: Found, layer: AttentionLayer, found: Sequence[Found], nam
 
 
 def _others(traced: _Traced, untried: Collection[str]) -> Iterator[tuple[str, Inputs]]:
-    """Give other arguments to run a module with, and the name of the one that is passed now, if it was left out before."""
+    """Give other arguments to run a module with, and the name of the one that is passed now and was left out before."""
     assert traced.inputs is not None
     module, inputs = traced.module, traced.inputs
     others = with_other_tokens(inputs)
