@@ -126,8 +126,7 @@ class Alone(Four):
 
 
 def test_of_attention_to_a_single_key_it_is_said_that_it_has_one():
-    model = nn.Sequential(Alone())
-    found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
+    found = survey(nn.Sequential(Alone()))
     assert not found.layers
     assert ["a single key" in one.reason for one in found.refused] == [True]
 
