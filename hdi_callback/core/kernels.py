@@ -175,15 +175,17 @@ class AttentionSums:
         if not may_look or bool(flat.any()):
             centred.masked_fill_(flat[..., None], 0)
         every, every_centred = (x.reshape(sequences, H, queries * keys) for x in (a, centred))
-        entropy = torch.special.entr(a).sum(-1) / torch.where(counts, n, 2).log()
+        product, of_centred = _inner_products(every), _inner_products(every_centred)
+        columns = a.sum(-2).reshape(sequences, H, keys).sum(0)
+        entropy = torch.special.entr(a, out=a).sum(-1) / torch.where(counts, n, 2).log()  # uses the rows up
         return cls(
             queries=counts.sum().to(wide.dtype),
             entropy=_per_head(torch.where(counts, entropy, 0)),
             samples=_per_head(samples),
             sample_share=_per_head(samples / n),
-            columns=a.sum(-2).reshape(sequences, H, keys).sum(0),
-            product=_inner_products(every),
-            centred=_inner_products(every_centred),
+            columns=columns,
+            product=product,
+            centred=of_centred,
             logit=logit,
             seeing=seeing.sum().to(wide.dtype),
             seen=torch.where(seeing, sees.mean(-2), 0).sum(),

@@ -61,11 +61,11 @@ class Axes:
 
         Args:
             tensor: ``(*lead, length, features)`` as `opened` gives it.
-            sequences: ``(S,)``, numbers of sequences.
+            sequences: ``(S,)``, numbers of sequences, ascending, none twice.
             positions: ``(q,)``; None: all.
 
         Returns:
-            ``(S, heads or 1, q, features)``, a copy.
+            ``(S, heads or 1, q, features)``, a copy unless all of it is taken.
         """
         sizes = [self.lead[dim] for dim in self.batch]
         length, features = len(self.lead), len(self.lead) + 1
@@ -81,6 +81,8 @@ class Axes:
             return taken.reshape(*taken.shape[:2], -1, taken.shape[-1]).transpose(1, 2)
         moved = tensor.permute(*self.batch, *self.heads_dims, length, features)
         moved = moved.expand(*sizes, *moved.shape[len(sizes) :])
+        if sizes and len(sequences) == self.sequences:
+            return moved.reshape(len(sequences), -1, *moved.shape[-2:])
         taken = moved[unravel(sequences, sizes)] if sizes else moved[None].expand(len(sequences), *moved.shape)
         return taken.reshape(taken.shape[0], -1, *taken.shape[-2:])
 

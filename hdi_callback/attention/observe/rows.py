@@ -212,7 +212,8 @@ def rows_of_operands(
         k = key_axes.rows(keys, part.sequences, None).float()  # (S, G, keys, width)
         groups = k.shape[1]
         grouped = q.reshape(q.shape[0], groups, -1, *q.shape[2:])
-        scores = (grouped @ k[:, :, None].mT).flatten(1, 2) * scale
+        scores = (grouped @ k[:, :, None].mT).flatten(1, 2)
+        scores = scores * scale if isinstance(scale, Tensor) else scores.mul_(scale)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         for term in part.terms:
