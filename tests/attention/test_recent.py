@@ -142,7 +142,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "argument", "reason"),
     [
-        (ValuesOfAnEarlierLayer, "first", "its values are sums of what `v` gives and of one of its inputs"),
+        (ValuesOfAnEarlierLayer, "first", "what one of its inputs adds to the values that `v` gives"),
         (SecondStreamIfGiven, "context", "keys and values of a second stream, which `add_k` and `add_v` give"),
     ],
 )

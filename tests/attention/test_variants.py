@@ -608,3 +608,66 @@ def test_a_gate_that_is_no_attention_is_not_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_attention(model, forward=lambda: model(torch.randn(2, 6, D))) == []
+
+
+class PackedInOneParameter(nn.Module):
+    """Queries, keys and values of one parameter; values, weights and output map meet in one product of three."""
+
+    def __init__(self):
+        super().__init__()
+        self.packed, self.back = nn.Parameter(torch.randn(3, H, 8, D)), nn.Parameter(torch.randn(H, 8, D))
+
+    def forward(self, x):
+        q, k, v = torch.einsum("bnd,thkd->tbhnk", x, self.packed)
+        weights = torch.einsum("bhqk,bhnk->bhqn", q, k).softmax(-1)
+        return torch.einsum("bhqn,bhnk,hkd->bqd", weights, v, self.back)
+
+
+def test_a_product_of_three_is_taken_apart():
+    torch.manual_seed(0)
+    model = nn.Sequential(PackedInOneParameter())
+    (layer,) = find_attention(model)
+    for number, role in enumerate(("query", "key", "value")):
+        assert torch.equal(layer.weight(role), model[0].packed[number])
+    assert torch.equal(layer.weight("output"), model[0].back)
+
+
+class Bilinear(nn.Module):
+    """Scores of two inputs and a matrix for each head at once: no queries, no keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.between, self.v, self.o = nn.Parameter(torch.randn(H, D, D)), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        scores = torch.einsum("bqd,hde,bke->bhqk", x, self.between, x)
+        out = scores.softmax(-1) @ self.v(x).unflatten(-1, (H, -1)).transpose(1, 2)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+def test_a_product_of_two_inputs_and_a_matrix_is_no_map():
+    model = nn.Sequential(Bilinear())
+    found = survey(model, forward=lambda: model(torch.randn(2, 6, D)))
+    assert not found.layers
+    assert [one.name for one in found.refused] == ["0"]
+
+
+class LearnedTokensBeside(by_hand.NanoGPT):
+    """Two learned keys and values that all tokens may attend to."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Parameter(torch.randn(2, 1, self.n_head, 2, D // self.n_head))
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        k, v = (torch.cat([more.expand(len(x), -1, -1, -1), one], 2) for more, one in zip(self.more, (k, v)))
+        return self.c_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_learned_tokens_are_not_said_to_be_given_by_maps():
+    model = nn.Sequential(LearnedTokensBeside())
+    with pytest.warns(UnsupportedAttentionWarning) as told:
+        (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
+    assert layer.left_out == "the tokens that its projections do not give"
+    assert len(told) == 1

@@ -297,7 +297,7 @@ class Search:
         """Say what else a layer attends to, with the inputs with which it does."""
         found = self._tracer.found_in(layer.name, layer.module, ways) or ()
         said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
-        return said[0] if said else "tokens that other maps give"
+        return said[0] if said else "the tokens that its projections do not give"
 
     def _correct(self, layer: AttentionLayer, verdict: Verdict, recorded: Sequence[Inputs]) -> None:
         """Read a layer again with the inputs of a forward that contradicts it."""

@@ -50,11 +50,11 @@ class HeadChecks(CoreView):
             if len(alone) > 1 and all(_are_equal(one, other) for one, other in itertools.pairwise(alone)):
                 raise NoHeadsError(f"its {what} are the same for all tokens, or mix them all")
 
-    def refuse_added_inputs(self, at_values: Tensor) -> None:
-        """Refuse values to which an input is added that no map takes, such as those of an earlier layer."""
+    def added_inputs(self, at_values: Tensor) -> str:
+        """Recognise values to which an input is added that no map takes, such as those of an earlier layer."""
         run, cores = self.trace.without_maps
         if len(cores) != len(self.trace.cores):
-            return
+            return ""
         inputs = [one for name, one in run.others.items() if name.startswith("input")]
         for at in at_values[:: max(1, len(at_values) - 1)]:  # of the first and the last token
             gradient = torch.zeros(self.core.values.shape)
@@ -62,7 +62,8 @@ class HeadChecks(CoreView):
             made = self.support(self.core.values, at[None])
             if made and Support.of(cores[self.number].values, gradient, inputs):
                 names = "` and `".join(sorted({module_of(self.trace.parameter_of(leaf)) for leaf in made.masks}))
-                raise NoHeadsError(f"its values are sums of what `{names}` gives and of one of its inputs")
+                return f"what one of its inputs adds to the values that `{names}` gives"
+        return ""
 
     def refuse_mixed(self, members: list[list[int]], supports: dict[int, dict[Role, Support]]) -> None:
         """Refuse heads of equal rows at the same tokens: they mix, or their heads are made by something else."""

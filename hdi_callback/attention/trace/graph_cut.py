@@ -168,7 +168,11 @@ class GraphCut(TorchFunctionMode):
     def einsum(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer in place of a contraction of a tensor with a parameter."""
         operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-        if not isinstance(args[0], str) or len(operands) != 2 or "->" not in args[0] or "." in args[0]:
+        if not isinstance(args[0], str) or "->" not in args[0] or "." in args[0]:
+            return NotImplemented
+        if len(operands) == 3:
+            return self._einsum_of_three(func, args[0].replace(" ", ""), operands)
+        if len(operands) != 2:
             return NotImplemented
         joined, _, out = args[0].replace(" ", "").partition("->")
         terms = joined.split(",")
@@ -192,6 +196,23 @@ class GraphCut(TorchFunctionMode):
         answer = self.answer(str(names[which]), taken, math.prod(sizes), axes=axes)
         order = positions + new
         return answer.view(*answer.shape[:-1], *sizes).permute([order.index(i) for i in out])
+
+    def _einsum_of_three(self, func: Any, formula: str, operands: Any) -> Any:
+        """Contract two tensors first, then their product with a parameter, as for values, weights and output maps."""
+        parameters = [place for place, one in enumerate(operands) if id(one) in self.names]
+        if len(parameters) != 1:
+            return NotImplemented
+        joined, _, out = formula.partition("->")
+        terms, (which,) = joined.split(","), parameters
+        (one, left), (other, right) = [(terms[place], operands[place]) for place in range(3) if place != which]
+        kept = "".join(i for i in dict.fromkeys(one + other) if i in terms[which] or i in out)
+        summed = [i for i in terms[which] if i in kept and i not in out]  # what a map takes comes last
+        if set(kept) == set(one + other):  # what is made of two tensors and a matrix at once
+            return NotImplemented
+        kept = "".join(sorted(kept, key=lambda i: summed.index(i) if i in summed else -1))
+        product = torch.einsum(f"{one},{other}->{kept}", left, right)
+        answer = self.einsum(func, (f"{kept},{terms[which]}->{out}", product, operands[which]), {})
+        return func(formula, *operands) if answer is NotImplemented else answer
 
     def embedding(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Take what a table gives for ids of the inputs for inputs; what it gives for positions is none."""

@@ -98,15 +98,15 @@ class CoreReading(CoreView):
         first = next(iter(supports))
         place, at_values = places[first], flat_values[first // self.units.count]
         checks.require_tokens(first, product, place, at_values)
-        checks.refuse_added_inputs(at_values)
-        left_out = role_rows.second_stream(supports, first, self.side(product, place[0]), place[2])
-        is_of_two_streams = bool(left_out)
+        stream = role_rows.second_stream(supports, first, self.side(product, place[0]), place[2])
+        left_out = [checks.added_inputs(at_values), stream]
         members, of_heads = self._rows_of_heads(supports, role_rows)
         checks.refuse_mixed(members, supports)
         remarks = checks.spread_keys(product, place)
         has_shared = role_rows.leave_out_shared(of_heads, product, place[0])
         if has_shared:
             remarks.append("without the part that all heads share")
+        left_out.append(role_rows.leave_out_added(of_heads))
         heads = _of_one_map_each(of_heads)
         # A softmax over queries makes a weight of all of them: whether one is of several tokens, it alone says.
         of_query = self.support(self.side(product, 1 - place[0]), place[1][:1])
@@ -116,11 +116,11 @@ class CoreReading(CoreView):
         normed = checks.require_linear(heads, members, product, places, has_shared=has_shared)
         order.order(heads, members, product, places)
         order.centre(heads, members, product, places)
-        if not is_of_two_streams or "query" not in heads:
-            others = self._queries_left_out(heads, product, 1 - place[0], int(place[1][0]), of_query)
-            left_out = " and ".join(one for one in (left_out, others) if one)
+        if not stream or "query" not in heads:
+            left_out.append(self._queries_left_out(heads, product, 1 - place[0], int(place[1][0]), of_query))
         row = int(place[1][0]) % self.side(product, 1 - place[0]).shape[1]
-        return HeadRows(heads, members, normed, remarks, left_out, self.units, row if is_of_two_streams else None)
+        said = " and ".join(filter(None, left_out))
+        return HeadRows(heads, members, normed, remarks, said, self.units, row if stream else None)
 
     def _queries_left_out(
         self, heads: dict[Role, list[Rows]], product: int, side: int, at: int, of_query: Support

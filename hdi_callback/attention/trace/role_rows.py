@@ -132,6 +132,34 @@ class RoleRows(CoreView):
             rows[:] = [one for one in rows if one.features]
         return True
 
+    def leave_out_added(self, of_heads: dict[Role, list[list[Rows]]]) -> str:
+        """Leave out what another map adds to the keys or values of tokens, such as what their positions give.
+
+        Of several maps, that of the tokens takes what the one map of the other role takes, and no other of them does.
+
+        Returns:
+            What is left out, in words.
+        """
+        pairs: tuple[tuple[Role, Role], ...] = (("key", "value"), ("value", "key"))
+        for role, other in pairs:
+            names = dict.fromkeys(one.parameter for rows in of_heads[role] for one in rows)
+            of_tokens = {one.parameter for rows in of_heads[other] for one in rows}
+            if len(of_tokens) != 1 or not any(len(rows) > 1 for rows in of_heads[role]):
+                continue
+            kept = [name for name in names if self._take_the_same(name, next(iter(of_tokens)))]
+            if len(kept) == 1 and all(any(one.parameter == kept[0] for one in rows) for rows in of_heads[role]):
+                of_heads[role] = [[one for one in rows if one.parameter == kept[0]] for rows in of_heads[role]]
+                added = "` and `".join(module_of(name) for name in names if name != kept[0])
+                return f"what `{added}` adds to its {role}s"
+        return ""
+
+    def _take_the_same(self, one: str, other: str) -> bool:
+        taken: list[list[Tensor]] = [
+            [leaf.taken for place, leaf in enumerate(self.trace.leaves) if self.trace.parameter_of(place) == name]
+            for name in (one, other)
+        ]
+        return any(a.shape == b.shape and torch.equal(a, b) for a in taken[0] for b in taken[1])
+
     def second_stream(self, supports: dict[int, dict[Role, Support]], first: int, keys: Tensor, at: Tensor) -> str:
         """Recognise keys and values that come from one map for some tokens and from another for others.
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from hdi_callback import find_attention
+from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.wild.catalogue import cases
-from tests.attention.wild.proof import contradictions, softmaxes_over_tokens
+from tests.attention.wild.proof import contradictions, make_inputs, softmaxes_over_tokens
 from tests.attention.wild.truth import CASES, rows, separate
-from tests.attention.wild.verdict import REFUSED, RIGHT, judge
+from tests.attention.wild.verdict import REFUSED, RIGHT, Holder, judge
 
 ALL = cases()
 # One of each kind of proof: rows, strides, groups, windows, other axes, products, filters, norms, refusals.
@@ -77,13 +79,11 @@ READ = [
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
     "TalkingAfterSoftmax": "its heads mix: the weights of one depend on the scores of several",
-    "PositionsAddedToKeys": "its keys are sums of what `k` and `kp` give",
     "Scripted": "compiled by torch.jit.script",
     # Scores or sums that are no matrix products.
     "Additive": "its scores are no products of queries and keys",
     "Distances": "its scores are no products of queries and keys",
     "ProductByHand": "its values are weighted by no matrix product",
-    "ValuesOfAnEarlierLayer": "its values are sums of what `v` gives and of one of its inputs",
     "SecondStreamIfGiven": "without keys and values of a second stream, which `add_k` and `add_v` give",
     "Joint": "without keys and values of a second stream, which `add_k` and `add_v` give",
 }
@@ -94,6 +94,23 @@ def test_modules_by_hand_that_are_not_read_are_refused_with_what_is_true_of_them
     verdict = judge(ALL[name], "forward")
     assert verdict.verdict == REFUSED
     assert REFUSALS[name] in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("PositionsAddedToKeys", "what `kp` adds to its keys"),
+        ("ValuesOfAnEarlierLayer", "what one of its inputs adds to the values that `v` gives"),
+    ],
+)
+def test_what_is_added_to_keys_or_values_is_left_out_and_named(name, left_out):
+    holder, case = Holder(ALL[name]), ALL[name]
+    inputs = make_inputs(case, case.cast)
+    with pytest.warns(UnsupportedAttentionWarning) as told:
+        (layer,) = find_attention(holder, forward=lambda: holder(*inputs))
+    assert layer.left_out == left_out
+    assert [str(one.message).endswith(f"is read in part: without {left_out}.") for one in told] == [True]
+    assert judge(case, "forward").verdict == RIGHT  # the rows that are claimed
 
 
 @pytest.mark.parametrize("name", ["LinearAttention", "LinearAttentionQuadratic", "AttentionInNameOnly"])
