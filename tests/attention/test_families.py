@@ -98,7 +98,7 @@ def test_what_cannot_be_read_is_refused_with_a_reason_and_never_wrong(family):
 
 
 class Pooled(nn.Module):
-    """Keys that are a sum of two maps: refused, and the truer reason is that of the forward."""
+    """Keys that are a sum of two maps: read in part, which the forward alone can say."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,4 +124,4 @@ def test_what_is_refused_is_looked_at_again_with_the_forward_that_was_run():
     torch.manual_seed(0)
     report = examine_model(PooledModel(), 41, lambda model, batch: model({"x": torch.randn(batch, 6, 32)}))
     assert report["verdict"] == "refused"
-    assert report["reason"] == "Pooled: its keys are sums of what `key` and `other` give"
+    assert report["reason"] == "Pooled: it is read in part: without what `other` adds to its keys"

@@ -191,8 +191,24 @@ class RunsOnce(by_hand.Separate):
         return self.out_proj(by_hand.attend(q, k.tanh(), v))  # so that a forward shows no heads either
 
 
-def test_what_cannot_be_run_with_the_inputs_of_a_forward_either_is_refused_for_that():
+def test_what_cannot_be_run_by_itself_is_read_from_what_attention_received():
     model = nn.ModuleDict({"odd": RunsOnce()})
+    model.forward = lambda x: model["odd"](x)
+    found = survey(model, forward=lambda: model(torch.randn(3, 9, D)))
+    assert not found.refused
+    (layer,) = found.layers
+    assert (layer.name, layer.num_heads, layer.left_out) == ("odd", by_hand.H, "")
+    for role, projection in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+        assert torch.equal(layer.weight(role).flatten(0, 1), getattr(model["odd"], projection).weight)
+
+
+class RunsOnceBehindATanh(RunsOnce):
+    def heads(self, x, count=by_hand.H):
+        return (one.tanh() for one in super().heads(x, count))
+
+
+def test_what_cannot_be_run_with_the_inputs_of_a_forward_either_is_refused_for_that():
+    model = nn.ModuleDict({"odd": RunsOnceBehindATanh()})
     model.forward = lambda x: model["odd"](x)
     (refusal,) = survey(model, forward=lambda: model(torch.randn(3, 9, D))).refused
     assert refusal.name == "odd"

@@ -37,7 +37,7 @@ from hdi_callback.attention.wrappers import is_wrapper, users_name
 
 _MOST_SECONDS = 60.0  # for one module
 _MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention beside that of its parts
-_NO_SUM = "no softmax-weighted sum over tokens of its own projections was found"
+_NO_SUM = "no softmax-weighted sum over tokens that single matrices of its own give was found"
 _NO_SOFTMAX = f"{_NO_SUM} when it was run with inputs that are made up"
 _NO_SOFTMAX_SEEN = f"{_NO_SUM} in the forward that was run"
 _NOT_RUN = "it could not be run with inputs that are made up"

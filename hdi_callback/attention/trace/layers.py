@@ -252,7 +252,8 @@ def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[int |
     for one in trace.run.outputs:
         if _depends(one, cores[0]):
             others = [one.movedim(1, -1), one.flatten(-2)] if one.dim() > 2 else []
-            return None, [one, *others]
+            apart = [one.transpose(-3, -2).flatten(-2)] if one.dim() > 3 else []  # heads in a dim of their own
+            return None, [one, *others, *apart]
     return None, []
 
 

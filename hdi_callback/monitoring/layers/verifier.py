@@ -279,7 +279,8 @@ class HeadVerifier:
         if not self._has_searched:  # searching failed, which was reported
             return refusal.reason
         return (
-            "no softmax-weighted sum over tokens that its projections give was seen in the first forward that was read"
+            "no softmax-weighted sum of tokens that single matrices of its own give was seen in the first forward that "
+            "was read"
         )
 
     def _report_nothing_to_watch(self) -> None:
