@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -227,7 +228,7 @@ def test_alignments_of_healthy_runs_are_those_of_both_benchmarks(metric, monitor
 def test_how_near_healthy_runs_came_to_a_rule_is_what_they_came_to(rule):
     judged = [one for one in published_healthy() if one.get("rules") == NOW]
     if rule == "rounded away":  # reached by weights that have not begun to learn
-        assert rule in thresholds._NEVER_RAISED
+        assert rule in thresholds._OF_SEVERAL
         return
     values = [one["extremes"][rule] for one in judged if rule in one["extremes"]]
     peak = thresholds._HEALTHY_PEAKS[rule]
@@ -236,11 +237,12 @@ def test_how_near_healthy_runs_came_to_a_rule_is_what_they_came_to(rule):
     assert peak.is_least == MEASURES[rule][1]
 
 
-def test_rules_that_are_said_to_be_raised_by_no_healthy_run_are_raised_by_none():
+def test_healthy_runs_raised_a_rule_as_often_as_is_said():
     judged = [one for one in published_healthy() if one.get("rules") == NOW]
-    raised = {alert[2] for one in judged for alert in one["alerts"]}
+    raised = Counter(rule for one in judged for rule in {alert[2] for alert in one["alerts"]})
     assert len(judged) == thresholds.HEALTHY_RUNS_JUDGED
-    assert not raised & set(thresholds._NEVER_RAISED)
+    assert {rule: raised[rule] for rule in thresholds._OF_SEVERAL if raised[rule]} == thresholds._RAISED
+    assert "1 of 915 healthy runs" in thresholds.how_often_raised("inputs lose rank", fall=1.4, factor=4.0)
     shipped = {rule.name: rule for rule in default_rules()}
-    for rule, arguments in thresholds._NEVER_RAISED.items():
+    for rule, arguments in thresholds._OF_SEVERAL.items():
         assert {name: getattr(shipped[rule], name) for name in arguments} == arguments

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak, never_raised
+from hdi_callback.monitoring.rules.thresholds import healthy_peak, how_often_raised
 from hdi_callback.monitoring.rules.words import named_heads
 
 _PAST = 5
@@ -118,7 +118,7 @@ class InputsLoseRank(Rule):
             min(before),
             "token_rank",
             since=steps[fallen],
-            certainty=never_raised(self.name, fall=self.fall, factor=self.factor),
+            certainty=how_often_raised(self.name, fall=self.fall, factor=self.factor),
             remedy="checking what the loader gives since then, and what runs before this layer",
         )
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak, never_raised
+from hdi_callback.monitoring.rules.thresholds import healthy_peak, how_often_raised
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 SCORES = (
@@ -187,7 +187,7 @@ class FlatAttention(Rule):
             self.limit,
             "attention_entropy",
             since=series.first.step,
-            certainty=never_raised(self.name, limit=self.limit, readings=self.readings),
+            certainty=how_often_raised(self.name, limit=self.limit, readings=self.readings),
             remedy="checking the scale of the scores, usually one over the root of the head width, and whether "
             "gradients arrive at queries and keys",
         )

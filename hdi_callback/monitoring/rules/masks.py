@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak, never_raised
+from hdi_callback.monitoring.rules.thresholds import healthy_peak, how_often_raised
 from hdi_callback.monitoring.rules.words import decimal
 
 _NOTHING = 1e-6
@@ -115,6 +115,6 @@ class OneKey(Rule):
             1.0,
             "attention_keys",
             since=series.since(lambda row: row.values.get("attention_keys", 2.0) <= 1),
-            certainty=never_raised(self.name),
+            certainty=how_often_raised(self.name),
             remedy=MASK,
         )

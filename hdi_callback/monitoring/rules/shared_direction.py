@@ -7,7 +7,7 @@ from typing import ClassVar
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, TOGETHER
-from hdi_callback.monitoring.rules.thresholds import never_raised
+from hdi_callback.monitoring.rules.thresholds import how_often_raised
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, shared_directions
 
 
@@ -52,6 +52,6 @@ class SharedDirection(Rule):
             self.limit,
             MEAN["energy"],
             since=steps[-self.recent - 1],
-            certainty=never_raised(self.name, limit=self.limit),
+            certainty=how_often_raised(self.name, limit=self.limit),
             remedy=NO_REMEDY,
         )

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import never_raised
+from hdi_callback.monitoring.rules.thresholds import how_often_raised
 from hdi_callback.monitoring.rules.words import named_heads
 
 
@@ -89,7 +89,7 @@ class FrozenHeads(Rule):
             "head_movement_min",
             still,
             series.since(lambda row: row.values["head_movement_min"] == 0, "head_movement_min"),
-            never_raised(self.name, readings=self.readings),
+            how_often_raised(self.name, readings=self.readings),
             remedy="checking what is frozen, what the optimizer was given, and the type of the weights: updates "
             "may round away",
         )
@@ -137,7 +137,7 @@ class UntrainedWeights(Rule):
             share,
             "head_unchanged",
             since=series.since(lambda row: row.values["head_unchanged"] >= share, "head_unchanged"),
-            certainty=never_raised(self.name, readings=self.readings),
+            certainty=how_often_raised(self.name, readings=self.readings),
             remedy="checking what the optimizer was given, and whether gradients reach all of them (detach, no_grad)",
         )
 
@@ -180,7 +180,7 @@ class RoundedAway(Rule):
             self.share,
             "head_unchanged",
             since=series.since(lambda row: row.values["head_unchanged"] >= self.share, "head_unchanged"),
-            certainty=never_raised(self.name, share=self.share, readings=self.readings),
+            certainty=how_often_raised(self.name, share=self.share, readings=self.readings),
             remedy="checking the learning rate and the type of the weights: small updates of bfloat16 weights "
             "round away, and float32 copies of them do not",
         )

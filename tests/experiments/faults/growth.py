@@ -26,8 +26,8 @@ from tests.experiments.faults.report import COST, Result, published, read
 from tests.experiments.faults.run import PUBLISHED, RESULTS, train
 
 LIMIT, SLIGHTLY = 6.0, 0.8
-NUDGE = 1e-7
-"""Share by which the weights of a nudged twin differ at first: about the last bit of a float32."""
+ROUNDING, SLIGHT = 1e-7, 1e-3
+"""Shares by which the weights of nudged twins differ at first: about the last bit of a float32, and a thousandth."""
 WANTED, HEALTHY_RUNS, FIRST = 10, 20, 70_000
 METRICS = ["hdi", "attention_entropy", "attention_logit_bound"]
 BASES = ("text", "text, grouped", "text, multi-query, Muon", "text, four layers")
@@ -94,7 +94,7 @@ def candidates(first: int = FIRST) -> Iterator[Job]:
 
 def make(job: Job, limit: float | None, folder: Path, *, nudge: float = 0.0) -> Result:
     """Make a run, if it is not made; `acted` is how many steps changed a weight."""
-    done = folder / f"{job.name}-{'nudged' if nudge else limit}.json.gz"
+    done = folder / f"{job.name}-{f'nudged by {nudge:g}' if nudge else limit}.json.gz"
     if not done.is_file():
         clip = [] if limit is None else [QKClip(limit)]
         result = train(job, None, clip, KINDS.get(job.kind), METRICS, nudge=nudge)
@@ -142,37 +142,43 @@ def of_growth(folder: Path, wanted: int, limit: float) -> list[str]:
 
 def of_healthy(folder: Path, healthy: Sequence[Result]) -> list[str]:
     """Write what the intervention does to healthy runs, with a limit so low that it acts in each, and what a nudge."""
-    clipped, nudged, acted = [], [], []
+    clipped, acted = [], []
+    nudged: dict[float, list[float]] = {ROUNDING: [], SLIGHT: []}
     for plain in healthy:
         job = Job(HEALTHY, plain["base"], plain["seed"])
         run = make(job, round(SLIGHTLY * largest(plain), 2), folder)
         clipped.append(loss_of(run) - loss_of(plain))
         acted.append(run["acted"])
-        nudged.append(loss_of(make(job, None, folder, nudge=NUDGE)) - loss_of(plain))
-    apart = [one - other for one, other in zip(clipped, nudged)]
+        for nudge, found in nudged.items():
+            found.append(loss_of(make(job, None, folder, nudge=nudge)) - loss_of(plain))
     is_muon = ["Muon" in plain["base"] for plain in healthy]
     lines = [
         f"On {len(healthy)} confirming healthy runs of these trainings, with a limit of {SLIGHTLY} times the largest "
         f"score of the run itself, so that it acted in {sum(count > 0 for count in acted)} of them, at {min(acted)} to "
-        f"{max(acted)} steps of 100. Their twins are the same runs, whose weights differed by one part in ten million "
-        "at first and nothing else. Final losses less that of the untouched run, in nats, means with 95 % intervals:",
+        f"{max(acted)} steps of 100. Beside it the same runs without it, whose weights were moved at random before the "
+        f"first step: by {ROUNDING:g} of each, as rounding may do, and by {SLIGHT:g}. Final losses less that of the "
+        "untouched run, in nats: means with 95 % intervals, the range, and in how many runs it is more than 0.01 "
+        "(rose, fell).",
         "",
-        "| | runs | `QKClip` | beyond 0.01 | nudged | beyond 0.01 | `QKClip` less nudged |",
-        "|---|---|---|---|---|---|---|",
+        f"| | runs | `QKClip` | weights moved by {ROUNDING:g} | by {SLIGHT:g} |",
+        "|---|---|---|---|---|",
     ]
     for name, chosen in (("all", [True] * len(healthy)), ("Muon", is_muon), ("AdamW", [not one for one in is_muon])):
-        cells = [str(sum(chosen))]
-        for values in (clipped, nudged):
-            own = [value for value, is_own in zip(values, chosen) if is_own]
-            cells += [of_differences(own), f"{sum(abs(round(one, 4)) > 0.01 for one in own)}"]
-        cells.append(interval([value for value, is_own in zip(apart, chosen) if is_own], 4, is_signed=True))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [
+            of_differences([value for value, is_own in zip(values, chosen) if is_own])
+            for values in (clipped, *nudged.values())
+        ]
+        lines.append(f"| {name} | {sum(chosen)} | {' | '.join(cells)} |")
     return lines
 
 
 def of_differences(values: Sequence[float]) -> str:
-    """Write the mean and the range."""
-    return f"{interval(values, 4, is_signed=True)}, from {min(values):+.3f} to {max(values):+.3f}" if values else "-"
+    """Write the mean, the range, and how many are far from 0; losses are known to three digits behind the point."""
+    if not values:
+        return "-"
+    rose, fell = (sum(round(sign * value, 4) > 0.01 for value in values) for sign in (1, -1))
+    span = f"from {min(values):+.3f} to {max(values):+.3f}"
+    return f"{interval(values, 4, is_signed=True)}, {span}, {rose} and {fell}"
 
 
 def interval(values: Sequence[float], digits: int = 2, *, is_signed: bool = False) -> str:
