@@ -124,9 +124,9 @@ COMMON: dict[str, dict[str, Any]] = {
     "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
     "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
-    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
-    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "MimiConfig": {"upsample_groups": MODEL},
     "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
     "BridgeTowerVisionConfig": {"hidden_size": 128},
@@ -182,7 +182,6 @@ COMMON: dict[str, dict[str, Any]] = {
         "text_config": {"num_kv_shared_layers": 2, "num_hidden_layers": 2, "hidden_size_per_layer_input": 0,
                         "vocab_size_per_layer_input": 0},
     },
-    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": _ROTATION | {"mrope_section": [1, 1, 2]}},
     "EsmFold2AtomEncoderConfig": {"num_uid_rope_pairs": 1, "num_spatial_rope_pairs_per_axis": 1},
     "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
                              "downsample_rate": "2/4", "vision_config": {"hidden_size": 64 * H}},  # a head for every 64
@@ -203,6 +202,40 @@ COMMON: dict[str, dict[str, Any]] = {
     "VibeVoiceAcousticTokenizerDecoderConfig": {"num_filters": 4},
     "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 3200},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "IMGIMGA": 6, "IMGIMGB": 7}},
+    "Ernie4_5_MoeConfig": {"moe_k": 2},
+    "Ernie4_5_VLMoeTextConfig": {"moe_k": 2, "rope_parameters": _ROTATION | {"mrope_section": [1, 1, 2]}},
+    "BailingHybridConfig": {"num_expert_group": 1, "kv_lora_rank": 16},
+    **{
+        name: {"rope_parameters": _BY_AXIS | {"partial_rotary_factor": 1.0}}
+        for name in ("Glm4vMoeTextConfig", "GlmImageTextConfig", "HunYuanVLTextConfig")
+    },
+    "Step3p7TextConfig": {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+    **{  # a feature map for each of four layers
+        name: {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}}
+        for name in ("DepthAnythingConfig", "PromptDepthAnythingConfig", "Tipsv2DptConfig", "CHMv2Config")
+    },
+    **{  # a head is as wide as what is rotated of it
+        name: {"hidden_size": 32 * H} for name in ("ClvpEncoderConfig", "ClvpDecoderConfig")
+    },
+    "SuperPointConfig": {"keypoint_decoder_dim": 65},
+    "Llama4VisionConfig": {"intermediate_size": 4 * MODEL},
+    "VitMatteConfig": {"backbone_config": {"patch_size": 16}},
+    "AlignConfig": {"projection_dim": 256},
+    "AlignVisionConfig": {"hidden_dim": 256},
+    "EncodecConfig": {"codebook_dim": None},
+    "Sam2VisionConfig": {"backbone_channel_list": [128, 64, 32, 16],
+                         "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]},
+    "ShieldGemma2Config": {"yes_token_index": 10, "no_token_index": 11},
+    "TvpConfig": {"max_img_size": 64, "num_frames": 3},
+    **{
+        name: {"max_source_positions": 40}
+        for name in ("AudioFlamingo3EncoderConfig", "Qwen2AudioEncoderConfig", "VoxtralEncoderConfig",
+                     "MossTranscribeDiarizeAudioConfig")
+    },
+    "Blip2Config": {"image_token_index": 5},
+    "InstructBlipConfig": {"image_token_index": 5},
+    "InstructBlipVideoConfig": {"video_token_index": 5},
+    "VitsConfig": {"noise_scale": 0.0, "use_stochastic_duration_prediction": False},
     "Emu3Config": {"vocabulary_map": {"<image>": 5, "<|visual token 000001|>": 6, "<|extra_200|>": 7}},
 }  # fmt: skip
 # architectures that need something of their own
