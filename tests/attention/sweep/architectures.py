@@ -96,8 +96,8 @@ COMMON: dict[str, dict[str, Any]] = {
     },
     **{
         name: {"decoder_in_channels": [MODEL] * 3}
-        for name in ("RTDetrConfig", "RTDetrV2Config", "DFineConfig", "Deimv2Config", "PPDocLayoutV2Config",
-                     "PPDocLayoutV3Config", "PPDocLayoutV4Config")
+        for name in ("RTDetrConfig", "RTDetrV2Config", "DFineConfig", "Deimv2Config", "PPDocLayoutV3Config",
+                     "PPDocLayoutV4Config")
     },
     "Sam2HieraDetConfig": {"hidden_size": 16, "blocks_per_stage": [1, 2, 1, 1], "global_attention_blocks": [2]},
     "SamPromptEncoderConfig": {"image_embedding_size": 4},
@@ -127,7 +127,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
-    "MimiConfig": {"upsample_groups": MODEL},
+    "MimiConfig": {"upsample_groups": MODEL, "codebook_dim": MODEL},
     "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
     "BridgeTowerVisionConfig": {"hidden_size": 128},
     **{
@@ -214,9 +214,19 @@ COMMON: dict[str, dict[str, Any]] = {
         name: {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}}
         for name in ("DepthAnythingConfig", "PromptDepthAnythingConfig", "Tipsv2DptConfig", "CHMv2Config")
     },
-    **{  # a head is as wide as what is rotated of it
-        name: {"hidden_size": 32 * H} for name in ("ClvpEncoderConfig", "ClvpDecoderConfig")
-    },
+    # A head is as wide as what is rotated of it; what the decoder says is among the tokens that the encoder knows.
+    "ClvpEncoderConfig": {"hidden_size": 32 * H, "bos_token_id": 3},
+    "ClvpDecoderConfig": {"hidden_size": 32 * H, "vocab_size": 256, "bos_token_id": 3, "eos_token_id": 2},
+    "Dots3NoteAudioConfig": {"conv_output_size": 4 * MODEL, "samples_per_token": 8 * 160},
+    "Kimi_K25VisionConfig": {"pos_emb_height": 32},
+    "MllamaVisionConfig": {"intermediate_layers_indices": [0, 1]},
+    "Phi4MultimodalAudioConfig": {"ext_pw_out_channel": MODEL, "depthwise_separable_out_channel": MODEL},
+    "PPFormulaNetVisionConfig": {"post_conv_in_channels": MODEL},
+    "SLANeXtConfig": {"post_conv_in_channels": MODEL},
+    "PPDocLayoutV2Config": {"decoder_in_channels": [MODEL] * 3, "class_thresholds": [0.0] * 2, "class_order": [0, 1]},
+    "Sam2PromptEncoderConfig": {"patch_size": 16},
+    "FastSpeech2ConformerHifiGanConfig": {"model_in_dim": 80},
+    "Sam3VisionConfig": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     "SuperPointConfig": {"keypoint_decoder_dim": 65},
     "Llama4VisionConfig": {"intermediate_size": 4 * MODEL},
     "VitMatteConfig": {"backbone_config": {"patch_size": 16}},

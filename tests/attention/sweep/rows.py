@@ -14,6 +14,7 @@ Results are kept one file per architecture under `runs/rows`; a run that was sto
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import json
 import math
@@ -22,11 +23,12 @@ import os
 import resource
 import sys
 import time
+import typing
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +172,10 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
     torch.manual_seed(0)
     model, arguments, alone = _that_runs(model_type, batch)
     if arguments is None:
+        if type(model).forward is nn.Module.forward:
+            return {"verdict": "returns none", "reason": "it has no forward of its own, only its parts have"}
         if not can_return(model):
-            return {"verdict": "returns none", "reason": "it has no output_attentions, or no attention to return of"}
+            return {"verdict": "returns none", "reason": "it has no attention whose weights it could return"}
         return {"verdict": "does not run", "reason": "no inputs fit"}
     weights: list[Tensor] = []
     with softmaxes() as kept, torch.no_grad(), suppress(Exception):
@@ -220,14 +224,17 @@ def _that_runs(model_type: str, batch: int) -> tuple[Any, dict[str, Any] | None,
         first = first or model
         with suppress(Exception):
             model.set_attn_implementation("eager")
-        for arguments in islice(inputs.for_model(model, batch), 40):
+        # One at a time, where a model takes no more.
+        for arguments in chain.from_iterable(islice(inputs.for_model(model, count), 40) for count in (batch, 1)):
             with suppress(Exception):
                 return model, arguments, model(**arguments)
     return first, None, None
 
 
 def can_return(model: nn.Module) -> bool:
-    """Say whether a model has an argument for its attention weights, or attention whose weights are recorded."""
+    """Say whether what a model gives has a place for attention weights, and whether there is any that gives some."""
+    if not _has_place(model):
+        return False
     for module in model.modules():
         if "output_attentions" in inspect.signature(module.forward).parameters:
             return True
@@ -238,6 +245,19 @@ def can_return(model: nn.Module) -> bool:
                 if "attentions" in name and is_there:
                     return True
     return False
+
+
+def _has_place(model: nn.Module) -> bool:
+    """Look at what a forward says that it returns; what it takes, or records, counts as well."""
+    own = [*inspect.signature(model.forward).parameters, *(getattr(model, "_can_record_outputs", None) or {})]
+    if any("attentions" in name for name in own):
+        return True
+    with suppress(NameError, TypeError):
+        said = typing.get_type_hints(model.forward).get("return")
+        outputs = [one for one in (said, *typing.get_args(said)) if dataclasses.is_dataclass(one)]
+        names = [field.name for one in outputs for field in dataclasses.fields(one)]
+        return not outputs or any("attentions" in name or name.endswith(("output", "outputs")) for name in names)
+    return True
 
 
 def _are_equal(alone: Any, asked: Any) -> bool:
