@@ -182,3 +182,46 @@ def test_of_tokens_that_are_sorted_by_a_projection_it_is_said_that_its_values_ch
     assert [one.reason for one in found.refused] == [
         "which tokens it attends to depends on the values of its projections"
     ]
+
+
+class OverEdges(Four):
+    """Every token attends to its neighbours in a graph, whose scores stand in one list."""
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (H, WIDTH)) for one in (self.q, self.k, self.v))
+        scores = (q[target] * k[source]).sum(-1).exp()
+        sums = torch.zeros(len(x), H).index_add(0, target, scores)
+        weights = scores / sums[target]
+        return self.o(torch.zeros_like(v).index_add(0, target, weights[..., None] * v[source]).flatten(1))
+
+
+class InBlocks(Four):
+    """Adds up exponentials and weighted values block by block, and divides at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(one(x)) for one in (self.q, self.k, self.v))
+        whole, sums = 0, 0
+        for some, values in zip(k.split(4, 2), v.split(4, 2)):
+            weights = (q @ some.mT).exp()
+            whole, sums = whole + weights @ values, sums + weights.sum(-1, keepdim=True)
+        return self.o((whole / sums).transpose(1, 2).flatten(2))
+
+
+class LinearAttention(Four):
+    """Weighs by products of exponentials, which is no softmax of products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = split(self.q(x)).exp(), split(self.k(x)).exp(), split(self.v(x))
+        return self.o((q @ (k.mT @ v) / (q @ k.sum(2)[..., None])).transpose(1, 2).flatten(2))
+
+
+def test_exponentials_that_no_softmax_divides_are_named():
+    torch.manual_seed(0)
+    x = torch.randn(9, D)
+    source, target = (torch.randint(9, (30,)) for _ in range(2))
+    graph, blocks, linear = (nn.Sequential(kind()) for kind in (OverEdges, InBlocks, LinearAttention))
+    (over_edges,) = survey(graph, forward=lambda: graph[0](x, source, target)).refused
+    assert "added up by an index, as over the edges of a graph" in over_edges.reason
+    (in_blocks,) = survey(blocks, forward=lambda: blocks(x[None, :8])).refused
+    assert "divided by their sum after values are added up" in in_blocks.reason
+    assert not any("exponentials" in one.reason for one in survey(linear).refused)

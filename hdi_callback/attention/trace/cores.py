@@ -26,6 +26,7 @@ _PRODUCTS = {
     "AddmmBackward0": ("mat1", "mat2"),
 }
 _SOFTMAX = ("SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0")
+_ADDS_BY_INDEX = ("ScatterAdd", "ScatterReduce", "IndexAdd", "IndexReduce")
 _SUMS_TO_ONE = 1e-3
 _ROUNDING = 1e-9  # of a derivative, relative to the largest
 
@@ -195,16 +196,21 @@ def _are_exponentials(edge: Any, weights: Tensor) -> bool:
     one = weights.detach()
     if one.min() < -1e-6 or one.sum(-1).max() > 1 + _SUMS_TO_ONE or one.shape[-1] < 2:
         return False
+    return _exponential_behind(edge) is not None
+
+
+def _exponential_behind(edge: Any) -> Any | None:
+    """Go back from an edge to an exponential, without a product in between."""
     todo, visited = [edge], set()
     while todo:
         node = todo.pop()
         if node is None or node in visited or node.name() in _PRODUCTS:
             continue
         if node.name() == "ExpBackward0":
-            return True
+            return node
         visited.add(node)
         todo += [other for other, _ in node.next_functions]
-    return False
+    return None
 
 
 def products_behind(tensor: Tensor) -> list[Any]:
@@ -256,6 +262,30 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
             yield node, SINGLE_KEYS
         elif is_over_tokens(run, logits):
             yield node, "its values are weighted by no matrix product"
+
+
+def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
+    """Find exponentials that are divided by their sums elsewhere than in a softmax.
+
+    Args:
+        run: the run.
+        cores: those that were found in it.
+
+    Yields:
+        The node of one, and why the attention that it is of is not read.
+    """
+    read = {core.node for core in cores}
+    nodes = list(_nodes_behind([*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]))
+    by_index = any(node.name().startswith(_ADDS_BY_INDEX) for node in nodes)
+    for node in nodes:
+        if by_index and node.name() == "ExpBackward0":
+            yield node, "its weights are exponentials that are added up by an index, as over the edges of a graph"
+        product = None if node in read else _product_at(node)
+        for edge, _ in node.next_functions[-2:] if product is not None else ():
+            behind = _exponential_behind(edge)
+            scores = [] if behind is None else [_product_at(one) for one in _made_of(behind, _Learned(run))[1]]
+            if any(one is not None and all(side.requires_grad for side in one.factors) for one in scores):
+                yield node, "its weights are exponentials that are divided by their sum after values are added up"
 
 
 def mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> tuple[str, str] | None:

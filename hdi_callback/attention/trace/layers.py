@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hdi_callback.attention import projections
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.trace.cores import Core, cores_of, nodes_between, unread_softmaxes
+from hdi_callback.attention.trace.cores import Core, cores_of, nodes_between, unread_exponentials, unread_softmaxes
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError, module_of
 from hdi_callback.attention.trace.heads import CoreReading
@@ -111,7 +111,8 @@ def layers_in(
                     is_undecided = isinstance(error, UndecidedError)
                     found.append(Found(path, None, reason, numbers, _maps_of(trace, numbers[0]), is_undecided))
         reported = {one.path for one in found}
-        for node, reason in unread_softmaxes(run, cores):
+        unread = [*unread_softmaxes(run, cores), *(() if found else unread_exponentials(run, cores))]
+        for node, reason in unread:
             path = run.path_of(node)
             if path not in reported and not is_known(path):
                 reported.add(path)
