@@ -73,6 +73,26 @@ def test_what_is_added_to_the_outputs_of_heads_is_not_read_as_theirs():
     assert torch.equal(layer.weight("value"), model[0].v.weight.view(H, WIDTH, D))
 
 
+class BesideAnother(Four):
+    """One map takes what attention gives, and what another branch gives beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.o = nn.Linear(D, D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (split(self.q(x)) @ split(self.k(x)).mT / WIDTH**0.5).softmax(-1)
+        heads = (weights @ split(self.v(x))).transpose(1, 2).flatten(2)
+        return self.o(torch.cat([heads, self.up(x).relu()], -1))
+
+
+def test_what_stands_beside_the_outputs_of_heads_leaves_them_their_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(BesideAnother())
+    (layer,) = survey(model).layers
+    assert torch.equal(layer.weight("output"), model[0].o.weight[:, :D].T.reshape(H, WIDTH, D))
+
+
 class FirstTokenApart(Four):
     """The query of the first token has a map of its own."""
 

@@ -327,6 +327,11 @@ class _Products(TorchFunctionMode):
     ) -> None:
         pairs = [(p.right, p.left) if p.is_swapped else (p.left, p.right) for p in products]
         pairs = [(query.detach().clone(), key.detach().clone()) for query, key in pairs]
+        # What is averaged stands beside keys, though the softmax may run over queries.
+        pairs = [
+            (one, other) if other.shape[-2] == value.shape[-2] or one.shape[-2] != value.shape[-2] else (other, one)
+            for one, other in pairs
+        ]
         (query, key), *others = pairs
         computation = Computation(query, key, value.detach().clone(), read(answer).detach().clone(), others)
         computation.is_of_learned_values = _is_parameter(value)

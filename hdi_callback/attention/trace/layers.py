@@ -287,7 +287,7 @@ def _outputs_in(trace: TracedCores, cores: list[Core], heads: HeadRows, receiver
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
     is_linear &= not any(_depends(one, cores[0]) and _acts(one, end) for one in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))
-    if is_linear and receiver is not None and _is_added_to(end, trace.cores):
+    if is_linear and receiver is not None and _is_added_to(end, features, trace.cores):
         return _Outputs(receiver, None, False)  # what the map takes is no output of heads
     if receiver is None:
         if not is_side_by_side and features.numel() == end.shape[-1] and not trace.run.convolved:
@@ -296,11 +296,12 @@ def _outputs_in(trace: TracedCores, cores: list[Core], heads: HeadRows, receiver
     return _Outputs(receiver, features if is_linear else None, is_side_by_side and is_linear)
 
 
-def _is_added_to(end: Tensor, cores: list[Core]) -> bool:
+def _is_added_to(end: Tensor, features: Tensor, cores: list[Core]) -> bool:
     """Tell whether something else is added to what attention gives: the sum is more than its derivatives by cores say.
 
     Args:
         end: made of what cores give, by linear functions.
+        features: of it that are outputs of heads; others may stand beside them.
         cores: all of a run.
 
     Returns:
@@ -309,7 +310,9 @@ def _is_added_to(end: Tensor, cores: list[Core]) -> bool:
     edges = [core.output for core in cores]
     flat = end.reshape(-1, end.shape[-1])
     for place in sorted({0, len(flat) // 2, len(flat) - 1}):
-        weights = weights_at(end, torch.tensor([place]))
+        weights = torch.zeros_like(end)
+        columns = features.flatten()
+        weights[..., columns] = weights_at(end, torch.tensor([place]))[..., columns]
         acting = derivatives(end, weights, edges)
         if not any(one.any() for one in acting.values()):
             continue  # a token that is put beside what attention gives
