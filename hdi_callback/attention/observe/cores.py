@@ -27,7 +27,6 @@ class ObservedCore:
         queries: length of a sequence of queries.
         keys: length of a sequence of keys, of those columns of the weights that have values.
         width: features of a query and key head.
-        value_width: features of a value head.
         runs: how often it ran; all that is kept is of the first time.
         unread: why its rows were not read; empty if they were.
         is_self: its maps took the same tokens for queries and keys.
@@ -53,7 +52,6 @@ class ObservedCore:
     queries: int = 0
     keys: int = 0
     width: int = 0
-    value_width: int = 0
     runs: int = 1
     unread: str = ""
     is_self: bool = False

@@ -452,8 +452,6 @@ class Recorder:
             core.queries, core.width = int(scores.query.shape[-2]), int(scores.query.shape[-1])
             core.keys = int(scores.key.shape[-2])
             core.key_heads = _key_heads(scores.key, core.axes)
-        if value is not None:
-            core.value_width = int(value.shape[-1])
         if scores.altered:
             core.rows, core.unread = None, f"its weights go through {', '.join(scores.altered)} after the softmax"
         if self.reading.keeps_samples:

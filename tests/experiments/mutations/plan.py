@@ -13,13 +13,17 @@ TRACE = [
 ]
 OBSERVE = ["attention/observe/test_by_hand.py", "attention/observe/test_judge.py", "attention/observe/test_rows.py",
            "attention/observe/test_untouched.py", "monitoring/test_rows.py", "monitoring/test_claims.py"]  # fmt: skip
+FINDING = ["attention/test_kinds.py", "attention/test_claims.py", "attention/test_conventions.py",
+           "attention/test_search.py", "attention/test_check.py", "attention/test_refusals.py",
+           "attention/test_finder.py"]  # fmt: skip
 RULES = ["monitoring/test_rules.py", "monitoring/test_reading_rules.py", "monitoring/test_alerts.py",
          "monitoring/test_head_readings.py", "test_arguments.py"]  # fmt: skip
 ALERTS = ["monitoring/test_series.py", "monitoring/test_alerts.py", "monitoring/test_state.py"]
 HISTORY = ["monitoring/test_history.py", "monitoring/test_matrices.py"]
 SESSION = ["monitoring/test_schedule.py", "monitoring/test_state.py", "monitoring/test_watch_interventions.py",
            "test_deprecation.py", "test_arguments.py"]  # fmt: skip
-ROOMS = {"attention/trace": TRACE, "attention/observe": OBSERVE, "monitoring/rules": RULES,
+ROOMS = {"attention/finding": FINDING, "attention/trace": TRACE, "attention/observe": OBSERVE,
+         "monitoring/rules": RULES,
          "monitoring/alerts": ALERTS, "monitoring/history": HISTORY, "monitoring/session": SESSION}  # fmt: skip
 CORE = {
     "tensors": ["test_diversity", "test_subspaces", "test_arguments", "test_no_sync"],
