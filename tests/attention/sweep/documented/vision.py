@@ -65,7 +65,7 @@ def _pix2struct(model: Any, batch: int) -> dict[str, Any]:
 
 def _pairs(model: Any, batch: int) -> dict[str, Any]:
     """Two pictures whose points are matched."""
-    return {"pixel_values": noise(batch, 2, 3, 64, 64).sigmoid()}
+    return {"pixel_values": noise(batch, 2, 3, 16, 16).sigmoid()}
 
 
 def _mllama(model: Any, batch: int) -> dict[str, Any]:
