@@ -52,6 +52,31 @@ class CircuitSimilarity:
     dead: Tensor
 
 
+@dataclass(frozen=True)
+class CircuitProducts:
+    """What a similarity is read from, of some layers.
+
+    Attributes:
+        inner: ``(..., H, H)``, inner products of the circuits, up to a scale of each head.
+        norm: ``(..., H)``, their norms.
+        rank_tol: ``(...)``, a circuit whose norm is below this fraction of the layer's largest is dead.
+        limit: ``(...)``, cosines from here on join heads to a cluster.
+    """
+
+    inner: Tensor
+    norm: Tensor
+    rank_tol: Tensor
+    limit: Tensor
+
+    def similarity(self) -> CircuitSimilarity:
+        """Divide by the norms, of all layers at once.
+
+        Returns:
+            The cosines.
+        """
+        return _summarise(self)
+
+
 @torch.no_grad()
 def qk_circuits(
     query: Tensor,
@@ -100,9 +125,9 @@ def qk_circuits(
         [[1.0, 0.0], [0.0, 1.0]]
     """
     require_tensors(query=query, key=key)
-    return _similarity(
+    return _products(
         query, key, query_covariance, key_covariance, key_head, limit, rank_tol, memory_budget, ("query", "key")
-    )
+    ).similarity()
 
 
 @torch.no_grad()
@@ -113,43 +138,51 @@ def qk_circuits_from_products(
     *,
     rank_tol: float = 1e-6,
     memory_budget: int = DEFAULT_BUDGET,
-) -> CircuitSimilarity:
-    """Compute `qk_circuits` of one layer, from products of its keys where they are known.
+) -> CircuitProducts:
+    """Compute what `qk_circuits` of one layer is read from, out of products of its keys where they are known.
 
     Args:
-        query: ``(1, H, d_k, d)``.
-        key: ``(1, G, d_k, d')``.
-        products: of the keys, as `diversity_and_products` leaves them; used where each head has keys of its own.
+        query: ``(..., H, d_k, d)``; of one layer, ``(1, H, d_k, d)``, where products are given.
+        key: ``(..., G, d_k, d')``.
+        products: of the keys, as `blocks_and_products` leaves them; used where each head has keys of its own.
         rank_tol: as in `qk_circuits`.
         memory_budget: as in `qk_circuits`.
 
     Returns:
-        The cosines.
+        The inner products.
     """
     require_tensors(query=query, key=key)
     names = ("query", "key")
-    return _similarity(query, key, None, None, None, 0.9, rank_tol, memory_budget, names, products=products)
+    return _products(query, key, None, None, None, 0.9, rank_tol, memory_budget, names, products=products)
 
 
 @torch.no_grad()
 def ov_circuits_and_products(
-    value: Tensor, output: Tensor, *, rank_tol: float = 1e-6, memory_budget: int = DEFAULT_BUDGET
-) -> tuple[CircuitSimilarity, HeadProducts | None]:
-    """Compute `ov_circuits` of one layer, and leave the products of its output weights.
+    value: Tensor,
+    output: Tensor,
+    *,
+    rank_tol: float = 1e-6,
+    memory_budget: int = DEFAULT_BUDGET,
+    keeps_products: bool = True,
+) -> tuple[CircuitProducts, HeadProducts | None]:
+    """Compute what `ov_circuits` of layers is read from, and leave the products of the output weights of one layer.
 
     Args:
-        value: ``(1, G, d_v, d)``, on a CPU.
-        output: ``(1, H, d_v, d')``.
+        value: ``(..., G, d_v, d)``; ``(1, G, d_v, d)`` on a CPU for products.
+        output: ``(..., H, d_v, d')``, likewise.
         rank_tol: as in `ov_circuits`.
         memory_budget: as in `ov_circuits`, beside the products.
+        keeps_products: leave them.
 
     Returns:
-        The cosines; the products, or `None` where the circuits are not computed from them.
+        The inner products; those of the weights, or `None` where the circuits are not computed from them.
     """
     require_tensors(value=value, output=output)
-    names, kept = ("output", "value"), list[tuple[slice, Tensor]]()
-    found = _similarity(output, value, None, None, None, 0.9, rank_tol, memory_budget, names, kept=kept)
-    norm = torch.ones(output.shape[1], device=output.device)
+    kept: list[tuple[slice, Tensor]] | None = [] if keeps_products else None
+    found = _products(
+        output, value, None, None, None, 0.9, rank_tol, memory_budget, ("output", "value"), kept=kept
+    )  # fmt: skip
+    norm = torch.ones(output.shape[-3], device=output.device)
     return found, HeadProducts(tuple(kept), norm) if kept else None
 
 
@@ -194,9 +227,9 @@ def ov_circuits(
         True
     """
     require_tensors(value=value, output=output)
-    return _similarity(
+    return _products(
         output, value, None, value_covariance, key_head, limit, rank_tol, memory_budget, ("output", "value")
-    )
+    ).similarity()
 
 
 def circuit_penalty(query: Tensor, key: Tensor) -> Tensor:
@@ -240,7 +273,7 @@ def circuit_penalty(query: Tensor, key: Tensor) -> Tensor:
     return torch.where(pairs, squared, 0).sum() / (H * (H - 1))
 
 
-def _similarity(
+def _products(
     own: Tensor,
     grouped: Tensor,
     own_covariance: Tensor | None,
@@ -253,8 +286,8 @@ def _similarity(
     *,
     products: HeadProducts | None = None,
     kept: list[tuple[slice, Tensor]] | None = None,
-) -> CircuitSimilarity:
-    """Compare the products of `own` (..., H, k, d) with `grouped` (..., G, k, d') of each head's group."""
+) -> CircuitProducts:
+    """Multiply the products of `own` (..., H, k, d) with `grouped` (..., G, k, d') of each head's group."""
     if not 0 < limit <= 1:
         raise MisconfigurationError(f"`limit` is a cosine in (0, 1], got {limit}. Write limit=0.9.")
     require_rank_tol(rank_tol)
@@ -276,12 +309,19 @@ def _similarity(
         of_own, of_grouped = (_by_layer(S, batch) for S in (own_covariance, grouped_covariance))
         inner, norm = _whitened(own, grouped, of_own, of_grouped, group, rank_tol, memory_budget)
     inner, norm = inner.reshape(*batch, H, H), norm.reshape(*batch, H)
+    return CircuitProducts(inner, norm, norm.new_full(batch, rank_tol), inner.new_full(batch, limit))
+
+
+def _summarise(products: CircuitProducts) -> CircuitSimilarity:
+    """Divide inner products by norms."""
+    inner, norm = products.inner, products.norm
+    H, device = inner.shape[-1], inner.device
     out = inner.dtype
     in_metric = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     largest = norm.amax(-1, keepdim=True)
-    dead = ((norm < rank_tol * largest) | (largest == 0)) & largest.isfinite()
+    dead = ((norm < products.rank_tol[..., None] * largest) | (largest == 0)) & largest.isfinite()
 
-    diagonal = torch.eye(H, dtype=torch.bool, device=own.device)
+    diagonal = torch.eye(H, dtype=torch.bool, device=device)
     live = ~dead
     unit = torch.where(largest.isfinite(), in_metric.masked_fill(dead, 1), torch.nan)
     cosine = (inner / (unit[..., :, None] * unit[..., None, :])).clamp(-1, 1)
@@ -289,8 +329,8 @@ def _similarity(
     cosine = torch.where(live[..., :, None] & live[..., None, :], cosine, 0)
     pairs = live_pairs(dead)
     worst, worst_pair, nearest, nearest_cosine = largest_pair(cosine, pairs)
-    cluster = clusters(cosine, pairs, limit)
-    first = cluster == torch.arange(H, device=own.device)
+    cluster = clusters(cosine, pairs, products.limit[..., None, None])
+    first = cluster == torch.arange(H, device=device)
     return CircuitSimilarity(
         cosine=cosine,
         mean=mean_over_pairs(cosine, pairs),

@@ -199,34 +199,74 @@ def head_diversity(
         >>> head_diversity(weight).energy.worst_pair.tolist()
         [0, 1]
     """
-    return _measured(
+    blocks, _ = _measured(
         weight, rank_tol=rank_tol, method=method, metric=metric, tokens=tokens, memory_budget=memory_budget, kept=None
-    )[0]
+    )
+    return blocks.diversity()
+
+
+@dataclass(frozen=True)
+class HeadBlocks:
+    """What a diversity is read from, of some layers; see `HeadDiversity`, whose fields these become.
+
+    Attributes:
+        overlap: ``(..., H, H)``.
+        energy: ``(..., H, H)``, squared norms of the products of heads of norm 1.
+        rank: ``(..., H)``.
+        flatness: ``(..., H)``, in float64.
+        dead: ``(..., H)``.
+        norm: ``(..., H)``, in float64.
+        width: ``(...)``, features that the heads read.
+    """
+
+    overlap: Tensor
+    energy: Tensor
+    rank: Tensor
+    flatness: Tensor
+    dead: Tensor
+    norm: Tensor
+    width: Tensor
+
+    def diversity(self) -> HeadDiversity:
+        """Reduce the matrices, of all layers at once.
+
+        Returns:
+            The diversity.
+        """
+        return _summarise(self)
 
 
 @torch.no_grad()
-def diversity_and_products(
-    weight: Tensor, *, rank_tol: float = 1e-6, method: Method = "whiten", memory_budget: int = DEFAULT_BUDGET
-) -> tuple[HeadDiversity, HeadProducts | None]:
-    """Compute the diversity of one layer, and leave the products of its heads that the energy is read from.
+def blocks_and_products(
+    weight: Tensor,
+    *,
+    rank_tol: float = 1e-6,
+    method: Method = "whiten",
+    memory_budget: int = DEFAULT_BUDGET,
+    keeps_products: bool = True,
+) -> tuple[HeadBlocks, HeadProducts | None]:
+    """Compute what the diversity of layers is read from, and leave the products of the heads of one layer.
 
     They are those of the weights as they are, to the rounding of float32: going back from whitened heads is exact.
 
     Args:
-        weight: ``(1, H, d_k, d)``, on a CPU, as the host looks at what came.
+        weight: ``(..., H, d_k, d)``; ``(1, H, d_k, d)`` on a CPU for products, as the host looks at what came.
         rank_tol: as in `head_diversity`.
         method: as in `head_diversity`.
         memory_budget: as in `head_diversity`, beside the products.
+        keeps_products: leave them.
 
     Returns:
-        The diversity; the products, or `None` where a head is dead, or they are not finite, or are not float32.
+        The blocks; the products, or `None` where a head is dead, or they are not finite, or are not float32.
     """
-    kept: list[tuple[slice, Tensor]] = []
-    found, norm = _measured(
+    kept: list[tuple[slice, Tensor]] | None = [] if keeps_products else None
+    found, scale = _measured(
         weight, rank_tol=rank_tol, method=method, metric=None, tokens=None, memory_budget=memory_budget, kept=kept
     )
-    is_whole = found.overlap.dtype == torch.float32 and not bool(found.dead.any()) and bool(norm.isfinite().all())
-    return found, HeadProducts(tuple(kept), norm[0].float()) if is_whole else None
+    if kept is None:
+        return found, None
+    is_whole = found.overlap.dtype == torch.float32 and not bool(found.dead.any()) and bool(scale.isfinite().all())
+    return found, HeadProducts(tuple(kept), scale[0].float()) if is_whole else None
 
 
 def _measured(
@@ -238,8 +278,8 @@ def _measured(
     tokens: int | None,
     memory_budget: int,
     kept: list[tuple[slice, Tensor]] | None,
-) -> tuple[HeadDiversity, Tensor]:
-    """Compute the diversity of some layers, and what their heads were divided by in the products that were kept."""
+) -> tuple[HeadBlocks, Tensor]:
+    """Compute blocks of some layers, and what their heads were divided by in the products that were kept."""
     require_tensors(weight=weight)
     require_arguments(weight, rank_tol, method, memory_budget)
     *batch, H, k, d = weight.shape
@@ -271,7 +311,7 @@ def _measured(
     )
     width = float(d) if metric is None else float("nan") if tokens is None else float(tokens - 1)
     scale = norm if both is None else torch.ones_like(norm)
-    return _summarise(overlap, energy, rank, flatness, dead, norm, width), scale
+    return HeadBlocks(overlap, energy, rank, flatness, dead, norm, overlap.new_full(batch, width)), scale
 
 
 @torch.no_grad()
@@ -325,7 +365,9 @@ def head_diversity_from_covariance(
     overlap = (shared / (rank[..., :, None] * rank[..., None, :]).sqrt().clamp_min(1)).clamp(0, 1)
     # Two independent samples of n tokens correlate like random subspaces of R^(n-1).
     width = float("nan") if tokens is None else float(tokens - 1)
-    return _summarise(overlap, blocks.square().sum((-2, -1)), rank, flatness_of(own), dead, variance.sqrt(), width)
+    energy = blocks.square().sum((-2, -1))
+    widths = overlap.new_full(covariance.shape[:-4], width)
+    return HeadBlocks(overlap, energy, rank, flatness_of(own), dead, variance.sqrt(), widths).diversity()
 
 
 def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -367,10 +409,10 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     return mean
 
 
-def _summarise(
-    overlap: Tensor, energy: Tensor, rank: Tensor, flatness: Tensor, dead: Tensor, norm: Tensor, width: float
-) -> HeadDiversity:
-    """Reduce the matrices of a layer. `energy` holds the squared norms of the cross products of heads of norm 1."""
+def _summarise(blocks: HeadBlocks) -> HeadDiversity:
+    """Reduce the matrices of some layers."""
+    overlap, energy, dead, flatness, norm = blocks.overlap, blocks.energy, blocks.dead, blocks.flatness, blocks.norm
+    rank, width = blocks.rank, blocks.width
     H = overlap.shape[-1]
     rank = rank.to(overlap.dtype)
     live, pairs = ~dead, live_pairs(dead)
@@ -383,9 +425,9 @@ def _summarise(
     energy_overlap = torch.where(live[..., :, None] & live[..., None, :], energy_overlap.clamp(0, 1), 0)
     energy_overlap = torch.where(eye & live[..., None] & energy_overlap.isfinite(), 1, energy_overlap)
 
-    subspace_chance = (rank[..., :, None] * rank[..., None, :]).sqrt() / width
+    subspace_chance = (rank[..., :, None] * rank[..., None, :]).sqrt() / width[..., None, None]
     participation = torch.where(dead, 0, 1 / own)  # (tr G)^2 / ||G||^2, the energy's own count of directions
-    energy_chance = (participation[..., :, None] * participation[..., None, :]).sqrt() / width
+    energy_chance = (participation[..., :, None] * participation[..., None, :]).sqrt() / width[..., None, None]
 
     mean, chance = mean_over_pairs(overlap, pairs), mean_over_pairs(subspace_chance, pairs)
     energy_mean = mean_over_pairs(energy_overlap, pairs)

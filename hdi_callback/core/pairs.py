@@ -58,13 +58,13 @@ def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor,
     )
 
 
-def clusters(matrix: Tensor, pairs: Tensor, limit: float) -> Tensor:
+def clusters(matrix: Tensor, pairs: Tensor, limit: float | Tensor) -> Tensor:
     """Join the heads that a chain of entries at or above `limit` connects.
 
     Args:
         matrix: ``(..., H, H)``, symmetric.
         pairs: ``(..., H, H)``, boolean.
-        limit: entries from here on connect.
+        limit: entries from here on connect; a number, or one that broadcasts to the matrix.
 
     Returns:
         ``(..., H)``, the smallest head of each head's cluster: a head that nothing joins has its own number.

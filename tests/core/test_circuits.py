@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hdi_callback.core import circuits, head_diversity, ov_circuits, qk_circuits
 from hdi_callback.core.circuits import circuit_penalty, ov_circuits_and_products, qk_circuits_from_products
-from hdi_callback.core.diversity import diversity_and_products
+from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.core.pairs import clusters
 from hdi_callback.errors import MisconfigurationError, ShapeError
 from tests.core.tensor_sizes import TensorSizes
@@ -324,12 +324,12 @@ def test_a_head_that_nothing_joins_has_a_cluster_of_its_own():
 def test_products_of_keys_that_the_index_leaves_give_the_cosines_of_the_plain_products(condition, monkeypatch):
     query, key = gaussian(7, 16, 96).float(), with_spectrum(log_spectrum(condition, 16), 7, 96).float()
     key *= torch.logspace(-1, 1, 7)[:, None, None]
-    diversity, products = diversity_and_products(key[None])
-    assert torch.equal(diversity.energy_overlap[0], head_diversity(key).energy_overlap)
+    blocks, products = blocks_and_products(key[None])
+    assert torch.equal(blocks.diversity().energy_overlap[0], head_diversity(key).energy_overlap)
     formed = []
     of = circuits.products_of
     monkeypatch.setattr(circuits, "products_of", lambda flat, *rest: formed.append(flat) or of(flat, *rest))
-    found = qk_circuits_from_products(query[None], key[None], products)
+    found = qk_circuits_from_products(query[None], key[None], products).similarity()
     assert found.cosine[0].numpy() == pytest.approx(plain_cosines(query, key, list(range(7))), abs=1e-6)
     norm = torch.linalg.matrix_norm(query.double().mT @ key.double()).numpy()
     assert found.norm[0].numpy() == pytest.approx(norm, rel=1e-5)
@@ -339,8 +339,8 @@ def test_products_of_keys_that_the_index_leaves_give_the_cosines_of_the_plain_pr
 
 def test_products_of_keys_are_not_taken_for_those_of_groups():
     query, key = gaussian(6, 4, 24).float(), gaussian(3, 4, 24).float()
-    _, products = diversity_and_products(key[None])
-    found = qk_circuits_from_products(query[None], key[None], products)
+    _, products = blocks_and_products(key[None])
+    found = qk_circuits_from_products(query[None], key[None], products).similarity()
     assert found.cosine[0].numpy() == pytest.approx(plain_cosines(query, key, [0, 0, 1, 1, 2, 2]), abs=1e-6)
 
 
@@ -348,13 +348,13 @@ def test_products_of_keys_are_not_taken_for_those_of_groups():
 def test_a_head_without_numbers_leaves_no_products(bad):
     key = gaussian(4, 4, 24).float()
     key[1] *= bad
-    assert diversity_and_products(key[None])[1] is None
+    assert blocks_and_products(key[None])[1] is None
 
 
 def test_products_of_output_weights_that_circuits_leave_are_the_plain_ones():
     value, output = gaussian(5, 8, 40, seed=1).float(), gaussian(5, 8, 48, seed=2).float()
-    found, products = ov_circuits_and_products(value[None], output[None])
-    assert found.cosine[0].numpy() == pytest.approx(plain_cosines(output, value, list(range(5))), abs=1e-6)
+    inner, products = ov_circuits_and_products(value[None], output[None])
+    assert inner.similarity().cosine[0].numpy() == pytest.approx(plain_cosines(output, value, list(range(5))), abs=1e-6)
     plain = torch.einsum("hid,gjd->higj", output.double(), output.double())
     assert [part.start for part, _ in products.parts] == [0, 2, 4]
     for part, product in products.parts:

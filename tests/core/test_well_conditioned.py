@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hdi_callback.core import head_diversity
 from hdi_callback.core.circuits import qk_circuits, qk_circuits_from_products
-from hdi_callback.core.diversity import diversity_and_products
+from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.core.well_conditioned import lenses_of_products
 from tests.core.test_subspaces import gaussian, log_spectrum, scipy_overlap, with_spectrum
 
@@ -67,9 +67,9 @@ def test_what_one_product_cannot_tell_is_left_to_whitening():
 @pytest.mark.parametrize("condition", [3.0, 1e3])
 def test_circuits_from_the_products_that_are_left_are_those_of_the_weights(condition):
     key, query = with_spectrum(log_spectrum(condition, 16), 6, 64), gaussian(6, 16, 64, seed=5)
-    found, products = diversity_and_products(key.float()[None])
-    assert torch.equal(found.overlap[0], head_diversity(key.float()).overlap)
-    circuits = qk_circuits_from_products(query.float()[None], key.float()[None], products)
+    found, products = blocks_and_products(key.float()[None])
+    assert torch.equal(found.diversity().overlap[0], head_diversity(key.float()).overlap)
+    circuits = qk_circuits_from_products(query.float()[None], key.float()[None], products).similarity()
     exact = qk_circuits(query, key)
     assert torch.allclose(circuits.cosine[0].double(), exact.cosine, atol=1e-6)
     assert torch.allclose(circuits.norm[0].double(), exact.norm, rtol=1e-6)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.core import head_covariance, head_diversity
+from hdi_callback.core import head_covariance
 from hdi_callback.core.covariance import HeadSums
-from hdi_callback.core.diversity import diversity_and_products
+from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
@@ -67,12 +67,8 @@ def read_under_ddp(rank: int, lone_forward: bool) -> dict:
         monitor_of(model) as monitor,
         mock.patch.object(dist, "all_reduce", side_effect=_counted(dist.all_reduce, collectives)),
         mock.patch(
-            "hdi_callback.monitoring.monitor.sources.head_diversity",
-            side_effect=_counted(head_diversity, shares),
-        ),
-        mock.patch(
-            "hdi_callback.monitoring.monitor.sources.diversity_and_products",  # of one layer, whose products are shared
-            side_effect=_counted(diversity_and_products, shares),
+            "hdi_callback.monitoring.monitor.sources.blocks_and_products",
+            side_effect=_counted(blocks_and_products, shares),
         ),
     ):
         records = []

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import ROLES, AttentionLayer, Role
-from hdi_callback.core import CircuitSimilarity, HeadDiversity, head_diversity, ov_circuits, qk_circuits
-from hdi_callback.core.circuits import ov_circuits_and_products, qk_circuits_from_products
-from hdi_callback.core.diversity import diversity_and_products
+from hdi_callback.core.circuits import CircuitProducts, ov_circuits_and_products, qk_circuits_from_products
+from hdi_callback.core.diversity import HeadBlocks, blocks_and_products
 from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.monitoring.metrics import COVARIANCE, FINITENESS, MOVEMENT, OV, QK, UPDATES, UPDATES_OV, UPDATES_QK
 from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, Method
@@ -61,11 +60,16 @@ def weight_sources(
     shared = SharedProducts(0, frozenset()) if shared is None else shared
     options: dict[str, Any] = {"rank_tol": rank_tol, "memory_budget": max(1, memory_budget // 2 - shared.budget)}
     diversity = partial(_diversity, shared=shared, method=method, **options)
+    similarity = CircuitProducts.similarity
     lens = UpdateLens(last, **options)
-    chosen = [WeightSource(role, _just(role), diversity) for role in ROLES if role == "key" or role in names]
+    chosen = [
+        WeightSource(role, _just(role), diversity, HeadBlocks.diversity)
+        for role in ROLES
+        if role == "key" or role in names
+    ]
     others = (
-        WeightSource(QK, _just("query", "key"), partial(_qk, shared=shared, **options)),
-        WeightSource(OV, _just("value", "output"), partial(_ov, shared=shared, **options)),
+        WeightSource(QK, _just("query", "key"), partial(_qk, shared=shared, **options), similarity),
+        WeightSource(OV, _just("value", "output"), partial(_ov, shared=shared, **options), similarity),
         WeightSource(FINITENESS, _all_roles, _finiteness),
         WeightSource(MOVEMENT, _all_roles, last.movement),
         WeightSource(UPDATES, _just("key"), lens.keys),
@@ -105,32 +109,28 @@ def _is_alone(names: Sequence[str], weights: Mapping[Role, Tensor]) -> bool:
 
 def _diversity(
     names: Sequence[str], weights: Mapping[Role, Tensor], *, shared: SharedProducts, method: Method, **options: Any
-) -> HeadDiversity:
+) -> HeadBlocks:
     ((role, weight),) = weights.items()
-    if not (role in shared.roles and _is_alone(names, weights)):
-        return head_diversity(weight, method=method, **options)
-    diversity, products = diversity_and_products(weight, method=method, **options)
+    keeps = role in shared.roles and _is_alone(names, weights)
+    blocks, products = blocks_and_products(weight, method=method, keeps_products=keeps, **options)
     shared.keep(names[0], role, products)
-    return diversity
+    return blocks
 
 
 def _qk(
     names: Sequence[str], weights: Mapping[Role, Tensor], *, shared: SharedProducts, **options: Any
-) -> CircuitSimilarity:
+) -> CircuitProducts:
     products = shared.take(names[0], "key") if _is_alone(names, weights) else None
-    if products is None:
-        return qk_circuits(weights["query"], weights["key"], **options)
     return qk_circuits_from_products(weights["query"], weights["key"], products, **options)
 
 
 def _ov(
     names: Sequence[str], weights: Mapping[Role, Tensor], *, shared: SharedProducts, **options: Any
-) -> CircuitSimilarity:
-    if not ("output" in shared.roles and _is_alone(names, weights)):
-        return ov_circuits(weights["value"], weights["output"], **options)
-    similarity, products = ov_circuits_and_products(weights["value"], weights["output"], **options)
+) -> CircuitProducts:
+    keeps = "output" in shared.roles and _is_alone(names, weights)
+    found, products = ov_circuits_and_products(weights["value"], weights["output"], keeps_products=keeps, **options)
     shared.keep(names[0], "output", products)
-    return similarity
+    return found
 
 
 def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor]) -> WeightFiniteness:

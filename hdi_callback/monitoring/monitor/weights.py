@@ -32,11 +32,25 @@ class WeightSource:
         roles: the weights of a layer that it takes.
         compute: takes the names of some layers and by role their weights, ``(layers, heads, width, features)``, to a
             frozen record of tensors ``(layers, ...)``.
+        finish: takes such a record of all layers to another, at once; by default nothing is left to do.
     """
 
     name: str
     roles: Callable[[AttentionLayer], tuple[Role, ...]]
     compute: Callable[[Sequence[str], Mapping[Role, Tensor]], Any]
+    finish: Callable[[Any], Any] = lambda found: found
+
+    def measure(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> Any:
+        """Compute the result of layers whose weights lie side by side.
+
+        Args:
+            names: of the layers.
+            weights: by role, ``(layers, heads, width, features)``.
+
+        Returns:
+            A frozen record of tensors ``(layers, ...)``.
+        """
+        return self.finish(self.compute(names, weights))
 
     def heads(self, layer: AttentionLayer) -> Heads:
         """Tell how many heads the weights of a layer have, by role.
@@ -61,7 +75,7 @@ class WeightSource:
         Returns:
             A record of tensors on the meta device.
         """
-        return self.compute(
+        return self.measure(
             [""] * layers, {role: torch.empty(layers, count, 1, 1, device="meta") for role, count in heads}
         )
 
@@ -167,10 +181,10 @@ class WeightReader:
                         source.compute((name,), {role: weights[role][None] for role in roles})
                         for name, weights in members
                     ]
-                    values = each[0] if len(each) == 1 else _joined(each)
+                    values = source.finish(each[0] if len(each) == 1 else _joined(each))
                 else:
                     stacked = {role: torch.stack([weights[role] for _, weights in members]) for role in roles}
-                    values = source.compute(names, stacked)
+                    values = source.measure(names, stacked)
         except torch.OutOfMemoryError as error:
             # Later readings start with what was left for this one.
             self._layers_at_once = max(1, len(members) // 2)
