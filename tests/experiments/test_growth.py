@@ -93,7 +93,7 @@ def test_queries_and_keys_get_a_rate_of_their_own_and_the_rest_keeps_its_own():
 
 def test_runs_of_one_turn_on_one_training_share_their_healthy_twin():
     jobs = further.plan("confirming")
-    assert {job.kind for job in jobs} == {*further.KINDS, *further.GOOD}
+    assert {job.kind for job in jobs} == set(further.EVERY_KIND)
     assert len({(job.base, job.seed) for job in jobs}) < len(jobs) / 2
     assert not {job.seed for job in jobs} & {job.seed for job in further.plan("looked-at")}
 
@@ -119,10 +119,10 @@ LATE = {"weights of an early step are loaded", "averaged weights are loaded"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted({*further.KINDS, *further.GOOD} - LATE))
+@pytest.mark.parametrize("kind", sorted(set(further.EVERY_KIND) - LATE))
 def test_every_further_kind_acts(kind, monkeypatch):
     monkeypatch.setattr(further, "START", 2)
-    fault = (further.KINDS | further.GOOD)[kind]
+    fault = further.EVERY_KIND[kind]
     job = Job(HEALTHY, "text" if fault.bases == ("",) else fault.bases[0], 5)
     plain, other = (train(job, 5, fault=one) for one in (None, replace(fault, start=min(fault.start, 2))))
     shown = ("losses", "gradients", "readings")

@@ -21,7 +21,7 @@ from tests.experiments.faults.monitors import alarm_of_rules
 from tests.experiments.faults.plan import HEALTHY, Job, Part
 from tests.experiments.faults.report import COST, Result, bound
 from tests.experiments.faults.run import RESULTS, train
-from tests.experiments.faults.trainings import BASES, PROVOKED
+from tests.experiments.faults.trainings import BASES, DEEP, PROVOKED
 
 FIRST: dict[Part, int] = {"looked-at": 40_000, "confirming": 80_000}
 TURNS: dict[Part, int] = {"looked-at": 1, "confirming": 2}
@@ -178,6 +178,19 @@ GOOD: dict[str, Fault] = {
         "", False, False, begin=_set(padding="right"), start=0, bases=("digits, post-norm, SGD", "table")
     ),
 }
+
+
+def _put_norms_last(run: Run, step: int) -> None:
+    for block in run.model.blocks:
+        block.is_pre = False
+
+
+OF_DEPTH = {
+    "post-norm too deep": Fault("code", True, True, begin=_put_norms_last, start=0, bases=("text, eight layers",)),
+}
+"""Added later, behind the others, whose trainings go by their places."""
+FAULTY = KINDS | OF_DEPTH
+EVERY_KIND = KINDS | GOOD | OF_DEPTH
 TRIED_ON = ("text", "text, grouped", "digits, post-norm, SGD", "reversal, encoder-decoder", "table")
 
 
@@ -185,10 +198,10 @@ def plan(part: Part, turns: int | None = None) -> list[Job]:
     """Each kind on trainings by turns; runs of one turn on one training have one seed, and so one healthy twin."""
     jobs = []
     for turn in range(TURNS[part] if turns is None else turns):
-        for place, (kind, fault) in enumerate((KINDS | GOOD).items()):
+        for place, (kind, fault) in enumerate(EVERY_KIND.items()):
             bases = TRIED_ON if fault.bases == ("",) else fault.bases
             base = bases[(turn + (1 if part == "looked-at" else 0) + place) % len(bases)]
-            jobs.append(Job(kind, base, FIRST[part] + 100 * turn + list(BASES | PROVOKED).index(base)))
+            jobs.append(Job(kind, base, FIRST[part] + 100 * turn + list(BASES | PROVOKED | DEEP).index(base)))
     return jobs
 
 
@@ -200,7 +213,7 @@ def make(job: Job, folder: Path) -> Result:
     """Make a run, if it is not made."""
     done = _place(job, folder)
     if not done.is_file():
-        result = train(job, fault=(KINDS | GOOD).get(job.kind))
+        result = train(job, fault=EVERY_KIND.get(job.kind))
         partial = done.with_suffix(".partial")
         partial.write_bytes(gzip.compress(json.dumps(result).encode(), mtime=0))
         partial.rename(done)
@@ -216,9 +229,9 @@ ONSET = {
 
 def told(run: Result) -> tuple[int, str] | None:
     """Give the step of the first alarm, and its rule; -1 and the beginning of a warning before training."""
-    if run["kind"] in KINDS and run["warnings"]:
+    if run["kind"] in FAULTY and run["warnings"]:
         return -1, run["warnings"][0]
-    fault = (KINDS | GOOD)[run["kind"]]
+    fault = EVERY_KIND[run["kind"]]
     step = alarm_of_rules(run, ONSET.get(run["kind"], fault.start))
     if step is None:
         return None
@@ -239,8 +252,8 @@ def report(part: Part, folder: Path, turns: int | None = None, *, only_made: boo
         final, usual = run["validation"][-1], twin["validation"][-1]
         cost = "not finite" if final is None else f"{final - usual:+.2f}"
         alarm = told(run)
-        is_fault = job.kind in KINDS
-        shows = is_fault and KINDS[job.kind].shows
+        is_fault = job.kind in FAULTY
+        shows = is_fault and FAULTY[job.kind].shows
         shown, found = shown + shows, found + (shows and alarm is not None)
         healthy, false = healthy + (not is_fault), false + (not is_fault and alarm is not None)
         said = "-" if alarm is None else "warning before training" if alarm[0] < 0 else f"{alarm[1]}, step {alarm[0]}"

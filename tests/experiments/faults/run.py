@@ -25,7 +25,7 @@ from hdi_callback.monitoring.session.settings import Settings
 from tests.experiments.collapse.run import Loop
 from tests.experiments.faults.faults import FAULTS, Fault, Run
 from tests.experiments.faults.plan import EVERY, HEALTHY, PARTS, Job, plan
-from tests.experiments.faults.trainings import BASES, PROVOKED, Data, add_adapters, make_model, make_optimizers
+from tests.experiments.faults.trainings import BASES, DEEP, PROVOKED, Data, add_adapters, make_model, make_optimizers
 
 RESULTS = Path("runs/faults")
 PUBLISHED = Path("docs/benchmarks/faults.json.gz")
@@ -50,7 +50,7 @@ def train(
     """
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
-    base = (BASES | PROVOKED)[job.base]
+    base = (BASES | PROVOKED | DEEP)[job.base]
     fault = fault or FAULTS.get(job.kind, Fault("", False, False))
     steps = base.steps if steps is None else steps
     model, data = make_model(base), Data(base.task, job.seed, base.batch)

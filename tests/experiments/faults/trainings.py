@@ -70,6 +70,9 @@ PROVOKED: dict[str, Base] = {
     "no decay, no warm-up": replace(BASES["digits, post-norm, SGD"], optimizer="adamw", rate=2e-3, decay=0, warm_up=0),
 }
 
+# Of the further family alone.
+DEEP: dict[str, Base] = {"text, eight layers": replace(BASES["text"], layers=8)}
+
 LONG = frozenset(name for name, base in PROVOKED.items() if base.steps > 100 or base.task == "order")
 """Those that take several times as long as the others."""
 
