@@ -46,6 +46,7 @@ class Reading:
         epoch: epoch of the reading, if the trainer has epochs.
         axis: position on the trainer's own logging axis; `step` if there is none.
         time: seconds since the Unix epoch.
+        frozen: names of the layers none of whose parameters required a gradient; `None` if that was not asked.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Reading:
     epoch: int | None = None
     axis: int | None = None
     time: float = field(default_factory=clock.time)
+    frozen: frozenset[str] | None = field(default=None, compare=False)
 
     def record(self) -> Record:
         """Turn the reading into numbers; waits for the device.
@@ -95,6 +97,7 @@ class Record:
         epoch: epoch of the reading, if the trainer has epochs.
         axis: position on the trainer's own logging axis.
         time: seconds since the Unix epoch.
+        frozen: names of the layers none of whose parameters required a gradient; `None` where that is not known.
     """
 
     step: int
@@ -103,6 +106,7 @@ class Record:
     epoch: int | None = None
     axis: int = 0
     time: float = 0.0
+    frozen: frozenset[str] | None = field(default=None, compare=False)
 
     def scalars(self, metrics: tuple[str, ...] | list[str]) -> dict[str, float]:
         """Collect what goes to the loggers.
@@ -300,4 +304,4 @@ def _tabulate(reading: Reading) -> Record:
                 else:
                     absent.pop(f"{COVARIANCE}/{name}", None)  # of one rank, and others have it
     axis = reading.step if reading.axis is None else reading.axis
-    return Record(reading.step, layers, absent, reading.epoch, axis, reading.time)
+    return Record(reading.step, layers, absent, reading.epoch, axis, reading.time, reading.frozen)

@@ -793,3 +793,27 @@ def test_the_first_layer_is_known_where_all_attention_of_the_model_is_watched():
     assert first() == ["0"]
     assert first(include=["1"]) == []
     assert first(exclude=["0"]) == []
+
+
+def test_a_layer_that_is_frozen_or_thawed_in_the_middle_of_a_run_is_no_fault():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: Attention(Shape(heads=2, key_heads=2, width=16)) for name in ("a", "b")})
+    x = torch.randn(2, 6, 16)
+
+    def told(frozen):
+        optimizer, news = torch.optim.SGD(model.parameters(), lr=0.1), []
+        with HeadDiversityMonitor(model, metrics=["head_movement_min"]) as monitor:
+            alerts = Alerts([FrozenHeads(), RoundedAway()], monitor.facts, loaded=False)
+            for step in range(12):
+                for parameter in model["a"].parameters():
+                    parameter.requires_grad_(not frozen(step))
+                    if frozen(step):
+                        parameter.grad = None
+                model["a"](model["b"](x)).square().sum().backward()
+                optimizer.step()
+                news += alerts.judge(monitor.measure(step + 1).record())
+                optimizer.zero_grad()
+        return [(one.step, one.layer, one.rule) for one in news]
+
+    assert told(lambda step: step >= 5) == []
+    assert told(lambda step: step < 5) == []

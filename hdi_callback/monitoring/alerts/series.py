@@ -55,6 +55,7 @@ class Series:
         is_loaded: whether the weights had been trained before this run, as `loaded` of `Alerts` says.
         is_first: whether it is known to be the first layer of the model, which is given data rather than what other
             layers make.
+        trains: whether some parameter of the layer requires a gradient at the latest reading.
         do_others_move: whether at the latest reading the weights of some layer had moved since the one before.
         rewritten: heads whose weights an intervention has written: earlier readings say nothing about them.
     """
@@ -72,6 +73,7 @@ class Series:
         self.layer, self.facts, self.siblings, self.is_loaded = layer, facts, siblings, is_loaded
         self.is_first = is_first
         self.first = replace(first, matrices={})
+        self.trains = bool(facts.get("trains", True))
         self.do_others_move = False
         self.rewritten: set[int] = set()
         self.rows: deque[Row] = deque(maxlen=_READINGS_KEPT)

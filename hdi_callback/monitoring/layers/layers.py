@@ -115,6 +115,22 @@ class WatchedLayers:
 
         return (self._include is None or matches(self._include)) and not matches(self._exclude or ())
 
+    def frozen(self, elsewhere: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+        """Name the layers none of whose parameters requires a gradient now.
+
+        Args:
+            elsewhere: what is known of the layers of all ranks; of those that this rank lacks, what was so at first.
+
+        Returns:
+            Names.
+        """
+        here = {layer.name: layer for layer in self.all}
+        others = {facts["name"] for facts in elsewhere if facts["name"] not in here and not facts.get("trains", True)}
+        still = {
+            name for name, layer in here.items() if not any(one.requires_grad for one in layer.module.parameters())
+        }
+        return frozenset(still | others)
+
     def find_removed(self) -> None:
         """Find which layers are no part of the model any more."""
         there = set(self._model.modules())

@@ -318,7 +318,8 @@ class HeadDiversityMonitor:
                 collected.add(late, absent)
         if self._pending_outputs:
             self.arm(training_only=self._training_only)
-        return Reading(step, names, tuple(measurements), absent.reasons, epoch, axis)
+        frozen = self._layers.frozen(self.facts)
+        return Reading(step, names, tuple(measurements), absent.reasons, epoch, axis, frozen=frozen)
 
     @property
     def awaits_forwards(self) -> bool:

@@ -173,7 +173,7 @@ class FlatAttention(Rule):
         """Ask of all readings that are kept, and of the first."""
         _, curve = series.curve("attention_entropy")
         first = series.first.values.get("attention_entropy", 0.0)
-        if len(curve) < self.readings or min(*curve, first) < self.limit or not series.facts.get("trains", True):
+        if len(curve) < self.readings or min(*curve, first) < self.limit or not series.trains:
             return None
         _, logits = series.curve("attention_logit")
         if max(logits, default=0.0) > self.largest:

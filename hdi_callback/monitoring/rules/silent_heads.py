@@ -70,7 +70,7 @@ class FrozenHeads(Rule):
         """Find the heads that stand still beside others that move."""
         _, least = series.curve("head_movement_min")
         moves = series.latest.per_head("head_movement")
-        if len(least) < self.readings or max(least[-self.readings :]) > 0 or not series.facts.get("trains", True):
+        if len(least) < self.readings or max(least[-self.readings :]) > 0 or not series.trains:
             return None
         still = tuple(head for head, move in enumerate(moves) if move == 0)
         is_all = len(still) == len(moves)
@@ -166,7 +166,7 @@ class RoundedAway(Rule):
         shares = series.latest.per_head("head_unchanged")
         _, largest = series.curve("head_unchanged")
         rows = largest[-self.readings :]
-        if len(rows) < self.readings or min(rows) < self.share or not series.facts.get("trains", True):
+        if len(rows) < self.readings or min(rows) < self.share or not series.trains:
             return None
         if not shares or not min(shares) >= self.share:
             return None
