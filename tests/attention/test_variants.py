@@ -671,3 +671,28 @@ def test_learned_tokens_are_not_said_to_be_given_by_maps():
         (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
     assert layer.left_out == "the tokens that its projections do not give"
     assert len(told) == 1
+
+
+class TwoScores(by_hand.NanoGPT):
+    """Text and layout attend by one sum of scores, and average values of their own (LiLT)."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_layout, self.layout_proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        sides = [
+            [part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in mix(x).chunk(3, -1)]
+            for mix in (self.c_attn, self.c_layout)
+        ]
+        scores = sum(q @ k.mT for q, k, _ in sides)
+        out = [(scores.softmax(-1) @ v).transpose(1, 2).flatten(2) for _, _, v in sides]
+        return self.c_proj(out[0]) + self.layout_proj(out[1])
+
+
+def test_what_a_run_shows_to_mix_is_not_claimed_from_what_attention_received():
+    torch.manual_seed(0)
+    model = nn.Sequential(TwoScores())
+    found = survey(model, forward=lambda: model(torch.randn(2, 6, D)))
+    assert not found.layers
+    assert [one.reason for one in found.refused] == ["its scores are sums of several products of queries and keys"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from hdi_callback.attention.heads import AttentionLayer, Role
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.names import printable
+from hdi_callback.attention.names import is_within, printable
 from hdi_callback.attention.observe import AttentionObserver, Verdict
 from hdi_callback.attention.recorder import Recorder
 from hdi_callback.attention.registry import Place
@@ -137,10 +137,12 @@ class HeadSearch(ArgumentRecorder):
 
     Attributes:
         reasons: what was observed instead of heads, name -> reason.
+        decided: names of those of which no other run will read heads either.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.reasons: dict[str, str] = {}
+        self.decided: set[str] = set()
         self._places = {place.name: place for place in places}
         self._failed: list[str] = []
         self._tracer = KindTracer()
@@ -199,11 +201,13 @@ class HeadSearch(ArgumentRecorder):
         for one in found or ():
             if one.layer is None:
                 self.reasons[place.name] = one.reason
+                if not one.is_undecided:
+                    self.decided.add(place.name)
         return [one.layer for one in found or () if one.layer is not None]
 
 
 def layers_observed(
-    observer: AttentionObserver, layers: Sequence[AttentionLayer], reasons: Mapping[str, str]
+    observer: AttentionObserver, layers: Sequence[AttentionLayer], reasons: Mapping[str, str], decided: Collection[str]
 ) -> list[AttentionLayer]:
     """Describe attention that no layer explains by its inputs in a real forward, before training and in it.
 
@@ -211,6 +215,7 @@ def layers_observed(
         observer: of that forward.
         layers: those that are read otherwise.
         reasons: name of a module -> why a traced run could not read all of it.
+        decided: names of those of them whose attention no heads can be read of, such as heads that mix.
 
     Returns:
         Layers of several heads beside them.
@@ -223,6 +228,8 @@ def layers_observed(
         if any(one.module in inside or layer.module in set(one.module.modules()) for one in (*layers, *found)):
             continue
         name = users_name(printable(path))
+        if any(is_within(name, [other]) or is_within(other, [name]) for other in decided):
+            continue
         left_out = " and ".join(f"the weights of its {of}" for role, of in _NAMES.items() if role not in layer.slices)
         if left_out and name in reasons:
             left_out += f", as {reasons[name]}"

@@ -69,6 +69,7 @@ class Search:
         self._failed: set[str] = set()  # names of modules that could not be run with the inputs of a forward
         self._open: set[str] = set()  # names of modules that ran, and that another run may read
         self._called: set[str] = set()  # names of modules that a forward called
+        self._decided: set[str] = set()  # names of modules that ran, and of which no run can read heads
         self._has_forward = False
         self._tracer = KindTracer()
 
@@ -163,8 +164,7 @@ class Search:
                 is_new = full not in self.reasons or (is_of_forward and full in self._open)
                 if is_new and not is_reported and not self._is_explained(full):
                     self.reasons[full] = one.reason, ""
-                    if one.is_undecided:
-                        self._open.add(full)
+                    (self._open if one.is_undecided else self._decided).add(full)
                 continue
             if one.is_undecided and full in self._open and not is_of_forward:
                 continue  # an argument that changes its heads may be among those that were left out
@@ -182,6 +182,7 @@ class Search:
     def _settle(self, name: str) -> None:
         self.reasons.pop(name, None)
         self._open.discard(name)
+        self._decided.discard(name)
 
     def _drop_parts_of(self, whole: AttentionLayer) -> None:
         """Drop layers of a single head that were found to be the heads of another one."""
@@ -269,7 +270,7 @@ class Search:
             if name in self.layers:
                 self._correct(self.layers[name], verdict, ways.get(name, ()))
         reasons = {name: reason for name, (reason, _) in self.reasons.items()}
-        for layer in layers_observed(observer, list(self.layers.values()), reasons):
+        for layer in layers_observed(observer, list(self.layers.values()), reasons, self._decided):
             if not is_within(layer.name, self._vouched):
                 self.layers[layer.name] = layer
                 self._settle(layer.name)

@@ -196,7 +196,7 @@ class CoreReading(CoreView):
         if any(name.startswith("input") for name in names):
             sides = [side for product in self.core.scores for side in (product.left, product.right)]
             if all(Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides):
-                raise NoHeadsError("its values are its inputs, and no projection of tokens")
+                raise UndecidedError("its values are its inputs, and no projection of tokens")
             raise NoHeadsError("")  # a part of attention whose projections lie around it
         raise NoHeadsError("its values are learned, and no projection of tokens")
 

@@ -409,7 +409,7 @@ def _gain(trace: TracedCores, path: str, row: Rows) -> tuple[str, float]:
                 ratio = gain / (parameter.detach() + offset)
                 if (ratio - ratio[0]).abs().max() < 1e-4 * ratio[0].abs():
                     return _from(trace, path, name)[1], offset
-    raise NoHeadsError("between two projections lies something that is no gain")
+    raise UndecidedError("between two projections lies something that is no gain")
 
 
 def _output_weight(trace: TracedCores, path: str, leaf: Leaf, features: Tensor) -> HeadSlice:

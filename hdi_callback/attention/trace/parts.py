@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.head_rows import UndecidedError, Units
+from hdi_callback.attention.trace.head_rows import NoHeadsError, UndecidedError, Units
 from hdi_callback.attention.trace.support import columns_of, random_weights
 
 
@@ -90,7 +90,7 @@ class CoreParts(CoreView):
             kept = [one for one in candidates if self._is_of_columns(n, *one)]
             candidates = kept or candidates
         if len(candidates) > 1:
-            raise UndecidedError("its scores are sums of several products of queries and keys")
+            raise NoHeadsError("its scores are sums of several products of queries and keys")
         return int(candidates[0][0])
 
     def _is_of_columns(self, n: int, number: int, keys: int) -> bool:

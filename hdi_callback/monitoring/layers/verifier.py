@@ -191,8 +191,8 @@ class HeadVerifier:
             contradicted = {name: one.sentence for name, one in verdicts.items() if one.state == "contradicted"}
             self._contradictions |= contradicted
             found += [one for one in searched if one.name not in contradicted]
-        reasons = {} if self._search is None else self._search.reasons
-        observed = layers_observed(observer, [*self._layers.all, *found], reasons)
+        reasons, decided = ({}, set()) if self._search is None else (self._search.reasons, self._search.decided)
+        observed = layers_observed(observer, [*self._layers.all, *found], reasons, decided)
         return [replace(layer, evidence="forward") for layer in found] + list(filter(self._may_be_watched, observed))
 
     def _may_be_watched(self, layer: AttentionLayer) -> bool:
