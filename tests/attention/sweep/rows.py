@@ -177,15 +177,19 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
         if not can_return(model):
             return {"verdict": "returns none", "reason": "it has no attention whose weights it could return"}
         return {"verdict": "does not run", "reason": "no inputs fit"}
-    weights: list[Tensor] = []
-    with softmaxes() as kept, torch.no_grad(), suppress(Exception):
-        asked = model(**arguments, output_attentions=True)
-        weights = joined([one for one in returned(asked) if _are_weights(one)])
-        if not _are_equal(alone, asked):
-            return {"verdict": "computes otherwise", "reason": "asked for its weights, it computes something else"}
-    weights = [whole_of(one, kept) for one in weights]
+    with softmaxes() as kept, torch.no_grad():
+        try:
+            asked = model(**arguments, output_attentions=True)
+        except Exception as error:
+            reason = f"asked for its weights, it fails: {type(error).__name__}: {error}"
+            return {"verdict": "returns none", "reason": reason[:200]}
+    every = [one.flatten(0, -4) if one.dim() > 4 else one for one in returned(asked)]
+    weights = [whole_of(one, kept) for one in joined([one for one in every if _are_weights(one)])]
+    if not _are_equal(alone, asked):
+        return {"verdict": "computes otherwise", "reason": "asked for its weights, it computes something else"}
     if not weights:
-        return {"verdict": "returns none", "reason": "it returns no attention weights"}
+        odd = "what it returns is not, for each head, what its queries weigh their keys with"
+        return {"verdict": "returns none", "reason": odd if every else "it returns no attention weights"}
     truths: list[dict[str, Any]] = []
     for one in weights:
         truths.append(truth_of(one) | {"heads": one.shape[1]})
@@ -248,9 +252,8 @@ def can_return(model: nn.Module) -> bool:
 
 
 def _has_place(model: nn.Module) -> bool:
-    """Look at what a forward says that it returns; what it takes, or records, counts as well."""
-    own = [*inspect.signature(model.forward).parameters, *(getattr(model, "_can_record_outputs", None) or {})]
-    if any("attentions" in name for name in own):
+    """Look at what a forward says that it returns, and at what it takes."""
+    if "output_attentions" in inspect.signature(model.forward).parameters:
         return True
     with suppress(NameError, TypeError):
         said = typing.get_type_hints(model.forward).get("return")
