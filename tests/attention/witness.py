@@ -303,7 +303,8 @@ class _Products(TorchFunctionMode):
             return
         if _marks(right, "_weights") and not _marks(left, "_weights"):
             one, other, left, right = other, one, right, left
-        batch = [i for i in out if i in one and i in other]
+        # Values stand as the scores did, in whatever order what comes of them does.
+        batch = [i for i in (one if _marks(left, "_weights") else out) if i in one and i in other and i in out]
         summed = [i for i in one if i in other and i not in out]
         rows = [i for i in one if i not in other]
         columns = [i for i in other if i not in one]

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.attention.sweep.packages_building import Example, beside, make, noise, tokens, two, vit, x_decoder
+from tests.attention.sweep.packages_building import (
+    Example,
+    beside,
+    make,
+    noise,
+    tokens,
+    two,
+    unscripted,
+    vit,
+    x_decoder,
+)
 
 _IMAGE, _SEQUENCE = noise(3, 32, 32), noise(8, 32)
 
@@ -105,6 +115,16 @@ def _encoder_for_images() -> nn.Module:
     return ViTransformerWrapper(image_size=32, patch_size=8, num_classes=5, attn_layers=layers)
 
 
+def _annotated(module: str, name: str) -> Any:
+    def build() -> nn.Module:
+        from labml import tracker
+
+        tracker.debug = lambda *_: None  # which newer versions have no more
+        return make(f"labml_nn.transformers.{module}", name, 4, 32, 0.0)()
+
+    return build
+
+
 def _swin(version: str) -> nn.Module:
     from torchvision.models import swin_transformer as swin
 
@@ -119,7 +139,7 @@ def _diffusers(name: str, **sizes: Any) -> Any:
 EXAMPLES: dict[str, Example] = {
     "x-transformers.xpos": Example(x_decoder(rotary_xpos=True), tokens(12)),
     "x-transformers.head_scale": Example(x_decoder(attn_head_scale=True), tokens(12)),
-    "x-transformers.softclamp": Example(x_decoder(attn_softclamp_logits=True), tokens(12)),
+    "x-transformers.softclamp": Example(unscripted(x_decoder(attn_softclamp_logits=True)), tokens(12)),
     "x-transformers.dynamic_bias": Example(x_decoder(dynamic_pos_bias=True), tokens(12)),
     "x-transformers.encoder_decoder": Example(
         _encoder_decoder, lambda batch: (*tokens(12)(batch), *tokens(10)(batch))
@@ -212,19 +232,19 @@ EXAMPLES: dict[str, Example] = {
     "ibm-fms": Example(_foundation(), tokens(10)),
     "ibm-fms.groups": Example(_foundation(kvheads=2), tokens(10)),
     "sockeye.MultiHeadSelfAttention": Example(
-        make("sockeye.layers", "MultiHeadSelfAttention", 32, 4, 32), _SEQUENCE, _timely
+        unscripted(make("sockeye.layers", "MultiHeadSelfAttention", 32, 4, 32)), _SEQUENCE, _timely
     ),
     "sockeye.MultiHeadAttention": Example(
-        make("sockeye.layers", "MultiHeadAttention", 32, 4, 32, 0.0, 32), two((8, 32), (6, 32)),
+        unscripted(make("sockeye.layers", "MultiHeadAttention", 32, 4, 32, 0.0, 32)), two((8, 32), (6, 32)),
         lambda m, x, y: m(x.transpose(0, 1), y.transpose(0, 1))),
     "joeynmt": Example(
         make("joeynmt.transformer_layers", "MultiHeadedAttention", 4, 32, 0.0), _SEQUENCE, lambda m, x: m(x, x, x)
     ),
     "labml-nn.mha": Example(
-        make("labml_nn.transformers.mha", "MultiHeadAttention", 4, 32, 0.0), _SEQUENCE,
+        _annotated("mha", "MultiHeadAttention"), _SEQUENCE,
         lambda m, x: m(query=x.transpose(0, 1), key=x.transpose(0, 1), value=x.transpose(0, 1))),
     "labml-nn.relative": Example(
-        make("labml_nn.transformers.xl.relative_mha", "RelativeMultiHeadAttention", 4, 32, 0.0), _SEQUENCE,
+        _annotated("xl.relative_mha", "RelativeMultiHeadAttention"), _SEQUENCE,
         lambda m, x: m(query=x.transpose(0, 1), key=x.transpose(0, 1), value=x.transpose(0, 1))),
     "perceiver-io": Example(
         make("perceiver.model.core", "MultiHeadAttention", 4, 32, 24, causal_attention=False), two((8, 32), (6, 24))
@@ -254,8 +274,8 @@ EXAMPLES: dict[str, Example] = {
               num_head_channels=8, with_conditioning=True, cross_attention_dim=24), two((1, 8, 8), (5, 24)),
         lambda m, x, context: m(x, _times(len(x)), context)),
     "dalle-pytorch": Example(
-        beside(make("dalle_pytorch.attention", "Attention", 32, 8, heads=4, dim_head=8), "omegaconf"), _SEQUENCE
-    ),
+        beside(make("dalle_pytorch.attention", "Attention", 32, 8, heads=4, dim_head=8), "omegaconf", "taming",
+               "taming.models", "taming.models.vqgan"), _SEQUENCE),
     "flamingo-pytorch": Example(
         make("flamingo_pytorch", "GatedCrossAttentionBlock", dim=32, dim_head=8, heads=4,
               only_attend_immediate_media=False), two((8, 32), (2, 5, 32))),
