@@ -292,9 +292,9 @@ def _measured(
     if len(layers) == 1 and metric is None and method == "whiten" and may_decide_on_host(weight):
         both = lenses_of_products(layers[0], rank_tol=rank_tol, memory_budget=memory_budget, kept=kept)
     if both is not None:
-        rank = torch.full((1, H), float(k))
+        rank = both.shared.new_full((1, H), float(k))
         found = (normalised(both.shared[None], rank), both.energy[None], rank, both.flatness[None])
-        results.append((*found, torch.zeros(1, H, dtype=torch.bool), both.norm[None]))
+        results.append((*found, torch.zeros(1, H, dtype=torch.bool, device=weight.device), both.norm[None]))
     for start in range(0, max(1, len(layers)) if both is None else 0, step):
         part = slice(start, start + step)
         S = None if metrics is None else metrics[part if len(metrics) > 1 else slice(0, 1)]

@@ -400,7 +400,7 @@ def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: b
         return torch.full((H,), -torch.inf, dtype=dtype, device=logits.device)
     logits = logits.to(dtype)
     if may_decide_on_host(logits) and bool(logits.sum().isfinite()):
-        masked = logits + torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        masked = logits + logits.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
     else:
         masked = torch.where(seen, logits, -torch.inf)
     largest: Tensor = masked.amax(-1).movedim(-2, 0).flatten(1).amax(-1)

@@ -117,7 +117,9 @@ class InputSums:
             return None
         directed = weights * (norm != 0)
         # Each sum over tokens is made of parts, which add up in float64.
-        part = torch.eye(_PARTS).repeat_interleave(-(-len(tokens) // _PARTS), dim=1)[:, : len(tokens)]
+        part = torch.eye(_PARTS, dtype=torch.float32, device=tokens.device).repeat_interleave(
+            -(-len(tokens) // _PARTS), dim=1
+        )[:, : len(tokens)]
         counts, points = part * weights.float(), part * (directed / torch.where(norm == 0, 1, norm)).float()
         total, directions = (torch.cat([counts, points]) @ tokens).double().view(2, _PARTS, -1).sum(1)
         count = weights.sum()
