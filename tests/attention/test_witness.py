@@ -581,6 +581,28 @@ def test_one_query_for_all_sequences_is_compared_up_to_gains_that_heads_share(ow
     assert not judged(module, swapped).is_right
 
 
+class TimeFirst(nn.Module):
+    """Multiplies with time and heads in dims of their own: the softmax runs over a dim in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+
+    def forward(self, x):
+        q, k, v = (one.unflatten(-1, (H, -1)).transpose(0, 1) for one in self.qkv(x).chunk(3, -1))
+        weights = torch.softmax(torch.einsum("ibhd,jbhd->ijbh", q, k), 1)
+        return torch.einsum("ijbh,jbhd->ibhd", weights, v).transpose(0, 1).flatten(2)
+
+
+def test_queries_and_keys_are_told_apart_where_the_softmax_runs_over_a_dim_in_the_middle():
+    torch.manual_seed(0)
+    module = TimeFirst()
+    rows = thirds(module, "qkv")
+    assert judged(module, claimed_by_rows(module, rows)).is_right
+    swapped = rows | {"query": rows["key"], "key": rows["query"]}
+    assert judged(module, claimed_by_rows(module, swapped)).is_right is False
+
+
 class UncalledOutput(nn.Module):
     """Uses the weight of its output projection without calling it, as `nn.MultiheadAttention` does."""
 

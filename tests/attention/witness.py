@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -192,6 +192,12 @@ class _Product:
     right: Tensor
     is_swapped: bool = False  # the softmax runs over the left one's tokens
     parameters: tuple[bool, bool] = (False, False)  # which of them are made of parameters alone
+    shape: tuple[int, ...] = ()  # of the scores, where the tokens of the right one are no last dim
+    column_dim: int = -1  # of them
+
+    def is_over_left(self, shape: Sequence[int], dim: int) -> bool:
+        """Tell whether a softmax over a dim of the scores runs over the left one's tokens."""
+        return dim % len(shape) != (self.column_dim if tuple(shape) == self.shape else -1) % len(shape)
 
     @property
     def has_keys(self) -> bool:
@@ -317,7 +323,8 @@ class _Products(TorchFunctionMode):
             order = [out.index(i) for i in batch + rows + columns]
             self._record(answer, weights, second.mT, lambda one: one.permute(order).flatten(len(batch), -2))
         elif not all(learned := (_is_parameter(left), _is_parameter(right))) and first.dim() >= 3:
-            answer._scores = [_Product(first.detach(), second.detach(), False, learned)]
+            place = tuple(answer.shape), out.index(columns[0])
+            answer._scores = [_Product(first.detach(), second.detach(), False, learned, *place)]
 
     def _record(
         self,
@@ -372,8 +379,8 @@ class _Products(TorchFunctionMode):
             weights, scores = [mark for mark in scores if mark.has_keys], []
         if func in _SOFTMAX and scores:
             dim = _argument(args, kwargs, 1, "dim")
-            if isinstance(dim, int) and dim % given[0].dim() != given[0].dim() - 1:
-                scores = [_turned(mark) for mark in scores]
+            if isinstance(dim, int):
+                scores = [_turned(one) if one.is_over_left(given[0].shape, dim) else one for one in scores]
             # First the products of what the input gives; keys that are learned are no tokens.
             weights = sorted((mark for mark in scores if mark.has_keys), key=lambda mark: mark.is_of_learned_queries)
             scores = []
@@ -394,7 +401,7 @@ class _Products(TorchFunctionMode):
 
 
 def _turned(mark: _Product) -> _Product:
-    return replace(mark, is_swapped=not mark.is_swapped)
+    return replace(mark, is_swapped=not mark.is_swapped, shape=())
 
 
 def _turns(func: Any, args: Any, kwargs: Any, count: int) -> bool:
