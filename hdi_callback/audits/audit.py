@@ -100,8 +100,8 @@ class Audit:
     @property
     def not_audited(self) -> dict[str, str]:
         """Layers without numbers, and attention whose heads are not known -> the reason."""
-        told = {finding.layer for finding in self.unusual}  # as of weights that are NaN, which is a finding
-        without = {layer.name: layer.absent for layer in self.layers if layer.absent and layer.name not in told}
+        reported = {finding.layer for finding in self.unusual}  # as of weights that are NaN, which is a finding
+        without = {layer.name: layer.absent for layer in self.layers if layer.absent and layer.name not in reported}
         return {**without, **self.refused}
 
     @property
@@ -257,7 +257,7 @@ def audit(
     source = open_source(model, config=config, model_class=model_class)
     found = survey(inner_model(source.model), include=include, exclude=exclude)
     facts = tuple({**layer.facts(), "name": users_name(layer.name)} for layer in found.layers)
-    step = 1 if source.step is None else source.step  # at 0 only what fresh weights cannot be is looked for
+    step = 1 if source.step is None else source.step  # at 0 only what fresh weights cannot be is searched
     records: dict[str, LayerRecord] = {}
     absent: dict[str, str] = {}
     for place, (layer, known) in enumerate(zip(found.layers, facts)):
@@ -279,12 +279,12 @@ def audit(
     return Audit(printable(source.name), layers, refused, tuple(findings), record, facts)
 
 
-def _dead_heads(record: Record, told: set[str]) -> list[Alert]:
+def _dead_heads(record: Record, reported: set[str]) -> list[Alert]:
     """Tell of heads that are all but zero, which the rule of a run gives time to begin."""
     found = []
     for name, layer in record.layers.items():
         heads = dead_heads_of(layer)
-        if heads and name not in told:
+        if heads and name not in reported:
             what = "are dead: their key weights are" if len(heads) > 1 else "is dead: its key weights are"
             finding = Finding(f"{named_heads(heads)} {what} all but zero", value=float(len(heads)), heads=heads)
             message = f"step {record.step}, {name}: {finding.what}"

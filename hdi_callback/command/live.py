@@ -31,7 +31,7 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
         once: draw it as it is now, and end.
         until: end when this step was read.
         idle: end when nothing was written for so many seconds.
-        interval: seconds between two looks.
+        interval: seconds between two reads of the history.
 
     Returns:
         True if a warning or a critical alert is active.

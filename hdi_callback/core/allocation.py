@@ -126,7 +126,7 @@ class AllocationRanking:
         flat: head widths whose error is within the tolerance of the best: how flat the optimum is.
         best_by_assumption: the best head width under each assumption, by its description.
         variance_growth: L, the growth of the log variance per unit of head width that the measurement implies.
-        reason: why nothing can be told, or None.
+        reason: why no choice can be ranked, or None.
     """
 
     choices: tuple[AllocationChoice, ...]
@@ -142,7 +142,7 @@ class AllocationRanking:
 
     @property
     def best(self) -> AllocationChoice | None:
-        """The choice with the smallest modelled error; None where nothing can be told."""
+        """The choice with the smallest modelled error; None where no choice can be ranked."""
         return None if self.reason is not None else self.choices[0]
 
     @property
@@ -171,7 +171,7 @@ def rank_allocations(
     multiple_of: int = 1,
     tolerance: float = 0.1,
 ) -> AllocationRanking:
-    r"""Rank the ways to divide a width into heads from what was measured in a layer, or say that it cannot be told.
+    r"""Rank the ways to divide a width into heads from what was measured in a layer, or say why it cannot be done.
 
     .. math::
 

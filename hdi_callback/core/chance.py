@@ -26,7 +26,7 @@ def chance_of_overlap(overlap: float, *, ranks: tuple[float, float], width: int,
         pairs: number of pairs among which it is the largest.
 
     Returns:
-        An upper bound of the probability, in [0, 1]; 1 where the subspaces fill the space, so that nothing can be told.
+        An upper bound of the probability, in [0, 1]; 1 where the subspaces fill the space, which says nothing.
 
     Raises:
         ShapeError: if a rank is below 1, or there is no pair.

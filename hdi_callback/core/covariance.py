@@ -119,7 +119,7 @@ class HeadMoments:
         return (self.scatter * mixing).sum((1, 3)) / self.count
 
     def covariance(self, output_weight: Tensor) -> HeadCovariance:
-        """Compute the covariance term of all tokens seen.
+        """Compute the covariance term of all tokens so far.
 
         Args:
             output_weight: ``(H, d_v, d)``.

@@ -250,7 +250,7 @@ def blocks_and_products(
     They are those of the weights as they are, to the rounding of float32: going back from whitened heads is exact.
 
     Args:
-        weight: ``(..., H, d_k, d)``; ``(1, H, d_k, d)`` on a CPU for products, as the host looks at what came.
+        weight: ``(..., H, d_k, d)``; ``(1, H, d_k, d)`` on a CPU for products, as the host reads what came.
         rank_tol: as in `head_diversity`.
         method: as in `head_diversity`.
         memory_budget: as in `head_diversity`, beside the products.

@@ -1,4 +1,4 @@
-"""What the functions of this room take: real tensors of floating point numbers, and where the host may look at them."""
+"""What the functions of this room take: real tensors of floating point numbers, and where the host may read them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def require_tensors(least: int = 0, **given: Any) -> None:
 
 
 def may_decide_on_host(weight: Tensor) -> bool:
-    """Tell whether the host may look at what float32 gives, and take another way where that is not exact enough.
+    """Tell whether the host may read what float32 gives, and take another way where that is not exact enough.
 
     Args:
         weight: of which something is computed.

@@ -106,7 +106,7 @@ def gram_energy(rows: Tensor) -> Tensor:
 
 
 _BLOCK = 128  # tokens of which every one is paired with every one of the next block
-_FULL = 512  # up to so many tokens, or features, all pairs are looked at
+_FULL = 512  # up to so many tokens, or features, all pairs are computed
 
 
 def energy_of_tokens(rows: Tensor, weights: Tensor) -> Tensor:

@@ -2,7 +2,7 @@ r"""Heads whose directions are of like size: both lenses from the product of the
 
 With :math:`P_{hg} = K_h K_g^\top` and whiteners :math:`T_h P_{hh} T_h^\top = I`, the subspaces are compared by
 :math:`\lVert T_h P_{hg} T_g^\top \rVert` and the heads as they are by :math:`\lVert P_{hg} \rVert`. Whitening a product
-amplifies its rounding by :math:`\lVert T_h \rVert \lVert T_g \rVert`, which the host looks at first: heads beyond the
+amplifies its rounding by :math:`\lVert T_h \rVert \lVert T_g \rVert`, which the host reads first: heads beyond the
 limit are whitened before they are multiplied, see `whitening`.
 """
 
@@ -44,7 +44,7 @@ def lenses_of_products(
     """Compare the heads of one layer from one product in float32.
 
     Args:
-        weight: ``(H, k, d)``, on a CPU, not of float64: the host looks at what comes.
+        weight: ``(H, k, d)``, on a CPU, not of float64: the host reads what comes.
         rank_tol: singular values below ``rank_tol`` times a head's largest are not to count.
         memory_budget: bytes of temporary memory beyond a copy in float32 of a weight in another type.
         kept: takes the blocks of the product, as `HeadProducts` holds them.

@@ -115,7 +115,7 @@ def whitener_of(gram: Tensor, rank_tol: float, tolerance: float = 0.0) -> Tensor
         gram: ``(..., k, k)``.
         rank_tol: square roots of eigenvalues below ``rank_tol`` times the size of the matrix do not count.
         tolerance: where the squares ``q^2`` of no matrix fall short of 1 by more than this in all, the two steps are
-            left out; the host looks at them then. It does not at 0, the default.
+            left out; the host reads them then. It does not at 0, the default.
 
     Returns:
         ``(..., k, k)``; NaN where the factorisation fails.

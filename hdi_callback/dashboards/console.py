@@ -35,7 +35,7 @@ def print_layers(
 
     Args:
         layers: the layers that are watched.
-        refused: modules that look like attention but cannot be read.
+        refused: modules that resemble attention and cannot be read.
         every_n_steps: optimizer steps between readings.
         interventions: what may be done about alerts.
         say: takes the plain lines where no table can be drawn.
@@ -137,8 +137,8 @@ class AlertLines:
         if self._lines > _MOST_LINES:
             return
         word = "resolved" if alerts[0].is_resolved else alerts[0].level
-        told = _gather([alert.message for alert in alerts], [alert.layer for alert in alerts])
-        _say_in_its_letters(self._say, f"hdi_callback {word}: {told}{self._more_on(alerts[0])}")
+        text = _gather([alert.message for alert in alerts], [alert.layer for alert in alerts])
+        _say_in_its_letters(self._say, f"hdi_callback {word}: {text}{self._more_on(alerts[0])}")
         if self._lines == _MOST_LINES:
             self._say(f"hdi_callback prints no further alerts; all of them are in {self._elsewhere}.")
 
@@ -151,8 +151,8 @@ class AlertLines:
         return f". More: {place}" if place else ""
 
     def _print_actions(self, actions: Sequence[Action]) -> None:
-        told = _gather([action.message for action in actions], [action.layer for action in actions])
-        _say_in_its_letters(self._say, f"hdi_callback {told}")
+        text = _gather([action.message for action in actions], [action.layer for action in actions])
+        _say_in_its_letters(self._say, f"hdi_callback {text}")
 
 
 def place_to_read(rule: str) -> str:
@@ -178,15 +178,15 @@ def place_to_read(rule: str) -> str:
 def _documentation() -> str:
     """Find the address of the documentation in the metadata of the installed package."""
     try:
-        told = metadata("hdi-callback").get_all("Project-URL") or []
+        urls = metadata("hdi-callback").get_all("Project-URL") or []
     except PackageNotFoundError:
         return ""
-    pages = {name.strip().lower(): url.strip() for name, _, url in (line.partition(",") for line in told)}
+    pages = {name.strip().lower(): url.strip() for name, _, url in (line.partition(",") for line in urls)}
     return str(pages.get("documentation", ""))
 
 
 def _is_warning_taken() -> bool:
-    """Tell whether a warning would go elsewhere than to the screen, on which the line stands already."""
+    """Tell whether a warning would go elsewhere than to the screen, which shows the line already."""
     shows = (warnings.showwarning, getattr(warnings, "_showwarnmsg_impl", None))
     is_replaced = any(getattr(show, "__module__", None) != "warnings" for show in shows)
     is_error = any(

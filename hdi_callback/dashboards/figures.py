@@ -124,12 +124,12 @@ def plot_layers(history: str | os.PathLike[str] | RunHistory) -> Figure:
     curves = {name: [_worst(record, name) for record in records] for name in names}
     measured = {name: curve for name, curve in curves.items() if any(map(math.isfinite, curve))}
     pairs = {name: _pair(record.layers[name]) for record in records for name in record.layers}
-    told = [one for one in _alerts(run) if one.level != "notice" and not one.is_resolved]
+    reported = [one for one in _alerts(run) if one.level != "notice" and not one.is_resolved]
     return draw_layers(
         [record.step for record in records],
         measured,
         pairs=pairs,
-        alerts=[(one.step, one.layer, one.finding.heads) for one in told],
+        alerts=[(one.step, one.layer, one.finding.heads) for one in reported],
         interventions=[
             (line["step"], line["layer"])
             for line in run.lines
@@ -183,11 +183,11 @@ def layers_that_matter(record: Record, alerted: Iterable[str]) -> list[str]:
     Returns:
         At most six names.
     """
-    told = set(alerted)
+    reported = set(alerted)
     worst = {name: _worst(record, name) for name in record.layers}
     order = sorted((name for name in worst if math.isfinite(worst[name])), key=lambda name: -worst[name])
-    first = [name for name in order if name in told]
-    return [*first, *(name for name in order if name not in told)][:_MOST_LAYERS]
+    first = [name for name in order if name in reported]
+    return [*first, *(name for name in order if name not in reported)][:_MOST_LAYERS]
 
 
 def panel_of(name: str, layer: LayerRecord, alignment: Tensor, heads: tuple[int, ...] | None) -> HeadPanel:

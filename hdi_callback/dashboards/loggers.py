@@ -20,7 +20,7 @@ class LoggerSink:
     Args:
         logger: a Lightning logger.
         metrics: names of metrics.
-        prefix: what stands before every tag.
+        prefix: text before every tag.
     """
 
     def __init__(self, logger: Any, metrics: Sequence[str], prefix: str) -> None:

@@ -102,15 +102,15 @@ def draw_layers(
     panel.set_facecolor(_NOT_MEASURED)
     last = {name: _last(curve) for name, curve in worst.items()}
     order = sorted((name for name in names if math.isfinite(last[name])), key=lambda name: -last[name])
-    told = {name for _, name, _ in alerts}
+    reported = {name for _, name, _ in alerts}
     named = set(names if rows <= _MOST_ROWS_NAMED else _spread(names, 12))
-    named = {name for name in named if not _is_near(names, name, told | set(order[:1]))} if rows > 24 else named
-    shown = [name for name in names if name in named | told or name in order[:1]]
+    named = {name for name in named if not _is_near(names, name, reported | set(order[:1]))} if rows > 24 else named
+    shown = [name for name in names if name in named | reported or name in order[:1]]
     labels, rest = _labels(names)
     panel.set_yticks([names.index(name) + 0.5 for name in shown], [labels[name] for name in shown], fontsize=9)
     panel.set_ylabel(rest, fontsize=9)
     for label, name in zip(panel.get_yticklabels(), shown):
-        if name in told:
+        if name in reported:
             label.set_fontweight("bold")
             label.set_color(_MARK)
     is_tall = rows > _MOST_ROWS_NAMED  # then a mark is as high as a row, and one is drawn in the other

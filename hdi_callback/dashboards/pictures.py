@@ -143,11 +143,11 @@ class Pictures:
         """
         record = result.record
         self._add(record)
-        told = [alert for alert in result.alerts if alert.level != "notice" and not alert.is_resolved]
-        self._alerts += [(alert.step, alert.layer, alert.finding.heads) for alert in told]
+        reported = [alert for alert in result.alerts if alert.level != "notice" and not alert.is_resolved]
+        self._alerts += [(alert.step, alert.layer, alert.finding.heads) for alert in reported]
         done = [action for action in result.actions if not action.is_dry_run and not action.is_refusal]
         self._actions += [(record.step, action.layer) for action in done]
-        self._is_due = self._is_due or bool(told) or self._readings % self._every == 0
+        self._is_due = self._is_due or bool(reported) or self._readings % self._every == 0
         self._readings += 1
         share = self._share_at_end if result.is_last else self._share
         if (self._is_due or result.is_last) and self._is_affordable(share):

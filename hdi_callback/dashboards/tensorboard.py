@@ -36,7 +36,7 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
         metrics: names of metrics.
-        prefix: what stands before every tag.
+        prefix: text before every tag.
         layers: names of layers, in model order.
     """
     scale = [_exactly(prefix + tag) for tag in _SCALE]
@@ -92,7 +92,7 @@ class AlertBoard:
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
-        prefix: what stands before every tag.
+        prefix: text before every tag.
     """
 
     def __init__(self, writer: Any, prefix: str = "") -> None:
@@ -147,7 +147,7 @@ def add_picture(writer: Any, prefix: str = "") -> Outlet:
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
-        prefix: what stands before every tag.
+        prefix: text before every tag.
 
     Returns:
         What takes pictures.

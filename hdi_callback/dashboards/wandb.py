@@ -32,7 +32,7 @@ _MOST_ROWS = 1000
 
 
 class Extremes:
-    """Lets the summary of the run keep the lowest index and the highest overlap, as those are what one looks for.
+    """Lets the summary of the run keep the lowest index and the highest overlap, as those are what matters.
 
     Each curve is defined by its full name, because a pattern would yield to the ``*`` of Lightning's own logger. To
     W&B a dot in the name of a metric is a step into nested values unless it is escaped (wandb issue 8445).
@@ -40,7 +40,7 @@ class Extremes:
     Args:
         run: a `wandb` run.
         metrics: names of metrics.
-        prefix: what stands before every tag.
+        prefix: text before every tag.
         step_metric: the axis of the curves.
     """
 
@@ -119,8 +119,8 @@ class RunTables:
             Name -> columns and rows: when there are new alerts, at most every five minutes, and at the end of the run.
         """
         for alert in result.alerts:
-            told, heads = alert.finding, ", ".join(map(str, alert.finding.heads))
-            row = [alert.step, alert.layer, alert.level, alert.rule, heads, told.value, told.threshold]
+            finding, heads = alert.finding, ", ".join(map(str, alert.finding.heads))
+            row = [alert.step, alert.layer, alert.level, alert.rule, heads, finding.value, finding.threshold]
             self._alerts.append([*row, alert.is_resolved, alert.message])
         self._has_new = self._has_new or bool(result.alerts)
         now = time.monotonic()
@@ -136,12 +136,12 @@ class RunTables:
     def _layers(self, result: Result) -> tuple[list[str], list[list[Any]]]:
         layers = result.record.layers
         metrics = [metric for metric in self._metrics if any(metric in layer.values for layer in layers.values())]
-        told = {alert.layer: alert.rule for alert in result.active or () if alert.level != "notice"}
+        rules = {alert.layer: alert.rule for alert in result.active or () if alert.level != "notice"}
         rows = []
         for name, layer in layers.items():
             pair = ", ".join(str(int(head)) for head in layer.arrays.get("worst_alignment_pair", ()))
             values = [layer.values.get(metric) for metric in metrics]
-            rows.append([result.record.step, name, pair, told.get(name, ""), *values])
+            rows.append([result.record.step, name, pair, rules.get(name, ""), *values])
         return ["step", "layer", "closest heads", "alert", *metrics], rows
 
 

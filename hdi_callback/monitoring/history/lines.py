@@ -21,7 +21,7 @@ class LineError(ValueError):
     """A line of a history file cannot be read; says why.
 
     Attributes:
-        is_torn: True if it looks like the beginning of a line, as a killed process leaves it.
+        is_torn: True if it is the beginning of a line, as a killed process leaves it.
     """
 
     def __init__(self, reason: str, *, is_torn: bool = False) -> None:

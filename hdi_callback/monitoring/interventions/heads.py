@@ -33,7 +33,7 @@ from hdi_callback.monitoring.interventions.parameters import owner_of, parameter
 
 
 class DiversityPenalty(WhileActive):
-    r"""Push the heads of a layer apart while an alert stands.
+    r"""Push the heads of a layer apart while an alert is active.
 
     Adds the gradient of ``weight * mean overlap`` (`diversity_penalty`) to that of the loss, once for each optimizer
     step: after the backward, the reduction over ranks and the unscaling, before clipping. So accumulation, mixed
@@ -136,7 +136,7 @@ class DiversityPenalty(WhileActive):
             return weight.new_zeros(())
         detached = weight.detach().float()
         aside = self._aside(detached)
-        # A pair that shares its subspace gets no gradient where it stands.
+        # A pair that shares its subspace gets no gradient where it is.
         nearest = head_diversity(detached).nearest_overlap
         is_clone = (nearest > 1 - 1e-4)[:, None, None]
         return diversity_penalty(weight.float() + aside * is_clone)
@@ -144,7 +144,7 @@ class DiversityPenalty(WhileActive):
     def _circuit_penalty(self, query: Tensor, key: Tensor) -> Tensor:
         if query.shape[0] < 2:
             return query.new_zeros(())
-        # Equal circuits get no gradient where they stand; keys that they share need none to be moved apart.
+        # Equal circuits get no gradient where they are; keys that they share need none to be moved apart.
         nearest = qk_circuits(query, key).nearest_cosine
         is_clone = (nearest > 1 - 1e-4)[:, None, None]
         wide = query.float()
@@ -167,12 +167,12 @@ class ReviveHeads(Intervention):
     own output slices are set to zero, so that the layer computes what it did if they attended alike. Their entries in
     the optimizer's state are cleared. Under grouped-query attention a key head is revived together with its query
     heads, and query heads that score alike (the rule "merged scores") are given fresh queries alone. It goes on at
-    later readings for as long as the alert stands.
+    later readings for as long as the alert is active.
 
     Before anything is written the share of the head's output that would be lost is estimated from the weights, see
     `handover_loss`: what the other head's values cannot express, and what it does not look at. A head that would lose
     more than `max_loss` is left as it is, and the action says so. Heads whose own position terms or sinks differ are
-    left too; those that are given to the module from outside (ALiBi) are not seen.
+    left too; those that are given to the module from outside (ALiBi) are not known.
 
     Args:
         seed: of the random numbers, which come from a generator of its own, the same on every rank.
@@ -271,7 +271,7 @@ class ReviveHeads(Intervention):
         )
 
     def go_on(self, alert: Alert) -> Action | None:
-        """Revive again while the alert stands, unless it was refused for these heads."""
+        """Revive again while the alert is active, unless it was refused for these heads."""
         if (alert.layer, alert.rule, alert.finding.heads) in self._refused:
             return None
         return self.answer(alert)

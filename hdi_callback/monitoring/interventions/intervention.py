@@ -119,8 +119,8 @@ class Intervention(ABC):
     Attributes:
         name: what it is called in the logs.
         waits_for_change: True if it leaves alone what was so at step 0 already, unless it names the rule.
-        rules: names of rules that it answers unless told otherwise; `None` for all but "tied heads".
-        at_most: how often it acts unless told otherwise.
+        rules: names of rules that it answers by default; `None` for all but "tied heads".
+        at_most: how often it acts by default.
         answers_alerts: False if it acts on what it sees itself, so that it needs no rules.
 
     Raises:
@@ -233,12 +233,12 @@ class Intervention(ABC):
         """
         return None
 
-    def follow(self, record: Record, told: Any) -> Action | None:
+    def follow(self, record: Record, reported: Any) -> Action | None:
         """Follow a reading, on every rank alike.
 
         Args:
             record: the reading of this rank.
-            told: what `report` gave on the first rank.
+            reported: what `report` gave on the first rank.
 
         Returns:
             What was done, or `None`.
@@ -246,10 +246,10 @@ class Intervention(ABC):
         return None
 
     def go_on(self, alert: Alert) -> Action | None:
-        """Answer an alert that stands since an earlier reading.
+        """Answer an alert that is active since an earlier reading.
 
         Args:
-            alert: as it was told.
+            alert: as it was reported.
 
         Returns:
             What was done; `None`, by default, for nothing.

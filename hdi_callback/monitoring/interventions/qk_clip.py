@@ -35,7 +35,7 @@ class QKClip(Intervention):
     2025, MuonClip). Where heads share a key, the key is scaled only if all of them exceed the limit, by what the least
     of them needs, and queries by the rest: so a head below the limit is never touched, not by a bit.
 
-    Which layers are looked at is told by the certificate of each reading: no score can exceed
+    The certificate of each reading says which layers are checked: no score can exceed
     ``attention_logit_bound``. A layer whose bound is below half of the limit is left alone until the next reading; of
     all others every forward is observed, with all of its queries. Measure that metric, or all layers are observed. It
     answers no alerts.
@@ -121,7 +121,7 @@ class QKClip(Intervention):
                     )
 
     def act(self, alert: Alert) -> Action | None:
-        """Do nothing: scores are looked at, not alerts."""
+        """Do nothing: it answers scores, not alerts."""
         return None
 
     def before_forward(self) -> None:
@@ -150,10 +150,10 @@ class QKClip(Intervention):
         bounds = {name: layer.arrays.get(_BOUND, ()) for name, layer in record.layers.items()}
         return [name for name, bound in bounds.items() if not bound or not _is_cleared(bound, self.limit)]
 
-    def follow(self, record: Record, told: list[str]) -> Action | None:
+    def follow(self, record: Record, reported: list[str]) -> Action | None:
         """Watch the layers that the first rank's reading does not clear, and say what was done since the last one."""
         self._count_up()
-        self.watched = list(told)
+        self.watched = list(reported)
         done, self._done = self._done, {}
         parts, facts = [], {}
         for name, clipped in done.items():

@@ -275,12 +275,12 @@ class HeadVerifier:
         if any(is_inside(late, name) for late in self._layers.found_late):
             return None
         if name not in search.ran:
-            return f"{refusal.reason}, and no call of it in Python was seen in the first forward that was read"
+            return f"{refusal.reason}, and no call of it in Python was observed in the first forward that was read"
         if not self._has_searched:  # searching failed, which was reported
             return refusal.reason
         return (
-            "no softmax-weighted sum of tokens that single matrices of its own give was seen in the first forward that "
-            "was read"
+            "no softmax-weighted sum of tokens that single matrices of its own give was found in the first forward "
+            "that was read"
         )
 
     def _report_nothing_to_watch(self) -> None:

@@ -106,7 +106,7 @@ class InputSums:
         """Add up tokens in float32: their mean is taken off twice, and long sums are made of short ones.
 
         Args:
-            tokens: ``(n, d)``, float32, on a CPU: the host looks at their norms.
+            tokens: ``(n, d)``, float32, on a CPU: the host reads their norms.
             weights: ``(n,)``, float64, at least 0.
 
         Returns:

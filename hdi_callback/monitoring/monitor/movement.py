@@ -139,7 +139,7 @@ class LastWeights:
         return None if self.is_full else before
 
     def _difference(self, weight: Tensor, before: Tensor) -> Tensor:
-        """Subtract, where the last difference stood: memory that is used already costs a third."""
+        """Subtract, into the memory of the last difference: memory that is used already costs a third."""
         room = self._room
         if room is None or room.shape != weight.shape or room.stride() != weight.stride() or room.dtype != weight.dtype:
             room = self._room = torch.empty_like(weight)

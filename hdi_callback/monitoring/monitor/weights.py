@@ -245,6 +245,6 @@ def _joined(results: Sequence[Any]) -> Any:
 
 def _layers_per_call(weights: Iterable[Tensor], budget: int) -> int:
     """How many layers are measured at once, so that the copies of their weights stay within the budget."""
-    # The weights are stacked, and beside it stand two copies in float32 or wider, as of a circuit.
+    # The weights are stacked, and beside them are two copies in float32 or wider, as of a circuit.
     each = sum(weight.numel() * (weight.element_size() + 2 * max(4, weight.element_size())) for weight in weights)
     return max(1, budget // max(1, each))
