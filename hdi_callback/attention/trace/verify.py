@@ -100,6 +100,8 @@ def _difference(claim: AttentionLayer, shown: AttentionLayer) -> str | None:
             f"it has {others[0]} heads and {others[1]} key heads of {others[2]} and {others[3]} features, and not "
             f"{counts[0]} and {counts[1]} of {counts[2]} and {counts[3]}"
         )
+    if shown.left_out and not claim.left_out:
+        return f"it attends to more than is read, without {shown.left_out}"
     for role in claim.slices.keys() & shown.slices.keys():
         mine, theirs = claim.weight(role).detach(), shown.weight(role).detach()
         if not _same_heads(mine, theirs):

@@ -33,7 +33,8 @@ and of which key; values and outputs by silencing heads. What must be refused is
 The truth is held against what the package says: *model* is `find_attention(model)`, *forward* the same with `forward=`,
 *training* the end of three steps of a training with `HDICallback`. *Refused* gives a reason that is true of the module;
 *refused, untrue* gives one that is not known to be; *half read* leaves a role or a stream out and does not say so;
-*missed* is neither read nor refused.
+*missed* is neither read nor refused. *Right* are layers whose claimed rows are those of the truth; what positions or an
+earlier layer add to keys or values (PositionsAddedToKeys, ValuesOfAnEarlierLayer) is left out of them, and said.
 
 {table}
 
