@@ -23,6 +23,11 @@ def test_a_model_without_attention_cannot_though_its_family_records_some(name):
     assert not can_return(architectures.build(name))
 
 
+@pytest.mark.parametrize("name", ["granitemoehybrid", "recurrent_gemma", "sam3_lite_text_text_model"])
+def test_a_small_hybrid_keeps_a_layer_with_attention(name):
+    assert any(hasattr(part, "k_proj") for part in architectures.build(name).modules())
+
+
 DOCUMENTED = """
 audioflamingo3_encoder blip-2 blip_2_qformer blt_local_decoder blt_local_encoder bridgetower_vision_model clvp
 decision_transformer deepseek_ocr2_encoder depth_pro dia dia_decoder dots3_note_audio_encoder fun_asr_nano_encoder

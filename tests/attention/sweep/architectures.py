@@ -122,7 +122,10 @@ COMMON: dict[str, dict[str, Any]] = {
     "WhisperConfig": {"max_source_positions": 40},
     "BambaConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "attn_layer_indices": [1]},
     "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
-    "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
+    "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16,
+                               "layer_types": ["linear_attention", "full_attention"]},
+    "RecurrentGemmaConfig": {"block_types": ["recurrent", "attention"]},
+    "Sam3LiteTextTextConfig": {"num_hidden_layers": 3},  # the first and the last are filters
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
