@@ -52,6 +52,19 @@ class Unequal:
         raise RuntimeError("no comparison")
 
 
+class Equal:
+    """A key that equals all others, whatever it holds."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
 SHARED = object()
 ALIKE = [
     (by_hand.NanoGPT(), by_hand.NanoGPT()),
@@ -73,6 +86,7 @@ DIFFERENT = [
     (with_value({"a": 1}), with_value({"b": 1})),
     (with_value(object()), with_value(object())),
     (with_value({Unequal(): 1}), with_value({Unequal(): 1})),
+    (with_value({Equal(1): 1}), with_value({Equal(2): 1})),
     (with_value(lambda x: x), with_value(lambda x: x)),
     (with_value(nn.Identity()), with_value(nn.ReLU())),
     (tied(True), tied(False)),
