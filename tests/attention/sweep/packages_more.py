@@ -157,9 +157,10 @@ EXAMPLES: dict[str, Example] = {
         make("vit_pytorch.levit", "LeViT", image_size=64, num_classes=5, dim=(32, 48, 64), depth=1, heads=(2, 3, 4),
               mlp_mult=2, dim_key=8, dim_value=16), noise(3, 64, 64)),
     "vit-pytorch.twins_svt": Example(
-        make("vit_pytorch.twins_svt", "TwinsSVT", num_classes=5, s1_emb_dim=72, s1_local_patch_size=4, s1_global_k=4,
-             s2_emb_dim=72, s2_local_patch_size=4, s2_global_k=4, s3_emb_dim=72, s3_local_patch_size=2, s3_global_k=2,
-             s3_depth=1, s4_emb_dim=72, s4_patch_size=1, s4_local_patch_size=2, s4_global_k=2, s4_depth=1), _IMAGE),
+        make("vit_pytorch.twins_svt", "TwinsSVT", num_classes=5, s1_emb_dim=72, s1_local_patch_size=4, s1_global_k=2,
+             s2_emb_dim=72, s2_local_patch_size=4, s2_global_k=2, s3_emb_dim=72, s3_patch_size=1,
+             s3_local_patch_size=2, s3_global_k=2, s3_depth=1, s4_emb_dim=72, s4_patch_size=1, s4_local_patch_size=2,
+             s4_global_k=2, s4_depth=1), _IMAGE),
     "vit-pytorch.max_vit": Example(
         make("vit_pytorch.max_vit", "MaxViT", num_classes=5, dim=32, depth=(1,), dim_head=8, dim_conv_stem=16,
               window_size=4, dropout=0.0), _IMAGE),
