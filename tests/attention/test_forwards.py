@@ -79,7 +79,7 @@ def test_a_forward_that_raised_and_was_run_again_is_read_once():
         with pytest.raises(RuntimeError, match="once"):
             model(x)
         model(x).sum().backward()
-        assert taps.captures[LAYERS[0]].seen == 36
+        assert taps.captures[LAYERS[0]].num_tokens == 36
 
 
 def test_only_forwards_without_autograd_are_absent_with_the_reason_where_training_alone_is_meant():

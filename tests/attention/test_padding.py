@@ -309,7 +309,7 @@ def test_masks_inside_a_compiled_graph_are_said_not_to_be_seen(way):
     model, ids = Made(), batch(PADDED)["input_ids"]
     with HeadDiversityMonitor(model, metrics=METRICS, check_heads=False) as monitor:
         run = torch.compile(model if way == "module" else lambda ids: model(ids), backend="aot_eager")
-        with pytest.warns(MonitoringWarning, match="inside a compiled graph are not seen.*padding=None") as seen:
+        with pytest.warns(MonitoringWarning, match="inside a compiled graph are not observed.*padding=None") as seen:
             for step in range(2):
                 monitor.arm()
                 run(ids).sum().backward()

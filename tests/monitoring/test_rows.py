@@ -145,10 +145,10 @@ def test_padding_that_is_told_is_left_out(model):
 
 def test_a_compiled_model_says_that_its_rows_cannot_be_read(model):
     compiled = torch.compile(model, backend="eager")
-    with pytest.warns(match="a graph cannot be seen into"):
+    with pytest.warns(match="its graph cannot be observed"):
         record = read(compiled, lambda: compiled(tokens()))
     assert record.scalars(METRICS) == {}
-    assert all("cannot be seen into" in record.absent[f"attention rows/{name}"] for name in LAYERS)
+    assert all("cannot be observed" in record.absent[f"attention rows/{name}"] for name in LAYERS)
 
 
 def test_nothing_is_observed_that_nobody_asks_for(model):
