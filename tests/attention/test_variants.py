@@ -697,3 +697,35 @@ def test_what_a_run_shows_to_mix_is_not_claimed_from_what_attention_received():
     found = survey(model, forward=lambda: model(torch.randn(2, 6, D)))
     assert not found.layers
     assert [one.reason for one in found.refused] == ["its scores are sums of several products of queries and keys"]
+
+
+class OneKeyHead(nn.Module):
+    """Keys and values of one head, met by einsum without a dim of their own, as in PaLM."""
+
+    def __init__(self, mask: str):
+        super().__init__()
+        self.to_all, self.to_out, self.mask = nn.Linear(D, D + 8 + 8 + D), nn.Linear(D, D), mask
+
+    def forward(self, x):
+        q, k, v, beside = self.to_all(x).split((D, 8, 8, D), -1)
+        scores = torch.einsum("bhid,bjd->bhij", q.unflatten(-1, (H, 8)).transpose(1, 2) * 8**-0.5, k)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        if self.mask == "filled":
+            scores = scores.masked_fill(hidden, -torch.finfo(scores.dtype).max)
+        elif self.mask == "added":
+            scores = scores + torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
+        given = torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v)
+        return self.to_out(given.transpose(1, 2).flatten(2)) + nn.functional.gelu(beside)
+
+
+@pytest.mark.parametrize("mask", ["", "filled", "added"])
+def test_one_key_head_by_einsum_is_read_under_any_mask(mask):
+    """The first query of a causal mask has one key, by which nothing can be told."""
+    module = OneKeyHead(mask)
+    (layer,) = find_attention(nn.Sequential(module))
+    assert (layer.num_heads, layer.num_key_heads) == (H, 1)
+    query, key, value, _ = module.to_all.weight.detach().split((D, 8, 8, D))
+    assert torch.equal(layer.weight("query"), query.view(H, 8, D))
+    assert torch.equal(layer.weight("key"), key[None])
+    assert torch.equal(layer.weight("value"), value[None])
+    assert torch.equal(layer.weight("output"), module.to_out.weight.detach().mT.reshape(H, 8, D))

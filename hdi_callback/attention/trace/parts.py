@@ -19,12 +19,13 @@ class CoreParts(CoreView):
         """Return whether rows of one matrix of weights are of several heads, which share its keys."""
         count = self.core.weights.shape[1]
         last = self._where_in_row(n, count - 1)
-        first = self._where_in_row(n, 0)
+        row = int((self.core.weights[n] > 1e-12).sum(-1).gt(1).to(torch.uint8).argmax())  # under a causal mask not 0
+        first = self._where_in_row(n, row)
         if count < 4 or len(first) != 1 or len(last) != 1 or first[0][:2] != last[0][:2]:
             return Units()
         number, keys, *_ = first[0]
         side = self.side(number, 1 - keys)
-        expected = [[n * count], [n * count + count - 1]]
+        expected = [[n * count + row], [n * count + count - 1]]
         if side.shape[:2] != self.core.weights.shape[:2] or [one[0][2].tolist() for one in (first, last)] != expected:
             return Units()
         of_rows: list[set[tuple[str, int]]] = [set() for _ in range(count)]
