@@ -729,3 +729,29 @@ def test_one_key_head_by_einsum_is_read_under_any_mask(mask):
     assert torch.equal(layer.weight("key"), key[None])
     assert torch.equal(layer.weight("value"), value[None])
     assert torch.equal(layer.weight("output"), module.to_out.weight.detach().mT.reshape(H, 8, D))
+
+
+class FilteredAttention(nn.Module):
+    """Keys and values of several pixels each, behind a norm that is written out, as in Twins."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(1, D, 1, 1)), nn.Parameter(torch.zeros(1, D, 1, 1))
+        self.to_q, self.to_kv = nn.Conv2d(D, D, 1, bias=False), nn.Conv2d(D, 2 * D, 2, stride=2, bias=False)
+        self.to_out = nn.Sequential(nn.Conv2d(D, D, 1))
+
+    def forward(self, x):
+        x = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        x = x * self.scale + self.shift
+        q, k, v = (
+            one.flatten(2).unflatten(1, (H, -1)).transpose(2, 3)
+            for one in (self.to_q(x), *self.to_kv(x).chunk(2, dim=1))
+        )
+        given = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        return self.to_out(given.transpose(2, 3).reshape(x.shape))
+
+
+def test_keys_and_values_of_filters_are_not_called_learned():
+    model = nn.Sequential(FilteredAttention())
+    with pytest.warns(UnsupportedAttentionWarning, match="filters over several"):
+        assert find_attention(model, forward=lambda: model(torch.randn(2, D, 8, 8))) == []

@@ -39,6 +39,7 @@ from hdi_callback.attention.trace.role_rows import RoleRows
 from hdi_callback.attention.trace.support import Support, random_weights
 
 _ROLES: tuple[Role, ...] = ("query", "key", "value")
+_NO_MAP = "no linear map of single tokens gives its {role}s: they are learned, or filters over several give them"
 _MOST_ROWS = 512  # of the weights of a core: batch x heads x windows
 
 
@@ -198,7 +199,7 @@ class CoreReading(CoreView):
             if all(Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides):
                 raise UndecidedError("its values are its inputs, and no projection of tokens")
             raise NoHeadsError("")  # a part of attention whose projections lie around it
-        raise NoHeadsError("its values are learned, and no projection of tokens")
+        raise NoHeadsError(_NO_MAP.format(role="value"))
 
 
 def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]]) -> dict[Role, list[Rows]]:
@@ -207,7 +208,7 @@ def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]]) -> dict[Role, list[
     for role, found in of_heads.items():
         if all(not one for one in found):
             if role != "query":
-                raise NoHeadsError(f"its {role}s are learned, and no projection of tokens")
+                raise NoHeadsError(_NO_MAP.format(role=role))
         elif all(len(one) == 1 for one in found):
             heads[role] = [one[0] for one in found]
         elif role != "query":

@@ -86,7 +86,7 @@ class CoreParts(CoreView):
             if made:
                 candidates.append((number, keys))
         if not candidates:
-            raise UndecidedError("its keys are made of no projection of tokens")
+            raise UndecidedError("no linear map of single tokens gives its keys: filters over several may give them")
         if len(candidates) > 1:
             kept = [one for one in candidates if self._is_of_columns(n, *one)]
             candidates = kept or candidates
