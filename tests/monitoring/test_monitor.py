@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
 from hdi_callback.attention import ROLES, AttentionLayer
+from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.metrics import METRICS, RULE_METRICS
 from hdi_callback.monitoring.monitor import weights
@@ -100,9 +101,9 @@ def test_layers_of_one_shape_are_measured_in_one_call(model, monkeypatch):
 
     def count(weight, **options):
         shapes.append(tuple(weight.shape))
-        return head_diversity(weight, **options)
+        return blocks_and_products(weight, **options)
 
-    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.head_diversity", count)
+    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.blocks_and_products", count)
     with HeadDiversityMonitor(model) as monitor:
         monitor.measure(step=0)
     assert shapes == [(len(LAYERS), HEADS, WIDTH // HEADS, WIDTH)]

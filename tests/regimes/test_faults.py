@@ -10,6 +10,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadMoments
+from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.errors import MonitoringWarning
 from hdi_callback.monitoring.layers import HeadVerifier
 from tests.models import LAYERS, LENGTH, Attention, Classifier
@@ -218,10 +219,10 @@ def test_memory_that_ends_in_a_reading_is_met_with_fewer_layers_at_once(monkeypa
 
     def only_one(weight, **options):
         at_once.append(weight.shape[0])
-        return head_diversity(weight, **options) if weight.shape[0] == 1 else out_of_memory()
+        return blocks_and_products(weight, **options) if weight.shape[0] == 1 else out_of_memory()
 
     run = Run(Classifier(blocks=4))
-    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.head_diversity", only_one)
+    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.blocks_and_products", only_one)
     run.step()
     run.step()
     assert run.warnings == []
@@ -231,7 +232,7 @@ def test_memory_that_ends_in_a_reading_is_met_with_fewer_layers_at_once(monkeypa
 
 def test_memory_that_is_not_enough_for_one_layer_costs_one_warning(monkeypatch):
     run = Run()
-    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.head_diversity", out_of_memory)
+    monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.blocks_and_products", out_of_memory)
     monkeypatch.setattr("hdi_callback.monitoring.monitor.outputs.head_covariance", out_of_memory)
     for _ in range(3):
         run.step()

@@ -63,7 +63,10 @@ class Roster:
                 entries.setdefault(entry["facts"]["name"], entry)
         order = list(entries) if not self.spans else in_model_order(entries)
         self._entries = {name: entries[name] for name in order}
-        self.facts: tuple[dict[str, Any], ...] = tuple(dict(entry["facts"]) for entry in self._entries.values())
+        facts = [dict(entry["facts"]) for entry in self._entries.values()]
+        for one in facts[1:]:  # the first layer of a stage is not that of the model
+            one["is_first"] = False
+        self.facts: tuple[dict[str, Any], ...] = tuple(facts)
         self.contradicted: dict[str, str] = {}
         self.absent: dict[str, str] = {}
         for rank, one in findings.items():
