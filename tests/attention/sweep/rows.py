@@ -425,6 +425,10 @@ def main() -> None:
     parser.add_argument("--as-is", action="store_true", help="compare nothing, write the table from what is there")
     parser.add_argument("--output", type=Path, help="where to write the table")
     arguments = parser.parse_args()
+    from tests.attention.sweep import vision
+
+    if vision.is_here():  # some of transformers need timm
+        vision.declare_operators()
     from tests.attention.sweep.architectures import architectures
 
     names = arguments.names or list(architectures())
