@@ -459,7 +459,6 @@ class Fed(Plain):
 @pytest.mark.parametrize(
     ("kind", "inputs", "reason"),
     [
-        (SummedKeys, 2, "sums of what `b` and `e` give"),
         (TalkingHeads, 1, "heads mix"),
         (TalkingAfterwards, 1, "heads mix"),
         (Differential, 1, "made of several softmaxes"),
@@ -475,6 +474,12 @@ def test_what_has_no_heads_of_its_own_is_refused_with_what_was_seen(
     (found,) = read(kind(), *(torch.randn(3, 7, WIDTH) for _ in range(inputs)))
     assert found.layer is None
     assert reason in found.reason
+
+
+def test_keys_that_are_sums_are_read_in_part_and_it_is_said() -> None:
+    (found,) = read(SummedKeys(), torch.randn(3, 7, WIDTH), torch.randn(3, 7, WIDTH))
+    assert found.layer is not None
+    assert found.layer.left_out == "what `e` adds to its keys"
 
 
 def test_a_router_is_no_attention() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import importlib
+import sys
+import types
 
 import pytest
 
@@ -75,3 +78,53 @@ def test_a_counter_that_a_forward_counts_up_goes_on_from_where_it_was():
         calls["other"] += 1
         data.restore()
     assert calls == {"forward": 2}
+
+
+class Lazy(collections.OrderedDict):
+    """Loads what it lists, as the mappings of transformers' auto classes do."""
+
+    def __init__(self):
+        super().__init__()
+        self.loaded = []
+
+    def _load(self, *_):
+        self.loaded.append("everything")
+        return [("name", "model")]
+
+    items = keys = values = __iter__ = _load
+
+    def __len__(self):
+        self._load()
+        return 1
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_lazy_mapping_loads_nothing(is_empty):
+    mapping = Lazy()
+    if not is_empty:
+        collections.OrderedDict.__setitem__(mapping, "first", 1)
+    data = UserData()
+    data.note([mapping])
+    collections.OrderedDict.__setitem__(mapping, "second", 2)
+    data.restore()
+    assert mapping.loaded == []
+    assert list(collections.OrderedDict.items(mapping)) == ([] if is_empty else [("first", 1)])
+
+
+@pytest.mark.parametrize("before", [(), (int,)])
+def test_what_a_module_registers_when_it_is_imported_stays_registered(tmp_path, monkeypatch, before):
+    """It does so once: what forgets it there fails at the next use, as outputs of transformers did."""
+    (tmp_path / "registered_late.py").write_text(
+        "import sys\n\nclass Output:\n    pass\n\nsys.modules['registry_of_late'].known.add(Output)\n"
+    )
+    registry = types.ModuleType("registry_of_late")
+    registry.known = set(before)
+    monkeypatch.setitem(sys.modules, "registry_of_late", registry)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = UserData()
+    data.note([registry.known])
+    late = importlib.import_module("registered_late")
+    registry.known.add("counted")
+    data.restore()
+    del sys.modules["registered_late"]
+    assert registry.known == {*before, late.Output}

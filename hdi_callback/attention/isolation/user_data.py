@@ -57,6 +57,7 @@ class UserData:
         self._undo: list[Callable[[], None]] = []
         self._empty: list[Any] = []  # containers without an item, of which a module has ten
         self._homes: set[str] = set()  # packages that modules are from
+        self._modules = frozenset(sys.modules)  # what was imported
         # Of the methods of classes only those are entered whose names some code uses: a model may inherit hundreds.
         self._used: set[str] = {"forward"}
         self._unused: dict[str, list[Any]] = {}
@@ -83,9 +84,9 @@ class UserData:
     def restore(self) -> None:
         """Put back what has changed since."""
         for one in self._empty:
-            if one:
+            if now := _items(one):
                 with suppress(Exception):
-                    _refill(one, [])
+                    _refill(one, self._registered(now))
         for undo in reversed(self._undo):
             with suppress(Exception):
                 undo()
@@ -122,21 +123,22 @@ class UserData:
     # --- kinds of objects
 
     def _container(self, one: Any) -> Iterable[Any]:
-        if len(one) > _MOST_ITEMS:
+        kind = _kind(one)
+        if kind.__len__(one) > _MOST_ITEMS:
             return ()
-        if not one:
+        if not kind.__len__(one):
             self._empty.append(one)
             self._undo_attributes(one)
             return ()
-        before: list[Any] = list(one.items()) if isinstance(one, dict) else list(one)
+        before = _items(one)
         counters = _counters(before)
 
         def undo() -> None:
             _rewind(before, counters)
-            now = list(one.items()) if isinstance(one, dict) else list(one)
+            now = _items(one)
             if _are_same(now, before):
                 return
-            _refill(one, before)
+            _refill(one, [*before, *self._registered(now)])
 
         self._undo.append(undo)
         self._undo_attributes(one)
@@ -144,6 +146,19 @@ class UserData:
             return ()
         values = [value for _, value in before] if isinstance(one, dict) else before
         return [value for value in values if not isinstance(value, _ATOMS)]
+
+    def _registered(self, items: list[Any]) -> list[Any]:
+        """Choose what modules wrote down as they were imported meanwhile: they stay imported, and do it only once."""
+        new = sys.modules.keys() - self._modules
+        if not new:
+            return []
+        found = []
+        for item in items:
+            parts = item if isinstance(item, tuple) else (item,)
+            homes = {part.__name__ if isinstance(part, types.ModuleType) else _home(part) for part in parts}
+            if not new.isdisjoint(homes):
+                found.append(item)
+        return found
 
     def _tensor(self, one: Tensor) -> None:
         # A parameter is trained, and nothing that counts. Other kinds of tensors may call back when they are read.
@@ -348,6 +363,25 @@ def _are_same(now: list[Any], before: list[Any]) -> bool:
         if not is_item or one[0] is not other[0] or one[1] is not other[1]:
             return False
     return True
+
+
+def _kind(one: Any) -> Any:
+    """Python's own class of a container, whose methods call no code of a subclass."""
+    kinds = (collections.OrderedDict, dict, set, list, collections.deque, bytearray)
+    return next(kind for kind in kinds if isinstance(one, kind))
+
+
+def _items(one: Any) -> list[Any]:
+    """Read a container past methods of its class: to list those of a lazy mapping may import a whole library."""
+    kind = _kind(one)
+    return list(kind.items(one) if isinstance(one, dict) else kind.__iter__(one))
+
+
+def _home(one: Any) -> str:
+    """The module that a class or a function is from; empty for other objects."""
+    is_defined = isinstance(one, (type, types.FunctionType))
+    home = one.__module__ if is_defined else ""
+    return home if isinstance(home, str) else ""
 
 
 def _refill(one: Any, items: list[Any]) -> None:
