@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn import functional as F
 
-from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
+from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity, watch_heads
 from hdi_callback.attention import ROLES, AttentionLayer
 from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
@@ -363,3 +364,41 @@ def test_a_weight_that_lies_in_a_parameter_is_looked_up_once_for_all_that_is_com
         after = monitor.measure(3).record()
     assert after.layers[LAYERS[0]].values["hdi"] == pytest.approx(1)
     assert before.layers[LAYERS[0]].values["hdi"] < 0.99
+
+
+def test_a_new_user_sees_eight_curves_of_a_layer_at_most(model, tmp_path):
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    heads = watch_heads(model, optimizer, every_n_steps=1, log_dir=tmp_path, tensorboard=True, verbose=False)
+    with heads.step():
+        model(tokens()).sum().backward()
+        optimizer.step()
+    heads.close()
+    events = EventAccumulator(str(next(tmp_path.rglob("events.*"))))
+    tags = events.Reload().Tags()["scalars"]
+    for name in LAYERS:
+        assert 1 <= sum(tag.endswith(f"/{name}") for tag in tags) <= 8
+
+
+class Fused(nn.Module):
+    """Attention by torch's kernel, which forms no matrix of all scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_attention_rows_form_no_matrix_of_all_queries_and_keys():
+    T, metrics = 512, ["attention_entropy", "attention_sink", "attention_overlap", "attention_logit"]
+    model, x = nn.Sequential(Fused()), torch.randn(1, T, 16)
+    with HeadDiversityMonitor(model, metrics=metrics) as monitor:
+        for step in range(2):  # the first reading checks the heads as well
+            monitor.arm()
+            with TensorSizes() as sizes:
+                model(x)
+                reading = monitor.measure(step)
+            assert set(metrics) <= reading.record().layers["0"].values.keys()
+            assert sizes.largest < T * T

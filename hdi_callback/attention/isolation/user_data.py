@@ -57,7 +57,8 @@ class UserData:
         self._undo: list[Callable[[], None]] = []
         self._empty: list[Any] = []  # containers without an item, of which a module has ten
         self._homes: set[str] = set()  # packages that modules are from
-        self._modules = frozenset(sys.modules)  # what was imported
+        self._modules = frozenset(sys.modules)  # what was imported before
+        self._imported: frozenset[str] = frozenset()  # and since, by the time of `restore`
         # Of the methods of classes only those are entered whose names some code uses: a model may inherit hundreds.
         self._used: set[str] = {"forward"}
         self._unused: dict[str, list[Any]] = {}
@@ -83,6 +84,7 @@ class UserData:
 
     def restore(self) -> None:
         """Put back what has changed since."""
+        self._imported = frozenset(sys.modules) - self._modules
         for one in self._empty:
             if now := _items(one):
                 with suppress(Exception):
@@ -149,14 +151,13 @@ class UserData:
 
     def _registered(self, items: list[Any]) -> list[Any]:
         """Choose what modules wrote down as they were imported meanwhile: they stay imported, and do it only once."""
-        new = sys.modules.keys() - self._modules
-        if not new:
+        if not self._imported:
             return []
         found = []
         for item in items:
             parts = item if isinstance(item, tuple) else (item,)
             homes = {part.__name__ if isinstance(part, types.ModuleType) else _home(part) for part in parts}
-            if not new.isdisjoint(homes):
+            if not self._imported.isdisjoint(homes):
                 found.append(item)
         return found
 
@@ -386,19 +387,14 @@ def _home(one: Any) -> str:
 
 def _refill(one: Any, items: list[Any]) -> None:
     """Give a container items in place of what it has, past methods of its class: a `Counter` would count them."""
-    if isinstance(one, collections.OrderedDict):  # which keeps an order of its own beside that of a dict
-        collections.OrderedDict.clear(one)
+    kind = _kind(one)  # an OrderedDict keeps an order of its own beside that of a dict
+    kind.clear(one)
+    if isinstance(one, dict):
         for name, value in items:
-            collections.OrderedDict.__setitem__(one, name, value)
-    elif isinstance(one, dict):
-        dict.clear(one)
-        dict.update(one, items)
+            kind.__setitem__(one, name, value)
     elif isinstance(one, set):
-        set.clear(one)
         set.update(one, items)
     else:
-        kind: Any = next(kind for kind in (list, collections.deque, bytearray) if isinstance(one, kind))
-        kind.clear(one)
         kind.extend(one, items)
 
 
