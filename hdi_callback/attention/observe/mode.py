@@ -17,7 +17,8 @@ from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.attention.observe.mode_stack import take_off
 from hdi_callback.attention.observe.products import PRODUCTS, operands, product_of
 from hdi_callback.attention.observe.quiet import quiet
-from hdi_callback.attention.observe.recorder import Recorder, Taken
+from hdi_callback.attention.observe.recorder import Recorder
+from hdi_callback.attention.observe.row_reader import ReadRows
 
 # Functions that neither make nor change numbers that matter here; the first is how attributes are read.
 _PASSED = frozenset((
@@ -39,7 +40,7 @@ class ObservingMode(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._recorder, self._lineage, self._chosen = recorder, Lineage(), recorder.chosen
+        self._recorder, self._lineage, self._chosen = recorder, Lineage(), recorder.reader.chosen
         self.failures: list[str] = []
 
     def forget(self) -> None:
@@ -86,7 +87,7 @@ class ObservingMode(TorchFunctionMode):
             "softmax": self._saw_softmax,
             "_softmax": self._saw_softmax,
         }
-        if name in _SAMPLED and not self._recorder.reading.keeps_samples:
+        if name in _SAMPLED and not self._recorder.maps.keeps_samples:
             # Of maps and norms samples alone are kept; what they do to scores is followed all the same.
             return handlers[name] if self._lineage.any_of((*args, *kwargs.values())) is not None else None
         if name in handlers:
@@ -139,7 +140,7 @@ class ObservingMode(TorchFunctionMode):
             self._lineage.follow(name, args, kwargs, result)
             return
         parameter, rows = _parameter(weight)
-        self._recorder.map_ran(parameter, inputs, result, rows=rows)
+        self._recorder.maps.map_ran(parameter, inputs, result, rows=rows)
 
     def _saw_convolution(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -148,7 +149,7 @@ class ObservingMode(TorchFunctionMode):
                 self._lineage.follow(name, args, kwargs, result)
                 return
             inputs = args[0] if args else kwargs["input"]
-            self._recorder.map_ran(_parameter(weight)[0], inputs, result, 1 - weight.dim())
+            self._recorder.maps.map_ran(_parameter(weight)[0], inputs, result, 1 - weight.dim())
 
     def _saw_norm(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         inputs = args[0] if args else kwargs["input"]
@@ -156,7 +157,7 @@ class ObservingMode(TorchFunctionMode):
             self._lineage.follow(name, args, kwargs, result)
             return
         weight = next((one for one in (*args[1:], *kwargs.values()) if isinstance(one, nn.Parameter)), None)
-        self._recorder.norm_ran(weight, inputs, result)
+        self._recorder.maps.norm_ran(weight, inputs, result)
 
     # --- attention
 
@@ -237,13 +238,13 @@ class ObservingMode(TorchFunctionMode):
             order = [out.index(one) for one in out if one not in made] + [out.index(one) for one in made]
             flat = result.permute(order).flatten(-len(made)) if made else result
             kept = [theirs.index(one) for one in theirs if one not in taken] + [theirs.index(one) for one in taken]
-            self._recorder.map_ran(parameter, inputs.permute(kept).flatten(-len(taken)), flat)
+            self._recorder.maps.map_ran(parameter, inputs.permute(kept).flatten(-len(taken)), flat)
         elif weight.dim() == 2:
             # A matrix that is multiplied from the right as it is stored has its rows for what comes in.
             is_transposed = weight.stride() == parameter.stride()
             first = int(weight.storage_offset() - parameter.storage_offset()) % max(int(parameter.stride(0)), 1)
             at = first if is_transposed else rows
-            self._recorder.map_ran(parameter, inputs, result, rows=at, is_transposed=is_transposed)
+            self._recorder.maps.map_ran(parameter, inputs, result, rows=at, is_transposed=is_transposed)
 
     def _averages(self, name: str, args: Any, kwargs: Any, result: Tensor, weights: Tensor, scores: Scores) -> bool:
         """Return whether a product sums over the dimension of the keys, with anything but a parameter."""
@@ -264,17 +265,17 @@ class ObservingMode(TorchFunctionMode):
         if stage == "scores" and scores.query is None:
             return
         kind = scores.kind or "linear"
-        taken = scores.taken if isinstance(scores.taken, Taken) else None
+        read = scores.taken if isinstance(scores.taken, ReadRows) else None
         if kind not in ("softmax", "additive"):
-            taken = Taken(None, f"its weights are no softmax ({kind})")
-        elif taken is None:
-            taken = Taken(None, "its weights were not observed")
+            read = ReadRows(None, f"its weights are no softmax ({kind})")
+        elif read is None:
+            read = ReadRows(None, "its weights were not observed")
         output = product.canonical(result)
         if scores.query is not None and scores.key is not None and kind != "softmax":
-            taken.axes = self._recorder.axes_of(
+            read.axes = self._recorder.reader.axes_of(
                 output.shape[:-2], int(scores.query.shape[-2]), int(scores.key.shape[-2])
             )
-        self._recorder.core_ran(name, scores, product.right.mT, output, taken, kind=kind)
+        self._recorder.core_ran(name, scores, product.right.mT, output, read, kind=kind)
 
     def _saw_fused(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -39,8 +39,9 @@ from hdi_callback.attention.observe.judge import Verdict, judge
 from hdi_callback.attention.observe.mode import ObservingMode
 from hdi_callback.attention.observe.proposals import propose
 from hdi_callback.attention.observe.quiet import quiet
-from hdi_callback.attention.observe.recorder import Reading, Recorder
+from hdi_callback.attention.observe.recorder import Recorder
 from hdi_callback.attention.observe.regions import split_open_and_closed
+from hdi_callback.attention.observe.row_reader import Request
 from hdi_callback.attention.observe.rows import RowChunk
 from hdi_callback.attention.observe.samples import MapCall
 from hdi_callback.attention.observe.window import Window
@@ -148,10 +149,10 @@ class AttentionObserver:
         names |= {id(module): name for name, module in self._model.named_modules()}
         heads = {names.get(id(layer.module), layer.name): layer.num_heads for layer in self._layers}
         claimed = frozenset(id(part) for layer in self._layers for part in layer.module.modules())
-        reading = Reading(
+        request = Request(
             self._reduce_rows, self._reduce_norms, self._max_queries, keeps_samples, self.padding, heads, claimed
         )
-        self._forward = _Forward(Recorder(reading, names), self.failures)
+        self._forward = _Forward(Recorder(request, names), self.failures)
         self._window.open(self._forward, opened, {name: module for name, (module, _) in closed.items()})
 
     def disarm(self) -> None:
@@ -253,7 +254,7 @@ class AttentionObserver:
 
     @property
     def _maps(self) -> Sequence[MapCall]:
-        return [] if self._forward is None else self._forward.recorder.maps
+        return [] if self._forward is None else self._forward.recorder.maps.calls
 
     def _paths(self, layers: Sequence[AttentionLayer]) -> dict[str, str]:
         names = {id(module): name for name, module in self._model.named_modules()}
@@ -282,19 +283,19 @@ class _Forward:
         self.mode = ObservingMode(recorder)
 
     def entered(self, name: str, module: nn.Module) -> None:
-        self.recorder.enter(name, module)
+        self.recorder.stack.enter(name, module)
 
     def left(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        self.recorder.leave(name)
+        self.recorder.stack.leave(name)
         inputs = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(inputs, Tensor) or not self.recorder.reading.keeps_samples:
+        if not isinstance(inputs, Tensor) or not self.recorder.maps.keeps_samples:
             return
         try:
             with quiet(inputs.device):
                 if is_map(module) and type(module) not in _CALLED_BY_FUNCTION:
-                    self.recorder.module_ran(module, "linear", inputs, result, feature_dim(module))
+                    self.recorder.maps.module_ran(module, "linear", inputs, result, feature_dim(module))
                 elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
-                    self.recorder.module_ran(module, "norm", inputs, result, -1)
+                    self.recorder.maps.module_ran(module, "norm", inputs, result, -1)
         except Exception as error:  # the forward goes on
             self._failures.append(f"{name}: {type(error).__name__} ({error})")
 

@@ -177,15 +177,7 @@ def rows_of_weights(
         yield RowChunk(_of_seeing(rows, visible), visible, scores, part.sequences, part.positions, part.queries)
 
 
-def rows_of_operands(
-    query: Tensor,
-    key: Tensor,
-    plan: RowPlan,
-    *,
-    scale: float | Tensor,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Iterator[RowChunk]:
+def rows_of_operands(query: Tensor, key: Tensor, plan: RowPlan, *, scale: float) -> Iterator[RowChunk]:
     """Compute rows from the inputs of a fused kernel.
 
     Args:
@@ -194,8 +186,6 @@ def rows_of_operands(
             by side as it takes.
         plan: which rows, and what is added and hidden.
         scale: factor of the scores.
-        softcap: bound of the scores, before anything is added; 0 for none.
-        sinks: ``(heads,)``, a logit of each head that takes part in the softmax and belongs to no key.
 
     Yields:
         Pieces of a bounded size.
@@ -212,21 +202,14 @@ def rows_of_operands(
         k = key_axes.rows(keys, part.sequences, None).float()  # (S, G, keys, width)
         groups = k.shape[1]
         grouped = q.reshape(q.shape[0], groups, -1, *q.shape[2:])
-        scores = (grouped @ k[:, :, None].mT).flatten(1, 2)
-        scores = scores * scale if isinstance(scale, Tensor) else scores.mul_(scale)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = (grouped @ k[:, :, None].mT).flatten(1, 2).mul_(scale)
         for term in part.terms:
             added = term.added(axes, part.sequences, part.positions)
             scores = scores if added is None else scores + added
         visible = part.visible()
         hidden = hidden_by(part.terms, axes, part.sequences, part.positions, part.keys)
         masked = scores if hidden is None else _hide(scores, hidden)
-        if sinks is not None:
-            one = sinks.float().view(1, -1, 1, 1).expand(*masked.shape[:3], 1)
-            weights = torch.cat([masked, one], -1).softmax(-1)[..., :-1]
-        else:
-            weights = masked.softmax(-1)
+        weights = masked.softmax(-1)
         yield RowChunk(_of_seeing(weights, visible), visible, scores, part.sequences, part.positions, part.queries)
 
 

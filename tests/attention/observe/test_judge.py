@@ -387,7 +387,7 @@ class ManyExperts(nn.Module):
 
     def forward(self, x):
         x = self.one(x)
-        for _ in range(50):
+        for _ in range(120):
             for expert in self.experts:
                 x = expert(x)
         return self.other(x)
@@ -402,7 +402,7 @@ def test_maps_of_many_experts_do_not_push_out_those_of_claims():
     model(torch.randn(B, T, D))
     observer.disarm()
     assert {one.state for one in observer.verdicts().values()} == {"established"}
-    assert len(observer._forward.recorder.maps) < 1500
+    assert len(observer._forward.recorder.maps.calls) < 1500
 
 
 class Packed(nn.Module):

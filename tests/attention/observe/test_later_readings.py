@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hdi_callback.attention.observe import AttentionObserver, recorder
+from hdi_callback.attention.observe import AttentionObserver, map_log
 
 
 class Mixing(nn.Module):
@@ -56,7 +56,7 @@ def test_what_is_seen_of_attention_does_not_depend_on_samples(where):
 def test_maps_and_norms_are_not_looked_at_where_no_samples_are_kept(monkeypatch):
     looked_at = []
     for name in ("map_ran", "norm_ran", "module_ran"):
-        monkeypatch.setattr(recorder.Recorder, name, lambda *args, name=name, **options: looked_at.append(name))
+        monkeypatch.setattr(map_log.MapLog, name, lambda *args, name=name, **options: looked_at.append(name))
     model = nn.Sequential(nn.LayerNorm(16), Mixing("kernel"), nn.BatchNorm1d(5))
     seen(model, keeps_samples=True)
     assert set(looked_at) == {"map_ran", "norm_ran", "module_ran"}

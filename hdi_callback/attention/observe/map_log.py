@@ -1,0 +1,178 @@
+"""Linear maps and norms that ran, with a few tokens of what each took and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hdi_callback.attention.observe.module_stack import ModuleStack
+from hdi_callback.attention.observe.quiet import holds_numbers
+from hdi_callback.attention.observe.samples import MAX_FEATURES, MapCall, arrangements, sample_of_map
+
+_BEFORE_A_CORE = 64  # calls before an attention among which its queries, keys and values are searched
+_AFTER_A_CORE = 8  # and after it, among which its output projection is searched
+_MOST_CALLS = 1024  # after which those that are near no attention are let go, as those of many experts are
+
+
+class MapLog:
+    """Record calls of maps and norms.
+
+    Args:
+        stack: the modules that run.
+        names: id of a module or parameter -> its dotted path.
+        keeps_samples: False: record nothing.
+        claimed: ids of modules whose maps are kept wherever they ran.
+
+    Attributes:
+        calls: in the order in which they ran.
+    """
+
+    def __init__(
+        self, stack: ModuleStack, names: Mapping[int, str], *, keeps_samples: bool, claimed: frozenset[int]
+    ) -> None:
+        self.calls: list[MapCall] = []
+        self.keeps_samples = keeps_samples
+        self._stack, self._names, self._claimed = stack, names, claimed
+        self._order = 0
+        self._cores: list[int] = []  # where in the order attention ran
+        self._settled = 0  # how many calls were kept when some were last let go
+
+    def core_ran(self) -> int:
+        """Number an attention in the order of the calls.
+
+        Returns:
+            The number, greater than those of the calls before it.
+        """
+        self._order += 1
+        self._cores.append(self._order)
+        return self._order
+
+    def map_ran(
+        self,
+        parameter: Tensor,
+        inputs: Tensor,
+        made: Tensor,
+        features_dim: int = -1,
+        *,
+        rows: int = 0,
+        is_transposed: bool = False,
+    ) -> None:
+        """Record a product with a parameter; see `MapCall` for the arguments."""
+        if not self.keeps_samples or not (holds_numbers(inputs) and holds_numbers(made)):
+            return
+        module, owner = self._stack.innermost, self._stack.owner
+        keys = (id(parameter),) if module is None else (id(parameter), id(module))
+        name = self._names.get(id(parameter), "")
+        held = () if module is None else (*module._parameters.items(), *vars(module).items())
+        own = next((key for key, value in held if value is parameter), "")  # sharded: not the parameter of before
+        if not name and own:
+            name = f"{owner}.{own}" if owner else own
+        self._add(keys, name or owner, "linear", inputs, made, features_dim, rows, is_transposed, own)
+
+    def norm_ran(self, weight: Tensor | None, inputs: Tensor, made: Tensor) -> None:
+        """Record a norm, whose features are those that come in."""
+        if not self.keeps_samples or not (holds_numbers(inputs) and holds_numbers(made)):
+            return
+        keys = (id(weight),) if weight is not None else ()
+        self._add_norm(keys, self._names.get(id(weight), "") or self._stack.owner, inputs, made)
+
+    def module_ran(self, module: nn.Module, kind: str, inputs: Any, made: Any, features_dim: int) -> None:
+        """Record what a module took and gave as a whole."""
+        tensors = isinstance(inputs, Tensor) and isinstance(made, Tensor)
+        if not tensors or not self.keeps_samples or not (holds_numbers(inputs) and holds_numbers(made)):
+            return
+        keys, name = (id(module),), self._names.get(id(module), "")
+        if kind == "norm":
+            self._add_norm(keys, name, inputs, made)
+        else:
+            self._add(keys, name, kind, inputs, made, features_dim)
+
+    def recent(self) -> list[MapCall]:
+        """Give the calls before an attention among which its queries, keys and values are searched.
+
+        Returns:
+            The latest last.
+        """
+        return self.calls[-_BEFORE_A_CORE:]
+
+    def tokens(self) -> list[int]:
+        """List how many tokens the inputs of the maps before have.
+
+        Returns:
+            Those of the running module first, the latest first, none twice.
+        """
+        recent = [one for one in self.recent()[::-1] if one.kind == "linear"]
+        return list(dict.fromkeys(one.tokens for one in (*filter(self._is_inside, recent), *recent)))
+
+    def have_one_source(self) -> bool:
+        """Return whether the maps of the running module took the same tensor."""
+        inside = [one for one in self.recent() if one.kind == "linear" and self._is_inside(one)]
+        return len({one.source for one in inside}) == 1
+
+    def _is_inside(self, call: MapCall) -> bool:
+        return call.owner == self._stack.owner or call.owner.startswith(f"{self._stack.owner}.")
+
+    def _add(
+        self,
+        keys: tuple[int, ...],
+        name: str,
+        kind: str,
+        inputs: Tensor,
+        made: Tensor,
+        features_dim: int,
+        rows: int = 0,
+        is_transposed: bool = False,
+        own: str = "",
+    ) -> None:
+        if not made.is_floating_point() or not made.numel() or made.dim() < 1:
+            return
+        if made.shape[features_dim] > MAX_FEATURES:
+            return
+        self._let_go()
+        self._order += 1
+        tokens = made.numel() // made.shape[features_dim]
+        is_token_wise = inputs.dim() == made.dim() and inputs.numel() // inputs.shape[features_dim] == tokens
+        taken = sample_of_map(inputs, features_dim) if is_token_wise else made.new_empty(0, 0)
+        given = sample_of_map(made, features_dim)
+        self.calls.append(
+            MapCall(
+                self._order, keys, name, kind, tokens, taken, given, inputs.data_ptr(), rows, self._stack.owner,
+                is_transposed, own,
+            )
+        )  # fmt: skip
+
+    def _add_norm(self, keys: tuple[int, ...], name: str, inputs: Tensor, made: Tensor) -> None:
+        """Record a norm of tokens, or of the heads of tokens: of each order of its dimensions a sample."""
+        if inputs.shape != made.shape or inputs.dim() < 2 or not inputs.numel() or inputs.shape[-1] > MAX_FEATURES:
+            return
+        views = [(inputs[..., None, :, :], made[..., None, :, :])]
+        if inputs.dim() >= 4:
+            views = [(inputs, made), (inputs.transpose(-3, -2), made.transpose(-3, -2))]
+        elif inputs.dim() == 3:
+            views += [(inputs[None], made[None]), (inputs.transpose(0, 1), made.transpose(0, 1))]
+        ways, counts = [], self.tokens()[:3]
+        for one, other in views:
+            pairs = zip(arrangements(one, counts), arrangements(other, counts), strict=False)
+            ways += [(before, after) for before, after in pairs if before.start == 0]
+        self._order += 1
+        empty, tokens = inputs.new_empty(0, 0), inputs.numel() // inputs.shape[-1]
+        self.calls.append(
+            MapCall(
+                self._order, keys, name, "norm", tokens, empty, empty, inputs.data_ptr(), owner=self._stack.owner,
+                ways=tuple(ways),
+            )
+        )  # fmt: skip
+
+    def _let_go(self) -> None:
+        if len(self.calls) < _MOST_CALLS + self._settled:
+            return
+        newest = self._order - _BEFORE_A_CORE
+        near = {order for core in self._cores for order in range(core - _BEFORE_A_CORE, core + _AFTER_A_CORE)}
+        self.calls = [
+            one
+            for one in self.calls
+            if one.order >= newest or one.order in near or not self._claimed.isdisjoint(one.keys)
+        ]
+        self._settled = len(self.calls)

@@ -1,0 +1,263 @@
+"""What a reading makes of an attention while it runs: its rows, the norms of its queries and keys, its bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.observe.axes import Axes, resolve
+from hdi_callback.attention.observe.chosen import ChosenTokens
+from hdi_callback.attention.observe.lineage import Scores
+from hdi_callback.attention.observe.map_log import MapLog
+from hdi_callback.attention.observe.masks import MaskTerm
+from hdi_callback.attention.observe.module_stack import ModuleStack
+from hdi_callback.attention.observe.quiet import is_plain
+from hdi_callback.attention.observe.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
+
+_AXES_UNKNOWN = "sequences and heads share a dimension, and nothing tells them apart"
+
+
+@dataclass(eq=False)
+class Request:
+    """What is to be read of every attention.
+
+    Attributes:
+        reduce_rows: what is made of each piece of rows; results are added. None: rows are not read.
+        reduce_norms: what is made of ``(..., H, length, width)`` and of what is no padding in it.
+        max_queries: how many queries are read.
+        keeps_samples: keep a few tokens for the comparison with claims.
+        padding: ``(batch, length)``, True at tokens that are padding, or what gives it for a number of sequences and of
+            queries while attention runs, or None; None if it follows from masks.
+        heads: dotted path of a layer -> number of heads that it is said to have.
+        claimed: ids of modules whose maps are kept wherever they ran.
+    """
+
+    reduce_rows: Callable[[RowChunk], Any] | None = None
+    reduce_norms: Callable[[Tensor, Tensor | None], Any] | None = None
+    max_queries: int = 64
+    keeps_samples: bool = True
+    padding: Tensor | Callable[[int, int], Tensor | None] | None = None
+    heads: Mapping[str, int] = field(default_factory=dict)
+    claimed: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class ReadRows:
+    """What was read of the weights, before it is known that values are averaged with them; see `ObservedCore`."""
+
+    axes: Axes | None
+    unread: str = ""
+    rows: Any = None
+    norms: dict[str, Any] = field(default_factory=dict)
+    bias: Tensor | None = None
+    is_bounded: bool = True
+    is_self: bool = False
+
+
+class RowReader:
+    """Read what was asked for.
+
+    Args:
+        request: what is to be read.
+        maps: the linear maps before an attention, whose numbers of tokens tell sequences from heads.
+        stack: the modules that run.
+    """
+
+    def __init__(self, request: Request, maps: MapLog, stack: ModuleStack) -> None:
+        self._request, self._maps, self._stack = request, maps, stack
+        self.chosen = ChosenTokens()
+        self._paddings: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None]] = {}
+
+    def forget(self) -> None:
+        """Let go of what belongs to one forward alone."""
+        self._paddings.clear()
+
+    def axes_of(self, lead: Sequence[int], queries: int, keys: int) -> Axes | None:
+        """Separate sequences from heads.
+
+        Args:
+            lead: sizes of the dimensions in front of ``(queries, keys)``.
+            queries: length of a sequence of queries.
+            keys: length of a sequence of keys.
+
+        Returns:
+            Which dimension is which; None if nothing tells.
+        """
+        tokens = self._maps.tokens()
+        both = [one for one in tokens if queries and one % queries == 0 and one // queries * keys in tokens]
+        ordered = [*both, *(one for one in tokens if one not in both)]
+        around = (name for name, _ in reversed(self._stack.modules))
+        claimed = next((self._request.heads[name] for name in around if name in self._request.heads), None)
+        return resolve(lead, queries, ordered, claimed, keys=keys)
+
+    def of_weights(self, scores: Scores, inputs: Tensor, weights: Tensor, axis: int) -> ReadRows:
+        """Read the rows of weights that a softmax gave.
+
+        Args:
+            scores: where they come from.
+            inputs: the input of the softmax.
+            weights: what it gave.
+            axis: dimension of the keys, negative.
+
+        Returns:
+            What was read.
+        """
+        if scores.query is None or scores.key is None:
+            return ReadRows(None, "its weights are a softmax, but its scores are no product of two activations")
+        if axis == scores.row_axis:
+            swapped = scores.query, scores.row_axis
+            scores.query, scores.row_axis = scores.key, scores.key_axis
+            scores.key, scores.key_axis = swapped
+        if scores.lost:
+            done = ", ".join(dict.fromkeys(scores.lost))
+            return ReadRows(None, f"its scores go through {done} before the softmax, which is not followed")
+        if axis != scores.key_axis:
+            return ReadRows(None, "its softmax is over another dimension than that of the keys")
+        order = (scores.row_axis, axis), (-2, -1)
+        inputs, weights = inputs.movedim(*order), weights.movedim(*order)
+        queries, keys = int(weights.shape[-2]), int(weights.shape[-1]) - scores.before - scores.after
+        if not (is_plain(weights) and is_plain(scores.query) and is_plain(scores.key)):
+            return ReadRows(None, _of_a_kind_of_its_own(weights))
+        if keys != scores.key.shape[-2] or queries != scores.query.shape[-2] or not queries or not keys:
+            return ReadRows(None, "its softmax is over other columns than its keys")
+        axes = self.axes_of(weights.shape[:-2], queries, keys)
+        if axes is None:
+            return ReadRows(None, _AXES_UNKNOWN)
+        shift = None if scores.shift is None else scores.shift.movedim(*order)
+        return self._read(
+            axes,
+            scores.query,
+            scores.key,
+            scores.terms,
+            scores.biases,
+            lambda plan: rows_of_weights(
+                weights, inputs, plan, first=scores.before, shift=shift, hides_by_scores=bool(scores.unknown)
+            ),
+            is_bounded=not scores.unknown and scores.scale is not None,
+        )
+
+    def of_operands(
+        self, query: Tensor, key: Tensor, *, terms: Sequence[MaskTerm], scale: float, unread: str
+    ) -> ReadRows:
+        """Compute the rows that a kernel keeps to itself.
+
+        Args:
+            query: ``(*lead, queries, width)``.
+            key: ``(*lead, keys, width)``.
+            terms: what hides keys, and what is added.
+            scale: factor of the scores.
+            unread: why they cannot be computed; empty if they can.
+
+        Returns:
+            What was read.
+        """
+        if not (is_plain(query) and is_plain(key)):
+            return ReadRows(None, _of_a_kind_of_its_own(query))
+        axes = self.axes_of(query.shape[:-2], int(query.shape[-2]), int(key.shape[-2]))
+        if unread or axes is None:
+            return ReadRows(axes, unread or _AXES_UNKNOWN)
+        return self._read(
+            axes,
+            query,
+            key,
+            terms,
+            [(one.tensor, 1.0) for one in terms if one.kind == "added" and one.tensor is not None],
+            lambda plan: rows_of_operands(query.detach(), key.detach(), plan, scale=float(scale)),
+        )
+
+    def _read(
+        self,
+        axes: Axes,
+        query: Tensor,
+        key: Tensor,
+        terms: Sequence[MaskTerm],
+        biases: Sequence[tuple[Tensor | float, float]],
+        rows: Callable[[RowPlan], Iterator[RowChunk]],
+        *,
+        is_bounded: bool = True,
+    ) -> ReadRows:
+        request, is_self = self._request, self._maps.have_one_source()
+        read = ReadRows(axes, is_self=is_self)
+        read.bias, is_known = _largest(biases, query.device)
+        read.is_bounded = is_bounded and is_known
+        if request.reduce_rows is None:
+            read.unread = "its rows were not asked for"
+            return read
+        own = [which for which, one in (("queries", query), ("keys", key)) if self.chosen.differ_by_head(one, axes)]
+        if own:
+            read.unread = f"each head has {own[0]} of its own choice, so that rows of two do not compare"
+            return read
+        queries, keys = int(query.shape[-2]), int(key.shape[-2])
+        padding = self._padding(axes, queries, keys, terms, query.device)
+        of_queries = padding if is_self and queries == keys else None
+        if callable(request.padding):
+            padded = request.padding(axes.sequences, queries)
+            of_queries = of_queries if padded is None else padded.to(query.device)
+            padding = of_queries if is_self and queries == keys else padding
+        plan = RowPlan.of(
+            axes, queries, keys, query.device, terms=terms, max_queries=request.max_queries, left_out=of_queries
+        )
+        for chunk in rows(plan):
+            one = request.reduce_rows(chunk)
+            read.rows = one if read.rows is None else read.rows + one
+        if read.rows is None:
+            read.unread = "its weights do not have the dimensions of its scores"
+        if request.reduce_norms is not None:
+            for role, tensor, left_out in (("query", query, of_queries), ("key", key, padding)):
+                features = _heads_of(tensor, axes)
+                sizes = [axes.lead[dim] for dim in axes.batch]
+                valid = None if left_out is None else ~left_out.view(*sizes, 1, left_out.shape[-1])
+                if features is not None:
+                    read.norms[role] = request.reduce_norms(features, valid)
+        return read
+
+    def _padding(
+        self, axes: Axes, queries: int, keys: int, terms: Sequence[MaskTerm], device: torch.device
+    ) -> Tensor | None:
+        """Return which keys are padding, ``(sequences, keys)``; each mask of a forward is read once."""
+        known = self._request.padding
+        if isinstance(known, Tensor) and known.shape == (axes.sequences, keys):
+            return known.to(device)
+        found: Tensor | None = None
+        for term in terms:
+            key = (id(term.tensor), term.kind, axes, queries, keys)
+            if key not in self._paddings:
+                everyone = torch.arange(axes.sequences, device=device)
+                # The mask is kept with it, so that its id stays its own.
+                self._paddings[key] = (term.tensor, term.seen_by_none(axes, everyone, queries, keys))
+            one = self._paddings[key][1]
+            found = one if found is None else found if one is None else found | one
+        return found
+
+
+def _of_a_kind_of_its_own(tensor: Tensor) -> str:
+    return f"its tensors are spread over devices or of a kind of their own ({type(tensor).__name__})"
+
+
+def _largest(biases: Sequence[tuple[Tensor | float, float]], device: torch.device) -> tuple[Tensor | None, bool]:
+    """The largest sum that can have been added to a score, without waiting for the device."""
+    total: Tensor | None = None
+    for bias, factor in biases:
+        if math.isnan(factor):
+            return None, False
+        if isinstance(bias, Tensor):
+            top = (bias.detach().amax() if factor > 0 else bias.detach().amin()).float().to(device) * factor
+        else:
+            top = torch.full((), bias * factor, device=device)
+        total = top if total is None else total + top
+    return total, True
+
+
+def _heads_of(tensor: Tensor, axes: Axes) -> Tensor | None:
+    """View queries or keys as ``(..., H, length, width)``."""
+    ours = Axes(tuple(tensor.shape[:-2]), axes.batch) if tensor.dim() - 2 == len(axes.lead) else axes
+    opened = ours.opened(tensor.detach())
+    if opened is None or opened.dim() != len(axes.lead) + 2:
+        return None
+    moved = opened.permute(*axes.batch, *axes.heads_dims, -2, -1)
+    return moved.flatten(len(axes.batch), -3) if axes.heads_dims else moved.unsqueeze(-3)
