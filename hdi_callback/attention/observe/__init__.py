@@ -2,8 +2,8 @@
 
 from hdi_callback.attention.observe.accounts import CoreAccount, Unexplained
 from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.judge import RoleVerdict, Verdict
 from hdi_callback.attention.observe.observer import AttentionObserver
 from hdi_callback.attention.observe.rows import RowChunk
+from hdi_callback.attention.observe.verdicts import RoleVerdict, Verdict
 
 __all__ = ["AttentionObserver", "CoreAccount", "ObservedCore", "RoleVerdict", "RowChunk", "Unexplained", "Verdict"]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.judge import Verdict, find_rows
+from hdi_callback.attention.observe.found_rows import find_rows
 from hdi_callback.attention.observe.samples import MapCall
+from hdi_callback.attention.observe.verdicts import Verdict
 
 Part = Literal["wholly", "in part", "not at all"]
 

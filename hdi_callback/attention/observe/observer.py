@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.observe.accounts import CoreAccount, Unexplained, account, unexplained
 from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.judge import Verdict, judge
+from hdi_callback.attention.observe.judge import judge
 from hdi_callback.attention.observe.mode import ObservingMode
 from hdi_callback.attention.observe.proposals import propose
 from hdi_callback.attention.observe.quiet import quiet
@@ -44,6 +44,7 @@ from hdi_callback.attention.observe.regions import split_open_and_closed
 from hdi_callback.attention.observe.row_reader import Request
 from hdi_callback.attention.observe.rows import RowChunk
 from hdi_callback.attention.observe.samples import MapCall
+from hdi_callback.attention.observe.verdicts import Verdict
 from hdi_callback.attention.observe.window import Window
 from hdi_callback.attention.projections import feature_dim, is_map
 

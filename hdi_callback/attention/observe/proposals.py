@@ -9,7 +9,7 @@ from torch import nn
 
 from hdi_callback.attention.heads import AttentionLayer, HeadSlice, HeadWeight, Role, check_layer
 from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.judge import FoundRows, find_columns, find_rows
+from hdi_callback.attention.observe.found_rows import FoundRows, find_columns, find_rows
 from hdi_callback.attention.observe.samples import MapCall
 from hdi_callback.errors import UnsupportedAttentionError
 

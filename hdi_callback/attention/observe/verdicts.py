@@ -1,0 +1,49 @@
+"""What was observed of the heads that a layer claims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hdi_callback.attention.heads import Role
+from hdi_callback.attention.observe.cores import ObservedCore
+
+State = Literal["established", "contradicted", "undecided"]
+
+
+@dataclass(frozen=True)
+class RoleVerdict:
+    """What was observed of the heads of one role.
+
+    Attributes:
+        state: whether they are where they are said to be.
+        sentence: what was observed, or why nothing was.
+        tokens: how many tokens of a sequence the map gave, where attention takes more; 0 if it gave all.
+    """
+
+    state: State
+    sentence: str
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was observed of the heads of a layer.
+
+    Attributes:
+        state: ``"contradicted"`` if one role is; ``"established"`` if its queries, keys and values are, as far as it
+            claims them.
+        sentence: what was observed, or why nothing was.
+        roles: the same of each role.
+        core: the attention in which it was observed.
+        cores: all of them, where each head has one of its own.
+        maps: names of the maps that its layer claims.
+    """
+
+    state: State
+    sentence: str
+    roles: Mapping[Role, RoleVerdict] = field(default_factory=dict)
+    core: ObservedCore | None = None
+    cores: tuple[ObservedCore, ...] = ()
+    maps: frozenset[str] = frozenset()

@@ -1,0 +1,134 @@
+"""From rows of maps to the slices of parameters by which weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention import projections
+from hdi_callback.attention.heads import HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
+from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError
+from hdi_callback.attention.trace.traced_cores import TracedCores
+from hdi_callback.attention.trace.traced_run import Leaf
+
+
+def weight_of(trace: TracedCores, path: str, rows: list[Rows]) -> HeadWeight:
+    """Describe how the weights of the heads of a role are read.
+
+    Args:
+        trace: of one run.
+        path: of the module that has the heads.
+        rows: of each head, in their order.
+
+    Returns:
+        A slice of one parameter, the product of two, or one slice for each head.
+
+    Raises:
+        NoHeadsError: if they are read in none of these ways.
+    """
+    if any(one.inner is not None for one in rows):
+        return _product(trace, path, rows)
+    if len({one.parameter for one in rows}) == 1:
+        return _slice(trace, path, rows)
+    pieces = tuple(_slice(trace, path, [one]) for one in rows)
+    return HeadPieces(pieces[0].module, pieces)
+
+
+def _slice(trace: TracedCores, path: str, rows: list[Rows]) -> HeadSlice:
+    parameter = rows[0].parameter
+    leaf = next(leaf for leaf in trace.leaves if leaf.parameter == parameter)
+    index = torch.tensor([one.features for one in rows])
+    is_transposed = leaf.module is not None and projections.is_transposed(leaf.module)
+    axes = leaf.axes
+    module, name = _from(trace, path, parameter)
+    return HeadSlice.of_features(
+        module, name, index, transposed=is_transposed or axes == (1,), axes=() if axes == (1,) else axes,
+        centring=rows[0].centring,
+    )  # fmt: skip
+
+
+def _from(trace: TracedCores, path: str, parameter: str) -> tuple[nn.Module, str]:
+    if path and parameter.startswith(f"{path}."):
+        return trace.run.module.get_submodule(path), parameter[len(path) + 1 :]
+    return trace.run.module, parameter
+
+
+def _product(trace: TracedCores, path: str, rows: list[Rows]) -> HeadProduct:
+    if any(one.inner is None for one in rows):
+        raise NoHeadsError("some of its heads are made by one projection and others by two")
+    outer = list(dict.fromkeys((one.parameter, one.features) for one in rows))
+    inner = list(dict.fromkeys(one.inner for one in rows if one.inner is not None))
+    if 1 not in (len(outer), len(inner)):
+        raise NoHeadsError("its heads are made by two projections that are both cut into heads")
+    module, _ = _from(trace, path, rows[0].parameter)
+    gain, offset = _gain(trace, path, rows[0])
+    return HeadProduct(
+        module,
+        _slice(trace, path, [Rows(*one) for one in outer]),
+        _slice(trace, path, inner),
+        gain,
+        offset,
+    )
+
+
+def _gain(trace: TracedCores, path: str, row: Rows) -> tuple[str, float]:
+    """Find the parameter that holds the gain between two maps."""
+    gain = torch.tensor(row.gain)
+    if (gain - gain[0]).abs().max() < 1e-4:
+        return "", 0.0
+    for name, parameter in trace.traceable.parameters.items():
+        for offset in (0.0, 1.0):
+            if parameter.shape == gain.shape:
+                ratio = gain / (parameter.detach() + offset)
+                if (ratio - ratio[0]).abs().max() < 1e-4 * ratio[0].abs():
+                    return _from(trace, path, name)[1], offset
+    raise UndecidedError("between two projections lies something that is no gain")
+
+
+def output_weight(trace: TracedCores, path: str, leaf: Leaf, features: Tensor) -> HeadSlice:
+    """Describe how the weights of the output projection are read.
+
+    Args:
+        trace: of one run.
+        path: of the module that has the heads.
+        leaf: the output projection.
+        features: ``(heads, width)``, features of its input.
+
+    Returns:
+        The slice.
+    """
+    module, name = _from(trace, path, leaf.parameter)
+    if leaf.axes:
+        owner: Any = trace.run.module.get_parameter(leaf.parameter)
+        if leaf.axes == (1,) and owner.dim() == 2:
+            return HeadSlice.of_features(module, name, features, transposed=True)
+        others = tuple(axis for axis in range(owner.dim()) if axis not in leaf.axes)
+        return HeadSlice.of_features(module, name, features, axes=others)
+    is_transposed = leaf.module is not None and projections.is_transposed(leaf.module)
+    return HeadSlice.of_features(module, name, features, transposed=is_transposed)
+
+
+def kind_of(slices: Mapping[Role, HeadWeight], heads: HeadRows) -> str:
+    """Say in a few words how the weights of a layer are laid out.
+
+    Args:
+        slices: of each role.
+        heads: with what else is to be said of them.
+
+    Returns:
+        Words with commas between, the `kind` of an `AttentionLayer`.
+    """
+    roles = [part for role, part in slices.items() if role != "output"]
+    if any(isinstance(part, HeadProduct) for part in roles):
+        words = ["latent"]
+    elif any(isinstance(part, HeadPieces) for part in roles):
+        words = ["a map for each head"]
+    else:
+        words = ["separate" if len({part.parameter for part in roles}) == len(roles) else "fused"]
+        plain = [part for part in roles if isinstance(part, HeadSlice)]
+        if any(part.stride is not None or part.block is not None or part.order is not None for part in plain):
+            words.append("interleaved")
+    return ", ".join([*words, *heads.remarks])

@@ -1,0 +1,166 @@
+"""Where the outputs of heads are in what takes them, which gives their order and the output projection.
+
+What is mixed on the way there is refused: heads that are added up, normed together or subtracted are none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.trace.cores import Core, nodes_between
+from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError
+from hdi_callback.attention.trace.support import agreed, columns_of, derivatives, random_weights, weights_at
+from hdi_callback.attention.trace.traced_cores import TracedCores
+
+# Nodes that leave each feature proportional to what it was.
+_LINEAR = (
+    "Add", "Addmm", "Alias", "AsStrided", "Avg", "Baddbmm", "Bmm", "Cat", "Chunk", "Clone", "Col2Im", "ConstantPad",
+    "Contiguous", "Convolution", "Copy", "Detach", "Div", "Expand", "Flip", "Gather", "Im2Col", "Index", "MaskedFill",
+    "Mean", "Mm", "Mul", "Narrow", "Neg", "Pad", "Permute", "Repeat", "Reshape", "Roll", "Scatter", "Select", "Slice",
+    "Split", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Transpose", "Unbind", "Unfold", "UnsafeView",
+    "Unsqueeze", "Upsample", "View", "Where",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """Where the outputs of heads are in what a map takes, or in what comes back.
+
+    Attributes:
+        receiver: number of the linear map that takes them; -1 if none does.
+        features: ``(heads, width)``, features of its input; `None` if they are not those of a matrix.
+        is_side_by_side: whether they are all of its input, head by head.
+    """
+
+    receiver: int
+    features: Tensor | None
+    is_side_by_side: bool
+
+
+def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOutputs | None:
+    """Find the outputs of heads in what takes them.
+
+    Args:
+        trace: of one run.
+        cores: those of the heads: one for all, or one for each.
+        heads: their rows.
+
+    Returns:
+        Where they are; `None` if nothing that comes of the run depends on them.
+
+    Raises:
+        NoHeadsError: if they are mixed, normed or added up on the way there.
+    """
+    receiver, ends = _ends(trace, cores, heads.row)
+    if not ends:
+        return None
+    mixed: NoHeadsError | None = None
+    for end in ends:
+        try:
+            return _outputs_in(trace, cores, heads, receiver, end)
+        except NoHeadsError as error:  # noqa: PERF203
+            mixed = mixed or error
+    raise mixed or NoHeadsError
+
+
+def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[int | None, list[Tensor]]:
+    """What takes the outputs of heads, features last: a linear map, else a convolution, else whoever called."""
+    receiver = receiver_of(trace, cores[0], row)
+    if receiver is None and row is not None and receiver_of(trace, cores[0]) is not None:
+        return None, []  # the map that is there takes the outputs of another stream
+    if receiver is not None:
+        return receiver, [trace.leaves[receiver].taken]
+    for one in trace.run.convolved:
+        if _depends(one, cores[0]):
+            return None, [one.movedim(1, -1)]
+    for one in trace.run.outputs:
+        if _depends(one, cores[0]):
+            others = [one.movedim(1, -1), one.flatten(-2)] if one.dim() > 2 else []
+            apart = [one.transpose(-3, -2).flatten(-2)] if one.dim() > 3 else []  # heads in a dim of their own
+            return None, [one, *others, *apart]
+    return None, []
+
+
+def _depends(tensor: Tensor, core: Core, row: int | None = None) -> bool:
+    if not tensor.requires_grad:
+        return False
+    found = derivatives(tensor, random_weights(tensor.shape), [core.output])
+    if not found or row is None:
+        return bool(found) and bool(found[0].any())
+    matrices = found[0].view(core.weights.shape[0], -1, found[0].shape[-1])
+    return bool((matrices.mT if core.is_turned else matrices)[:, row].any())
+
+
+def _outputs_in(
+    trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: int | None, end: Tensor
+) -> HeadOutputs:
+    codes = columns_of(end, [core.output for core in cores])
+    placed = []
+    for number, of_head in enumerate(heads.members):
+        at = number if len(cores) > 1 else 0
+        code = codes.get(at)
+        if code is None:
+            raise NoHeadsError("not every head reaches what comes of it")
+        matrices = code.view(cores[at].weights.shape[0], -1, code.shape[-1])
+        matrices = matrices.mT if cores[at].is_turned else matrices
+        placed.append(agreed(torch.cat([heads.units.of(matrices, unit) for unit in of_head])))
+    features = torch.stack(placed)
+    if (features < 0).any():
+        raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
+    if len(set(features.flatten().tolist())) < features.numel():
+        raise NoHeadsError("what several heads give is added up before it reaches the output projection")
+    is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
+    is_linear &= not any(_depends(one, cores[0]) and _acts(one, end) for one in trace.run.normed)
+    is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))
+    if is_linear and receiver is not None and _is_added_to(end, features, trace.cores):
+        return HeadOutputs(receiver, None, False)  # what the map takes is no output of heads
+    if receiver is None:
+        if not is_side_by_side and features.numel() == end.shape[-1] and not trace.run.convolved:
+            raise NoHeadsError("the outputs of its heads do not lie side by side in what it returns")
+        return HeadOutputs(-1, None, False)
+    return HeadOutputs(receiver, features if is_linear else None, is_side_by_side and is_linear)
+
+
+def _is_added_to(end: Tensor, features: Tensor, cores: list[Core]) -> bool:
+    """Tell whether something else is added to what attention gives: the sum is more than its derivatives by cores say.
+
+    Args:
+        end: made of what cores give, by linear functions.
+        features: of it that are outputs of heads; others may stand beside them.
+        cores: all of a run.
+
+    Returns:
+        True if so, at one of a few places.
+    """
+    edges = [core.output for core in cores]
+    flat = end.reshape(-1, end.shape[-1])
+    for place in sorted({0, len(flat) // 2, len(flat) - 1}):
+        weights = torch.zeros_like(end)
+        columns = features.flatten()
+        weights[..., columns] = weights_at(end, torch.tensor([place]))[..., columns]
+        acting = derivatives(end, weights, edges)
+        if not any(one.any() for one in acting.values()):
+            continue  # a token that is put beside what attention gives
+        whole = float((weights * end).sum())
+        parts = [float((one.flatten() * cores[number].given.flatten()).sum()) for number, one in acting.items()]
+        if abs(whole - sum(parts)) > 1e-3 * max(abs(whole), *map(abs, parts)):
+            return True
+    return False
+
+
+def _acts(tensor: Tensor, on: Tensor) -> bool:
+    found = derivatives(on, random_weights(on.shape), [tensor])
+    return bool(found) and bool(found[0].any())
+
+
+def _is_linear(node: Any) -> bool:
+    return any(node.name().startswith(kind) for kind in _LINEAR)
+
+
+def receiver_of(trace: TracedCores, core: Core, row: int | None = None) -> int | None:
+    """The first linear map that takes what a core gives, or what a row of its weights gives, by its number."""
+    return next((number for number, leaf in enumerate(trace.leaves) if _depends(leaf.taken, core, row)), None)
