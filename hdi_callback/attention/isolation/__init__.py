@@ -14,9 +14,9 @@ are reached other than as parameters and buffers of the copy.
 """
 
 from hdi_callback.attention.isolation.collectives import collectives_within
+from hdi_callback.attention.isolation.contents import attributes_of, has_memory
 from hdi_callback.attention.isolation.copies import HOOKS, evaluated, isolated_copy
 from hdi_callback.attention.isolation.isolated import IsolationError, isolated
-from hdi_callback.attention.isolation.user_data import attributes_of, has_memory
 
 __all__ = [
     "HOOKS", "IsolationError", "attributes_of", "collectives_within", "evaluated", "has_memory",

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from hdi_callback.attention.isolation.contents import attributes_of, has_memory
 from hdi_callback.attention.isolation.isolated import IsolationError, isolated
 from hdi_callback.attention.isolation.signals import comes_from_signal
-from hdi_callback.attention.isolation.user_data import attributes_of, has_memory
 
 _MOST_BYTES = 2 * 2**30  # of parameters and buffers in one copy
 HOOKS = (

@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextvars
 import copy
-import itertools
 import random
 import sys
 import threading
@@ -27,6 +26,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hdi_callback.attention.isolation.contents import (
+    are_same,
+    attributes_of,
+    counters_in,
+    has_memory,
+    items_of,
+    kind_of,
+    refill,
+    rewind,
+)
 
 _NOT_ENTERED = frozenset(sys.stdlib_module_names) | {
     "torch", "numpy", "hdi_callback", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed",
@@ -86,9 +96,9 @@ class UserData:
         """Put back what has changed since."""
         self._imported = frozenset(sys.modules) - self._modules
         for one in self._empty:
-            if now := _items(one):
+            if now := items_of(one):
                 with suppress(Exception):
-                    _refill(one, self._registered(now))
+                    refill(one, self._registered(now))
         for undo in reversed(self._undo):
             with suppress(Exception):
                 undo()
@@ -125,22 +135,22 @@ class UserData:
     # --- kinds of objects
 
     def _container(self, one: Any) -> Iterable[Any]:
-        kind = _kind(one)
+        kind = kind_of(one)
         if kind.__len__(one) > _MOST_ITEMS:
             return ()
         if not kind.__len__(one):
             self._empty.append(one)
             self._undo_attributes(one)
             return ()
-        before = _items(one)
-        counters = _counters(before)
+        before = items_of(one)
+        counters = counters_in(before)
 
         def undo() -> None:
-            _rewind(before, counters)
-            now = _items(one)
-            if _are_same(now, before):
+            rewind(before, counters)
+            now = items_of(one)
+            if are_same(now, before):
                 return
-            _refill(one, [*before, *self._registered(now)])
+            refill(one, [*before, *self._registered(now)])
 
         self._undo.append(undo)
         self._undo_attributes(one)
@@ -299,44 +309,6 @@ def _is_dunder(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def attributes_of(one: Any) -> dict[str, Any] | None:
-    """Read the attributes of an instance behind the back of its class, which may do anything when it is asked.
-
-    Args:
-        one: any object.
-
-    Returns:
-        Its own dictionary; `None` if it has none.
-    """
-    try:
-        found = object.__getattribute__(one, "__dict__")
-    except AttributeError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor may be read.
-
-    FSDP1 lets go of the memory of whole weights between forwards, while modules still hold views of it. Reading one
-    ends the process with a segmentation fault.
-
-    Args:
-        tensor: any tensor.
-
-    Returns:
-        False if its memory was let go; True for tensors that keep their elements elsewhere, such as sparse ones.
-    """
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return True
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    try:
-        held = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # wrappers around other tensors have no storage
-        return True
-    return held >= (last + 1) * tensor.element_size()
-
-
 @cache
 def _is_installed(package: str) -> bool:
     path = getattr(sys.modules.get(package), "__file__", None) or ""
@@ -354,48 +326,11 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
     return _NAMES[code]
 
 
-def _are_same(now: list[Any], before: list[Any]) -> bool:
-    if len(now) != len(before):
-        return False
-    for one, other in zip(now, before):
-        if one is other:
-            continue
-        is_item = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
-        if not is_item or one[0] is not other[0] or one[1] is not other[1]:
-            return False
-    return True
-
-
-def _kind(one: Any) -> Any:
-    """Python's own class of a container, whose methods call no code of a subclass."""
-    kinds = (collections.OrderedDict, dict, set, list, collections.deque, bytearray)
-    return next(kind for kind in kinds if isinstance(one, kind))
-
-
-def _items(one: Any) -> list[Any]:
-    """Read a container past methods of its class: to list those of a lazy mapping may import a whole library."""
-    kind = _kind(one)
-    return list(kind.items(one) if isinstance(one, dict) else kind.__iter__(one))
-
-
 def _home(one: Any) -> str:
     """The module that a class or a function is from; empty for other objects."""
     is_defined = isinstance(one, (type, types.FunctionType))
     home = one.__module__ if is_defined else ""
     return home if isinstance(home, str) else ""
-
-
-def _refill(one: Any, items: list[Any]) -> None:
-    """Give a container items in place of what it has, past methods of its class: a `Counter` would count them."""
-    kind = _kind(one)  # an OrderedDict keeps an order of its own beside that of a dict
-    kind.clear(one)
-    if isinstance(one, dict):
-        for name, value in items:
-            kind.__setitem__(one, name, value)
-    elif isinstance(one, set):
-        set.update(one, items)
-    else:
-        kind.extend(one, items)
 
 
 def _bind_again(namespace: dict[str, Any], name: str, before: Any) -> None:
@@ -420,22 +355,3 @@ def _set_state(generator: torch.Generator, state: Tensor) -> None:
 def _write_again(array: Any, before: Any) -> None:
     if array.tobytes() != before.tobytes():
         array[...] = before
-
-
-def _counters(items: list[Any]) -> dict[int, str]:
-    """Counters of itertools among the items, which can only be replaced: their places, and what they are at."""
-    found = {}
-    for place, item in enumerate(items):
-        value = item[1] if isinstance(item, tuple) and len(item) == 2 else item
-        if isinstance(value, itertools.count):
-            found[place] = repr(value)
-    return found
-
-
-def _rewind(items: list[Any], counters: dict[int, str]) -> None:
-    for place, before in counters.items():
-        item = items[place]
-        value = item[1] if isinstance(item, tuple) else item
-        if repr(value) != before:  # "count(5)" or "count(5, 2)", of whole numbers
-            again = itertools.count(*(int(number) for number in before[6:-1].split(",")))
-            items[place] = (item[0], again) if isinstance(item, tuple) else again
