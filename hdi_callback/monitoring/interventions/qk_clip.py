@@ -16,8 +16,10 @@ from hdi_callback.attention import AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.observe import AttentionObserver, RowChunk
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
-from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training
+from hdi_callback.monitoring.interventions.action import Action
+from hdi_callback.monitoring.interventions.intervention import Intervention
 from hdi_callback.monitoring.interventions.parameters import owner_of, refuse_sharded
+from hdi_callback.monitoring.interventions.training import Training
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.warn_once import WarnOnce
 

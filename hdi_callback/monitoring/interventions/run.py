@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import number, one_of, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Level
-from hdi_callback.monitoring.interventions.intervention import Action, Intervention, Training, WhileActive
+from hdi_callback.monitoring.interventions.action import Action
+from hdi_callback.monitoring.interventions.intervention import Intervention
 from hdi_callback.monitoring.interventions.parameters import parameters_of
+from hdi_callback.monitoring.interventions.training import Training
+from hdi_callback.monitoring.interventions.while_active import WhileActive
 from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
 
 

@@ -11,7 +11,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import Intervention, plain_state
-from hdi_callback.monitoring.interventions.intervention import WhileActive
+from hdi_callback.monitoring.interventions.while_active import WhileActive
 from hdi_callback.monitoring.session.state import sound_state
 from hdi_callback.monitoring.warn_once import WarnOnce
 

@@ -485,7 +485,7 @@ def test_a_failure_half_way_leaves_weights_and_optimizer_as_they_were(monkeypatc
             raise RuntimeError("no room")
         return torch.zeros_like(weight[head])
 
-    monkeypatch.setattr("hdi_callback.monitoring.interventions.heads.fresh_head", fails)
+    monkeypatch.setattr("hdi_callback.monitoring.interventions.revive_heads.fresh_head", fails)
     with pytest.raises(RuntimeError, match="no room"):
         revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
     assert len(calls) == 2

@@ -1,0 +1,75 @@
+"""Interventions that last from an alert until it is resolved."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from hdi_callback.monitoring.alerts import Alert
+from hdi_callback.monitoring.interventions.action import Action
+from hdi_callback.monitoring.interventions.intervention import Intervention
+from hdi_callback.monitoring.interventions.training import Training
+
+
+class WhileActive(Intervention):
+    """An intervention that is active from an alert until it is resolved, layer by layer."""
+
+    at_most = 100
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.standing: dict[str, list[str]] = {}  # layer -> the rules whose alerts are active
+
+    def attach(self, training: Training) -> None:
+        """Begin without the alerts of another run."""
+        self.standing = {}
+        super().attach(training)
+
+    def act(self, alert: Alert) -> Action | None:
+        """Begin, with the first alert of the layer."""
+        rules = self.standing.get(alert.layer, [])
+        action = None if rules else self._action(alert, self.begin())
+        if alert.rule not in rules:
+            self.standing[alert.layer] = [*rules, alert.rule]
+        return action
+
+    def undo(self, alert: Alert) -> Action | None:
+        """End, with the last alert of the layer."""
+        rules = self.standing.get(alert.layer, [])
+        if alert.rule not in rules:
+            return None
+        rules.remove(alert.rule)
+        if rules:
+            return None
+        del self.standing[alert.layer]
+        return self._action(alert, self.end())
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is something to do at the next step."""
+        return bool(self.standing) and not self.dry_run
+
+    @property
+    def lasts(self) -> bool:
+        """The name of `is_active` in version 0.1."""
+        warnings.warn("`lasts` is deprecated: write `is_active`.", DeprecationWarning, stacklevel=2)
+        return self.is_active
+
+    @abstractmethod
+    def begin(self) -> str:
+        """Say what begins."""
+
+    @abstractmethod
+    def end(self) -> str:
+        """Say what ends."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs."""
+        return {**super().state_dict(), "standing": {layer: list(rules) for layer, rules in self.standing.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off."""
+        super().load_state_dict(state)
+        self.standing = {layer: list(rules) for layer, rules in state["standing"].items()}
