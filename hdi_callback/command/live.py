@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback.command.terminal import LEVEL_STYLES, active_sentence, cell, console, legend
-from hdi_callback.dashboards.report.runs import pair_alignment
+from hdi_callback.dashboards.report.pair_matrices import pair_alignment
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history

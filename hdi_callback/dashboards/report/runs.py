@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import datetime
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from hdi_callback.attention.names import short_names
 from hdi_callback.audits import Audit
-from hdi_callback.audits.audit import dead_heads_of
 from hdi_callback.dashboards.report.losses import find_losses
+from hdi_callback.dashboards.report.page_data import WORST, page_data, pair_in, rounded
+from hdi_callback.dashboards.report.pair_matrices import AuditMatrices, KeptMatrices
 from hdi_callback.monitoring.alerts import Alert
-from hdi_callback.monitoring.history import RunHistory, read_history
+from hdi_callback.monitoring.history import read_history
 from hdi_callback.monitoring.history.run_folder import find_history
-from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.rules.replay import active_alerts
-
-WORST = "hdi_worst_alignment"
-QUANTITIES = {
-    WORST: "Closest two heads",
-    "hdi_alignment": "All heads, on average",
-    "hdi_energy_worst_alignment": "Closest two, by energy",
-    "hdi_energy_alignment": "All heads, by energy",
-}
-_PAIRS = {WORST: "worst_alignment_pair", "hdi_energy_worst_alignment": "energy_worst_alignment_pair"}
-
-_MOST_COLUMNS = 240
-_MOST_BYTES = 12_000_000  # of matrices in a page
-_MOST_MAPS, _MOST_MAPS_ELSEWHERE = 60, 8  # of a layer: of one that matters, of another
-_FIVE = 5  # layers that are followed closely beside the alerted ones
-_MOST_ALERTS = 400
-_MOST_SPECTRA = 12  # of a layer
-_NOTHING = 255  # of a pair without a number
 
 
 @dataclass(frozen=True)
@@ -84,8 +62,8 @@ def page_of_audit(audit: Audit) -> RunPage:
     ]
     facts += [("not audited", f"{name}: {reason}") for name, reason in audit.not_audited.items()]
     state = "bad" if audit.unusual else "good" if any(not layer.absent for layer in audit.layers) else "unknown"
-    matrices = _AuditMatrices(audit.record)
-    data = _data([audit.record], list(audit.facts), list(audit.findings), list(audit.unusual), [], [], matrices)
+    matrices = AuditMatrices(audit.record)
+    data = page_data([audit.record], list(audit.facts), list(audit.findings), list(audit.unusual), [], [], matrices)
     return RunPage(
         os.path.basename(audit.name.rstrip("/\\")) or audit.name, audit.verdict, state, tuple(facts),
         tuple(layer.name for layer in audit.layers), {**data, "isAudit": True}, audit.record, audit.unusual,
@@ -112,10 +90,10 @@ def page_of_run(run: str | os.PathLike[str], name: str | None = None) -> RunPage
     facts = list(headers[-1]["layers"]) if headers else []
     active = active_alerts(alerts)
     losses = [
-        {"name": curve.name, "steps": _on_steps(curve.steps, records), "values": [_rounded(v, 5) for v in curve.values]}
+        {"name": curve.name, "steps": _on_steps(curve.steps, records), "values": [rounded(v, 5) for v in curve.values]}
         for curve in find_losses(path)
     ]
-    data = _data(records, facts, alerts, active, actions, losses, _KeptMatrices(kept, records))
+    data = page_data(records, facts, alerts, active, actions, losses, KeptMatrices(kept, records))
     return RunPage(
         name or _name_of(path), _verdict(records, alerts, active), _state(records, active),
         tuple(_facts_of(path, headers, facts, records, alerts, actions)),
@@ -157,7 +135,7 @@ def _verdict(records: Sequence[Record], alerts: Sequence[Alert], active: Sequenc
     if not worst:
         return f"No active alert.{before}"
     value, name, layer = max(worst, key=lambda item: item[0])
-    pair = " and ".join(map(str, _pair(layer, WORST)))
+    pair = " and ".join(map(str, pair_in(layer, WORST)))
     return f"No active alert. The two closest heads are {pair} of {name} (alignment {value:.2f}).{before}"
 
 
@@ -213,243 +191,3 @@ def _on_steps(axis: Sequence[int], records: Sequence[Record]) -> list[float]:
         return [float(step) for step in axis]
     a, s = known[-1]
     return [round(step * s / a, 1) for step in axis]
-
-
-# --- what is drawn
-
-
-def _data(
-    records: Sequence[Record],
-    facts: Sequence[Mapping[str, Any]],
-    alerts: Sequence[Alert],
-    active: Sequence[Alert],
-    actions: Sequence[Mapping[str, Any]],
-    losses: Sequence[Mapping[str, Any]],
-    matrices: _PairMatrices,
-) -> dict[str, Any]:
-    layers = list(dict.fromkeys(name for record in records for name in record.layers))
-    columns = _columns(records)
-    maps = {name: _grid(records, columns, layers, name) for name in QUANTITIES}
-    last = records[-1].layers if records else {}
-    alerted = list(dict.fromkeys(alert.layer for alert in active))
-    warned = [alert.layer for alert in alerts if alert.level != "notice"]
-    ever = {
-        name: max((v for v in row if v is not None), default=-1.0) for name, row in zip(layers, maps[WORST]["values"])
-    }
-    worst = sorted(layers, key=lambda name: -ever[name])[:_FIVE]
-    important = [name for name in dict.fromkeys([*alerted, *warned, *worst]) if name in layers]
-    steps_of_alerts = {(alert.layer, alert.step) for alert in alerts}
-    counts = {known["name"]: known for known in facts}
-    return {
-        "layers": layers,
-        "labels": short_names(layers),
-        "heads": [_heads(last.get(name), counts.get(name, {})) for name in layers],
-        "shared": [_is_shared(counts.get(name, {})) for name in layers],
-        "widths": [counts.get(name, {}).get("head_dim") for name in layers],
-        "steps": [records[column[-1]].step for column in columns],
-        "readings": [record.step for record in records],
-        "maps": maps,
-        "quantities": QUANTITIES,
-        "alerted": {alert.layer: _alert(alert) for alert in reversed(active)},
-        "alerts": [_alert(alert) for alert in alerts[-_MOST_ALERTS:]],
-        "numAlerts": len(alerts),
-        "actions": [
-            {name: line.get(name) for name in ("step", "intervention", "layer", "message")}
-            for line in actions[-_MOST_ALERTS:]
-        ],
-        "losses": list(losses),
-        "matrices": _packed(matrices, layers, important, steps_of_alerts),
-        "spectra": _spectra(records, layers),
-        "start": important[0] if important else (layers[0] if layers else None),
-        "table": [_row(name, last[name]) for name in layers if name in last],
-    }
-
-
-def _columns(records: Sequence[Record]) -> list[range]:
-    """Join neighbouring readings until they fit side by side."""
-    size = max(1, math.ceil(len(records) / _MOST_COLUMNS))
-    return [range(start, min(start + size, len(records))) for start in range(0, len(records), size)]
-
-
-def _grid(
-    records: Sequence[Record], columns: Sequence[range], layers: Sequence[str], metric: str
-) -> dict[str, list[list[Any]]]:
-    """Give a layers x columns map of a metric; of several readings in one column the largest is kept, with its pair."""
-    values: list[list[Any]] = []
-    pairs: list[list[Any]] = []
-    for name in layers:
-        row: list[Any] = []
-        heads: list[Any] = []
-        for column in columns:
-            known = [
-                (records[place].layers[name].values[metric], place)
-                for place in column
-                if name in records[place].layers and metric in records[place].layers[name].values
-            ]
-            if not known:
-                row.append(None)
-                heads.append(None)
-                continue
-            value, place = max(known)
-            row.append(_rounded(value, 3))
-            heads.append(_pair(records[place].layers[name], metric) or None)
-        values.append(row)
-        pairs.append(heads)
-    return {"values": values, "pairs": pairs if metric in _PAIRS else []}
-
-
-def _pair(layer: LayerRecord, metric: str) -> list[int]:
-    return [int(head) for head in layer.arrays.get(_PAIRS.get(metric, ""), ()) if head is not None and head >= 0]
-
-
-def _heads(layer: LayerRecord | None, facts: Mapping[str, Any]) -> int:
-    if layer is not None and "rank" in layer.arrays:
-        return len(layer.arrays["rank"])
-    return int(facts.get("num_key_heads") or facts.get("num_heads") or 0)
-
-
-def _is_shared(facts: Mapping[str, Any]) -> bool:
-    """Tell whether several heads have one key, so that key heads are compared."""
-    return facts.get("num_key_heads") not in (None, facts.get("num_heads"))
-
-
-def _alert(alert: Alert) -> dict[str, Any]:
-    since = alert.step if alert.finding.since is None else alert.finding.since
-    return {
-        "step": alert.step, "layer": alert.layer, "rule": alert.rule, "level": alert.level,
-        "what": alert.finding.what, "message": alert.message, "heads": list(alert.finding.heads),
-        "groups": [list(group) for group in alert.finding.groups], "since": since,
-        "remedy": alert.finding.remedy, "isResolved": alert.is_resolved,
-    }  # fmt: skip
-
-
-def _row(name: str, layer: LayerRecord) -> dict[str, Any]:
-    values = layer.values
-    dead = list(dead_heads_of(layer))
-    return {
-        "layer": name,
-        "pair": _pair(layer, WORST),
-        **{ours: _rounded(values.get(metric), 6) for ours, metric in (
-            ("worst", WORST), ("mean", "hdi_alignment"), ("energyWorst", "hdi_energy_worst_alignment"),
-            ("energy", "hdi_energy_alignment"), ("hdi", "hdi"), ("chance", "hdi_chance"),
-            ("effective", "hdi_effective_heads"))},
-        "dead": dead,
-    }  # fmt: skip
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}f}")
-
-
-# --- matrices of pairs
-
-
-class _PairMatrices(Protocol):
-    """Alignments of all pairs of a layer, at the steps of which they are kept."""
-
-    def steps(self, layer: str) -> list[int]: ...
-
-    def at(self, step: int, layer: str) -> Tensor | None: ...
-
-
-class _KeptMatrices:
-    """Those that a history keeps, in its lines or beside it."""
-
-    def __init__(self, history: RunHistory, records: Sequence[Record]) -> None:
-        self._history = history
-        self._by_step = {record.step: record for record in records}
-
-    def steps(self, layer: str) -> list[int]:
-        return [step for step in self._history.matrix_steps(layer) if step in self._by_step]
-
-    def at(self, step: int, layer: str) -> Tensor | None:
-        return pair_alignment(self._history.matrices(step, layer), self._by_step[step].layers.get(layer))
-
-
-class _AuditMatrices:
-    """Those of an audit."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def steps(self, layer: str) -> list[int]:
-        return [self._record.step] if self._record.layers[layer].matrices else []
-
-    def at(self, step: int, layer: str) -> Tensor | None:
-        return pair_alignment(self._record.layers[layer].matrices, self._record.layers[layer])
-
-
-def pair_alignment(matrices: Mapping[str, Tensor], layer: LayerRecord | None) -> Tensor | None:
-    """Give the alignment of every pair: as it was kept, or from the overlaps and what they are by chance.
-
-    Args:
-        matrices: what is kept of the layer.
-        layer: its numbers at that step.
-
-    Returns:
-        ``(H, H)``; `None` if neither is known.
-    """
-    if "pair_alignment" in matrices:
-        return matrices["pair_alignment"].float()
-    overlap = matrices.get("overlap")
-    if overlap is None or layer is None or "hdi_chance" not in layer.values:
-        return None
-    chance = 1 - layer.values["hdi_chance"]
-    return (overlap.float() - chance) / max(1 - chance, 1e-6)
-
-
-def _packed(
-    matrices: _PairMatrices, layers: Sequence[str], important: Sequence[str], alerted: set[tuple[str, int]]
-) -> dict[str, Any]:
-    """Write the upper triangles in a byte each, the ones that matter most first, as far as they fit into a page."""
-    steps = {name: matrices.steps(name) for name in layers}
-    chosen: list[tuple[str, int]] = [(name, of[-1]) for name, of in steps.items() if of]
-    chosen += [(name, step) for name, step in alerted if step in steps.get(name, ())]
-    for names, most in ((important, _MOST_MAPS), (layers, _MOST_MAPS_ELSEWHERE)):
-        chosen += [(name, step) for name in names for step in _thinned(steps.get(name, []), most)]
-    texts = {}
-    for name, step in sorted(dict.fromkeys(chosen), key=lambda one: one[1]):  # a file has them step by step
-        matrix = matrices.at(step, name)
-        if matrix is not None:
-            texts[name, step] = _bytes_of(matrix)
-    packed: dict[str, dict[str, Any]] = {}
-    size = 0
-    for name, step in dict.fromkeys(chosen):
-        text = texts.get((name, step), "")
-        size += len(text)
-        if size > _MOST_BYTES:
-            break
-        if text:
-            packed.setdefault(name, {})[str(step)] = text
-    return packed
-
-
-def _thinned(steps: Sequence[int], most: int) -> list[int]:
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
-
-
-def _bytes_of(matrix: Tensor) -> str:
-    """Write the pairs above the diagonal, row by row: 0 to 250 for an alignment of 0 to 1, 255 for none."""
-    H = matrix.shape[-1]
-    rows, columns = torch.triu_indices(H, H, 1)
-    values = matrix[rows, columns]
-    scaled = (values.nan_to_num(0).clamp(0, 1) * 250).round().to(torch.uint8)
-    scaled[~values.isfinite()] = _NOTHING
-    return base64.b64encode(bytes(scaled.tolist())).decode("ascii")
-
-
-def _spectra(records: Sequence[Record], layers: Sequence[str]) -> dict[str, Any]:
-    """Give over how many directions each head spreads its energy, at a few steps."""
-    chosen = [records[place] for place in sorted({*_thinned(range(len(records)), _MOST_SPECTRA)})] if records else []
-    found: dict[str, Any] = {}
-    for name in layers:
-        of = {
-            str(record.step): [_rounded(value, 1) for value in record.layers[name].arrays["effective_rank"]]
-            for record in chosen
-            if name in record.layers and "effective_rank" in record.layers[name].arrays
-        }
-        if of:
-            found[name] = of
-    return found

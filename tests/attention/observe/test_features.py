@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.attention.observe import judge, proposals
+from hdi_callback.attention.observe import found_rows, judge, proposals
 from hdi_callback.attention.observe.features import find_features, find_rotated, may_hold, tolerance
 
 P, H, WIDTH = 12, 3, 8
@@ -89,7 +89,8 @@ def comparisons_of_the_first_reading(layers: int, is_odd: bool) -> Counter[str]:
     patches = [
         mock.patch.object(room, name, counted(name, getattr(room, name)))
         for room, name in (
-            (judge, "match_heads"), (judge, "find_features"), (judge, "find_rotated"), (judge, "may_hold"),
+            (judge, "match_heads"), (judge, "find_features"), (found_rows, "find_features"),
+            (found_rows, "find_rotated"), (found_rows, "may_hold"),
             (judge, "_are_equal"), (proposals, "find_rows"),
         )
     ]  # fmt: skip
