@@ -80,7 +80,17 @@ def pair_alignment(matrices: Mapping[str, Tensor], layer: LayerRecord | None) ->
 def packed(
     matrices: PairMatrices, layers: Sequence[str], important: Sequence[str], alerted: set[tuple[str, int]]
 ) -> dict[str, Any]:
-    """Write the upper triangles in a byte each, the ones that matter most first, as far as they fit into a page."""
+    """Write the upper triangles in a byte each, the ones that matter most first, as far as they fit into a page.
+
+    Args:
+        matrices: of a run.
+        layers: all of them.
+        important: those of which more steps are kept.
+        alerted: layer and step of alerts, which are kept before others.
+
+    Returns:
+        Layer -> step -> text.
+    """
     steps = {name: matrices.steps(name) for name in layers}
     chosen: list[tuple[str, int]] = [(name, of[-1]) for name, of in steps.items() if of]
     chosen += [(name, step) for name, step in alerted if step in steps.get(name, ())]
@@ -91,7 +101,7 @@ def packed(
         matrix = matrices.at(step, name)
         if matrix is not None:
             texts[name, step] = _bytes_of(matrix)
-    packed: dict[str, dict[str, Any]] = {}
+    kept: dict[str, dict[str, Any]] = {}
     size = 0
     for name, step in dict.fromkeys(chosen):
         text = texts.get((name, step), "")
@@ -99,8 +109,8 @@ def packed(
         if size > _MOST_BYTES:
             break
         if text:
-            packed.setdefault(name, {})[str(step)] = text
-    return packed
+            kept.setdefault(name, {})[str(step)] = text
+    return kept
 
 
 def thinned(steps: Sequence[int], most: int) -> list[int]:
