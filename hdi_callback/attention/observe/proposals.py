@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hdi_callback.attention.heads import AttentionLayer, HeadSlice, HeadWeight, Role, check_layer
+from hdi_callback.attention.heads import AttentionLayer, HeadSlice, HeadWeight, RefusedError, Role, check_layer
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.found_rows import FoundRows, find_columns, find_rows
 from hdi_callback.attention.observe.samples import MapCall
-from hdi_callback.errors import UnsupportedAttentionError
 
 
 def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> AttentionLayer | str:
@@ -70,8 +69,8 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
     )
     try:
         return check_layer(layer)
-    except UnsupportedAttentionError as error:
-        return str(error).split(" cannot be told apart: ")[-1].split(". ")[0]
+    except RefusedError as error:
+        return error.reason
 
 
 def _map_in_front(core: ObservedCore, call: MapCall, maps: Sequence[MapCall]) -> MapCall | None:

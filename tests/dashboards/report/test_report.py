@@ -143,7 +143,7 @@ def test_many_readings_are_joined_and_the_largest_is_kept(tmp_path):
 
 
 def test_the_page_of_a_large_run_stays_within_its_bound(tmp_path, monkeypatch):
-    from hdi_callback.dashboards.report import runs as room
+    from hdi_callback.dashboards.report import pair_matrices as room
 
     write_run(tmp_path / "history.jsonl", layers=6, heads=24, steps=6, width=2, features=64)
     monkeypatch.setattr(room, "_MOST_BYTES", 4000)
