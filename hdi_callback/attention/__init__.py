@@ -2,7 +2,8 @@
 
 from hdi_callback.attention.capture import Capture, Taps
 from hdi_callback.attention.finding.discovery import Refusal, Survey, find_attention, message_of_part, survey
-from hdi_callback.attention.finding.runtime import HeadCheck, HeadSearch, layers_observed
+from hdi_callback.attention.finding.runtime_finder import RuntimeFinder, layers_observed
+from hdi_callback.attention.finding.runtime_verifier import RuntimeVerifier
 from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadPieces, HeadProduct, HeadSlice, Role
 from hdi_callback.attention.registry import Place, register_layout
 
@@ -10,14 +11,14 @@ __all__ = [
     "ROLES",
     "AttentionLayer",
     "Capture",
-    "HeadCheck",
     "HeadPieces",
     "HeadProduct",
-    "HeadSearch",
     "HeadSlice",
     "Place",
     "Refusal",
     "Role",
+    "RuntimeFinder",
+    "RuntimeVerifier",
     "Survey",
     "Taps",
     "find_attention",

@@ -12,7 +12,7 @@ import transformers as tf
 from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSlice, find_attention, register_layout
+from hdi_callback.attention import AttentionLayer, HeadSlice, RuntimeVerifier, find_attention, register_layout
 from hdi_callback.attention import registry as known
 from hdi_callback.attention.trace.inputs import recorded_inputs
 from hdi_callback.errors import UnsupportedAttentionWarning
@@ -141,7 +141,7 @@ def test_true_heads_are_seen_in_real_inputs(name, length):
     model = tf.AutoModel.from_config(FAMILIES[name]).train()
     layers = find_attention(model)
     wrong = [_wrong(layer) for layer in layers]
-    checks = [HeadCheck(layers), HeadCheck(wrong)]
+    checks = [RuntimeVerifier(layers), RuntimeVerifier(wrong)]
     for check in checks:
         check.arm()
     model(torch.randint(99, (3, length)), attention_mask=torch.ones(3, length, dtype=torch.long))
@@ -184,7 +184,7 @@ def test_large_arguments_are_not_kept_whole():
 def test_checking_draws_no_random_number_and_leaves_the_model_as_it_was(claimed_by_names):
     model = Model(Tables(False), Tables(True))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    check = HeadCheck(find_attention(model))
+    check = RuntimeVerifier(find_attention(model))
     check.arm()
     model(torch.randn(5, 11, D))
     state = torch.get_rng_state()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, find_attention, register_layout
-from hdi_callback.attention import AttentionLayer, HeadCheck, HeadSlice, Taps
+from hdi_callback.attention import AttentionLayer, HeadSlice, RuntimeVerifier, Taps
 from hdi_callback.attention.heads import check_layer
 from hdi_callback.attention.projections import (
     effective_weight,
@@ -517,7 +517,7 @@ def test_a_claim_is_checked_on_images_whatever_their_sides(sides):
     (layer,) = find_attention(twins()[0])
     wrong = replace(layer, slices={role: replace(part, stride=1, step=H) for role, part in layer.slices.items()})
     for claim, names in ((layer, set()), (wrong, {layer.name})):
-        check = HeadCheck([claim])
+        check = RuntimeVerifier([claim])
         check.arm()
         layer.module(torch.randn(3, D, *sides))
         assert set(check.contradictions()) == names

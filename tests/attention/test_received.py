@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
-from hdi_callback.attention.finding.runtime import HeadCheck
+from hdi_callback.attention.finding.runtime_verifier import RuntimeVerifier
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable
@@ -102,7 +102,7 @@ def test_a_training_contradicts_no_true_claim_where_tokens_change_places() -> No
     assert [layer.num_heads for layer in layers] == [H]
     swapped = [replace(layer, slices={**layer.slices, "key": layer.slices["value"]}) for layer in layers]
     for claims, names in ((layers, set()), (swapped, {"0"})):
-        check = HeadCheck(claims)
+        check = RuntimeVerifier(claims)
         check.arm()
         model(x)
         assert set(check.contradictions()) == names

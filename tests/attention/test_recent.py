@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import survey
-from hdi_callback.attention.finding.runtime import HeadSearch
+from hdi_callback.attention.finding.runtime_finder import RuntimeFinder
 from hdi_callback.attention.registry import Place
 from hdi_callback.attention.trace.inputs import Inputs
 from tests.attention.wild.idioms import attend, join, split
@@ -262,7 +262,7 @@ def test_what_a_forward_does_not_call_is_not_sent_to_give_a_forward():
 
 
 def test_what_cannot_be_run_with_recorded_inputs_is_not_said_to_have_no_softmax():
-    search = HeadSearch([Place("block", NeedsTables(), None)])
+    search = RuntimeFinder([Place("block", NeedsTables(), None)])
     assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL), None))]}) == []
     assert search.reasons == {
         "block": "it could not be run by itself with its arguments in the first forward that was read"

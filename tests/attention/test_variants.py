@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
-from hdi_callback.attention.finding.runtime import HeadCheck
+from hdi_callback.attention.finding.runtime_verifier import RuntimeVerifier
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
@@ -398,7 +398,7 @@ def test_what_values_add_to_the_scores_is_no_key():
 
 def checked(layer: AttentionLayer, *inputs: Tensor) -> dict[str, str]:
     """What a real forward shows against the heads of a layer."""
-    check = HeadCheck([layer])
+    check = RuntimeVerifier([layer])
     check.arm()
     layer.module(*inputs)
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hdi_callback.arguments import function, shown, words
-from hdi_callback.attention.finding.runtime import ArgumentRecorder
+from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
 from hdi_callback.attention.finding.search import Search
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated

@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.finding.conventions import is_called_attention, looks_like_attention
-from hdi_callback.attention.finding.runtime import contradiction_in_forward, layers_observed
+from hdi_callback.attention.finding.runtime_finder import layers_observed
+from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.names import containers, is_inside, is_within, printable

@@ -10,9 +10,9 @@ from torch import nn
 
 from hdi_callback.attention import (
     AttentionLayer,
-    HeadCheck,
-    HeadSearch,
     Refusal,
+    RuntimeFinder,
+    RuntimeVerifier,
     layers_observed,
     message_of_part,
 )
@@ -50,8 +50,8 @@ class HeadVerifier:
     ) -> None:
         self._model, self._layers, self._is_strict, self._warn_once = model, layers, strict, warn_once
         undecided = layers.undecided if is_on else ()
-        self._check = HeadCheck(layers.all) if is_on else None
-        self._search = HeadSearch(undecided) if undecided else None
+        self._check = RuntimeVerifier(layers.all) if is_on else None
+        self._search = RuntimeFinder(undecided) if undecided else None
         awaited = {place.name for place in undecided}
         self._pending = {one.name: one for one in layers.refused if one.name in awaited}  # refused, until a forward
         layers.refused = tuple(

@@ -1,0 +1,111 @@
+"""Whether a real forward contradicts the heads that a layer claims, before training and in it.
+
+At the first armed forward the arguments of attention modules are recorded. Once the backward is over, copies of the
+modules are run with them, and read as before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
+from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.observe import Verdict
+from hdi_callback.attention.trace.inputs import Inputs
+from hdi_callback.attention.trace.layers import layers_in
+from hdi_callback.attention.trace.run import Traceable
+from hdi_callback.attention.trace.verify import contradiction_of
+
+_MOST_SECONDS = 60.0  # for one module
+
+
+class RuntimeVerifier(ArgumentRecorder):
+    """Check claimed heads on the arguments of one real forward.
+
+    Args:
+        layers: the claims.
+    """
+
+    def __init__(self, layers: Sequence[AttentionLayer]) -> None:
+        self._layers = {layer.name: layer for layer in layers}
+        super().__init__({layer.name: layer.module for layer in layers})
+
+    def contradictions(
+        self, verdicts: Mapping[str, Verdict] | None = None, *, leave_out: Collection[str] = ()
+    ) -> dict[str, str]:
+        """Say which claims that forward, or a later one, contradicts, and let go of the arguments.
+
+        Args:
+            verdicts: name of a layer -> what an observer saw of its heads.
+            leave_out: names of layers that are not to be compared.
+
+        Returns:
+            Layers whose heads are not what is claimed: name -> what shows it. A layer that did not run, or that cannot
+            be run again with these arguments, is not among them.
+        """
+        verdicts = verdicts or {}
+        recorded = self.take() if self.is_armed else {}
+        shown = {}
+        compared = [one for name, one in self._layers.items() if name not in leave_out]
+        with isolated(*(one.module for one in compared if one.name in recorded)):
+            for layer in compared:
+                what = contradiction_in_forward(layer, verdicts.get(layer.name), recorded.get(layer.name, ()))
+                if what is not None:
+                    shown[layer.name] = what
+        return shown
+
+
+def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, recorded: Sequence[Inputs]) -> str | None:
+    """Say what a real forward shows against the heads of a layer, before training and in it.
+
+    The inputs of attention decide first. Where that leaves the claim open or contradicts it, the module is run again
+    with its arguments in that forward; one way to cut them that agrees is enough, as one of the ways is right.
+    Observation does not outweigh a traced run that shows the heads as they are claimed.
+
+    Args:
+        layer: the claim.
+        verdict: what an observer saw of its heads; `None` if nothing was observed.
+        recorded: the arguments of its module, in each of the ways in which they may be cut; empty if it was not called.
+
+    Returns:
+        What was observed instead, as a clause; `None` if nothing contradicts the claim.
+    """
+    if verdict is not None and verdict.state == "established":
+        return None
+    shown: list[str | None] = []
+    with suppress(Exception), isolated(seconds=_MOST_SECONDS):  # what fails in one is no word on others
+        shown = list(traced_contradictions(layer, recorded))
+    observed = verdict.sentence if verdict is not None and verdict.state == "contradicted" else ""
+    if shown:
+        return None if None in shown else observed or shown[0]
+    return None if layer.evidence in ("trace", "forward") else observed or None
+
+
+def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iterator[str | None]:
+    """Say for each way that runs what contradicts a layer; end with the first that agrees.
+
+    Args:
+        layer: the claim.
+        ways: arguments of its module.
+
+    Yields:
+        What was observed instead, as a clause; `None` if it agrees.
+    """
+    try:
+        traceable = Traceable(layer.module)
+    except Exception:  # what cannot be copied is not compared
+        return
+    for way in ways:
+        with suppress(Exception):
+            run, found = layers_in(traceable, way.args, way.kwargs)
+            shown = [one for one in found if not one.is_undecided]
+            # What somebody vouches for need not be something that a traced run can read.
+            is_reported = layer.evidence != "layout" and bool(shown)
+            if run.error is not None or not (is_reported or any(one.layer is not None for one in shown)):
+                continue
+            what = contradiction_of(layer, shown, layer.name)
+            yield what
+            if what is None:
+                return
