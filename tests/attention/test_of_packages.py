@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention import survey
+from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
+from hdi_callback.attention.observe import AttentionObserver
 
 H, WIDTH, D = 4, 8, 32
 
@@ -202,6 +203,97 @@ def test_of_tokens_that_are_sorted_by_a_projection_it_is_said_that_its_values_ch
     assert [one.reason for one in found.refused] == [
         "which tokens it attends to depends on the values of its projections"
     ]
+
+
+class Shortened(Four):
+    """Makes few keys and values of many tokens by a matrix over tokens, as Linformer does."""
+
+    def __init__(self, ends: str = "") -> None:
+        super().__init__()
+        self.ends = ends
+        self.fewer, self.fewer_values = (nn.Parameter(torch.randn(8, 5)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[1]
+        keys = torch.einsum("bnd,nk->bkd", self.k(x), self.fewer[:count])
+        values = torch.einsum("bnd,nk->bkd", self.v(x), self.fewer_values[:count])
+        if self.ends == "left":
+            keys, values = self.fewer[:count].mT @ self.k(x), self.fewer_values[:count].mT @ self.v(x)
+        if self.ends == "one":
+            keys = self.k(x).mean(1, keepdim=True).expand_as(keys)
+        if self.ends == "turned":
+            keys = keys.roll(1, -1) + keys
+        weights = (split(self.q(x)) @ split(keys).mT).softmax(-1)
+        return self.o((weights @ split(values)).transpose(1, 2).flatten(2))
+
+
+def test_keys_and_values_that_a_matrix_mixes_over_tokens_are_read_and_said_to_be_of_several():
+    torch.manual_seed(0)
+    model = nn.Sequential(Shortened())
+    (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 8, D)))
+    assert "keys of several tokens" in layer.kind
+    for role, part in (("query", model[0].q), ("key", model[0].k), ("value", model[0].v)):
+        assert torch.equal(layer.weight(role), part.weight.view(H, WIDTH, D)), role
+    # What attention receives as keys of a head is what these rows give, and the mixture of it over tokens.
+    x = torch.randn(2, 8, D)
+    received = torch.einsum("bnd,hkd,nm->bhmk", x, layer.weight("key"), model[0].fewer)
+    biases = model[0].k.bias.view(H, 1, WIDTH) * model[0].fewer.sum(0)[:, None]
+    scores = split(model[0].q(x)) @ (received + biases).mT
+    values = split(torch.einsum("bnd,nk->bkd", model[0].v(x), model[0].fewer_values))
+    expected = model[0].o((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
+    assert torch.allclose(model(x), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("ends", ["", "left"])
+def test_a_matrix_over_tokens_is_no_map_that_contradicts_a_layer(ends):
+    """Multiplied from the left, it takes tokens in place of features."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Shortened(ends))
+    x = torch.randn(2, 8, D)
+    layers = find_attention(model, forward=lambda: model(x))
+    observer = AttentionObserver(model, layers)
+    observer.arm()
+    model(x)
+    observer.disarm()
+    (verdict,) = observer.verdicts().values()
+    assert verdict.state == "undecided", verdict.sentence
+    assert verdict.roles["query"].state == "established"
+
+
+class FromTheLeft(nn.Module):
+    """Multiplies features that stand in front of tokens with matrices from the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Parameter(torch.randn(D, D) / D**0.5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = ((one @ x).unflatten(1, (H, WIDTH)) for one in (self.q, self.k, self.v))
+        return self.o @ (v @ (q.mT @ k).softmax(-1).mT).flatten(1, 2)
+
+
+def test_a_matrix_from_the_left_is_a_map_of_features_in_front_of_tokens():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(FromTheLeft()), torch.randn(2, D, 7)
+    parts = {role: HeadSlice(model[0], role[0], H, WIDTH) for role in ("query", "key", "value")}
+    for claimed, state in ((parts, "established"), (parts | {"key": parts["query"]}, "contradicted")):
+        layer = AttentionLayer("0", model[0], H, H, WIDTH, WIDTH, "mine", claimed)
+        observer = AttentionObserver(model, [layer])
+        observer.arm()
+        model(x)
+        observer.disarm()
+        assert observer.verdicts()["0"].state == state
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [("one", "its keys are the same for all tokens"), ("turned", "its keys mix all tokens, and features with them")],
+)
+def test_keys_that_are_one_for_all_tokens_or_mix_features_are_refused(ends, reason):
+    torch.manual_seed(0)
+    model = nn.Sequential(Shortened(ends))
+    found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
+    assert [one.reason for one in found.refused] == [reason]
 
 
 class OverEdges(Four):

@@ -183,6 +183,37 @@ def test_keys_and_queries_are_seen_however_they_are_multiplied():
         assert heads_of(one, B, T + 1) == H, way
 
 
+def test_queries_of_several_heads_that_meet_one_key_head_are_counted():
+    """As `attn_one_kv_head` of x-transformers multiplies them: no dim of the keys numbers heads."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(B, H, T, 8, generator=g), *(torch.randn(B, T, 8, generator=g) for _ in range(2))
+
+    class OneKeyHead(nn.Module):
+        def forward(self, q, k, v):
+            weights = torch.einsum("bhid,bjd->bhij", q, k).softmax(-1)
+            return torch.einsum("bhij,bjd->bhid", weights, v)
+
+    module = OneKeyHead()
+    with witness(module) as seen:
+        module(q, k, v)
+    (one,) = seen.computations
+    assert heads_of(one, B, T + 1) == H
+
+
+def test_a_product_with_positions_of_any_size_is_no_reason_not_to_compare():
+    """Positions that are as many as sequences, times something, belong to no sequence all the same."""
+    places = torch.randn(H, B, 8, generator=torch.Generator().manual_seed(0))
+
+    def with_positions(q, k, v):
+        return (q @ k.mT + torch.einsum("bhid,hjd->bhij", q, places)[..., :T]).softmax(-1) @ v
+
+    torch.manual_seed(0)
+    module = Attend(with_positions)
+    assert judged(module, whole(module)) == Finding(True, "", H, H, 8, 8)
+    wrong = replace(whole(module), weight=lambda role: whole(module).weight(role).flip(0))
+    assert judged(module, wrong).is_right is False
+
+
 def test_products_without_a_softmax_and_routers_are_no_attention():
     class Router(nn.Module):
         def __init__(self):
@@ -446,6 +477,32 @@ class BesideAFilter(nn.Module):
     def forward(self, x):
         q, k, v = (part(x).unflatten(-1, (H, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
         return self.o(torch.cat([softly(q, k, v).transpose(1, 2).flatten(2), self.filter(x).relu()], -1))
+
+
+def fewer(q, k, v):
+    """Linformer: a matrix over tokens makes few keys and values of many."""
+    mix = torch.randn(2, 4, T, generator=torch.Generator().manual_seed(3))
+    return softly(q, mix[0] @ k, mix[1] @ v)
+
+
+def fewer_of_mixed_features(q, k, v):
+    return fewer(q, k + 0.2 * k.roll(1, -1), v)
+
+
+def test_keys_and_values_that_are_sums_over_tokens_are_of_their_own_head_and_features():
+    torch.manual_seed(0)
+    module = Attend(fewer)
+    finding = judged(module, whole(module))
+    assert finding.is_right
+    assert set(finding.remarks) == {"key: sums over tokens", "value: sums over tokens"}
+    for role in ("key", "value"):
+
+        def swapped(name, role=role):
+            return whole(module).weight(name).flip(0) if name == role else whole(module).weight(name)
+
+        assert judged(module, replace(whole(module), weight=swapped)).is_right is False
+    module.core = fewer_of_mixed_features
+    assert judged(module, whole(module)).is_right is False
 
 
 def test_an_output_projection_that_takes_more_than_the_heads_is_compared_where_it_takes_them():

@@ -50,6 +50,7 @@ class Computation:
     calls: tuple[Call, ...] = ()
     time: int = 0
     is_of_learned_values: bool = False
+    tiles: int = 1  # the first of several dims of queries that meet the same keys: tiles of tokens, or heads
 
 
 @dataclass
@@ -194,6 +195,7 @@ class _Product:
     parameters: tuple[bool, bool] = (False, False)  # which of them are made of parameters alone
     shape: tuple[int, ...] = ()  # of the scores, where the tokens of the right one are no last dim
     column_dim: int = -1  # of them
+    tiles: int = 1  # the first dim of the left one's tokens, where they have several
 
     def is_over_left(self, shape: Sequence[int], dim: int) -> bool:
         """Tell whether a softmax over a dim of the scores runs over the left one's tokens."""
@@ -318,13 +320,14 @@ class _Products(TorchFunctionMode):
             return
         first = left.permute([one.index(i) for i in batch + rows + summed])
         second = right.permute([other.index(i) for i in batch + columns + summed])
+        tiles = first.shape[len(batch)] if len(rows) > 1 else 1
         first = first.flatten(len(batch), -2)  # rows in tiles are rows all the same
         if weights := _marks(left, "_weights"):
             order = [out.index(i) for i in batch + rows + columns]
             self._record(answer, weights, second.mT, lambda one: one.permute(order).flatten(len(batch), -2))
         elif not all(learned := (_is_parameter(left), _is_parameter(right))) and first.dim() >= 3:
             place = tuple(answer.shape), out.index(columns[0])
-            answer._scores = [_Product(first.detach(), second.detach(), False, learned, *place)]
+            answer._scores = [_Product(first.detach(), second.detach(), False, learned, *place, tiles)]
 
     def _record(
         self,
@@ -343,6 +346,7 @@ class _Products(TorchFunctionMode):
         (query, key), *others = pairs
         computation = Computation(query, key, value.detach().clone(), read(answer).detach().clone(), others)
         computation.is_of_learned_values = _is_parameter(value)
+        computation.tiles = products[0].tiles
         computation.calls, computation.time = tuple(self.seen.stack), self.seen.tick()
         self.seen.computations.append(computation)
         answer._attended = [(computation, read)]

@@ -200,7 +200,7 @@ class ObservingMode(TorchFunctionMode):
                 if self._lineage.any_of((other,)) is not None:  # heads that are mixed
                     self._lineage.follow(name, args, kwargs, result)
                     return
-                self._saw_map(name, args, kwargs, result, parameter, rows, one, other)
+                self._saw_map(name, args, kwargs, result, parameter, rows, one, other, is_left=one is not right)
                 return
         product = product_of(name, args, kwargs, result)
         if product is None:
@@ -224,6 +224,7 @@ class ObservingMode(TorchFunctionMode):
         rows: int,
         weight: Tensor,
         inputs: Tensor,
+        is_left: bool,
     ) -> None:
         if name == "einsum":
             product = product_of(name, args, kwargs, result)
@@ -240,11 +241,13 @@ class ObservingMode(TorchFunctionMode):
             kept = [theirs.index(one) for one in theirs if one not in taken] + [theirs.index(one) for one in taken]
             self._recorder.maps.map_ran(parameter, inputs.permute(kept).flatten(-len(taken)), flat)
         elif weight.dim() == 2:
-            # A matrix that is multiplied from the right as it is stored has its rows for what comes in.
-            is_transposed = weight.stride() == parameter.stride()
+            # A matrix that is multiplied from the right as it is stored has its rows for what comes in; from the left
+            # it has its columns for it, and takes the last dim but one: features in front of tokens, or tokens.
+            is_transposed = (weight.stride() == parameter.stride()) != is_left
             first = int(weight.storage_offset() - parameter.storage_offset()) % max(int(parameter.stride(0)), 1)
             at = first if is_transposed else rows
-            self._recorder.maps.map_ran(parameter, inputs, result, rows=at, is_transposed=is_transposed)
+            dim = -2 if is_left and inputs.dim() > 1 else -1
+            self._recorder.maps.map_ran(parameter, inputs, result, dim, rows=at, is_transposed=is_transposed)
 
     def _averages(self, name: str, args: Any, kwargs: Any, result: Tensor, weights: Tensor, scores: Scores) -> bool:
         """Return whether a product sums over the dimension of the keys, with anything but a parameter."""

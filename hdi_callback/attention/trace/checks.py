@@ -48,7 +48,21 @@ class HeadChecks(CoreView):
                 raise NoHeadsError(f"its {what} are those of features, not of tokens")
             # A token may be met twice, as where tokens are sorted into buckets.
             if len(alone) > 1 and all(_are_equal(one, other) for one, other in itertools.pairwise(alone)):
-                raise NoHeadsError(f"its {what} are the same for all tokens, or mix them all")
+                if _are_one(tensor, chosen):
+                    raise NoHeadsError(f"its {what} are the same for all tokens")
+                if not self._are_mixtures(tensor, chosen, alone):
+                    raise NoHeadsError(f"its {what} mix all tokens, and features with them")
+
+    def _are_mixtures(self, tensor: Tensor, chosen: Tensor, alone: list[Support]) -> bool:
+        """Recognise sums over tokens, each with weights of its own, that keep every feature in a column of its own."""
+        columns = self.columns(tensor.reshape(-1, tensor.shape[-1])[chosen])
+        own = {
+            (self.trace.parameter_of(leaf), self.trace.leaves[leaf].start + feature)
+            for leaf in alone[0].masks
+            for feature in alone[0].features(leaf)
+        }
+        found = [columns.get(one, {-2}) for one in own]
+        return all(len(one) == 1 and min(one) >= 0 for one in found) and len(set(map(min, found))) == len(found)
 
     def added_inputs(self, at_values: Tensor) -> str:
         """Recognise values to which an input is added that no map takes, such as those of an earlier layer."""
@@ -156,6 +170,11 @@ class HeadChecks(CoreView):
                 continue
             normed.add(role)
         return normed
+
+
+def _are_one(tensor: Tensor, chosen: Tensor) -> bool:
+    rows = tensor.detach().reshape(-1, tensor.shape[-1])[chosen]
+    return torch.allclose(rows, rows[:1].expand_as(rows), rtol=1e-4, atol=1e-6 * float(rows.abs().max()))
 
 
 def _are_equal(one: Support, other: Support) -> bool:

@@ -124,14 +124,13 @@ def _by_head(one: Computation, batch: int, wanted: int = 0) -> Iterator[_Heads]:
         yield _Heads([(packed(q), packed(k)) for q, k in pairs], packed(one.value), packed(one.output))
         return
     for first, last in _head_dimensions(lead, at, batch):
-        try:
-            yield _Heads(
-                [(_split(q, at, first, last, batch), _split(k, at, first, last, batch)) for q, k in pairs],
-                _split(alike(one.value), at, first, last, batch),
-                _split(one.output, at, first, last, batch),
-            )
-        except RuntimeError:  # noqa: PERF203
+        split = partial(_split, at=at, first=first, last=last, batch=batch)
+        # A product with what belongs to no sequence may have as many elements by chance.
+        apart = [both for q, k in pairs if (both := _both(split, q, k)) is not None]
+        if pairs and not apart:
             continue
+        with suppress(RuntimeError):
+            yield _Heads(apart, split(alike(one.value)), split(one.output))
     yield from _heads_in_queries(pairs, one, batch, wanted)
     tiles = lead[at] // batch // wanted if wanted > 1 else 1
     if tiles > 1 and lead[at] == batch * tiles * wanted:
@@ -171,6 +170,13 @@ def _untiled(tensor: Tensor, at: int, tiles: int, batch: int, are_last: bool) ->
     apart = tensor.reshape(*lead[:at], *sizes, *lead[at + 1 :], length, width)
     apart = apart.movedim((at, at + 1 if are_last else at + 2), (0, -2))
     return apart.reshape(batch, -1, *apart.shape[-2:])
+
+
+def _both(split: Callable[[Tensor], Tensor], query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | None:
+    try:
+        return split(query), split(key)
+    except RuntimeError:
+        return None
 
 
 def _is_one(query: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> bool:
@@ -386,6 +392,8 @@ def _compare(
                 break
         if not is_found and _of_several_tokens(vectors, weight, candidates, position, positions):
             is_found, remarks = True, (f"{role}: of several tokens",)
+        if not is_found and _of_sums_over_tokens(vectors, weight, candidates):
+            is_found, remarks = True, (f"{role}: sums over tokens",)
         failed += not is_found
     if not checked:
         told = f"the {role} is the same in all sequences"
@@ -447,6 +455,31 @@ def _of_several_tokens(
             fit[torch.arange(count), own] = float("inf")
             if float(mine.max()) < SAME and float(fit.min()) > OTHER:
                 return True
+    return False
+
+
+def _of_sums_over_tokens(vectors: Tensor, weight: Tensor, candidates: list[Tensor]) -> bool:
+    """Tell whether each head is, but for a bias, a sum over tokens of what its own weight gives, and of no other's.
+
+    A matrix over tokens comes between: its numbers are the same for all features of a head, and all sequences.
+    """
+    batch, count, width = vectors.shape
+    G, claimed_width, _ = weight.shape
+    own = torch.arange(count) // (count // G)
+    centred = (vectors - vectors.mean(0)).transpose(0, 1).reshape(count, -1, 1)  # (count, batch x width, 1)
+    for tokens in candidates:
+        length = tokens.shape[1]
+        if claimed_width != width or length < 2 or 2 * length > batch * width:
+            continue
+        claimed = torch.einsum("bti,hki->hbkt", tokens.double(), weight)
+        claimed = (claimed - claimed.mean(1, keepdim=True)).reshape(G, -1, length)
+        basis = torch.linalg.qr(claimed)[0][None]  # (1, G, batch x width, length)
+        rest = centred[:, None] - basis @ (basis.mT @ centred[:, None])
+        fit = rest.flatten(2).norm(dim=2) / centred.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None]  # (count, G)
+        mine = fit[torch.arange(count), own]
+        fit[torch.arange(count), own] = float("inf")
+        if float(mine.max()) < SAME and float(fit.min()) > OTHER:
+            return True
     return False
 
 
@@ -776,4 +809,6 @@ def heads_of(computation: Computation, batch: int, length: int) -> int | None:
     """
     counts = [int(heads.output.shape[2]) for heads in _by_head(computation, batch)]
     counts = [count for count in counts if count % length]
+    if counts[:1] == [1] and computation.tiles > 1:  # the queries of several heads, on one key head
+        return computation.tiles
     return counts[0] if counts else None if not list(_by_head(computation, batch)) else 1

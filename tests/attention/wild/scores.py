@@ -169,9 +169,9 @@ class KeysOfAllHeadsMixed(Four):
         return self.o(join(attend(split(self.q(x)), k, split(self.v(x)))))
 
 
-@case(separate(), refused="tokens|positions|several|neighbour|mix|sequence")
+@case(separate(mixes=True))
 class KeysOfSeveralTokens(Four):
-    """Linformer: keys are mixtures of all tokens."""
+    """Linformer: keys are mixtures of all tokens, and the features of a head are mixed with none of another."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ PROVED = [
     "FusedByOddOrder", "ParametersForEachHead", "Pixels", "GroupsTiled", "GroupsByEinsum", "OneKeyHeadInOneProduct",
     "NormOverAllHeads", "Latent", "Blocks", "OnlyTheFirstAsks", "Joint",
 ]  # fmt: skip
-DISPROVED = ["ForgottenTranspose", "TalkingHeads", "RotaryAcrossHeads", "KeysOfSeveralTokens"]
+DISPROVED = ["ForgottenTranspose", "TalkingHeads", "RotaryAcrossHeads"]
 
 
 def test_every_module_has_a_name_of_its_own_and_there_are_more_than_a_hundred():

@@ -113,6 +113,7 @@ class Core:
     rounds: int = 1  # softmaxes with the same maps, one after the other
     head_axes: str = "h"  # the letters of `scores` that number heads
     free: tuple[str, ...] = ()  # roles of which anything may be claimed
+    mixes: bool = False  # keys and values are sums over tokens, each with weights of its own
     joint: tuple[int, int] | None = None  # tokens of this stream within those of all streams
     query_token: int | None = None  # the one token that asks
 
