@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from hdi_callback.attention.isolation import evaluated, isolated, isolated_copy
+from hdi_callback.attention.isolation import asking_no_other_rank, evaluated, isolated, isolated_copy
 
 
 def read_tensor(module: nn.Module, name: str) -> Tensor | None:
@@ -32,6 +32,7 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
 
     Raises:
         IsolationError: if it is computed by code that cannot be run apart.
+        CollectiveError: if it is computed by code that asks other ranks, and nothing says that they read it too.
 
     Example:
         >>> linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
@@ -53,7 +54,8 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
             return kept
         if type(module).__getattr__ is nn.Module.__getattr__ and name not in module._modules:
             return None
-    with isolated(module, keeps_defaults=True):
+    # One rank may read alone, as in the forward of an armed step: it is not to wait for the others.
+    with isolated(module, keeps_defaults=True), asking_no_other_rank():
         trial = isolated_copy(module, shares_parameters=True)
         for part in trial.modules():
             object.__setattr__(part, "training", False)

@@ -327,3 +327,40 @@ def test_a_rank_that_reads_alone_waits_for_no_other_and_leaves_out_what_is_compu
     )
     assert first.answer["absent"] == {"1": f"its key {why}", "2": f"its value {why}"}
     assert len(first.warnings) == 2
+
+
+class TorchAttention(nn.Module):
+    def __init__(self, averaged: str) -> None:
+        super().__init__()
+        self.embed, self.attn = nn.Embedding(16, WIDTH), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        owner = self.attn.out_proj if averaged == "weight" else self.attn
+        nn.utils.parametrize.register_parametrization(owner, averaged, MeanOverRanks())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.attn(x, x, x, need_weights=False)[0]
+
+
+def arm_on_one_rank(rank: int, averaged: str) -> dict[str, Any]:
+    """Head outputs of torch's attention are computed again in its forward, and their slopes in its backward."""
+    torch.manual_seed(0)
+    model, record = TorchAttention(averaged), None
+    metrics = ["hdi_value", "head_correlation", "head_importance_min"]
+    with HeadDiversityMonitor(model, metrics=metrics, process_group=None) as monitor:
+        if rank == 0:
+            monitor.arm()
+        model(sequences()).square().sum().backward()
+        if rank == 0:
+            record = monitor.measure(0).record()
+    dist.barrier()
+    return {} if record is None else {"tags": record.scalars(metrics), "absent": record.absent}
+
+
+@pytest.mark.parametrize("averaged", ["in_proj_weight", "weight"])
+def test_what_torch_attention_does_not_show_is_computed_again_without_asking_other_ranks(two_ranks, averaged):
+    first, second = two_ranks(arm_on_one_rank, averaged)
+    assert second.answer == {}
+    reasons = list(first.answer["absent"].values())
+    assert reasons
+    assert all("c10d::allreduce_ on other ranks" in reason for reason in reasons)
+    assert not {"head_correlation/attn", "head_importance_min/attn"} & set(first.answer["tags"])

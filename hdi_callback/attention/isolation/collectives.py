@@ -50,9 +50,6 @@ def collectives_within(ranks: Collection[int]) -> Iterator[None]:
     Raises:
         CollectiveError: from a call that is refused, which the code that makes it may catch.
     """
-    if _count_of_ranks() == len(set(ranks)):
-        yield
-        return
     before, _allowed.ranks = _allowed.ranks, frozenset(ranks)
     try:
         with refusing_still():
@@ -62,9 +59,20 @@ def collectives_within(ranks: Collection[int]) -> Iterator[None]:
 
 
 @contextmanager
+def collectives_as_stated() -> Iterator[None]:
+    """Refuse all collective calls of the block, unless a block around it says which ranks run the same code."""
+    ranks = _count_of_ranks()
+    if ranks == 1 or _allowed.ranks is not None:
+        yield
+        return
+    with collectives_within({sys.modules["torch.distributed"].get_rank()}):
+        yield
+
+
+@contextmanager
 def refusing_still() -> Iterator[None]:
     """Refuse what `collectives_within` refuses, where modes were set aside."""
-    if _allowed.ranks is None:
+    if _allowed.ranks is None or len(_allowed.ranks) == _count_of_ranks():
         yield
         return
     with _Refusing(_allowed.ranks):
@@ -72,7 +80,7 @@ def refusing_still() -> Iterator[None]:
 
 
 class _Allowed(threading.local):
-    ranks: frozenset[int] | None = None
+    ranks: frozenset[int] | None = None  # not said
 
 
 _allowed = _Allowed()

@@ -13,7 +13,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hdi_callback.attention.isolation.collectives import answered_locally, refusing_still
+from hdi_callback.attention.isolation.collectives import (
+    answered_locally,
+    collectives_as_stated,
+    refusing_still,
+)
 from hdi_callback.attention.isolation.printing import muted
 from hdi_callback.attention.isolation.random_states import devices_in_use, random_states_kept
 from hdi_callback.attention.isolation.settings import (
@@ -119,6 +123,22 @@ class _Active(threading.local):
 
 
 _active = _Active()
+
+
+@contextmanager
+def asking_no_other_rank() -> Iterator[None]:
+    """Send no collective call within: refuse it, or answer it here where the block around does.
+
+    A block that `collectives_within` opened for ranks that all run this code may ask them.
+
+    Raises:
+        CollectiveError: from a call that is refused.
+    """
+    if _active.answers_locally:
+        yield
+        return
+    with collectives_as_stated():
+        yield
 
 
 @contextmanager
