@@ -6,7 +6,8 @@ formed: everything follows from the covariance of the output projection's input,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,8 +142,9 @@ class HeadSums:
     Attributes:
         count: number of tokens, a scalar tensor.
         products: ``(H, H)``, the inner sums above.
-        scatter: ``(H, d_v, H, d_v)``, sum over tokens of the outer products of the centred outputs; `None` if the
-            overlap of the outputs before the output projection is not wanted.
+        scatter: ``(scatter_size(H, d_v),)``, sum over tokens of the outer products of the centred outputs, in chunks of
+            heads, each with all heads from its first one on; `None` if the overlap of the outputs before the output
+            projection is not wanted.
     """
 
     count: Tensor
@@ -153,7 +155,7 @@ class HeadSums:
     def of(
         cls,
         outputs: Tensor,
-        output_weight: Tensor,
+        output_weight: Tensor | None,
         mean: Tensor,
         *,
         with_scatter: bool = False,
@@ -163,7 +165,7 @@ class HeadSums:
 
         Args:
             outputs: ``(tokens, H, d_v)``; none at all is allowed.
-            output_weight: ``(H, d_v, d)``.
+            output_weight: ``(H, d_v, d)``; `None` to leave `products` zero until `mixed` is called with it.
             mean: ``(H, d_v)``, mean over the tokens of all ranks.
             with_scatter: keep the scatter as well.
             weights: ``(tokens,)``, how often each token counts, 0 for padding; once by default.
@@ -178,10 +180,68 @@ class HeadSums:
         else:
             centred, weights = _counted(centred, weights)
             weighted, count = weights[:, None] * centred, weights.sum()
+        H, width = mean.shape
         if not with_scatter:
+            if output_weight is None:
+                return cls(count, centred.new_zeros(H, H))
             return cls(count, _block_sums(weighted, centred, output_weight.to(wide))[0])
-        scatter = (weighted.mT @ centred).reshape(*mean.shape, *mean.shape)
-        return cls(count, (scatter * _mixing(output_weight.to(wide))).sum((1, 3)), scatter)
+        scatter = torch.cat(
+            [
+                (weighted[:, part.start * width : part.stop * width].mT @ centred[:, part.start * width :]).flatten()
+                for part in _upper_chunks(H)
+            ]
+        )
+        sums = cls(count, centred.new_zeros(H, H), scatter)
+        return sums if output_weight is None else sums.mixed(output_weight)
+
+    def mixed(self, output_weight: Tensor, products: HeadProducts | None = None) -> HeadSums:
+        """Compute `products` from the scatter.
+
+        Args:
+            output_weight: ``(H, d_v, d)``.
+            products: of the heads' slices of the output projection, as `head_covariance` takes them; used up.
+
+        Returns:
+            The same sums with them, in the type of the scatter.
+
+        Raises:
+            ShapeError: if there is no scatter.
+        """
+        if self.scatter is None:
+            raise ShapeError("Sums without a scatter cannot be mixed by an output weight.")
+        H = self.products.shape[-1]
+        flat = output_weight.to(self.scatter.dtype).flatten(0, 1)
+        inner = flat.new_empty(H, H)
+        parts = list(_upper_chunks(H))
+        is_known = products is not None and [part for part, _ in products.parts] == parts
+        mixings = iter(products.parts) if products is not None and is_known else products_of(flat, H, iter(parts))
+        for (part, scatter), (_, mixing) in zip(self._chunks(self.scatter), mixings):
+            sums = (mixing.to(scatter.dtype) * scatter).sum((1, 3))
+            inner[part, part.start :] = sums
+            inner[part.start :, part] = sums.mT
+        return HeadSums(self.count, inner, self.scatter)
+
+    @staticmethod
+    def scatter_size(heads: int, width: int) -> int:
+        """Count the numbers of a scatter.
+
+        Args:
+            heads: H.
+            width: d_v.
+
+        Returns:
+            About 5/8 of ``(H d_v)^2``.
+        """
+        pairs: int = sum((part.stop - part.start) * (heads - part.start) for part in _upper_chunks(heads))
+        return pairs * width * width
+
+    def _chunks(self, scatter: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Give the chunks of heads, and the scatter of each with all heads from its first one on."""
+        H = self.products.shape[-1]
+        width = math.isqrt(scatter.numel() // self.scatter_size(H, 1))
+        sizes = [(part.stop - part.start) * (H - part.start) * width**2 for part in _upper_chunks(H)]
+        for part, values in zip(_upper_chunks(H), torch.split(scatter, sizes)):
+            yield part, values.view(part.stop - part.start, width, H - part.start, width)
 
     def __add__(self, other: HeadSums) -> HeadSums:
         """Join disjoint sets of tokens."""
@@ -194,8 +254,37 @@ class HeadSums:
         Returns:
             The covariance, without standard errors; without a scatter, also without `output_overlap`.
         """
-        shared = None if self.scatter is None else self.scatter.square().sum((1, 3))
+        shared = None
+        if self.scatter is not None:
+            shared = torch.zeros_like(self.products)
+            for part, scatter in self._chunks(self.scatter):
+                # Before squaring, as squares of small outputs leave the range of float32.
+                sums = scatter.to(shared.dtype).square_().sum((1, 3))
+                shared[part, part.start :] = sums
+                shared[part.start :, part] = sums.mT
         return _summarise(self.count, self.products / self.count, shared)
+
+
+def _upper_chunks(heads: int) -> Iterator[slice]:
+    """Part the heads so that 3/8 of the products of every two are left out, as the others tell the same."""
+    return head_chunks(heads, 1, heads, at_least=4)
+
+
+def count_and_total(outputs: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Count tokens and add them up.
+
+    Args:
+        outputs: ``(tokens, H, d_v)``.
+        weights: ``(tokens,)``, how often each token counts, 0 for padding; once by default.
+
+    Returns:
+        How many, and their sum ``(H, d_v)``, in float32 or wider.
+    """
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).flatten(1)
+    if weights is None:
+        return wide.new_full((), len(wide)), wide.sum(0).view(outputs.shape[1:])
+    wide, weights = _counted(wide, weights)
+    return weights.sum(), (weights @ wide).view(outputs.shape[1:])
 
 
 @torch.no_grad()
@@ -298,7 +387,7 @@ def _block_sums(
     inner, shared = flat.new_empty(H, H), flat.new_empty(H, H)
     mixings = iter(known.parts) if known is not None and flat.dtype == torch.float32 else None
     if mixings is None:
-        mixings = products_of(flat, H, head_chunks(H, 1, H, at_least=4))
+        mixings = products_of(flat, H, _upper_chunks(H))
     for heads, mixing in mixings:
         start = heads.start
         own = slice(start * width, heads.stop * width)

@@ -16,6 +16,8 @@ METRICS = ["hdi", "hdi_alignment", "head_correlation", "head_output_overlap"]
 """The metrics that it is of; others of the same sources add nothing."""
 
 NUMBER = 8  # bytes; sums are added up in float64
+SCATTER = 4  # bytes of a number of a scatter
+LARGE = 512  # features of head outputs from which on products are computed once and added up once more
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,16 @@ def bytes_of_weights(model: Model) -> int:
 
 
 def bytes_of_outputs(model: Model, *, with_overlap: bool = True) -> int:
-    """The count and sum of tokens first, then their count, the traces, and for `head_output_overlap` the scatter."""
+    """The count and sum of tokens first, then their count, the traces, and for `head_output_overlap` the scatter.
+
+    Of the scatter, the blocks of every two heads once, in four chunks of heads. The traces of large layers are
+    computed of it, and added up in turn.
+    """
     H, width = model.heads, model.heads * model.value_dim
-    return NUMBER * model.layers * (1 + width + 1 + H**2 + (width**2 if with_overlap else 0))
+    step = -(-H // 4)
+    pairs = sum(min(step, H - start) * (H - start) for start in range(0, H, step))
+    scatter = SCATTER * pairs * model.value_dim**2 + NUMBER * H**2 * (width >= LARGE)
+    return model.layers * (NUMBER * (1 + width + 1 + H**2) + (scatter if with_overlap else 0))
 
 
 def ring_bytes(total: int, ranks: int) -> float:

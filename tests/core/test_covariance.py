@@ -363,6 +363,32 @@ def test_sums_over_tokens_of_several_ranks_are_those_of_the_centred_outputs(is_w
     np.testing.assert_allclose(found.output_overlap.numpy(), direct.output_overlap.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [1, 3, 9])
+def test_sums_that_are_mixed_later_are_those_that_were_mixed_at_once(heads):
+    outputs, output_weight = gaussian(30, heads, 4, seed=1) + 2, gaussian(heads, 4, 10, seed=2)
+    mean = outputs.mean(0)
+    at_once = HeadSums.of(outputs, output_weight, mean, with_scatter=True)
+    later = HeadSums.of(outputs, None, mean, with_scatter=True)
+    assert later.scatter is not None
+    assert later.scatter.shape == (HeadSums.scatter_size(heads, 4),)
+    assert not later.products.any()
+    written = np.einsum("thk,hkd->thd", (outputs - mean).double().numpy(), output_weight.double().numpy())
+    expected = np.einsum("thd,tgd->hg", written, written)
+    for known in (None, products_of_output(output_weight)):
+        mixed = later.mixed(output_weight, known)
+        np.testing.assert_allclose(mixed.products.numpy(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(later.mixed(output_weight).products, at_once.products)
+    with pytest.raises(ShapeError, match="without a scatter"):
+        HeadSums.of(outputs, None, mean).mixed(output_weight)
+
+
+def products_of_output(output_weight):
+    weight = output_weight.float()[None]
+    _, products = ov_circuits_and_products(gaussian(*weight.shape, seed=5).float(), weight)
+    assert products is not None
+    return products
+
+
 def test_one_token_that_counts_often_is_no_covariance():
     outputs, output_weight = gaussian(5, 3, 4, seed=1), gaussian(3, 4, 10, seed=2)
     often = torch.tensor([0.0, 7.0, 0.0, 0.0, 0.0])

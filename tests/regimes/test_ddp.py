@@ -18,6 +18,7 @@ from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
+from hdi_callback.monitoring.monitor.weights import WeightSource
 from hdi_callback.monitoring.ranks.rendezvous import _numbers as numbers
 from tests.models import LAYERS, LENGTH, Attention, Classifier
 
@@ -62,9 +63,10 @@ def by_layer(tags: dict[str, float]) -> dict[str, float]:
 
 def read_under_ddp(rank: int, lone_forward: bool) -> dict:
     model = DistributedDataParallel(classifier())
-    collectives, shares = [], []
+    collectives, shares, blanks = [], [], []
     with (
         monitor_of(model) as monitor,
+        mock.patch.object(WeightSource, "measure", side_effect=WeightSource.measure, autospec=True) as measure,
         mock.patch.object(dist, "all_reduce", side_effect=_counted(dist.all_reduce, collectives)),
         mock.patch(
             "hdi_callback.monitoring.monitor.sources.blocks_and_products",
@@ -77,13 +79,35 @@ def read_under_ddp(rank: int, lone_forward: bool) -> dict:
             if not lone_forward or rank == 0:
                 (model.module if lone_forward else model)(batch()[SHARES[rank]]).sum().backward()
             records.append(monitor.measure(step).record())
+            on_meta = [call for call in measure.call_args_list if next(iter(call.args[2].values())).is_meta]
+            blanks.append(len(on_meta))
+            measure.reset_mock()
     return {
+        "shapes computed": [count // max(1, blanks[0]) for count in blanks],
         "tags": [record.scalars(METRICS) for record in records],
         "absent": records[-1].absent,
         "pairs": [layer.arrays["worst_pair"] for layer in records[-1].layers.values()],
         "collectives": len(collectives),
         "layers measured": [shape[0] for shape in shares if shape.numel()],
     }
+
+
+def read_with_large_scatters(rank: int) -> dict:
+    model, mixed = DistributedDataParallel(classifier()), []
+    real = HeadSums.mixed
+
+    def counted(self: HeadSums, *args) -> HeadSums:
+        mixed.append(1)
+        return real(self, *args)
+
+    with (
+        mock.patch("hdi_callback.monitoring.monitor.outputs._LARGE", 1),
+        mock.patch.object(HeadSums, "mixed", counted),
+        monitor_of(model) as monitor,
+    ):
+        monitor.arm()
+        model(batch()[SHARES[rank]]).sum().backward()
+        return {"tags": monitor.measure(0).record().scalars(METRICS), "mixed": len(mixed)}
 
 
 def _counted(function, calls):
@@ -314,12 +338,28 @@ def test_updates_over_ranks_are_those_of_one_process(two_ranks):
         assert rank.answer == pytest.approx(alone, abs=1e-6)
 
 
-def test_each_layer_is_measured_once_and_two_sums_make_a_reading(two_ranks):
+def test_each_layer_is_measured_once_and_three_sums_make_a_reading(two_ranks):
     told = two_ranks(read_under_ddp, False)
     # Three layers, two roles, two readings: the first rank has layers 0 and 2, the second has layer 1.
     assert [rank.answer["layers measured"] for rank in told] == [[2] * 4, [1] * 4]
     # The ranks agree on the layers in the store, not by a collective call.
-    assert [rank.answer["collectives"] for rank in told] == [4, 4]
+    assert [rank.answer["collectives"] for rank in told] == [6, 6]
+
+
+def test_the_shapes_of_what_is_added_up_are_computed_once(two_ranks):
+    """Computing them takes as long as a small reading, so that each rank would pay for sharing."""
+    for rank in two_ranks(read_under_ddp, False):
+        assert rank.answer["shapes computed"] == [1, 0]
+
+
+def test_a_reading_whose_large_scatters_are_shared_is_that_of_the_joined_batch(two_ranks):
+    alone = reading_alone()
+    for rank in two_ranks(read_with_large_scatters):
+        assert rank.warnings == []
+        assert rank.answer["tags"] == pytest.approx(alone, abs=1e-6)
+        assert set(rank.answer["tags"]) == set(alone)
+    # Three layers: the first rank has layers 0 and 2, the second has layer 1.
+    assert [rank.answer["mixed"] for rank in two_ranks(read_with_large_scatters)] == [2, 1]
 
 
 def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):

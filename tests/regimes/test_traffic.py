@@ -7,6 +7,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from hdi_callback import HeadDiversityMonitor
+from hdi_callback.core.covariance import HeadSums
 from tests.benchmarks.plan import METRICS, Model, bytes_of_outputs, bytes_of_weights
 from tests.models import HEADS, WIDTH
 from tests.regimes.test_ddp import batch, classifier
@@ -40,7 +41,7 @@ def read_within(rank: int, budget: int) -> dict:
 
 
 def test_what_would_outgrow_the_budget_over_ranks_is_left_out_with_a_reason_and_nothing_else(two_ranks):
-    needed = 3 * 8 * WIDTH**2
+    needed = 3 * 4 * HeadSums.scatter_size(HEADS, WIDTH // HEADS)
     for told, less in zip(two_ranks(read_within, needed), two_ranks(read_within, needed - 1)):
         assert told.answer["absent"] == {}
         assert told.warnings == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from hdi_callback.attention import AttentionLayer, Capture
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import HeadCovariance, head_covariance
-from hdi_callback.core.contribution import head_slopes
-from hdi_callback.core.covariance import HeadMoments, HeadSums
+from hdi_callback.core.contribution import ContributionSums, head_slopes
+from hdi_callback.core.covariance import HeadSums, count_and_total
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
@@ -31,6 +32,9 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 SOURCES = (COVARIANCE, CONTRIBUTION, IMPORTANCE)
 """What is measured on head outputs."""
+
+_LARGE = 512
+"""Features of the head outputs of a layer from which on to multiply on every rank costs more than one more sum."""
 
 
 class HeadOutputs(OutputCapture):
@@ -133,9 +137,10 @@ class HeadOutputs(OutputCapture):
             total = torch.zeros(layer.num_heads, layer.value_dim, device=device)
             if layer.name in held:
                 outputs = held[layer.name].outputs
-                own = HeadMoments.of(whole(outputs), held[layer.name].weights)
+                own = whole(outputs)
                 if is_first_holder(outputs):
-                    count, total = own.count.to(device), (own.count * own.mean).to(device)
+                    found = count_and_total(own, held[layer.name].weights)
+                    count, total = (one.to(device) for one in found)
             parts += [count, total]
         added = ranks.sum(parts, device)
         return [total / count.clamp_min(1) for count, total in zip(added[::2], added[1::2])]
@@ -147,7 +152,7 @@ class HeadOutputs(OutputCapture):
         ranks: Ranks,
         device: torch.device,
         absent: Absent,
-    ) -> list[OutputSums]:
+    ) -> tuple[list[OutputSums], Tensor]:
         """Add up the tokens at hand about the mean of all; zeros where there are none.
 
         Args:
@@ -158,48 +163,117 @@ class HeadOutputs(OutputCapture):
             absent: takes what cannot be measured.
 
         Returns:
-            One for each layer.
+            One for each layer; and the memory of all their scatters, in float32, which is to be added up beside them.
         """
         held, here = self._captures or {}, {layer.name for layer in self._tapped}
         sums = []
         with_scatter = self._wants_overlap and self._fits(layers, absent)
-        for layer, mean in zip(layers, means):
-            found = OutputSums.zeros(layer, self._sources, device, with_scatter=with_scatter)
+        sizes = [HeadSums.scatter_size(layer.num_heads, layer.value_dim) * with_scatter for layer in layers]
+        scatters = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        is_mixed_later = self._is_mixed_later(layers, with_scatter=with_scatter)
+        taken = self._taken(ranks)
+        for layer, mean, scatter in zip(layers, means, torch.split(scatters, sizes)):
+            found = OutputSums.zeros(layer, self._sources, device, scatter=scatter if with_scatter else None)
+            sums.append(found)
             if layer.name not in here:
-                sums.append(found)
                 continue
             with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
                 # Both may be collective calls, so that every rank makes them.
-                weight = self._reader.weight(layer, "output", ranks)
+                weight = None if is_mixed_later else self._reader.weight(layer, "output", ranks)
                 outputs = whole(held[layer.name].outputs) if layer.name in held else None
+                if weight is not None and layer.name in taken and COVARIANCE in self._sources:
+                    self._add_mean(found, mean, weight)
                 if outputs is not None and is_first_holder(held[layer.name].outputs):
-                    _require_numbers(weight, outputs)
+                    if weight is not None:
+                        _require_numbers(weight, outputs)
                     weights = held[layer.name].weights
                     if found.covariance is not None:
-                        found.covariance = HeadSums.of(
-                            outputs,
-                            weight,
-                            mean.to(outputs.device),
-                            with_scatter=with_scatter,
-                            weights=weights,
+                        own = HeadSums.of(
+                            outputs, weight, mean.to(outputs.device), with_scatter=with_scatter, weights=weights
                         )
-                    if found.contribution is not None:
+                        if own.scatter is not None:
+                            scatter.copy_(own.scatter)
+                        found.covariance = replace(own, scatter=found.covariance.scatter)
+                    elif found.contribution is not None and weight is not None:
                         found.contribution = contribution_sums(outputs, weight, weights)
+                    if found.not_finite is not None:
                         found.not_finite = not_finite(outputs, weights).double()
                     slopes = self._slopes_of(layer, held[layer.name], absent)
                     if slopes is not None:
                         found.importance = Importances.of(slopes, layer.num_key_heads)
                         found.followed = torch.ones((), device=device)
                 del weight, outputs
-            sums.append(found)
-        return sums
+        return sums, scatters
+
+    def mix(
+        self,
+        layers: Sequence[AttentionLayer],
+        means: Sequence[Tensor],
+        totals: Sequence[OutputSums],
+        ranks: Ranks,
+        device: torch.device,
+        absent: Absent,
+    ) -> None:
+        """Multiply large scatters by output weights once they are added up, each layer on one of its ranks.
+
+        Below `_LARGE` every rank has multiplied its own, as that costs less than one more sum. Which it is follows
+        from the sizes of the layers, the same on every rank.
+
+        Args:
+            layers: as for `shares`.
+            means: what `shares` gave.
+            totals: of each layer, over all ranks; what is computed is put there.
+            ranks: those that measure together; all of them call this.
+            device: where they add up.
+            absent: takes what cannot be measured.
+        """
+        scatters = [None if total.covariance is None else total.covariance.scatter for total in totals]
+        with_scatter = any(scatter is not None for scatter in scatters)
+        if not self._is_mixed_later(layers, with_scatter=with_scatter) or self._captures is None:
+            return
+        taken, here = self._taken(ranks), {layer.name for layer in self._tapped}
+        parts: list[list[Tensor]] = []
+        for layer, mean, total in zip(layers, means, totals):
+            assert total.covariance is not None
+            lost = torch.nan if layer.name in taken else 0.0
+            mine = OutputSums.zeros(layer, self._sources, device, scatter=None).mean_and_products()
+            parts.append([torch.full_like(one, lost) for one in mine])
+            if layer.name not in here:
+                continue
+            with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
+                weight = self._reader.weight(layer, "output", ranks)  # on every rank, as it may be a collective call
+                if layer.name in taken:
+                    _require_numbers(weight, mean)
+                    known = self._shared.take(layer.name, "output")
+                    total.covariance = total.covariance.mixed(weight.to(device), known)
+                    self._add_mean(total, mean, weight)
+                    parts[-1] = total.mean_and_products()
+                del weight
+        added = iter(ranks.sum([one for part in parts for one in part], device))
+        for total in totals:
+            total.take_mean_and_products(added)
+
+    def _taken(self, ranks: Ranks) -> set[str]:
+        """Name the layers whose weights this rank measures, of those that it and its peers hold."""
+        return {layer.name for place, layer in enumerate(self._layers.all) if ranks.takes(place)}
+
+    def _is_mixed_later(self, layers: Sequence[AttentionLayer], *, with_scatter: bool) -> bool:
+        is_large = any(layer.num_heads * layer.value_dim >= _LARGE for layer in layers)
+        return with_scatter and is_large and COVARIANCE in self._sources
+
+    def _add_mean(self, sums: OutputSums, mean: Tensor, weight: Tensor) -> None:
+        """Add what the mean token contributes."""
+        if sums.contribution is not None:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            heads = (mean.to(weight.device, wide)[:, None, :] @ weight.to(wide))[:, 0].to(mean.device, torch.float64)
+            squares = heads.square().sum(-1), heads.sum(0).square().sum()
+            sums.contribution = ContributionSums(torch.zeros_like(squares[1]), *squares)
 
     def read_sums(
         self,
         layers: Sequence[AttentionLayer],
         kept: Sequence[bool],
-        sums: Sequence[OutputSums],
-        added: Iterator[Tensor],
+        totals: Sequence[OutputSums],
         absent: Absent,
         weights: Sequence[Measurement] = (),
     ) -> list[Measurement]:
@@ -208,8 +282,7 @@ class HeadOutputs(OutputCapture):
         Args:
             layers: as for `shares`.
             kept: whether the heads of each of them are what was claimed, on all ranks.
-            sums: what `sums` gave.
-            added: the same tensors, over all ranks.
+            totals: what `sums` gave, over all ranks, after `mix`.
             absent: takes what cannot be measured.
             weights: what was measured of weights at this reading.
 
@@ -221,15 +294,15 @@ class HeadOutputs(OutputCapture):
             return []
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         closest = closest_pairs(weights)
-        for layer, is_kept, item in zip(layers, kept, sums):
-            total = item.added_up(added)
+        for layer, is_kept, total in zip(layers, kept, totals):
             if not is_kept:
                 continue
             if total.covariance is not None:
                 values: Any = total.covariance.covariance()
                 measured.setdefault((COVARIANCE, layer.num_heads), []).append((layer.name, values))
-            if total.contribution is not None and total.not_finite is not None:
-                values = HeadContribution.of(total.contribution, total.not_finite > 0)
+            contribution = total.contributions()
+            if contribution is not None and total.not_finite is not None:
+                values = HeadContribution.of(contribution, total.not_finite > 0)
                 measured.setdefault((CONTRIBUTION, layer.num_heads), []).append((layer.name, values))
             if total.importance is not None and total.followed is not None:
                 mean = total.importance.averaged(total.followed)
@@ -255,7 +328,7 @@ class HeadOutputs(OutputCapture):
 
     def _fits(self, layers: Sequence[AttentionLayer], absent: Absent) -> bool:
         """Tell, the same on every rank, whether what the overlap of outputs adds up over ranks keeps within bounds."""
-        size = sum(8 * (layer.num_heads * layer.value_dim) ** 2 for layer in layers)
+        size = sum(4 * HeadSums.scatter_size(layer.num_heads, layer.value_dim) for layer in layers)
         budget = self._reader.memory_budget
         if size <= budget:
             return True

@@ -14,6 +14,7 @@ from torch import Tensor
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.monitor.output_sums import OutputSums
 from hdi_callback.monitoring.monitor.outputs import HeadOutputs
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
 from hdi_callback.monitoring.monitor.weights import Heads, WeightReader, WeightSource
@@ -60,14 +61,19 @@ def measure_over_ranks(
         missing.reasons.update({absence_of(sheet.source.name, name): why for name, why in elsewhere.items()})
         sheet.absent = {name for name in roster.names if absence_of(sheet.source.name, name) in missing.reasons}
         absent.reasons.update(missing.reasons)
-    sums = [] if outputs is None else outputs.sums(captured, shares, ranks, device, absent)
+    sums: list[OutputSums] = []
+    if outputs is not None:
+        sums, scatters = outputs.sums(captured, shares, ranks, device, absent)
+        ranks.add_up(scatters)
     flat = [tensor for sheet in sheets for tensor in sheet.tensors()]
     added = iter(ranks.sum(flat + [tensor for item in sums for tensor in item.tensors()], device))
     measurements = [found for sheet in sheets for found in sheet.read(added)]
+    totals = [item.added_up(added) for item in sums]
     left_out = {layer.name for layer in every if layer.name in elsewhere or layers.is_contradicted(layer.name)}
     if outputs is not None:
         kept = [layer.name not in left_out for layer in captured]
-        measurements += outputs.read_sums(captured, kept, sums, added, absent, measurements)
+        outputs.mix(captured, shares, totals, ranks, device, absent)
+        measurements += outputs.read_sums(captured, kept, totals, absent, measurements)
     return measurements + ([] if rows is None else rows.measure_over(every, left_out, ranks, device, absent))
 
 
@@ -87,31 +93,31 @@ class _Sheet:
         self._dtypes: dict[str, torch.dtype] = {}
         self._record: type = type(None)
         for heads, names in self._groups.items():
-            blank = source.blank(len(names), heads)
+            blank = source.blank(heads)
             self._record = type(blank)
             of_blank = {item.name: getattr(blank, item.name) for item in fields(blank)}
             self._dtypes = {name: value.dtype for name, value in of_blank.items()}
             self._blanks.append(
-                {name: torch.zeros(value.shape, dtype=torch.float64, device=device) for name, value in of_blank.items()}
+                {
+                    name: torch.zeros(len(names), *value.shape[1:], dtype=torch.float64, device=device)
+                    for name, value in of_blank.items()
+                }
             )
 
     def fill(self, measurements: Sequence[Measurement], mine: Collection[str]) -> None:
         """Write down what this rank measured; NaN for what it should have measured and could not."""
-        found = {
-            name: (measurement.values, row)
-            for measurement in measurements
-            for row, name in enumerate(measurement.layers)
-        }
         for names, blanks in zip(self._groups.values(), self._blanks):
-            for place, name in enumerate(names):
-                if name not in mine:
-                    continue
+            places = {name: place for place, name in enumerate(names)}
+            lost = {places[name] for name in mine if name in places}
+            for measurement in measurements:
+                rows = [row for row, name in enumerate(measurement.layers) if places.get(name) in lost]
+                at = [places[measurement.layers[row]] for row in rows]
+                lost -= set(at)
                 for field, blank in blanks.items():
-                    if name in found:
-                        values, row = found[name]
-                        blank[place] = getattr(values, field)[row]
-                    else:
-                        blank[place] = torch.nan if self._dtypes[field].is_floating_point else -1
+                    _write(blank, at, getattr(measurement.values, field), rows)
+            for field, blank in blanks.items():
+                for place in lost:
+                    blank[place] = torch.nan if self._dtypes[field].is_floating_point else -1
 
     def tensors(self) -> list[Tensor]:
         """Everything on the sheet, in a fixed order."""
@@ -125,7 +131,9 @@ class _Sheet:
             rows = [row for row, name in enumerate(names) if name not in self.absent]
             if rows:
                 values = {
-                    field: torch.stack([total[row] for row in rows]).to(self._kept(field))
+                    field: (total if len(rows) == len(names) else torch.stack([total[row] for row in rows])).to(
+                        self._kept(field)
+                    )
                     for field, total in sums.items()
                 }
                 kept = tuple(names[row] for row in rows)
@@ -135,3 +143,25 @@ class _Sheet:
     def _kept(self, field: str) -> torch.dtype:
         kind = self._dtypes[field]
         return torch.float64 if kind.is_floating_point else kind
+
+
+def _write(target: Tensor, places: Sequence[int], values: Tensor, rows: Sequence[int]) -> None:
+    """Write rows of one tensor to places of another: by slices, as a device waits for a list of them."""
+    to, of = _as_slice(places), _as_slice(rows)
+    if to is not None and of is not None:
+        target[to] = values[of]
+        return
+    for place, row in zip(places, rows):
+        target[place] = values[row]
+
+
+def _as_slice(places: Sequence[int]) -> slice | None:
+    """Give places at equal distances as a slice; `None` if they are not."""
+    if not places:
+        return slice(0, 0)
+    step = places[1] - places[0] if len(places) > 1 else 1
+    return (
+        slice(places[0], places[-1] + 1, step)
+        if step > 0 and list(places) == list(range(places[0], places[-1] + 1, step))
+        else None
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class WeightSource:
     roles: Callable[[AttentionLayer], tuple[Role, ...]]
     compute: Callable[[Sequence[str], Mapping[Role, Tensor]], Any]
     finish: Callable[[Any], Any] = lambda found: found
+    _blanks: dict[Heads, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def measure(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> Any:
         """Compute the result of layers whose weights lie side by side.
@@ -65,19 +66,19 @@ class WeightSource:
             (role, layer.num_key_heads if role in ("key", "value") else layer.num_heads) for role in self.roles(layer)
         )
 
-    def blank(self, layers: int, heads: Heads) -> Any:
-        """Compute the shapes of a result.
+    def blank(self, heads: Heads) -> Any:
+        """Compute the shapes of the result of one layer, once for each number of heads.
 
         Args:
-            layers: how many layers.
-            heads: what `heads` gives for each of them.
+            heads: what `heads` gives for it.
 
         Returns:
-            A record of tensors on the meta device.
+            A record of tensors ``(1, ...)`` on the meta device.
         """
-        return self.measure(
-            [""] * layers, {role: torch.empty(layers, count, 1, 1, device="meta") for role, count in heads}
-        )
+        if heads not in self._blanks:  # the meta device takes a hundred times as long as these tensors would
+            empty = {role: torch.empty(1, count, 1, 1, device="meta") for role, count in heads}
+            self._blanks[heads] = self.measure([""], empty)
+        return self._blanks[heads]
 
 
 class WeightReader:
@@ -159,7 +160,7 @@ class WeightReader:
         if ranks.size == 1 and is_sharded:
             raise HDIError("other ranks hold parts of it, and they take no readings with this one")
         # A parametrization may call other ranks too.
-        with nullcontext() if is_sharded else collectives_within(ranks.members_of_world):
+        with collectives_within(range(number_of_processes()) if is_sharded else ranks.members_of_world):
             weight = self._layers.sharding.weight(layer, role)
         if weight.is_meta and ranks.size > 1:
             raise HDIError("it is on the meta device and holds no numbers")

@@ -75,6 +75,15 @@ class Ranks:
         """
         return self._reduce(tensors, device, "SUM")
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Add up a tensor over the ranks where it lies, in its own type.
+
+        Args:
+            tensor: of the same shape and type on every rank, contiguous; the sum is written over it.
+        """
+        if self.group is not None and tensor.numel():
+            dist.all_reduce(tensor, group=self.group)
+
     def largest(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Take the largest of each number over the ranks, in one collective call.
 
