@@ -40,4 +40,7 @@ def test_a_softmax_that_is_written_out_and_leaves_a_part_to_nobody_is_attention(
 
 
 def test_weights_below_one_that_are_no_exponentials_are_no_attention():
-    assert survey(nn.Sequential(OfSizes())).layers == ()
+    torch.manual_seed(0)
+    found = survey(nn.Sequential(OfSizes(), ToNobody()))
+    assert [layer.name for layer in found.layers] == ["1"], "the other one is seen beside it"
+    assert found.refused == ()

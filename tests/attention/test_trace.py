@@ -17,6 +17,7 @@ from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.support import Support, columns_of
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same
+from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import adversarial
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
@@ -504,4 +505,7 @@ def test_a_map_of_a_class_of_its_own_is_read_by_the_matrix_that_it_multiplies_wi
 
 def test_a_map_that_multiplies_with_another_matrix_than_its_own_is_not_read():
     torch.manual_seed(0)
-    assert survey(nn.Sequential(BesideScales(scaled=True))).layers == ()
+    model = nn.Sequential(BesideScales(scaled=True), BesideScales(scaled=False))
+    with pytest.warns(UnsupportedAttentionWarning, match=r"`0` \(BesideScales\)"):
+        found = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
+    assert [layer.name for layer in found] == ["1"]

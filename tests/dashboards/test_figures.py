@@ -21,7 +21,9 @@ def test_every_layer_is_a_curve_with_the_values_of_the_history():
     history = frame()
     figure = plot_trajectories(history)
     panel = figure.axes[0]
-    for line, (name, rows) in zip(panel.lines, history.groupby("layer", sort=False)):
+    layers = list(history.groupby("layer", sort=False))
+    assert len(layers) == 3
+    for line, (name, rows) in zip(panel.lines[: len(layers)], layers, strict=True):
         assert line.get_label() == name
         assert np.array_equal(line.get_xdata(), rows["step"])
         assert np.array_equal(line.get_ydata(), rows["hdi"])

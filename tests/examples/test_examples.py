@@ -185,6 +185,7 @@ def test_the_gpt_learns_more_than_the_frequencies_of_bytes(gpt):
 
 def test_the_gpt_example_ends_with_a_table(gpt):
     last = load_history(gpt.folder / "hdi" / "history.jsonl").groupby("layer").last()
+    assert len(last) == len(gpt.layers) == 2
     for name, row in last.iterrows():
         line = next(
             line for line in gpt.printed.splitlines() if str(name).removeprefix("model.") in line and "│" in line

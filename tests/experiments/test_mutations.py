@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import ast
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
-from tests.experiments.mutations import plan
-from tests.experiments.mutations.mutate import sample
+import pytest
+import torch
+
+from hdi_callback.core import head_diversity
+from hdi_callback.core.chance import chance_of_overlap
+from tests.experiments.mutations import plan, reach
+from tests.experiments.mutations.mutate import sample, spread
 from tests.experiments.mutations.report import page
 
 SOURCE = '''
 """A module."""
 
+from functools import lru_cache
 
-def share(part: int, whole: int = 1) -> float:
+
+@lru_cache(maxsize=1)
+def share(part: int, whole: int = 1) -> int | float:
     """Divide."""
     if whole == 0:
         raise ValueError(f"{part + 1}")
@@ -23,21 +35,37 @@ def share(part: int, whole: int = 1) -> float:
 def test_every_mutation_changes_one_thing_in_the_code_and_none_in_its_words():
     found = sample(SOURCE, 100, seed=0)
     assert {one.key for one in found} == {
-        "5: 1 -> 2",
-        "7: if whole == 0: -> if False:",
-        "7: whole == 0 -> whole != 0",
-        "7: 0 -> 1",
-        "9: return part / whole - 2 -> return None",
-        "9: part / whole - 2 -> part / whole + 2",
-        "9: part / whole -> part * whole",
-        "9: 2 -> 3",
+        "8: 1 -> 2",
+        "10: if whole == 0: -> if False:",
+        "10: whole == 0 -> whole != 0",
+        "10: 0 -> 1",
+        "12: return part / whole - 2 -> return None",
+        "12: part / whole - 2 -> part / whole + 2",
+        "12: part / whole -> part * whole",
+        "12: 2 -> 3",
     }
-    sources = {one.source for one in found}
+    sources = {ast.unparse(one.tree) for one in found}
     assert len(sources) == len(found)
     for source in sources:
-        ast.parse(source)
         assert '"""Divide."""' in source
         assert "{part + 1}" in source
+        assert "maxsize=1" in source
+        assert "-> int | float" in source
+
+
+def test_a_change_says_which_lines_run_with_it_and_whether_it_stands_in_a_function():
+    found = {one.key: one for one in sample(SOURCE, 100, seed=0)}
+    assert found["10: 0 -> 1"].run == (10, 10)
+    assert found["10: 0 -> 1"].function == 7  # where the code of the function begins, with its decorator
+    default = found["8: 1 -> 2"]
+    assert default.run == (8, 12)
+    assert default.function is None  # it is evaluated on import
+
+
+def test_the_first_few_changes_lie_far_from_each_other():
+    assert spread(8) == [0, 4, 2, 6, 1, 3, 5, 7]
+    for count in range(20):
+        assert sorted(spread(count)) == list(range(count))
 
 
 def test_a_sample_is_spread_over_the_lines_and_the_same_every_time():
@@ -47,12 +75,34 @@ def test_a_sample_is_spread_over_the_lines_and_the_same_every_time():
     assert len(found) == 3
 
 
-def test_every_file_that_is_broken_has_tests_that_are_there(root):
+def test_every_file_of_the_folders_is_broken(root):
     package = root / "hdi_callback"
-    chosen = plan.files(package)
-    assert len(chosen) > 40
-    without = [path.name for path in chosen if not plan.tests_of(path, package, root / "tests")]
-    assert without == []
+    chosen = [path.relative_to(package).as_posix() for path in plan.files(package)]
+    for folder in ("core", "attention", "attention/observe", "monitoring/rules"):
+        there = {path.stem for path in (package / folder).glob("*.py")} - {"__init__"}
+        assert {Path(one).stem for one in chosen if Path(one).parent.as_posix() == folder} == there
+
+
+def record(path: Path, name: str, run: Callable[[], object]) -> None:
+    """Record a test of this name that does nothing but `run`."""
+    around = reach.Recorder(path).pytest_runtest_protocol(SimpleNamespace(nodeid=name))
+    next(around)
+    run()
+    with pytest.raises(StopIteration):
+        around.send(None)
+
+
+def test_a_change_is_shown_to_the_tests_that_run_its_line_the_quickest_first(tmp_path):
+    bases = torch.linalg.qr(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))[0].mT.view(2, 2, 8)
+    heads = torch.cat([bases, bases[:1]])
+    record(tmp_path / "found", "slow", lambda: [chance_of_overlap(0.5, ranks=(2, 2), width=8) for _ in range(300)])
+    record(tmp_path / "found", "quick", lambda: chance_of_overlap(0.5, ranks=(2, 2), width=8))
+    record(tmp_path / "found", "other", lambda: head_diversity(heads))
+    found = reach.read(tmp_path / "found")
+    own, first = inspect.getsourcelines(chance_of_overlap)
+    assert found.tests_of("core/chance.py", first, first + len(own)) == ["quick", "slow"]
+    assert found.tests_of("core/diversity.py", 1, 1000) == ["other"]
+    assert found.tests_of("core/circuits.py", 1, 1000) == []
 
 
 def test_the_page_counts_what_was_noticed_and_lists_what_was_not():

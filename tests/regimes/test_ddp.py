@@ -405,6 +405,7 @@ def test_a_rank_that_never_arms_takes_part_and_nobody_waits(two_ranks):
         alone = monitor.measure(0).record().scalars([*METRICS, *ROWS])
     for rank in two_ranks(read_armed_on_one_rank):
         assert rank.warnings == []
+        assert len(rank.answer) == 2
         for reading in rank.answer:
             assert reading["absent"] == {}
             assert reading["tags"] == pytest.approx(alone, rel=1e-5, abs=1e-6)

@@ -1,23 +1,36 @@
+"""Whether the tests notice when the code is broken: one change at a time, and the tests that run the changed line.
+
+python -m tests.experiments.mutations record --reached build/reached.jsonl
+python -m tests.experiments.mutations run --reached build/reached.jsonl --results build/mutations.jsonl
+python -m tests.experiments.mutations report --results build/mutations.jsonl --output docs/mutations.md
+"""
+
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from tests.experiments.mutations import plan, reach
 from tests.experiments.mutations.report import page
 from tests.experiments.mutations.run import read, run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Break the code on purpose, and see whether the tests notice.")
-    parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument("what", choices=["record", "run", "report"])
+    parser.add_argument("--reached", type=Path, default=Path("build/reached.jsonl"), help="which tests run which lines")
+    parser.add_argument("--tests", nargs="*", default=plan.TESTS, help="which tests are recorded")
     parser.add_argument("--results", type=Path, default=Path("build/mutations.jsonl"))
-    parser.add_argument("--per-file", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=600)
-    parser.add_argument("--only", default="", help="a part of the paths of the files to break")
+    parser.add_argument("--budget", type=float, default=60, help="seconds of the processor for the tests of a change")
+    parser.add_argument("--only", default="", help="parts of the paths of the files to break, with commas between")
+    parser.add_argument("--part", default="0/1", help='such as "1/2": the second of two that run side by side')
     parser.add_argument("--output", type=Path, default=Path("docs/mutations.md"))
     asked = parser.parse_args()
-    if asked.what == "run":
-        run(asked.results, per_file=asked.per_file, minutes=asked.minutes, only=asked.only)
+    if asked.what == "record":
+        reach.record(asked.reached, asked.tests)
+    elif asked.what == "run":
+        run(asked.results, asked.reached, minutes=asked.minutes, budget=asked.budget, only=asked.only, part=asked.part)
     else:
         asked.output.write_text(page(read(asked.results)))
 

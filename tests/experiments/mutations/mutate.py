@@ -24,15 +24,19 @@ class Mutation:
 
     Attributes:
         line: where it is.
+        run: the first and the last line of which a test runs one, if the change can matter to it.
         before: the code that is changed.
         after: what stands in its place.
-        source: the whole file with the change.
+        tree: the whole file with the change; its lines have their numbers still.
+        function: the first line of the outermost function whose body is changed; None in what runs on import.
     """
 
     line: int
     before: str
     after: str
-    source: str
+    tree: ast.Module
+    run: tuple[int, int]
+    function: int | None
 
     @property
     def key(self) -> str:
@@ -49,13 +53,43 @@ def sample(source: str, count: int, seed: int) -> list[Mutation]:
     return [one for one in drawn if one.before != one.after]
 
 
+def spread(count: int) -> list[int]:
+    """Order numbers below `count` such that the first few of them lie far from each other: 0, the middle, quarters."""
+    found: list[int] = []
+    for parts in (2**power for power in range(count.bit_length() + 1) if count):
+        found += [place for place in (part * count // parts for part in range(parts)) if place not in found]
+    return found
+
+
 def mutation(source: str, place: int) -> Mutation:
     """Make the mutation of a file that has this number."""
     tree = ast.parse(source)
     node, change = next(one for number, one in enumerate(_changes(tree)) if number == place)
-    before = _short(node)
+    before, run, function = _short(node), _run(tree, node), _function(tree, node)
     change()
-    return Mutation(node.lineno, before, _short(node), ast.unparse(ast.fix_missing_locations(tree)))
+    return Mutation(node.lineno, before, _short(node), ast.fix_missing_locations(tree), run, function)
+
+
+def _run(tree: ast.Module, changed: ast.stmt | ast.expr) -> tuple[int, int]:
+    """Find the lines that are run with a node: of its statement, or of the function whose defaults it stands in."""
+    around: ast.stmt | None = None
+    for node in ast.walk(tree):  # outer ones first
+        if isinstance(node, ast.stmt) and any(inner is changed for inner in ast.walk(node)):
+            around = node
+    assert around is not None
+    if isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return around.lineno, around.end_lineno or around.lineno
+    end = around.test.end_lineno if isinstance(around, ast.If | ast.While) else changed.end_lineno
+    return around.lineno, end or around.lineno
+
+
+def _function(tree: ast.Module, changed: ast.AST) -> int | None:
+    """Find the outermost function that has a node in its body, by the line that its code begins at."""
+    for node in ast.walk(tree):  # outer ones first
+        body = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
+        if any(inner is changed for part in body for inner in ast.walk(part)):
+            return min([node.lineno, *(one.lineno for one in node.decorator_list)])  # type: ignore[attr-defined]
+    return None
 
 
 def _short(node: ast.AST) -> str:
@@ -64,18 +98,32 @@ def _short(node: ast.AST) -> str:
 
 def _changes(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, Callable[[], None]]]:
     """Give every node that can be changed with what changes it, in the order of the file."""
-    skipped = {id(inner) for outer in ast.walk(tree) if _is_no_code(outer) for inner in ast.walk(outer)}
+    skipped = {id(inner) for node in ast.walk(tree) for outer in _is_no_code(node) for inner in ast.walk(outer)}
     for node in ast.walk(tree):
         if id(node) not in skipped:
             for change in _changes_of(node):
                 yield node, change
 
 
-def _is_no_code(node: ast.AST) -> bool:
-    """Annotations, docstrings, errors and texts, whose words no test need repeat."""
-    no_code = ast.Raise | ast.JoinedStr | ast.AnnAssign | ast.arg | ast.Import | ast.ImportFrom
-    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return is_docstring or isinstance(node, no_code)
+def _is_no_code(node: ast.AST) -> list[ast.AST]:
+    """Give what is in a node that no test need repeat: annotations, docstrings, decorators, errors and texts."""
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.arg | ast.Import | ast.ImportFrom):
+        return [node]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return [node]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        returned = [] if isinstance(node, ast.ClassDef) or node.returns is None else [node.returns]
+        return [*node.decorator_list, *returned]  # such as `frozen=True`: of a record that nobody writes to
+    if isinstance(node, ast.AnnAssign):
+        return [node.annotation]
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return [node]
+    if isinstance(node, ast.Call):
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called == "warn":
+            return [node]
+        return node.args[1:] if called == "isinstance" else []
+    return []
 
 
 def _changes_of(node: ast.AST) -> Iterator[Callable[[], None]]:

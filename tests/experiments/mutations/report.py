@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.experiments.mutations.plan import files
-from tests.experiments.mutations.run import PACKAGE
+from tests.experiments.mutations.reach import PACKAGE
+from tests.experiments.mutations.run import digest
 
 VERDICTS = Path(__file__).with_name("verdicts.txt")
 INTRODUCTION = """# Broken on purpose
@@ -16,38 +17,61 @@ INTRODUCTION = """# Broken on purpose
 <!-- Written by: python -m tests.experiments.mutations report -->
 
 Do the tests notice when the code is wrong? One thing at a time is changed in a file: a comparison (`<` to `<=`), an
-operation (`+` to `-`), a number by one, a condition that is never met, a value that is not returned. Then the tests of
-that file are run, without those that are marked slow. What no test notices has survived: either the change makes no
-difference (the column says why), or a test is missing. The changes are a sample, spread over the lines of each file.
+operation (`+` to `-`), a number by one, a condition that is never met, a value that is not returned. Then the tests
+that run the changed line are run, the quickest of each test file first, until one fails or a minute of processor time
+is spent. Which tests run which lines is recorded first. What none of them notices has survived: either the change makes
+no difference (the column says why), or a test is missing. The changes are a sample, spread over the lines of each file;
+words of errors and warnings, annotations and decorators are left as they are. Tests that are marked slow are left out,
+but for those of `attention/observe`, and so are those of the integrations and of several processes.
 
-    python -m tests.experiments.mutations run --results build/mutations.jsonl --per-file 8
+    python -m tests.experiments.mutations record --reached build/reached.jsonl
+    python -m tests.experiments.mutations run --reached build/reached.jsonl --results build/mutations.jsonl
+    python -m tests.experiments.mutations report --results build/mutations.jsonl
+
+A survivor that no test runs at all says so. "Noticed by now" names a test that was written for it, and that was seen to
+fail on the change.
 """
+NOTICED = ("killed", "ran out of time")
 
 
 def page(results: Sequence[Mapping[str, Any]]) -> str:
     """Write the page."""
-    noticed = ("killed", "ran out of time")
-    tried = [one for one in results if one["outcome"] in (*noticed, "survived")]
-    folders = sorted({one["file"].rpartition("/")[0] for one in tried})
+    tried = [one for one in results if one["outcome"] in (*NOTICED, "survived")]
     parts = [INTRODUCTION, "| folder | files | changes | noticed | survived |\n|---|---:|---:|---:|---:|"]
-    for folder in folders:
-        own = [one for one in tried if one["file"].rpartition("/")[0] == folder]
-        outcomes = Counter(one["outcome"] for one in own)
-        count = len({one["file"] for one in own})
-        seen = sum(outcomes[kind] for kind in noticed)
-        parts.append(f"| `{folder}` | {count} | {len(own)} | {seen} | {outcomes['survived']} |")
-    names = {path.relative_to(PACKAGE).as_posix() for path in files(PACKAGE)}
-    left = Counter(name.rpartition("/")[0] for name in names - {one["file"] for one in tried})
-    if left:
-        listed = ", ".join(f"{count} of `{folder}`" for folder, count in sorted(left.items()))
-        parts.append(f"\nFiles that have not been run yet: {listed}.")
+    folders = sorted({_folder(one["file"]) for one in tried})
+    parts += [_row(f"`{folder}`", [one for one in tried if _folder(one["file"]) == folder]) for folder in folders]
+    parts.append(_row("all", tried))
+    present = {path.relative_to(PACKAGE).as_posix(): path for path in files(PACKAGE)}
+    if left := sorted(name for name in present if name not in {one["file"] for one in tried}):
+        parts.append(f"\nFiles with nothing to change, or not run: {', '.join(f'`{name}`' for name in left)}.")
+    if later := sorted({one["file"] for one in tried if _is_older(one, present)}):
+        parts.append(
+            f"\nWritten again since, with lines numbered as they were: {', '.join(f'`{name}`' for name in later)}."
+        )
     parts.append("\n## What survived\n\n| file | line: change | what follows |\n|---|---|---|")
     verdicts = _verdicts()
     for one in sorted(tried, key=lambda one: (one["file"], int(one["change"].partition(":")[0]))):
         if one["outcome"] == "survived":
             change = one["change"].replace("|", "\\|").replace("`", "'")
-            parts.append(f"| `{one['file']}` | `{change}` | {verdicts.get((one['file'], one['change']), 'open')} |")
+            verdict = verdicts.get(
+                (one["file"], one["change"]), "open" if one.get("of", 1) else "open; no test runs it"
+            )
+            parts.append(f"| `{one['file']}` | `{change}` | {verdict} |")
     return "\n".join(parts) + "\n"
+
+
+def _folder(file: str) -> str:
+    return file.rpartition("/")[0]
+
+
+def _row(name: str, tried: Sequence[Mapping[str, Any]]) -> str:
+    outcomes = Counter(one["outcome"] for one in tried)
+    noticed = sum(outcomes[kind] for kind in NOTICED)
+    return f"| {name} | {len({one['file'] for one in tried})} | {len(tried)} | {noticed} | {outcomes['survived']} |"
+
+
+def _is_older(one: Mapping[str, Any], present: Mapping[str, Path]) -> bool:
+    return one["file"] in present and "digest" in one and one["digest"] != digest(present[one["file"]])
 
 
 def _verdicts() -> dict[tuple[str, str], str]:

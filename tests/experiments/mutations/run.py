@@ -1,13 +1,15 @@
 """Break, test, and write down whether it was noticed; what the results hold already is not run again.
 
-Every mutation has a process of its own, forked from one that has loaded the libraries and nothing of the package, in
-which the file is compiled from the changed source. Nothing on the disk is changed. Tests that start further processes
-see the code as it is there.
+One process loads the package and collects the tests; for each change it forks, puts the changed code into the functions
+of the fork, and runs the tests that run the changed line, the quickest of each test file first, until one fails. What
+runs on import, such as a constant of a module, is changed in a fork of a process that has not loaded the package yet.
+Nothing on the disk is changed. Tests that start further processes see the code as it is there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib.machinery
 import json
@@ -16,95 +18,225 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
-from tests.experiments.mutations.mutate import Mutation, sample
-from tests.experiments.mutations.plan import files, tests_of
+import pytest
 
-ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "hdi_callback"
-SLACK = 20  # seconds of the processor, beyond three times what the tests take on the file as it is
+from tests.experiments.mutations import plan, reach
+from tests.experiments.mutations.mutate import Mutation, sample, spread
+from tests.experiments.mutations.reach import PACKAGE, ROOT, Reach
+
+SLACK = 30  # seconds of the processor, beyond three times that
+WAIT = 900  # seconds on the clock, should a change make threads wait for each other
+OPTIONS = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
-def run(results: Path, *, per_file: int, minutes: float, only: str = "") -> None:
-    """Run mutations for so many minutes, file by file, one of each file before the second of any."""
+def run(results: Path, reached: Path, *, minutes: float, budget: float, only: str = "", part: str = "0/1") -> None:
+    """Run the changes of the plan for so many minutes, a few of each file before more of any.
+
+    Args:
+        results: lines of JSON, to which those of the changes are appended that it does not hold yet.
+        reached: what `reach.record` wrote.
+        minutes: after which no change is begun.
+        budget: seconds of the processor for the tests of one change. What has survived is tried again with more tests.
+        only: parts of the paths of the files to break, with commas between.
+        part: such as "1/2", for the second of two processes that run side by side.
+    """
     _load_libraries()
     end = time.monotonic() + 60 * minutes
     results.parent.mkdir(parents=True, exist_ok=True)
-    chosen = [path for path in files(PACKAGE) if only in path.as_posix()]
-    usual: dict[tuple[str, ...], float] = {}  # tests -> what they take on the code as it is
-    planned = {path: sample(path.read_text(), per_file, seed=len(path.read_text())) for path in chosen}
-    for turn in range(per_file):
-        for path, found in planned.items():
-            # Another part of the file each turn, lest the top of all files comes first.
-            mutation = found[(turn * 7 + len(found) // 2) % len(found)] if found else None
-            if mutation is None or turn >= len(found):
-                continue
-            if time.monotonic() > end:
-                return
-            name = path.relative_to(PACKAGE).as_posix()
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            held = read(results)
-            if (name, mutation.key) in {(one["file"], one["change"]) for one in held if one["digest"] == digest}:
-                continue
-            tests = tests_of(path, PACKAGE, ROOT / "tests")
-            line = {"file": name, "digest": digest, "change": mutation.key, **_try(path, mutation, tests, usual)}
-            if line["usual"] is not None:
-                usual[tuple(tests)] = line["usual"]
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    place, parts = map(int, part.split("/"))
+    every = [one for one in _changes(only) if one[2]]
+    work = _Work(results, reach.read(reached), end, budget)
+    warm = [one for number, one in enumerate(every) if number % parts == place and one[1].function is not None]
+    cold = [one for number, one in enumerate(every) if number % parts == place and one[1].function is None]
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            _quiet()
+            pytest.main([*OPTIONS, f"--basetemp={results}.tmp{place}", *plan.TESTS], plugins=[_Loop(work, warm)])
+        os._exit(0)
+    os.waitpid(child, 0)
+    for path, mutation, digest in cold:
+        work.do(path, mutation, digest, lambda tests, path=path, change=mutation: _become(path, change, tests))
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """Read the results so far."""
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    """Read the results so far, of each change the last."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    return list({(one["file"], one["digest"], one["change"]): one for one in lines}.values())
 
 
-def _try(path: Path, mutation: Mutation, tests: list[str], usual: dict[tuple[str, ...], float]) -> dict[str, Any]:
-    seconds = usual.get(tuple(tests))
-    if seconds is None:
-        outcome, seconds = _outcome(path, path.read_text(), tests, seconds=900)
-        if outcome != "survived":
-            return {"outcome": "the tests fail without a change", "usual": None}
-    outcome, _ = _outcome(path, mutation.source, tests, seconds=3 * seconds + SLACK)
-    return {"outcome": outcome, "usual": round(seconds, 1)}
+def digest(path: Path) -> str:
+    """Tell one state of a file from another."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def _outcome(path: Path, source: str, tests: list[str], *, seconds: float) -> tuple[str, float]:
-    """Run tests of a file with this source; give what came of it, and the processor time that it took."""
+def _changes(only: str) -> Iterator[tuple[Path, Mutation, str]]:
+    """Give changes in the order in which they are run: one in each file, then the second of each, and so on."""
+    files = [path for path in plan.files(PACKAGE) if any(one in path.as_posix() for one in only.split(","))]
+    drawn = {path: sample(path.read_text(), plan.changes(path, PACKAGE), seed=0) for path in files}
+    orders = {path: spread(len(found)) for path, found in drawn.items()}
+    for turn in range(max(plan.CHANGES.values())):
+        for path, found in drawn.items():
+            if turn < len(found):
+                yield path, found[orders[path][turn]], digest(path)
+
+
+class _Work:
+    """The changes that are left to do, and where their outcomes are written."""
+
+    def __init__(self, results: Path, reached: Reach, end: float, budget: float) -> None:
+        self._results = results
+        self._reached = reached
+        self._end = end
+        self._budget = budget
+        self._held = {(one["file"], one["digest"], one["change"]): one for one in read(results)}
+
+    def do(self, path: Path, mutation: Mutation, state: str, test: Callable[[list[str]], str | None]) -> None:
+        """Run the tests of a change in a fork; `test` gives the first that fails."""
+        file = path.relative_to(PACKAGE).as_posix()
+        tests = self._reached.tests_of(file, *mutation.run)
+        chosen, seconds = _affordable(tests, self._reached.seconds, self._budget)
+        held = self._held.get((file, state, mutation.key))
+        if held is not None and (held["outcome"] != "survived" or held["tests"] >= len(chosen)):
+            return
+        if time.monotonic() > self._end:
+            return
+        outcome, by, taken = _outcome(lambda: test(chosen), 3 * seconds + SLACK) if chosen else ("survived", "", 0.0)
+        line = {"file": file, "digest": state, "change": mutation.key, "outcome": outcome, "by": by,
+                "tests": len(chosen), "of": len(tests), "seconds": round(taken, 1)}  # fmt: skip
+        with self._results.open("a") as written:
+            written.write(json.dumps(line) + "\n")
+
+
+class _Loop:
+    """A plugin of pytest that runs the tests of each change in a fork, in place of all tests once."""
+
+    def __init__(self, work: _Work, changes: Sequence[tuple[Path, Mutation, str]]) -> None:
+        self._work = work
+        self._changes = changes
+        self._failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.append(report.nodeid)
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items if not reach.is_slow(item)}
+        functions = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
+        for path, mutation, state in self._changes:
+            own = [one for one in functions if one.__code__.co_filename == str(path)]
+
+            def test(tests: list[str], path: Path = path, change: Mutation = mutation, own=own) -> str | None:
+                _replace(path, change, own)
+                return self._first_failure([items[test] for test in tests if test in items])
+
+            self._work.do(path, mutation, state, test)
+        return True
+
+    def _first_failure(self, items: list[pytest.Item]) -> str | None:
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self._failed:
+                return self._failed[0]
+        return None
+
+
+def _replace(path: Path, mutation: Mutation, functions: Sequence[FunctionType]) -> None:
+    """Put the changed code into functions of a file that is loaded."""
+    changed: dict[tuple[str, int], CodeType] = {}
+    left = [compile(mutation.tree, str(path), "exec", dont_inherit=True)]
+    while left:
+        code = left.pop()
+        changed[code.co_qualname, code.co_firstlineno] = code
+        left += [one for one in code.co_consts if isinstance(one, CodeType)]
+    done = 0
+    for function in functions:
+        code = changed.get((function.__code__.co_qualname, function.__code__.co_firstlineno), function.__code__)
+        done += code.co_firstlineno == mutation.function
+        function.__code__ = code
+    assert done, f"{path} has no function at line {mutation.function}"
+
+
+def _affordable(tests: Sequence[str], seconds: dict[str, float], budget: float) -> tuple[list[str], float]:
+    """Choose the tests that are run: the quickest of each test file, then the next of each, within the budget."""
+    turns: dict[str, count[int]] = {}
+    order = sorted((next(turns.setdefault(one.partition("::")[0], count())), seconds[one], one) for one in tests)
+    chosen, total = [], 0.0
+    for _, taken, test in order:
+        if not chosen or total + taken <= budget:
+            chosen.append(test)
+            total += taken
+    return chosen, total
+
+
+def _outcome(test: Callable[[], str | None], seconds: float) -> tuple[str, str, float]:
+    """Run tests in a fork; give what came of it, which test failed, and the processor time that it took."""
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
             # Of processor time, as the machine may be busy with other things.
             resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 1))
-            _become(path, source, tests)
-        os._exit(1)
+            signal.alarm(WAIT)
+            failed = test()
+            os.write(writing, (failed or "").encode())
+            os._exit(0 if failed is None else 1)
+        os._exit(2)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        by = pipe.read()
     _, status, used = os.wait4(child, 0)
     taken = used.ru_utime + used.ru_stime
     if os.WIFSIGNALED(status):
-        return ("ran out of time" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL) else "killed"), taken
-    return ("survived" if os.WEXITSTATUS(status) == 0 else "killed"), taken
+        late = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL, signal.SIGALRM)
+        return ("ran out of time" if late else "killed"), by, taken
+    return {0: "survived", 1: "killed"}.get(os.WEXITSTATUS(status), "the tool failed"), by, taken
 
 
-def _become(path: Path, source: str, tests: list[str]) -> None:
+def _become(path: Path, mutation: Mutation, tests: list[str]) -> str | None:
     """Load the package with one file changed, and run tests."""
-    import pytest
-
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
+    _quiet()
     usual = importlib.machinery.SourceFileLoader.get_code
 
     def get_code(loader: importlib.machinery.SourceFileLoader, name: str) -> CodeType | None:
         if Path(loader.path) == path:
-            return compile(source, str(path), "exec", dont_inherit=True)
+            return compile(mutation.tree, str(path), "exec", dont_inherit=True)
         return usual(loader, name)
 
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-    code = pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
-    os._exit(int(code))
+    chosen = _Chosen(tests)
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    code = pytest.main(["-x", *OPTIONS, f"--basetemp={ROOT}/build/cold", *files], plugins=[chosen])
+    return chosen.failed if code == pytest.ExitCode.TESTS_FAILED else None if code == pytest.ExitCode.OK else "import"
+
+
+class _Chosen:
+    """A plugin of pytest that runs some tests, in their order."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self._places = {test: place for place, test in enumerate(tests)}
+        self.failed = ""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (one for one in items if one.nodeid in self._places), key=lambda one: self._places[one.nodeid]
+        )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
+
+def _quiet() -> None:
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
 
 
 def _load_libraries() -> None:
@@ -112,12 +244,11 @@ def _load_libraries() -> None:
     import hypothesis
     import lightning.pytorch
     import numpy
-    import pytest
     import scipy
     import torch
     import transformers
 
     torch.set_num_threads(1)
-    loaded = [hypothesis, lightning.pytorch, numpy, pytest, scipy, torch, transformers]
+    loaded = [hypothesis, lightning.pytorch, numpy, scipy, torch, transformers]
     assert all(module.__name__ in sys.modules for module in loaded)
     assert not any(name.partition(".")[0] == "hdi_callback" for name in sys.modules)
