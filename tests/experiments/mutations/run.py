@@ -30,7 +30,7 @@ from tests.experiments.mutations import plan, reach
 from tests.experiments.mutations.mutate import Mutation, sample, spread
 from tests.experiments.mutations.reach import PACKAGE, ROOT, Reach
 
-SLACK = 30  # seconds of the processor, beyond three times that
+SLACK = 10  # seconds of the processor, beyond three times that
 WAIT = 900  # seconds on the clock, should a change make threads wait for each other
 OPTIONS = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
@@ -129,6 +129,7 @@ class _Loop:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items if not reach.is_slow(item)}
         functions = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
+        gc.freeze()  # so that collecting in a fork copies no pages
         for path, mutation, state in self._changes:
             own = [one for one in functions if one.__code__.co_filename == str(path)]
 
