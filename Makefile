@@ -72,6 +72,8 @@ faults: $(INSTALLED)  ## Try 40 faults on small trainings, side by side with oth
 	$(BIN)/python -m tests.experiments.faults.run --part looked-at
 	$(BIN)/python -m tests.experiments.faults.run --part confirming $(ARGS)
 	$(BIN)/python -m tests.experiments.faults.run --part again $(ARGS)
+	$(BIN)/python -m tests.experiments.faults.run --part third $(ARGS)
+	$(BIN)/python -m tests.experiments.faults.run --part fresh $(ARGS)
 	$(BIN)/python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz
 
 zoo: $(INSTALLED)  ## Examine transformers, timm and packages of others; writes docs/supported-models.md (resumable).

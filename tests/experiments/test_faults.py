@@ -25,12 +25,13 @@ PUBLISHED = Path(__file__).parents[2] / "docs" / "benchmarks" / "faults.json.gz"
 
 def test_the_plan_holds_what_is_asked_of_it_and_looked_at_seeds_confirm_nothing():
     looked_at, confirming, again = plan.plan("looked-at"), plan.plan("confirming", rounds=3), plan.plan("again")
-    fresh = plan.plan("fresh")
-    seeds = [{job.seed for job in part} for part in (looked_at, confirming, again, fresh)]
+    third, fresh = plan.plan("third"), plan.plan("fresh")
+    seeds = [{job.seed for job in part} for part in (looked_at, confirming, again, third, fresh)]
     assert len(set.union(*seeds)) == sum(map(len, seeds))
-    assert min(seeds[3]) >= plan.FRESH > max(seeds[2])
+    assert min(seeds[4]) >= plan.FRESH > max(seeds[3])
+    assert min(seeds[3]) >= plan.THIRD > max(seeds[2])
     assert min(seeds[2]) >= plan.AGAIN > max(seeds[1])
-    for part, rounds in ((again, 2), (fresh, 3)):
+    for part, rounds in ((again, 2), (third, 3), (fresh, 3)):
         assert sum(job.kind == HEALTHY for job in part) >= 300
         assert all(sum(job.kind == kind for job in part) == rounds for kind in FAULTS)
     assert len({job.name for job in confirming}) == len(confirming)

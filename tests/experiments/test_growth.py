@@ -22,17 +22,18 @@ def test_runs_are_made_until_enough_have_diverged_and_those_that_are_saved_are_c
     def make(job, limit, folder):
         made.append((job.kind, job.seed, limit))
         if job.kind == HEALTHY:
-            return result(2.0)
+            return result(2.0, 5.0 + job.seed % 10)
         if limit is None:
             return result(None if job.seed % 2 else 2.04, 900.0)
         return result(2.049 if job.seed % 3 else 2.051, 7.0)
 
     monkeypatch.setattr(growth, "make", make)
-    said, _, _, _, *rows = growth.of_growth(tmp_path, 3, 6.0)
-    diverged = [seed for _, seed, limit in made if limit == 6.0]
-    assert diverged == [growth.FIRST + 1, growth.FIRST + 3, growth.FIRST + 5]
+    said, _, _, _, *rows = growth.of_growth(tmp_path, 3)
+    diverged = {seed: limit for _, seed, limit in made if limit is not None}
+    assert list(diverged) == [growth.FIRST + 1, growth.FIRST + 3, growth.FIRST + 5]
+    assert diverged == {seed: 5.0 + seed % 10 for seed in diverged}, "what the healthy run of the seed came to"
     saved = sum(seed % 3 > 0 for seed in diverged)
-    assert f"With `QKClip(6)` {saved} of these 3 ended within 0.05 nats" in said
+    assert f"With `QKClip` {saved} of these 3 ended within 0.05 nats" in said
     assert said.startswith("6 runs")
     assert len(rows) == 3
     assert sum("not saved" in row for row in rows) == 3 - saved
@@ -44,30 +45,40 @@ def test_each_kind_of_growth_meets_each_training_and_no_seed_twice():
     assert len({job.seed for job in rounds}) == 16
 
 
-def test_healthy_runs_are_compared_at_a_limit_below_their_own_largest_score_and_with_nudged_twins(
+def test_healthy_runs_are_made_until_it_acted_in_enough_at_their_own_largest_score_beside_nudged_twins(
     monkeypatch, tmp_path
 ):
     limits, twins = [], []
 
     def make(job, limit, folder, *, nudge=0.0):
         if nudge:
-            twins.append((job.seed, limit, nudge))
+            twins.append((job.seed - growth.FIRST_HEALTHY, limit, nudge))
             return result(2.005)
+        if limit is None:
+            return result(2.0, 10.0)
         limits.append(limit)
-        return result(2.02 if len(limits) == 2 else 1.995, 8.0, 2 * len(limits))
+        return result(2.02 if len(limits) == 3 else 1.995, 8.0, 2 * (len(limits) - 1))
 
     monkeypatch.setattr(growth, "make", make)
-    kept = {"kind": HEALTHY, "base": "text", "seed": 3, "scores": {"attention: largest score": [[0, 9.0], [5, 20.0]]}}
-    plain = [{**result(2.0, 10.0), "base": "text", "seed": seed} for seed in range(2)]
-    said = growth.of_healthy(tmp_path, [*plain, {**result(2.0), **kept}])
-    assert limits == [8.0, 8.0, 16.0]
-    assert twins == [(seed, None, nudge) for seed in (0, 1, 3) for nudge in (growth.ROUNDING, growth.SLIGHT)]
-    assert "in 3 of them, at 2 to 6 steps of 100" in said[0]
+    said = growth.of_healthy(tmp_path, 3)
+    assert limits == [10.0] * 4
+    assert twins == [(place, None, nudge) for place in (1, 2, 3) for nudge in (growth.ROUNDING, growth.SLIGHT)]
+    assert said[0].startswith("4 healthy runs")
+    assert "at 2 to 6 steps of 100" in said[0]
+    assert "by 0.020 nats at most, by more than 0.01 in 1 of 3" in said[0]
     (row,) = [line for line in said if line.startswith("| all ")]
     assert row.startswith(
         "| all | 3 | +0.0033 (-0.0325 to +0.0392), from -0.005 to +0.020, 1 and 0 | +0.0050 (+0.0050 "
     )
     assert row.endswith(", from +0.005 to +0.005, 0 and 0 |")
+
+
+def test_every_fourth_healthy_run_has_muon_and_no_seed_is_one_that_was_looked_at():
+    jobs = list(itertools.islice(growth.healthy_candidates(), 20))
+    assert sum("Muon" in job.base for job in jobs) == 5
+    seeds = {job.seed for job in jobs} | {job.seed for job in itertools.islice(growth.candidates(), 30)}
+    assert len(seeds) == 50
+    assert min(seeds) >= 100_000
 
 
 def test_a_nudged_twin_begins_a_rounding_away_and_trains_on_the_same_batches():

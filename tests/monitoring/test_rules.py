@@ -615,7 +615,7 @@ def test_limits_go_by_layer_and_later_patterns_win():
 
 def test_every_limit_can_be_switched_off():
     off = Thresholds(**dict.fromkeys(Thresholds.__dataclass_fields__, None))
-    without_a_limit = ["dead heads", "weights not finite", "frozen heads", "untrained weights", "one key", "fewer keys"]
+    without_a_limit = ["weights not finite", "frozen heads", "untrained weights", "one key", "fewer keys"]
     assert [rule.name for rule in default_rules(off)] == without_a_limit
 
 

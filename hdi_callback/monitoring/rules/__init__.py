@@ -21,10 +21,12 @@ from hdi_callback.monitoring.rules.levels import (
 )
 from hdi_callback.monitoring.rules.masks import FewerKeys, LaterTokens, OneKey
 from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
+from hdi_callback.monitoring.rules.narrowing_heads import NarrowingHeads
 from hdi_callback.monitoring.rules.non_finite import NonFinite
 from hdi_callback.monitoring.rules.shared_direction import SharedDirection
 from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution, RoundedAway, UntrainedWeights
 from hdi_callback.monitoring.rules.similar_heads import AttendAlike, MergedMessages, MergedScores
+from hdi_callback.monitoring.rules.sudden_attention import SuddenFlattening, SuddenSharpening
 from hdi_callback.monitoring.rules.thresholds import Thresholds, check_thresholds
 from hdi_callback.monitoring.rules.tied_heads import TiedHeads
 from hdi_callback.monitoring.rules.trend import AlignmentTrend
@@ -49,12 +51,15 @@ __all__ = [
     "MeanAlignment",
     "MergedMessages",
     "MergedScores",
+    "NarrowingHeads",
     "NoContribution",
     "NonFinite",
     "OneKey",
     "RoundedAway",
     "SharedDirection",
     "SharpFromStart",
+    "SuddenFlattening",
+    "SuddenSharpening",
     "SuddenShrink",
     "Thresholds",
     "TiedHeads",

@@ -24,10 +24,12 @@ from hdi_callback.monitoring.rules.levels import (
 )
 from hdi_callback.monitoring.rules.masks import FewerKeys, LaterTokens, OneKey
 from hdi_callback.monitoring.rules.mean_alignment import MeanAlignment
+from hdi_callback.monitoring.rules.narrowing_heads import NarrowingHeads
 from hdi_callback.monitoring.rules.non_finite import NonFinite
 from hdi_callback.monitoring.rules.shared_direction import SharedDirection
 from hdi_callback.monitoring.rules.silent_heads import FrozenHeads, NoContribution, RoundedAway, UntrainedWeights
 from hdi_callback.monitoring.rules.similar_heads import AttendAlike, MergedMessages, MergedScores
+from hdi_callback.monitoring.rules.sudden_attention import SuddenFlattening, SuddenSharpening
 from hdi_callback.monitoring.rules.thresholds import TRIED, Thresholds, check_thresholds
 from hdi_callback.monitoring.rules.tied_heads import TiedHeads
 from hdi_callback.monitoring.rules.trend import AlignmentTrend
@@ -49,7 +51,7 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
 
     Example:
         >>> [rule.name for rule in default_rules(Thresholds(trend=None, forecast=None, jump=None, tied=None))][:5]
-        ['mean alignment', 'worst pair', 'dead heads', 'falling rank', 'weights not finite']
+        ['mean alignment', 'worst pair', 'falling rank', 'weights not finite', 'merged scores']
     """
     if not isinstance(thresholds, Thresholds):
         raise MisconfigurationError(
@@ -67,7 +69,8 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
         rules.append(AlignmentTrend(limits.trend))
     if limits.jump is not None:
         rules.append(SharedDirection(limits.jump))
-    rules.append(DeadHeads())
+    if limits.dead is not None:
+        rules.append(DeadHeads(limits.dead))
     if limits.rank is not None:
         rules.append(FallingRank(limits.rank))
     rules.append(NonFinite())
@@ -90,6 +93,9 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
         (limits.unchanged, RoundedAway),
         (limits.inputs, InputsLoseRank),
         (limits.shrink, SuddenShrink),
+        (limits.narrow, NarrowingHeads),
+        (limits.sharpen, SuddenSharpening),
+        (limits.flatten, SuddenFlattening),
     ]
     rules += [make(limit) for limit, make in on_levels if limit is not None]
     rules += [FrozenHeads(), UntrainedWeights(), OneKey(), FewerKeys()]

@@ -116,34 +116,46 @@ class SharpFromStart(Rule):
 
     Asked at step 0 of fresh weights. What was loaded may be as sharp as it likes.
 
+    Where tokens are much alike attention stays flat under a wrong scale too, so the largest score is asked as well,
+    where it is known: with independent weights of the usual size scores have a standard deviation of one or less.
+
     Args:
         limit: of the entropy over log n, mean over heads: 1 uniform, 0 one token.
+        score: of the largest score.
     """
 
     name = "sharp from the start"
     needs = ("attention_entropy",)
     margin: ClassVar[float] = 0.1
+    down: ClassVar[float] = 0.8
+    """Share of the largest score below which the alert is over."""
 
-    def __init__(self, limit: float = 0.5) -> None:
+    def __init__(self, limit: float = 0.5, score: float = 12.0) -> None:
         self.limit = number("limit of SharpFromStart", limit, above=0, below=1, example=0.5)
+        self.score = number("score of SharpFromStart", score, above=0, below=float("inf"), example=12.0)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Judge at step 0, and from then on for as long as it is so."""
         value = series.value("attention_entropy")
         if active is None and (series.latest.step > 0 or series.is_loaded):
             return None
-        if value > self.limit + (self.margin if active else 0):
-            return None
         logit = series.latest.values.get("attention_logit")
+        is_sharp = value <= self.limit + (self.margin if active else 0)
+        is_large = logit is not None and logit >= self.score * (self.down if active else 1)
+        if not is_sharp and not is_large:
+            return None
         largest = "" if logit is None else f", largest score {logit:.0f}"
+        what = "attention is sharp" if is_sharp else "scores are large"
         return Finding(
-            f"attention is sharp before anything was learned (mean entropy {decimal(value)}{largest})",
+            f"{what} before anything was learned (mean entropy {decimal(value)}{largest})",
             "warning",
-            value,
-            self.limit,
-            self.needs[0],
+            value if is_sharp else logit,
+            self.limit if is_sharp else self.score,
+            "attention_entropy" if is_sharp else "attention_logit",
             since=None if active is None else active.finding.since,
-            certainty=f"independent weights of the usual size leave it above {decimal(self.limit)}",
+            certainty=f"independent weights of the usual size leave it above {decimal(self.limit)}"
+            if is_sharp
+            else healthy_peak(self.name, self.score),
             remedy="checking the scale of the scores, usually one over the root of the head width, and the size of "
             "what the layer is given; for weights that were loaded, say loaded=True",
         )

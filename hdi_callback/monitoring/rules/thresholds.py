@@ -38,7 +38,8 @@ class Thresholds:
             cross-attention all come to attend to the same tokens.
         entropy: mean entropy of attention over log n, below which it is a warning.
         logit: largest score.
-        sink: attention to one position, of the head that gives it least.
+        sink: attention to one position, of the head that gives it least; off, as no run was detected by it alone or
+            first, and large language models have such sinks in health.
         tokens: mean cosine of two input tokens of the layer, at three readings in a row.
         contribution: share of a head in the output, below which it is a warning; off, as it predicted nothing.
         start: mean entropy of attention at step 0 of fresh weights, below which it is a warning.
@@ -51,6 +52,13 @@ class Thresholds:
         inputs: factor by which the effective rank of the input tokens of a layer falls at once, if it never
             changed by nearly as much before.
         shrink: mean norm of the queries or the keys over the least at any reading before, at two readings in a row.
+        dead: norm of a head's key weight over what it was, or over that of the heads beside it; off, as it detected
+            nothing that `vanishing` did not.
+        narrow: spectral flatness of a head over what it was twelve readings before, and over what it was at first.
+        sharpen: factor by which the mean entropy of attention falls within eight readings, if it never changed by
+            nearly as much before.
+        flatten: factor by which the mean entropy of attention comes nearer to that of uniform attention at once, at
+            four readings in a row.
     """
 
     mean: float | None = 0.5
@@ -68,7 +76,7 @@ class Thresholds:
     alike: float | None = None
     entropy: float | None = 0.01
     logit: float | None = 50.0
-    sink: float | None = 0.9
+    sink: float | None = None
     tokens: float | None = 0.998
     contribution: float | None = None
     start: float | None = 0.5
@@ -79,6 +87,10 @@ class Thresholds:
     unchanged: float | None = 0.9
     inputs: float | None = 1.4
     shrink: float | None = 0.5
+    dead: float | None = None
+    narrow: float | None = 0.4
+    sharpen: float | None = 4.0
+    flatten: float | None = 3.0
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -86,7 +98,7 @@ class Thresholds:
             object.__setattr__(self, item.name, limit)
 
 
-_BELOW = {"logit": math.inf, "weight_jump": math.inf, "inputs": math.inf}
+_BELOW = {"logit": math.inf, "weight_jump": math.inf, "inputs": math.inf, "sharpen": math.inf, "flatten": math.inf}
 
 
 def check_limit(argument: str, value: Any, *, below: float = 1) -> float | None:
@@ -145,6 +157,10 @@ _HEALTHY_PEAKS = {
     "merged messages": _Peak(0.4992, HEALTHY_RUNS_JUDGED),
     "fewer keys": _Peak(1.0, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the keys"),
     "tokens alike": _Peak(0.9957, HEALTHY_RUNS_JUDGED, digits=3),
+    "narrowing heads": _Peak(0.7437, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the flatness before"),
+    "sudden sharpening": _Peak(1.843, HEALTHY_RUNS_JUDGED, of=" times"),
+    "sudden flattening": _Peak(1.637, HEALTHY_RUNS_JUDGED, of=" times"),
+    "sharp from the start": _Peak(8.162, HEALTHY_RUNS_JUDGED, digits=1),
 }
 """Metric, or rule -> what the healthy runs of docs/benchmarks/alerts-*.md and faults.json.gz came to."""
 

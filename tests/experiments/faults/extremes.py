@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,6 +48,34 @@ def _dead(rows: Rows) -> Iterator[float]:
 
 def _lost(rows: Rows) -> Iterator[float]:
     yield from _of_first(rows, "flatness")
+
+
+def _narrowed(rows: Rows) -> Iterator[float]:
+    """Flatness over the least of the layer twelve readings before, or over the head's own first, if that is less."""
+    arrays = [heads for heads in _curve(rows, "heads: flatness") if None not in heads]
+    for place, heads in enumerate(arrays[1:], 1):
+        least = min(arrays[max(0, place - 12)])
+        yield from (now / min(first, least) for now, first in zip(heads, arrays[0]) if min(now, first, least) > 0)
+
+
+def _sharpened(rows: Rows) -> Iterator[float]:
+    entropies = _curve(rows, "attention_entropy")
+    for place in range(13, len(entropies)):
+        if entropies[place] > 0:
+            yield min(entropies[: place - 7]) / entropies[place]
+
+
+def _flattened(rows: Rows) -> Iterator[float]:
+    distances = [max(1 - value, 1e-7) for value in _curve(rows, "attention_entropy")]
+    for place in range(6, len(distances) - 3):
+        before, now = distances[:place][-12:], distances[place : place + 4]
+        fall = math.log(statistics.median(before) / statistics.median(now))
+        if min(before) >= 5e-4 and math.log(before[-1] / now[0]) >= 0.6 * fall:
+            yield min(before) / max(now)
+
+
+def _first_score(rows: Rows) -> Iterator[float]:
+    yield from _curve(rows[:1], "attention_logit")
 
 
 def _jump(rows: Rows) -> Iterator[float]:
@@ -103,8 +132,15 @@ MEASURES: dict[str, tuple[Callable[[Rows], Iterator[float]], bool]] = {
     "merged messages": (_messages, False),
     "fewer keys": (_keys, True),
     "tokens alike": (_tokens, False),
+    "narrowing heads": (_narrowed, True),
+    "sudden sharpening": (_sharpened, False),
+    "sudden flattening": (_flattened, False),
+    "sharp from the start": (_first_score, False),
 }
 """Rule -> what it judges, of the readings of a layer, and whether small values are those to warn of."""
+
+OF_FRESH = frozenset({"sharp from the start"})
+"""Rules that are asked of fresh weights alone."""
 
 
 def extremes_of(run: Result) -> dict[str, float]:
@@ -113,6 +149,8 @@ def extremes_of(run: Result) -> dict[str, float]:
         return run["extremes"]
     found = {}
     for rule, (measure, is_least) in MEASURES.items():
+        if rule in OF_FRESH and 2 * trained_layers(run)[0] > trained_layers(run)[1]:
+            continue
         values = [value for rows in layers_of(run) for value in measure(rows)]
         if values:
             found[rule] = float(f"{min(values) if is_least else max(values):.4g}")

@@ -14,7 +14,7 @@ Scores = list[tuple[int, float]]
 
 ON_KEYS = (
     "mean alignment", "worst pair", "forecast", "shared direction", "dead heads", "falling rank", "weights not finite",
-    "tied heads",
+    "tied heads", "narrowing heads",
 )  # fmt: skip
 
 

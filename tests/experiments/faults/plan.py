@@ -11,15 +11,21 @@ from tests.experiments.faults.trainings import BASES, LONG, PROVOKED
 
 HEALTHY = "healthy"
 STEPS, EVERY = 100, 5
-CONFIRMING, AGAIN, FRESH = 50_000, 170_000, 290_000
+CONFIRMING, AGAIN, THIRD, FRESH = 50_000, 170_000, 290_000, 410_000
 """The first seeds of confirming runs: of those laid down first, and of those made again each time rules had changed."""
 FAULTS_EVERY = 5
 """Rounds of healthy runs from one round of faults to the next."""
-Part = Literal["looked-at", "confirming", "again", "fresh"]
+Part = Literal["looked-at", "confirming", "again", "third", "fresh"]
 PARTS: tuple[Part, ...] = get_args(Part)
-FIRST_SEEDS: dict[Part, int] = {"looked-at": 0, "confirming": CONFIRMING, "again": AGAIN, "fresh": FRESH}
-HEALTHY_EACH: dict[Part, int] = {"looked-at": 2, "confirming": 19, "again": 19, "fresh": 19}
-ROUNDS: dict[Part, int] = {"looked-at": 1, "confirming": 2, "again": 2, "fresh": 3}
+FIRST_SEEDS: dict[Part, int] = {
+    "looked-at": 0,
+    "confirming": CONFIRMING,
+    "again": AGAIN,
+    "third": THIRD,
+    "fresh": FRESH,
+}
+HEALTHY_EACH: dict[Part, int] = {"looked-at": 2, "confirming": 19, "again": 19, "third": 19, "fresh": 19}
+ROUNDS: dict[Part, int] = {"looked-at": 1, "confirming": 2, "again": 2, "third": 3, "fresh": 3}
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,10 @@ def plan(part: Part, *, rounds: int | None = None, healthy: int | None = None) -
     Args:
         part: the seeds of the parts have nothing in common. Limits are chosen on healthy looked-at runs, and rules
             on looked-at runs of all kinds. Rules were changed after 180 of the confirming runs, and once more after all
-            394; then came the part "again". After it rules were changed a third time: all these are looked at since,
-            and the part "fresh", on seeds that nothing had used, confirms the rules as they ship.
+            394; then came the part "again". After it rules were changed a third time; then came the part "third". After
+            it attention that sharpens or flattens at once, heads that narrow and scores that are large from the start
+            were added, and two rules left the default ones: all these parts are looked at since, and the part "fresh",
+            on seeds that nothing had used, confirms the rules as they ship.
         rounds: how many confirming runs of each fault, 2 or 3 by default; one is looked at.
         healthy: how many confirming healthy runs of each kind of training, of the long ones a tenth as many; two are
             looked at. 19 by default.

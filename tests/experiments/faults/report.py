@@ -19,7 +19,7 @@ from tests.experiments.faults.extremes import extremes_of, trained_layers
 from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.judging import NOW, judge_again
 from tests.experiments.faults.monitors import MONITORS, Result, Scores, alarm_of, alarm_of_rules
-from tests.experiments.faults.plan import AGAIN, CONFIRMING, EVERY, FRESH, HEALTHY, PARTS, STEPS, is_possible
+from tests.experiments.faults.plan import CONFIRMING, EVERY, FRESH, HEALTHY, PARTS, STEPS, THIRD, is_possible
 from tests.experiments.faults.prediction import table
 from tests.experiments.faults.run import PUBLISHED, RESULTS
 from tests.experiments.faults.trainings import PROVOKED
@@ -133,7 +133,7 @@ def report(found: dict, looked_at: int) -> list[str]:
     ahead = before_both(shown)
     lines = [
         "Made by `python -m tests.experiments.faults.run --part looked-at`, `--part confirming`, `--part again`, "
-        "`--part fresh` and "
+        "`--part third`, `--part fresh` and "
         "`python -m tests.experiments.faults.report --output docs/benchmarks/faults.md` "
         "(`make faults` makes all of them, and more runs).",
         "",
@@ -268,11 +268,11 @@ def of_origin(runs: Sequence[Result]) -> list[str]:
 def condensed(run: Result) -> Result:
     """Keep of a run what the tables need: of one that was looked at no losses and gradients, whose scores are kept."""
     if "scores" in run:
-        names = ["losses", "gradients"] if run["seed"] < AGAIN else []
+        names = ["losses", "gradients"] if run["seed"] < THIRD else []
         return {name: value for name, value in run.items() if name not in names}
     run = judge_again(run)
     names = ["kind", "base", "seed", "validation", "alerts", "rules", "warnings"]
-    names += ["losses", "gradients"] if run["seed"] >= AGAIN else []
+    names += ["losses", "gradients"] if run["seed"] >= THIRD else []
     return {
         **{name: run[name] for name in names if name in run},
         "scores": {name: _plain(of(run)) for name, of in MONITORS.items()},

@@ -1,0 +1,63 @@
+"""Heads whose keys come to read few directions, and quickly."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hdi_callback.arguments import number
+from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
+
+
+class NarrowingHeads(Rule):
+    """The key weights of a head have come to read few directions within a few readings.
+
+    As where directions are lost, or where one grows far beyond the others. It needs no second head to compare with, so
+    it sees this under multi-query attention too. Healthy training makes spectra uneven as well, but slowly. Heads that
+    begin at zero have no first spectrum to be held against.
+
+    Args:
+        share: of the spectral flatness, that is a warning: both of the least in the layer twelve readings before (of
+            the first reading where there are fewer) and of the head's own at the first reading. The alert is over half
+            way back.
+    """
+
+    name = "narrowing heads"
+    needs = ("hdi_min_flatness",)
+    within: ClassVar[int] = 12
+
+    def __init__(self, share: float = 0.4) -> None:
+        self.share = number("share of NarrowingHeads", share, above=0, below=1, example=0.4)
+
+    def judge(self, series: Series, active: Alert | None) -> Finding | None:
+        """Find the heads whose flatness has fallen."""
+        now, first = series.latest.per_head("flatness"), series.first.per_head("flatness")
+        steps, curve = series.curve("hdi_min_flatness")
+        place = max(0, len(curve) - 1 - self.within)
+        limit = self.share * curve[place]
+        since, margin = steps[place], 1.0
+        if active is not None:  # held against what it was when the alert was raised
+            limit, since, margin = active.finding.threshold or 0.0, active.finding.since or since, self.share**-0.5
+        heads = [
+            head
+            for head, (after, before) in enumerate(zip(now, first))
+            if 0 < after <= margin * min(limit, self.share * before) and head not in series.rewritten
+        ]
+        if not heads:
+            return None
+        worst = min(heads, key=lambda head: now[head])
+        wide, began = (row.per_head("effective_rank")[worst] for row in (series.latest, series.first))
+        return Finding(
+            f"the keys of {named_heads(heads)} have come to read few directions within {self.within} readings (head "
+            f"{worst}: spectral flatness {decimal(now[worst])}, {decimal(limit / self.share)} or more at step {since}; "
+            f"effective rank {wide:.1f}, {began:.1f} at step {series.first.step})",
+            "warning",
+            now[worst],
+            limit,
+            "hdi_min_flatness",
+            tuple(heads),
+            since,
+            healthy_peak(self.name, self.share),
+            NO_REMEDY,
+        )
