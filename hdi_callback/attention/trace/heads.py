@@ -23,7 +23,6 @@ from torch import Tensor
 from hdi_callback.attention.heads import Role
 from hdi_callback.attention.trace.checks import HeadChecks
 from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.cores import is_map_of_scores, is_over_tokens, made_of_leaves
 from hdi_callback.attention.trace.head_rows import (
     SINGLE_KEYS,
     HeadRows,
@@ -37,6 +36,7 @@ from hdi_callback.attention.trace.ordering import FeatureOrder
 from hdi_callback.attention.trace.parts import CoreParts
 from hdi_callback.attention.trace.role_rows import RoleRows
 from hdi_callback.attention.trace.support import Support, random_weights
+from hdi_callback.attention.trace.unread import is_map_of_scores, is_over_tokens, made_of_leaves
 
 _ROLES: tuple[Role, ...] = ("query", "key", "value")
 _NO_MAP = "no linear map of single tokens gives its {role}s: they are learned, or filters over several give them"

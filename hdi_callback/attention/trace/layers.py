@@ -12,7 +12,7 @@ from torch import nn
 
 from hdi_callback.attention.heads import AttentionLayer, HeadWeight, Role
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.trace.cores import Core, cores_of, unread_exponentials, unread_softmaxes
+from hdi_callback.attention.trace.cores import Core, cores_of
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError, module_of
 from hdi_callback.attention.trace.head_weights import kind_of, output_weight, weight_of
@@ -23,6 +23,7 @@ from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.support import Support, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import TracedRun
+from hdi_callback.attention.trace.unread import unread_exponentials, unread_softmaxes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.trace.cores import Core, nodes_between
+from hdi_callback.attention.trace.cores import Core
+from hdi_callback.attention.trace.graph_walk import nodes_between
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError
 from hdi_callback.attention.trace.support import agreed, columns_of, derivatives, random_weights, weights_at
 from hdi_callback.attention.trace.traced_cores import TracedCores

@@ -1,0 +1,73 @@
+"""The autograd graph of a run, backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def made_from(node: Any) -> list[Any]:
+    """Give the nodes that a node takes from.
+
+    Args:
+        node: of the graph.
+
+    Returns:
+        One for each of its inputs, `None` where that is not differentiated.
+    """
+    return [edge for edge, _ in node.next_functions]
+
+
+def walk(starts: Iterable[Any], onward: Callable[[Any], Iterable[Any]] = made_from) -> Iterator[Any]:
+    """Go back from some nodes, depth first.
+
+    Args:
+        starts: the nodes; `None` is passed over.
+        onward: from a node to those to go to from there.
+
+    Yields:
+        Each node once, the starts included.
+    """
+    todo, visited = list(starts), set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            yield node
+            todo += onward(node)
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Give the nodes that some tensors are made of.
+
+    Args:
+        tensors: made in the run.
+
+    Returns:
+        The nodes.
+    """
+    return walk(one.grad_fn for one in tensors)
+
+
+def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
+    """Give the nodes on the ways from a node to what is made of it.
+
+    Args:
+        ends: tensors that are made of it.
+        start: the node.
+
+    Returns:
+        The nodes, without the start.
+    """
+    behind = list(nodes_behind(ends))
+    between = {start}
+    is_changed = True
+    while is_changed:
+        is_changed = False
+        for node in behind:
+            if node not in between and not between.isdisjoint(made_from(node)):
+                between.add(node)
+                is_changed = True
+    return [node for node in between if node is not start]

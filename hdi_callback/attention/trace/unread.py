@@ -1,0 +1,147 @@
+"""Softmaxes and exponentials over tokens that are weights of no core, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.trace.cores import Core, Learned, exponential_behind, made_of, product_at, products_behind
+from hdi_callback.attention.trace.graph_walk import made_from, nodes_behind
+from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
+from hdi_callback.attention.trace.support import Support, random_weights
+from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
+
+_ADDS_BY_INDEX = ("ScatterAdd", "ScatterReduce", "IndexAdd", "IndexReduce")
+
+
+def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
+    """Find softmaxes over tokens whose weighted sums were not found.
+
+    Args:
+        run: the run.
+        cores: those that were found in it.
+
+    Yields:
+        The node of one, and why it is not read.
+    """
+    read = {node for core in cores for node in core.nodes}
+    for node, logits in run.scores.items():
+        if node in read:
+            continue
+        mixed = mixing_map(run, node, cores)
+        if mixed is not None:
+            path, what = mixed
+            where = "before" if what == "scores" else "after"
+            yield node, f"its heads mix: `{path}` maps the {what} of all of them {where} the softmax"
+        elif logits.shape[-1] == 1 and logits.requires_grad and logits.dim() > 2:
+            yield node, SINGLE_KEYS
+        elif is_over_tokens(run, logits):
+            yield node, "its values are weighted by no matrix product"
+
+
+def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
+    """Find exponentials that are divided by their sums elsewhere than in a softmax.
+
+    Args:
+        run: the run.
+        cores: those that were found in it.
+
+    Yields:
+        The node of one, and why the attention that it is of is not read.
+    """
+    read = {core.node for core in cores}
+    nodes = list(nodes_behind([*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]))
+    by_index = any(node.name().startswith(_ADDS_BY_INDEX) for node in nodes)
+    for node in nodes:
+        if by_index and node.name() == "ExpBackward0":
+            yield node, "its weights are exponentials that are added up by an index, as over the edges of a graph"
+        product = None if node in read else product_at(node)
+        for edge in made_from(node)[-2:] if product is not None else ():
+            behind = exponential_behind(edge)
+            scores = [] if behind is None else [product_at(one) for one in made_of(behind, Learned(run))[1]]
+            if any(one is not None and all(side.requires_grad for side in one.factors) for one in scores):
+                yield node, "its weights are exponentials that are divided by their sum after values are added up"
+
+
+def mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> tuple[str, str] | None:
+    """Find a linear map that mixes the scores or the weights of all heads, as in talking heads.
+
+    Args:
+        run: the run.
+        node: that of a softmax.
+        cores: those that were found in the run.
+
+    Returns:
+        The path of the map, and what it takes: "scores" before the softmax, or "weights" after it.
+    """
+    logits = run.scores[node]
+    leaf = next((leaf for leaf in made_of_leaves(run, logits) if is_map_of_scores(leaf, logits, cores)), None)
+    if leaf is not None:
+        return leaf.parameter.removesuffix(".weight"), "scores"
+    for leaf in run.leaves:
+        count = leaf.taken.numel() // max(1, leaf.taken.shape[-1]) * leaf.tensor.shape[-1]
+        if count == logits.numel() and leaf.taken.grad_fn is not None and is_over_tokens(run, logits):
+            softmaxes, _ = made_of(leaf.taken.grad_fn, Learned(run))
+            if node in softmaxes:
+                return leaf.parameter.removesuffix(".weight"), "weights"
+    return None
+
+
+def made_of_leaves(run: TracedRun, tensor: Tensor) -> list[Leaf]:
+    """Give the calls of linear maps that a tensor is made of, without another map in between.
+
+    Args:
+        run: the run.
+        tensor: made in it.
+
+    Returns:
+        The calls.
+    """
+    if not tensor.requires_grad:
+        return []
+    return [run.leaves[leaf] for leaf in Support.of(tensor, random_weights(tensor.shape), run.tensors).masks]
+
+
+def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
+    """Tell a map that takes scores: for each pair of tokens one number from each head.
+
+    Args:
+        leaf: a call of the map.
+        logits: the input of a softmax.
+        cores: those of the run.
+
+    Returns:
+        True if its input is made of products that are no averages.
+    """
+    if leaf.taken.numel() // leaf.taken.shape[-1] * leaf.tensor.shape[-1] != logits.numel():
+        return False
+    averages = {core.node for core in cores}
+    return any(product not in averages for product in products_behind(leaf.taken))
+
+
+def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:
+    """Recognise scores of pairs of tokens: one depends on two tokens, and its neighbour on another one.
+
+    Args:
+        run: the run.
+        logits: the input of a softmax, columns last.
+
+    Returns:
+        True if so; the scores of a router are those of one token, and learned pooling has one for each.
+    """
+    if not logits.requires_grad or logits.dim() < 2 or logits.shape[-1] < 2 or logits.shape[-2] < 2:
+        return False
+    flat = logits.reshape(-1, *logits.shape[-2:])
+    rows, columns = flat.shape[-2:]
+    met = []
+    for column in (columns // 2, columns // 2 - 1):
+        weights = torch.zeros(flat.shape)
+        weights[0, rows - 1 if column != rows - 1 else 0, column] = 1.0
+        support = Support.of(logits, weights.reshape(logits.shape), run.tensors)
+        met.append(
+            {(run.leaves[leaf].taken.shape[:-1], at) for leaf in support.masks for at in support.positions(leaf)}
+        )
+    return len(met[0]) > 1 and met[0] != met[1]
