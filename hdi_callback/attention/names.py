@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from fnmatch import fnmatchcase
 
 
 def printable(text: str) -> str:
@@ -47,6 +48,19 @@ def short_names(names: Sequence[str]) -> list[str]:
         end += 1
     short = [".".join(part[start : len(part) - end]) for part in parts]
     return short if len(set(short)) == len(short) else list(names)
+
+
+def matches(name: str, patterns: Iterable[str] | None) -> bool:
+    """Return whether a dotted path has one of some patterns.
+
+    Args:
+        name: the path.
+        patterns: such as ``"encoder.*"``; `None` for all paths.
+
+    Returns:
+        True if so.
+    """
+    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def containers(name: str) -> list[str]:

@@ -10,11 +10,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hdi_callback.attention.autocast import without_autocast
 
 SlopeReducer = Callable[[Tensor, Tensor], Tensor]
 """Takes head outputs and their gradients, ``(sequences, tokens, H, d_v)``, to slopes ``(sequences, H)``."""
@@ -124,7 +125,7 @@ class _Reader:
             slopes.failure = _CHANGED
         else:
             try:
-                with _without_autocast(outputs.device):
+                with without_autocast(outputs.device):
                     slopes.take(self._first_sequence, outputs, self._gradient_of(gradient.detach()))
             except Exception as error:
                 slopes.failure = f"its gradients cannot be read ({type(error).__name__}: {error})"
@@ -134,10 +135,3 @@ def _are_saved_elsewhere() -> bool:
     """Whether what autograd saves is kept by somebody else, or computed again."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Compute in the types of the arguments: a backward may run inside the user's autocast."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Role, survey
+from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.attention.names import printable
 from hdi_callback.attention.sharding import Sharding
 from hdi_callback.attention.wrappers import inner_model, users_name
@@ -24,7 +25,7 @@ from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts, Finding
 from hdi_callback.monitoring.metrics import FINITENESS
 from hdi_callback.monitoring.monitor.movement import LastWeights
 from hdi_callback.monitoring.monitor.sources import weight_sources
-from hdi_callback.monitoring.monitor.weights import WeightSource, without_autocast
+from hdi_callback.monitoring.monitor.weights import WeightSource
 from hdi_callback.monitoring.readings import LayerRecord, Measurement, Reading, Record
 from hdi_callback.monitoring.rules import DeadHeads, choose_rules
 from hdi_callback.monitoring.rules.words import named_heads

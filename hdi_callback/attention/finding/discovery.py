@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
 from hdi_callback.attention.finding.search import Search
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.names import is_inside
+from hdi_callback.attention.names import is_inside, matches
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.registry import Place
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
@@ -194,7 +193,7 @@ def _survey(search: Search, include: Sequence[str] | None, exclude: Sequence[str
     _check_patterns("exclude", exclude, known, others=search.places)
 
     def is_chosen(name: str) -> bool:
-        return (include is None or _matches(name, include)) and not _matches(name, exclude or ())
+        return matches(name, include) and not matches(name, exclude or ())
 
     if known and not any(is_chosen(name) for name in known):
         raise MisconfigurationError(
@@ -213,15 +212,11 @@ def _type_of(search: Search, name: str) -> str:
     return "module" if place is None else type(place.module).__name__
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _check_patterns(
     argument: str, patterns: Sequence[str] | None, names: list[str], others: Iterable[str] = ()
 ) -> None:
     for pattern in patterns or ():
-        if not any(fnmatchcase(name, pattern) for name in (*names, *others)):
+        if not any(matches(name, [pattern]) for name in (*names, *others)):
             listed = ", ".join(names) or "none"
             raise MisconfigurationError(
                 f"`{argument}` has the pattern {pattern!r}, which matches no attention layer. There are: {listed}."

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.utils._python_dispatch
 
+from hdi_callback.attention.autocast import without_autocast
+
 # Of a torch that has moved it, selective checkpointing is observed as anything else.
 _disable_current_modes: Any = getattr(torch.utils._python_dispatch, "_disable_current_modes", None)
 
@@ -28,8 +30,7 @@ def quiet(device: torch.device) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        if torch.amp.is_autocast_available(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(without_autocast(device))
         stack.enter_context(torch._C.DisableTorchFunction())
         if _disable_current_modes is not None:
             stack.enter_context(_disable_current_modes())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from hdi_callback.attention.names import matches
 from hdi_callback.monitoring.alerts.alert import Alert, Finding, alert_of, is_at_least, resolution_of
 from hdi_callback.monitoring.alerts.rule import Rule, check_finding
 from hdi_callback.monitoring.alerts.series import Row, Series
@@ -217,7 +217,7 @@ def _names_others(finding: Finding, active: Alert) -> bool:
 
 
 def _is_for(rule: Rule, name: str) -> bool:
-    return rule.layers is None or any(fnmatchcase(name, pattern) for pattern in rule.layers)
+    return matches(name, rule.layers)
 
 
 def _row_to_dict(row: Row) -> dict[str, Any]:

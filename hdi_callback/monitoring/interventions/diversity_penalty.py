@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hdi_callback.arguments import number, one_of, words
 from hdi_callback.attention import AttentionLayer, Role
+from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.core import diversity_penalty, head_diversity, qk_circuits
 from hdi_callback.core.circuits import circuit_penalty
 from hdi_callback.errors import MisconfigurationError
@@ -97,7 +98,7 @@ class DiversityPenalty(WhileActive):
     def _add_gradient(self, layer: AttentionLayer, parameters: list[nn.Parameter], scale: float) -> None:
         if not parameters:
             return
-        with torch.enable_grad(), _without_autocast(parameters[0].device):
+        with torch.enable_grad(), without_autocast(parameters[0].device):
             if self.measure == "circuit":
                 penalty = self._circuit_penalty(layer.weight("query"), layer.weight("key"))
             else:
@@ -144,7 +145,3 @@ class DiversityPenalty(WhileActive):
         draw = torch.randn(weight.shape, generator=generator, device="cpu").to(weight)
         aside: Tensor = self.noise * size * draw / weight[0].numel() ** 0.5
         return aside
-
-
-def _without_autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, enabled=False)

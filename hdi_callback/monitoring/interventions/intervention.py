@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
 from hdi_callback.arguments import flag, one_of, shown, whole_number, words
+from hdi_callback.attention.names import matches
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import LEVELS, Alert, Level, is_at_least
 from hdi_callback.monitoring.interventions.action import Action
@@ -240,7 +240,7 @@ class Intervention(ABC):
         Returns:
             True if `layers` is not given or has a pattern that matches.
         """
-        return self.layers is None or any(fnmatchcase(name, pattern) for pattern in self.layers)
+        return matches(name, self.layers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the training behind, so that callbacks can be copied and sent to other processes."""

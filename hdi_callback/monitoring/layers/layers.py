@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Refusal, survey
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.names import matches
 from hdi_callback.attention.sharding import Sharding, as_if_whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError
@@ -110,10 +110,10 @@ class WatchedLayers:
         parts = name.split(".")
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
-        def matches(patterns: Collection[str]) -> bool:
-            return any(fnmatchcase(one, pattern) for one in around for pattern in patterns)
+        def is_in(patterns: Collection[str] | None) -> bool:
+            return any(matches(one, patterns) for one in around)
 
-        return (self._include is None or matches(self._include)) and not matches(self._exclude or ())
+        return is_in(self._include) and not is_in(self._exclude or ())
 
     def frozen(self, elsewhere: Sequence[Mapping[str, Any]]) -> frozenset[str]:
         """Name the layers none of whose parameters requires a gradient now.

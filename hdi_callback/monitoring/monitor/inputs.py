@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.attention.inputs import layers_of_inputs, tap_inputs
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
@@ -21,7 +22,7 @@ from hdi_callback.monitoring.metrics import KEYS, TOKENS
 from hdi_callback.monitoring.monitor.collected import Collected
 from hdi_callback.monitoring.monitor.input_mean import InputMean, InputSums
 from hdi_callback.monitoring.monitor.join import join
-from hdi_callback.monitoring.monitor.weights import WeightReader, without_autocast
+from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, get_args
 
 from hdi_callback.arguments import flag, number, one_of, shown, whole_number, words
+from hdi_callback.core.whitening import Method
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.metrics import choose_metrics
 from hdi_callback.monitoring.ranks import check_process_group
 
-Method = Literal["whiten", "svd", "exact"]
-METHODS: tuple[Method, ...] = ("whiten", "svd", "exact")
+METHODS: tuple[Method, ...] = get_args(Method)
 
 DEFAULT_MEMORY = 512 * 2**20
 """Bytes that reading weights may take at a time."""

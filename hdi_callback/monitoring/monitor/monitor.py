@@ -15,6 +15,7 @@ from hdi_callback.arguments import shown, whole_number
 from hdi_callback.attention import AttentionLayer, Refusal, Taps
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
+from hdi_callback.core.whitening import Method
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers
@@ -30,7 +31,7 @@ from hdi_callback.monitoring.metrics import (
 )
 from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.monitor.inputs import LayerInputs
-from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, Method, check_arguments
+from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, check_arguments
 from hdi_callback.monitoring.monitor.movement import LARGEST, LARGEST_UNASKED, LastWeights
 from hdi_callback.monitoring.monitor.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.monitor.pooled import measure_over_ranks

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, Capture
+from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import HeadCovariance, head_covariance
@@ -25,7 +26,7 @@ from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.monitor.output_capture import OutputCapture, outputs_of
 from hdi_callback.monitoring.monitor.output_sums import OutputSums
 from hdi_callback.monitoring.monitor.shared_products import SharedProducts
-from hdi_callback.monitoring.monitor.weights import WeightReader, without_autocast
+from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 from hdi_callback.monitoring.warn_once import WarnOnce

@@ -14,8 +14,9 @@ from hdi_callback.attention import ROLES, AttentionLayer, Role
 from hdi_callback.core.circuits import CircuitProducts, ov_circuits_and_products, qk_circuits_from_products
 from hdi_callback.core.diversity import HeadBlocks, blocks_and_products
 from hdi_callback.core.tensors import may_decide_on_host
+from hdi_callback.core.whitening import Method
 from hdi_callback.monitoring.metrics import COVARIANCE, FINITENESS, MOVEMENT, OV, QK, UPDATES, UPDATES_OV, UPDATES_QK
-from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, Method
+from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY
 from hdi_callback.monitoring.monitor.movement import LastWeights
 from hdi_callback.monitoring.monitor.shared_products import SharedProducts
 from hdi_callback.monitoring.monitor.update_lens import UpdateLens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import ROLES, AttentionLayer, Role
+from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.attention.isolation import collectives_within
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent
@@ -213,20 +214,6 @@ def _is_part_of(weight: Tensor, module: nn.Module) -> bool:
     place = weight.untyped_storage().data_ptr()
     whole = (value for value in module.parameters() if type(value) is nn.Parameter)
     return any(value.untyped_storage().data_ptr() == place for value in whole)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Compute in the types of the arguments, whatever the user's autocast says.
-
-    Args:
-        device: where it is computed.
-
-    Returns:
-        A context manager.
-    """
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 _LARGE = 2**17

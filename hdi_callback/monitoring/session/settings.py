@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from hdi_callback.arguments import flag, function, number, path, shown, whole_number
 from hdi_callback.attention.padding import PaddingChoice
+from hdi_callback.core.whitening import Method
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.interventions import Intervention, check_interventions
 from hdi_callback.monitoring.metrics import RULE_METRICS, check_needs, has_default
-from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, MEASURING, Method
+from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, MEASURING
 from hdi_callback.monitoring.rules import check_thresholds, choose_rules
 
 LONGEST_NAME = 100
