@@ -35,7 +35,7 @@ from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 from hdi_callback.attention.padding import PaddingChoice, takes_masks
 from hdi_callback.attention.slopes import SlopeReducer
-from hdi_callback.attention.tap import Capture, Pick, Tap
+from hdi_callback.attention.tap import HEAD_OUTPUTS, Capture, Subject, Tap
 from hdi_callback.attention.torch_attention import is_torch_attention
 
 __all__ = ["Capture", "Taps"]
@@ -51,7 +51,7 @@ class Taps(Hooks):
         padding: how padding is known: ``"auto"`` from masks, a number for the token that is padding, a function that
             takes the arguments of the model and returns ``(batch, length)``, true where a token is padding; `None` to
             count every token.
-        pick: takes what is captured from the module and its arguments; the first argument by default.
+        subject: what is captured.
         reduce_slopes: computes slopes from head outputs and their gradients; these are not read if it is `None`.
     """
 
@@ -62,10 +62,10 @@ class Taps(Hooks):
         max_tokens: int = 2048,
         model: nn.Module | None = None,
         padding: PaddingChoice = "auto",
-        pick: Pick | None = None,
+        subject: Subject = HEAD_OUTPUTS,
         reduce_slopes: SlopeReducer | None = None,
     ) -> None:
-        self._pick, self._reduce_slopes = pick, reduce_slopes
+        self._subject, self._reduce_slopes = subject, reduce_slopes
         self._taps: dict[str, Tap] = {}
         self._max_tokens, self._padding = max_tokens, padding
         self._never: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Taps(Hooks):
             layers: layers with names of their own.
         """
         for layer in layers:
-            self._taps[layer.name] = Tap(layer, self._max_tokens, self._padding, self._pick, self._reduce_slopes)
+            self._taps[layer.name] = Tap(layer, self._max_tokens, self._padding, self._subject, self._reduce_slopes)
         for tap in self._taps.values():
             tap.takes_masks = any(map(takes_masks, _modules_around(tap.layer.module, self._model)))
         all_layers = [tap.layer for tap in self._taps.values()]
@@ -92,9 +92,9 @@ class Taps(Hooks):
             if "output" not in layer.slices or (
                 layer.output_projection is None and not is_torch_attention(layer.module)
             ):
-                self._never[layer.name] = "its output projection is not known"
+                self._never[layer.name] = f"its {self._subject.projection} is not known"
             elif projections[id(layer.output_projection)] > 1:
-                self._never[layer.name] = "it shares its output projection with another layer"
+                self._never[layer.name] = f"it shares its {self._subject.projection} with another layer"
         super().suspend()
         self.resume()
 

@@ -12,6 +12,7 @@ from hdi_callback.attention.capture import Taps
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadProduct
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.projections import is_map
+from hdi_callback.attention.tap import Subject
 
 
 def tap_inputs(
@@ -29,7 +30,7 @@ def tap_inputs(
         Taps whose captures have the tokens as one head, ``(tokens, 1, in_features)``, and why layers have none.
     """
     tapped, why_not = layers_of_inputs(layers)
-    return Taps(tapped, max_tokens=max_tokens, model=model, padding=padding, pick=_pick_keys), why_not
+    return Taps(tapped, max_tokens=max_tokens, model=model, padding=padding, subject=_INPUTS), why_not
 
 
 def layers_of_inputs(layers: Sequence[AttentionLayer]) -> tuple[list[AttentionLayer], dict[str, str]]:
@@ -89,3 +90,6 @@ def _pick_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if isinstance(key, Tensor) and key.dim() == 3 and not module.batch_first:
         return key.transpose(0, 1)
     return key
+
+
+_INPUTS = Subject("inputs", "key projection", _pick_keys)

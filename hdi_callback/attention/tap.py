@@ -58,6 +58,24 @@ class Capture:
         return tuple(torch.bincount(kept, minlength=self.num_sequences).tolist())
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is captured of a layer.
+
+    Attributes:
+        what: its name, for reasons.
+        projection: name of the map that takes it.
+        pick: takes it from the module and its arguments; `None` for the first argument.
+    """
+
+    what: str
+    projection: str
+    pick: Pick | None = None
+
+
+HEAD_OUTPUTS = Subject("head outputs", "output projection")
+
+
 class _Forward:
     """What was taken of one forward of a layer."""
 
@@ -76,10 +94,10 @@ class Tap:
         layer: AttentionLayer,
         max_tokens: int,
         padding: PaddingChoice,
-        pick: Pick | None = None,
+        subject: Subject = HEAD_OUTPUTS,
         reduce_slopes: SlopeReducer | None = None,
     ) -> None:
-        self.layer, self._pick, self._reduce_slopes = layer, pick, reduce_slopes
+        self.layer, self._subject, self._reduce_slopes = layer, subject, reduce_slopes
         self.is_armed = self.is_in_graph = self.was_compiled = self.was_eager = False
         self.training_only = self.takes_masks = False
         self.padding_mask: Tensor | None = None
@@ -135,12 +153,12 @@ class Tap:
             if not self.is_in_graph:
                 return None
             passed = args[0] if args else next(iter(kwargs.values()))
-            outputs = passed if self._pick is None else self._pick(module, args, kwargs)
+            outputs = passed if self._subject.pick is None else self._subject.pick(module, args, kwargs)
             return self._take_in_graph(passed, outputs, args, kwargs)
         if self.is_armed:
             outputs = args[0] if args else next(iter(kwargs.values()), None)
-            if self._pick is not None:
-                outputs = self._pick(module, args, kwargs)
+            if self._subject.pick is not None:
+                outputs = self._subject.pick(module, args, kwargs)
             taken = self._take(lambda: outputs, is_recorded=torch.is_grad_enabled())
             _mark_when_reached(taken, outputs)
             self._follow_slopes(taken, outputs, lambda gradient: _features_last(gradient, module))
@@ -188,7 +206,7 @@ class Tap:
             try:
                 return self._take_one(outputs, is_recorded, is_compiled)
             except Exception as error:
-                self.failure = f"its head outputs cannot be captured ({type(error).__name__}: {error})"
+                self.failure = f"its {self._subject.what} cannot be captured ({type(error).__name__}: {error})"
                 return None
 
     def _take_one(self, outputs: Callable[[], Any], is_recorded: bool, is_compiled: bool) -> _Forward | None:
@@ -223,7 +241,7 @@ class Tap:
             outputs = as_part(outputs, self.layer.output_projection)
         if outputs.shape[-1] != H * width:
             self.failure = (
-                f"the input of its output projection has {outputs.shape[-1]} features, expected {H} x {width}"
+                f"the input of its {self._subject.projection} has {outputs.shape[-1]} features, expected {H} x {width}"
             )
             return None
         shape = tuple(outputs.shape[:-1])

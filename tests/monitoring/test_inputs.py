@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hdi_callback import HeadDiversityMonitor
+from hdi_callback import HeadDiversityMonitor, find_attention
+from hdi_callback.attention.inputs import tap_inputs
 from tests.core.no_sync import NoSync
 from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier
 
@@ -201,3 +203,12 @@ def test_a_compiled_model_hands_its_inputs_over(model):
         assert {metric: record.layers[name].values[metric] for metric in METRICS} == pytest.approx(
             {metric: alone[name][metric] for metric in METRICS}, abs=1e-6
         )
+
+
+def test_layers_that_share_a_key_projection_have_no_inputs_and_the_reason_names_it():
+    model = Classifier()
+    layer = find_attention(model)[0]
+    taps, why_not = tap_inputs([layer, replace(layer, name="again")], max_tokens=8, model=model, padding=None)
+    taps.remove()
+    assert why_not == {}
+    assert dict(taps.absent) == dict.fromkeys([layer.name, "again"], "it shares its key projection with another layer")

@@ -75,7 +75,7 @@ class LayerInputs(Collected):
         self._why_not |= why_not
         self._tap()
         for layer in layers:
-            why = _of_inputs(self._why_not.get(layer.name, self.taps.absent.get(layer.name, FOUND_LATE)))
+            why = self._why_not.get(layer.name, self.taps.absent.get(layer.name, FOUND_LATE))
             absent.reasons.update(
                 {absence_of(source, layer.name): f"they are not known: {why}" for source in self._sources}
             )
@@ -97,9 +97,8 @@ class LayerInputs(Collected):
             }
             for layer in self._layers.all:
                 # None: it was found in this very forward, and `add` says so.
-                reason = reasons.get(layer.name)
-                if reason is not None and layer.name not in {*self._captures, *self._layers.removed}:
-                    why = _of_inputs(reason)
+                why = reasons.get(layer.name)
+                if why is not None and layer.name not in {*self._captures, *self._layers.removed}:
                     for source in self._sources:
                         absent.leave_out(absence_of(source, layer.name), f"they are not known: {why}", f"inputs {why}")
         self.taps.release()
@@ -230,8 +229,3 @@ def _mean_of(layer: AttentionLayer, held: tuple[Tensor, Tensor] | None, device: 
 
 def _width(layer: AttentionLayer) -> int:
     return layer.slices["key"].in_features
-
-
-def _of_inputs(reason: str) -> str:
-    """Say of inputs what is said of head outputs."""
-    return reason.replace("its output projection", "its key projection").replace("its head outputs", "its inputs")
