@@ -136,11 +136,12 @@ class AttentionObserver:
         """Modules that were passed over when they were called since `arm`, by path, with the reason."""
         return self._window.skipped
 
-    def arm(self, *, keeps_samples: bool = True) -> None:
+    def arm(self, *, keeps_samples: bool = True, without_rows: Sequence[AttentionLayer] = ()) -> None:
         """Observe what runs from now on, and forget what was observed before.
 
         Args:
             keeps_samples: keep the few tokens that `verdicts` and `accounts` compare.
+            without_rows: those of the layers whose attention rows and norms are not read this time.
         """
         self.release()
         opened, closed = split_open_and_closed(self._model)
@@ -151,10 +152,25 @@ class AttentionObserver:
         heads = {names.get(id(layer.module), layer.name): layer.num_heads for layer in self._layers}
         claimed = frozenset(id(part) for layer in self._layers for part in layer.module.modules())
         request = Request(
-            self._reduce_rows, self._reduce_norms, self._max_queries, keeps_samples, self.padding, heads, claimed
+            self._reduce_rows,
+            self._reduce_norms,
+            self._max_queries,
+            keeps_samples,
+            self.padding,
+            heads,
+            claimed,
+            self._who_is_read(without_rows),
         )
         self._forward = _Forward(Recorder(request, names), self.failures)
         self._window.open(self._forward, opened, {name: module for name, (module, _) in closed.items()})
+
+    def _who_is_read(self, without_rows: Sequence[AttentionLayer]) -> dict[int, bool]:
+        """Tell by module whether the rows inside are read, for the modules of all layers."""
+        if not without_rows:
+            return {}
+        passed_over = {layer.name for layer in without_rows}
+        read = {id(layer.module) for layer in self._layers if layer.name not in passed_over}
+        return {id(layer.module): id(layer.module) in read for layer in self._layers}
 
     def disarm(self) -> None:
         """Observe nothing more, and keep what was observed."""

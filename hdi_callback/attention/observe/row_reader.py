@@ -35,6 +35,8 @@ class Request:
             queries while attention runs, or None; None if it follows from masks.
         heads: dotted path of a layer -> number of heads that it is said to have.
         claimed: ids of modules whose maps are kept wherever they ran.
+        is_read: id of a layer's module -> whether rows are read inside it; of nested ones the innermost decides. What
+            is in none is read.
     """
 
     reduce_rows: Callable[[RowChunk], Any] | None = None
@@ -44,6 +46,7 @@ class Request:
     padding: Tensor | Callable[[int, int], Tensor | None] | None = None
     heads: Mapping[str, int] = field(default_factory=dict)
     claimed: frozenset[int] = frozenset()
+    is_read: Mapping[int, bool] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -187,6 +190,10 @@ class RowReader:
         read.is_bounded = is_bounded and is_known
         if request.reduce_rows is None:
             read.unread = "its rows were not asked for"
+            return read
+        around = (id(module) for _, module in reversed(self._stack.modules))
+        if not next((request.is_read[one] for one in around if one in request.is_read), True):
+            read.unread = "its rows are read at another reading"
             return read
         own = [which for which, one in (("queries", query), ("keys", key)) if self.chosen.differ_by_head(one, axes)]
         if own:

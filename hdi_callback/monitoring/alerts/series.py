@@ -121,23 +121,28 @@ class Series:
         rows = [row for row in self.rows if metric in row.values]
         return [row.step for row in rows], [row.values[metric] for row in rows]
 
-    def holds_from_start(self, is_so: Callable[[Row], bool]) -> bool:
+    def holds_from_start(self, is_so: Callable[[Row], bool], metric: str | None = None) -> bool:
         """Return whether something is so in all readings, and the first of them is that of step 0.
 
         Args:
             is_so: asked of one reading.
+            metric: readings that lack it are not asked, but for the first, which must have it; by default all are.
 
         Returns:
             True if the run has never been otherwise, as far back as readings are kept.
         """
-        return self.first.step == 0 and is_so(self.first) and all(is_so(row) for row in self.rows)
+        if self.first.step != 0 or (metric is not None and metric not in self.first.values):
+            return False
+        asked = [row for row in self.rows if metric is None or metric in row.values]
+        return is_so(self.first) and all(is_so(row) for row in asked)
 
     def since(self, is_so: Callable[[Row], bool], metric: str | None = None) -> int:
         """Find since when something has been so without a break, as far back as readings are kept.
 
         Args:
             is_so: asked of one reading after the other, from the latest back.
-            metric: readings that lack it break nothing, as the first movement after a resumption; by default all count.
+            metric: readings that lack it break nothing, as the first movement after a resumption, or those at which
+                other layers had their turn; by default all count.
 
         Returns:
             The step of the first reading of the streak; of the latest if it is not so there.

@@ -22,6 +22,7 @@ from hdi_callback.monitoring.metrics import KEYS, TOKENS
 from hdi_callback.monitoring.monitor.collected import Collected
 from hdi_callback.monitoring.monitor.input_mean import InputMean, InputSums
 from hdi_callback.monitoring.monitor.join import join
+from hdi_callback.monitoring.monitor.turns import Turns
 from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
@@ -41,6 +42,7 @@ class LayerInputs(Collected):
         model: the model around them.
         padding: how padding is known.
         rank_tol: see `head_diversity_from_covariance`.
+        turns: the layers that a reading passes over.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class LayerInputs(Collected):
         model: nn.Module,
         padding: PaddingChoice,
         rank_tol: float,
+        turns: Turns,
     ) -> None:
+        self._turns = turns
         self.taps, self._why_not = tap_inputs(layers.all, max_tokens=max_tokens, model=model, padding=padding)
         self._layers, self._reader, self._rank_tol = layers, reader, rank_tol
         self._sources = [source for source in SOURCES if source in sources]
@@ -125,6 +129,9 @@ class LayerInputs(Collected):
         """
         if self._captures is None:
             return []
+        # Where keys were asked for, what is added up for them tells of the tokens as well.
+        waiting = self._turns.waiting(TOKENS) if KEYS not in self._sources else ()
+        layers = [layer for layer in layers if layer.name not in waiting]
         means = []
         if ranks.size > 1:
             means = [_mean_of(layer, self._tokens_of(layer, device), device) for layer in layers]

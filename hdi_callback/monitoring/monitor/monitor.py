@@ -23,6 +23,7 @@ from hdi_callback.monitoring.metrics import (
     COVARIANCE,
     METRICS,
     MOVEMENT,
+    QK,
     ROWS,
     UPDATES,
     UPDATES_OV,
@@ -38,6 +39,7 @@ from hdi_callback.monitoring.monitor.pooled import measure_over_ranks
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
 from hdi_callback.monitoring.monitor.shared_products import SharedProducts
 from hdi_callback.monitoring.monitor.sources import shared_roles, weight_sources
+from hdi_callback.monitoring.monitor.turns import Turns
 from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.notebook import layer_table
 from hdi_callback.monitoring.ranks import Ranks, number_of_processes
@@ -78,6 +80,7 @@ class HeadDiversityMonitor:
             that the model receives; a function that takes the arguments of the outermost watched module, by name, and
             returns ``(batch, length)``, true where a token is padding; `None` to count every token.
         unasked: further metrics to measure, of which nothing is said where they cannot be.
+        in_turn: measure those of them that take long not of every wide layer at every reading, see `Turns`.
 
     Raises:
         MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set
@@ -111,6 +114,7 @@ class HeadDiversityMonitor:
         process_group: Any = "auto",
         padding: PaddingChoice = "auto",
         unasked: Sequence[str] = (),
+        in_turn: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
@@ -133,6 +137,7 @@ class HeadDiversityMonitor:
         measured = (*self.metrics, *choose_metrics(unasked or self.metrics))
         sources = {METRICS[name].source for name in measured}
         self._unasked = sources - asked
+        self._turns = Turns(self._unasked if in_turn else ())
         keeps = {MOVEMENT, UPDATES, UPDATES_QK, UPDATES_OV}
         self._last_weights = LastWeights(
             LARGEST if asked & keeps else LARGEST_UNASKED, for_movement_alone=sources & keeps == {MOVEMENT}
@@ -149,12 +154,14 @@ class HeadDiversityMonitor:
                 padding=padding, warn_once=self.warn_once, shared=self._shared,
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
-        self._rows = AttentionReadings(self._layers, self._verifier, model, padding=padding, reads_rows=ROWS in sources)
+        self._rows = AttentionReadings(
+            self._layers, self._verifier, model, padding=padding, turns=self._turns, reads_rows=ROWS in sources
+        )
         self._inputs = None
         if sources & set(OF_INPUTS):
             self._inputs = LayerInputs(
                 self._layers, self._reader, sources, max_tokens=max_tokens, model=inner_model(model),
-                padding=padding, rank_tol=rank_tol,
+                padding=padding, rank_tol=rank_tol, turns=self._turns,
             )  # fmt: skip
         captures = (self._taps, None if self._inputs is None else self._inputs.taps, self._rows)
         self._captures: list[Taps | AttentionReadings] = [one for one in captures if one is not None]
@@ -233,6 +240,10 @@ class HeadDiversityMonitor:
             training_only: pass over forwards that autograd does not record, even if there are no others.
             padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
         """
+        self._turns.begin(self.facts)
+        self._arm(training_only, padding_mask)
+
+    def _arm(self, training_only: bool, padding_mask: Tensor | None = None) -> None:
         self._verifier.arm()
         self._training_only = training_only
         for capture in self._captures:
@@ -291,6 +302,8 @@ class HeadDiversityMonitor:
             if value is not None:
                 whole_number(name, value, least=0, example=0)
         absent = Absent(self.warn_once, unasked=self._unasked)
+        self._turns.begin(self.facts)
+        self._turns.end()
         self._verify()
         self._layers.find_removed()
         # Over several ranks all sums are made at once.
@@ -303,7 +316,7 @@ class HeadDiversityMonitor:
         if self._inputs is not None:
             self._inputs.collect(absent)
         self._last_weights.begin(step)
-        self._shared.forget()  # if the last reading did not come to its end
+        self._shared.begin({"key": self._turns.waiting(QK)})
         with torch.no_grad(), self._reader.remembering_views():
             measurements = self._measure_together(absent)
             measurements = self._measure_alone(absent) if measurements is None else measurements
@@ -318,7 +331,7 @@ class HeadDiversityMonitor:
             if late and collected is not None:
                 collected.add(late, absent)
         if self._pending_outputs:
-            self.arm(training_only=self._training_only)
+            self._arm(self._training_only)
         frozen = self._layers.frozen(self.facts)
         return Reading(step, names, tuple(measurements), absent.reasons, epoch, axis, frozen=frozen)
 
@@ -352,7 +365,7 @@ class HeadDiversityMonitor:
             self._outputs.forget()
             self._rows.forget()
         if self._pending_outputs:
-            self.arm(training_only=self._training_only)
+            self._arm(self._training_only)
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent.reasons)
 
     def _warn_of_weights_not_kept(self) -> None:
@@ -397,7 +410,7 @@ class HeadDiversityMonitor:
     def _measure_alone(self, absent: Absent) -> list[Measurement]:
         measurements: list[Measurement] = []
         for source in self._weight_sources:
-            measurements += self._reader.measure(source, absent, Ranks())
+            measurements += self._reader.measure(source, absent, Ranks(), self._turns.waiting(source.name))
         measurements += [] if self._outputs is None else self._outputs.measure(absent, measurements)
         measurements += self._rows.measure(absent)
         if self._inputs is not None:
@@ -428,6 +441,7 @@ class HeadDiversityMonitor:
                 self._rows,
                 absent,
                 self.warn_once,
+                self._turns,
             )
             if self._inputs is not None:
                 captured = roster.captured(self._layers.all, "inputs")

@@ -17,6 +17,7 @@ from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.monitor.output_sums import OutputSums
 from hdi_callback.monitoring.monitor.outputs import HeadOutputs
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
+from hdi_callback.monitoring.monitor.turns import Turns
 from hdi_callback.monitoring.monitor.weights import Heads, WeightReader, WeightSource
 from hdi_callback.monitoring.ranks.roster import Roster
 from hdi_callback.monitoring.readings import Measurement
@@ -32,6 +33,7 @@ def measure_over_ranks(
     rows: AttentionReadings | None,
     absent: Absent,
     warn_once: WarnOnce,
+    turns: Turns,
 ) -> list[Measurement]:
     """Measure with other ranks; every one of them calls this at the same reading.
 
@@ -44,6 +46,7 @@ def measure_over_ranks(
         rows: what was observed of attention; `None` if its rows are not asked for.
         absent: takes what cannot be measured.
         warn_once: turns what goes wrong into one warning.
+        turns: the layers that this reading passes over.
 
     Returns:
         The whole measurement, on every rank.
@@ -57,9 +60,11 @@ def measure_over_ranks(
     sheets = [_Sheet(source, every, device) for source in sources]
     for sheet in sheets:
         missing = Absent(warn_once, unasked=absent.unasked)
-        sheet.fill(reader.measure(sheet.source, missing, ranks), mine)
+        waiting = turns.waiting(sheet.source.name)
+        sheet.fill(reader.measure(sheet.source, missing, ranks, waiting), mine)
         missing.reasons.update({absence_of(sheet.source.name, name): why for name, why in elsewhere.items()})
-        sheet.absent = {name for name in roster.names if absence_of(sheet.source.name, name) in missing.reasons}
+        unmeasured = {name for name in roster.names if absence_of(sheet.source.name, name) in missing.reasons}
+        sheet.absent = unmeasured | waiting
         absent.reasons.update(missing.reasons)
     sums: list[OutputSums] = []
     if outputs is not None:

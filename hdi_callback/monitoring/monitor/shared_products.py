@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from hdi_callback.attention import Role
 from hdi_callback.core.products import HeadProducts
 
@@ -22,6 +24,28 @@ class SharedProducts:
         self.budget, self.roles = budget, roles
         self._kept: dict[tuple[str, Role], HeadProducts] = {}
         self._bytes = 0
+        self._unused: dict[Role, Collection[str]] = {}
+
+    def begin(self, unused: Mapping[Role, Collection[str]]) -> None:
+        """Begin a reading with nothing.
+
+        Args:
+            unused: by role the layers whose products this reading does not use again.
+        """
+        self.forget()
+        self._unused = dict(unused)
+
+    def is_used(self, layer: str, role: Role) -> bool:
+        """Return whether the products of a layer's heads are used again.
+
+        Args:
+            layer: its name.
+            role: of the weight.
+
+        Returns:
+            True if they are.
+        """
+        return role in self.roles and layer not in self._unused.get(role, ())
 
     def keep(self, layer: str, role: Role, products: HeadProducts | None) -> None:
         """Keep the products of a layer's heads.
@@ -31,7 +55,7 @@ class SharedProducts:
             role: of the weight.
             products: of its heads; `None` if there are none.
         """
-        if products is None or role not in self.roles or self._bytes + products.nbytes > self.budget:
+        if products is None or not self.is_used(layer, role) or self._bytes + products.nbytes > self.budget:
             return
         self._kept[layer, role] = products
         self._bytes += products.nbytes

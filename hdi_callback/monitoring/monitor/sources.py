@@ -112,7 +112,7 @@ def _diversity(
     names: Sequence[str], weights: Mapping[Role, Tensor], *, shared: SharedProducts, method: Method, **options: Any
 ) -> HeadBlocks:
     ((role, weight),) = weights.items()
-    keeps = role in shared.roles and _is_alone(names, weights)
+    keeps = shared.is_used(names[0], role) and _is_alone(names, weights)
     blocks, products = blocks_and_products(weight, method=method, keeps_products=keeps, **options)
     shared.keep(names[0], role, products)
     return blocks
@@ -128,7 +128,7 @@ def _qk(
 def _ov(
     names: Sequence[str], weights: Mapping[Role, Tensor], *, shared: SharedProducts, **options: Any
 ) -> CircuitProducts:
-    keeps = "output" in shared.roles and _is_alone(names, weights)
+    keeps = shared.is_used(names[0], "output") and _is_alone(names, weights)
     found, products = ov_circuits_and_products(weights["value"], weights["output"], keeps_products=keeps, **options)
     shared.keep(names[0], "output", products)
     return found

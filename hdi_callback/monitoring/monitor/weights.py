@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -112,13 +112,16 @@ class WeightReader:
         finally:
             self._views = None
 
-    def measure(self, source: WeightSource, absent: Absent, ranks: Ranks) -> list[Measurement]:
+    def measure(
+        self, source: WeightSource, absent: Absent, ranks: Ranks, waiting: Collection[str] = ()
+    ) -> list[Measurement]:
         """Measure the weights of all layers; of several ranks, every one measures its share of the layers.
 
         Args:
             source: what is computed.
             absent: takes what cannot be measured.
             ranks: those that measure together.
+            waiting: names of layers that this reading passes over, the same on every rank.
 
         Returns:
             One measurement for each batch of layers of one shape.
@@ -126,6 +129,8 @@ class WeightReader:
         pending: dict[Shape, list[tuple[str, dict[Role, Tensor]]]] = {}
         measurements: list[Measurement] = []
         for place, layer in enumerate(self._layers.all):
+            if layer.name in waiting:
+                continue
             with absent.unless_measured(source.name, layer.name):
                 # On every rank, as it may be a collective call.
                 weights = {role: self.weight(layer, role, ranks) for role in source.roles(layer)}

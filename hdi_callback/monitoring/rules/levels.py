@@ -59,7 +59,7 @@ class _Level(Rule):
             self.limit,
             self.metric,
             heads,
-            series.since(lambda row: self._is_beyond(row.values.get(self.metric), limit)),
+            series.since(lambda row: self._is_beyond(row.values.get(self.metric), limit), self.metric),
             healthy_peak(self.judged or self.metric, self.limit) or f"the limit is {self._shown(self.limit)}",
             self.remedy,
         )

@@ -39,7 +39,7 @@ class LaterTokens(Rule):
         heads = tuple(
             head for head, share in enumerate(series.latest.per_head("attention_ahead")) if share >= self.share
         )
-        since = series.since(lambda row: row.values.get("attention_ahead", 0.0) >= self.share)
+        since = series.since(lambda row: row.values["attention_ahead"] >= self.share, "attention_ahead")
         return Finding(
             f"attention reaches tokens behind the query (share {decimal(value)}), which were hidden from it at step "
             f"{series.first.step}",
@@ -114,7 +114,7 @@ class OneKey(Rule):
             value,
             1.0,
             "attention_keys",
-            since=series.since(lambda row: row.values.get("attention_keys", 2.0) <= 1),
+            since=series.since(lambda row: row.values["attention_keys"] <= 1, "attention_keys"),
             certainty=how_often_raised(self.name),
             remedy=MASK,
         )

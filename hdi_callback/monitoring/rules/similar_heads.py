@@ -56,10 +56,10 @@ class _SimilarHeads(Rule):
             self.limit,
             metric,
             heads_in(groups),
-            series.since(lambda row: row.values.get(metric, 0.0) >= limit),
+            series.since(lambda row: row.values[metric] >= limit, metric),
             healthy_peak(self.judged or metric, self.limit),
             self.remedy,
-            is_from_start=series.holds_from_start(lambda row: row.values.get(metric, 0.0) >= self.limit),
+            is_from_start=series.holds_from_start(lambda row: row.values[metric] >= self.limit, metric),
             groups=groups,
         )
 

@@ -91,7 +91,9 @@ class Settings:
         metrics: names of the curves to log; ``"default"`` or `None`, also as one of the names, for ``hdi``,
             ``hdi_alignment``, ``hdi_energy_alignment``, ``hdi_worst_pair``, ``hdi_effective_heads``,
             ``head_correlation``, ``head_output_overlap`` and ``head_covariance``. The history keeps everything that was
-            measured.
+            measured. Of what the default rules look at beside these curves, attention rows and input tokens of a layer
+            with more than 512 x 512 query weights are measured at every fourth reading, and its circuits at every
+            eighth; a metric that is named here is measured of every layer at every reading.
         include: patterns of layer names to watch (``"encoder.*"``); all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
@@ -129,6 +131,8 @@ class Settings:
         verbose: print once at start which layers were found.
         rules: what `Alerts` takes; `None` for no alerts.
         unasked: metrics that are measured for the default rules alone, and not drawn: with the default metrics.
+        in_turn: measure those of them that take long in turn, see `Turns`; where interventions or rules of the user's
+            look at readings, at every one.
 
     Raises:
         MisconfigurationError: if one of them cannot work; says what was expected, what came and what to write instead.
@@ -163,6 +167,7 @@ class Settings:
     verbose: bool = True
     rules: ChosenRules | None = field(init=False, repr=False, default=None)
     unasked: tuple[str, ...] = field(init=False, repr=False, default=())
+    in_turn: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         names = self.metrics
@@ -178,6 +183,9 @@ class Settings:
             self._set("rules", rules)
             if has_default(names) and (callable(rules) or any(rule.is_optional for rule in rules)):
                 self._set("unasked", RULE_METRICS)
+            # Rules of the user's and interventions may count on every reading.
+            own = [] if callable(rules) else [rule for rule in rules if not rule.is_optional]
+            self._set("in_turn", not own and not self.interventions)
         elif self.thresholds:
             raise MisconfigurationError(
                 '`thresholds` are limits of rules, and alerts=None asks none: write alerts="default".'
@@ -197,7 +205,7 @@ class Settings:
     @property
     def measuring(self) -> dict[str, Any]:
         """The arguments of `HeadDiversityMonitor`."""
-        return {name: getattr(self, name) for name in (*MEASURING, "unasked")}
+        return {name: getattr(self, name) for name in (*MEASURING, "unasked", "in_turn")}
 
     @property
     def keeping(self) -> dict[str, Any]:

@@ -1,0 +1,257 @@
+"""What rules alone look at is measured of wide layers in turn; all else, and all small layers, every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hdi_callback import HeadDiversityMonitor, watch_heads
+from hdi_callback.attention import Role
+from hdi_callback.core.products import HeadProducts
+from hdi_callback.interventions import StopTraining
+from hdi_callback.monitoring.alerts import Alerts, Rule
+from hdi_callback.monitoring.history import read_records
+from hdi_callback.monitoring.metrics import DEFAULT_METRICS, OV, QK, RULE_METRICS, TOKENS
+from hdi_callback.monitoring.monitor import turns as turns_of_layers
+from hdi_callback.monitoring.monitor.shared_products import SharedProducts
+from hdi_callback.monitoring.monitor.turns import EVERY, Turns
+from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.monitoring.rules import default_rules
+from hdi_callback.monitoring.rules.levels import LogitGrowth, TokensAlike
+from hdi_callback.monitoring.rules.masks import LaterTokens
+from hdi_callback.monitoring.rules.similar_heads import MergedScores
+from hdi_callback.monitoring.session.settings import Settings
+from tests.models import LENGTH, Classifier
+
+WIDE, NARROW = 528, 512
+BLOCKS = 5
+OFTEN, SELDOM = ("attention_logit", "token_cosine"), ("circuit_qk_worst", "circuit_ov_norm")
+IN_TURN = (*OFTEN, *SELDOM)
+EVERY_TIME = (*DEFAULT_METRICS, "head_movement_min", "weights_not_finite", "outputs_not_finite")
+
+
+def classifier(width: int = 32, blocks: int = BLOCKS) -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(blocks=blocks, width=width, num_heads=4)
+
+
+@pytest.fixture
+def small_is_wide(monkeypatch):
+    """Takes small layers for wide ones: what is measured when does not depend on more."""
+    monkeypatch.setattr(turns_of_layers, "_WIDE", 100)
+
+
+def train(model: Classifier, first: int, last: int) -> list[float]:
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(first, last):
+        tokens = torch.randint(16, (2, LENGTH), generator=torch.Generator().manual_seed(number))
+        loss = model(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def watched(model: Classifier, path, first: int = 0, last: int = 10, *, state=None, **options):
+    """Train with a reading at every step; give the state that a checkpoint would hold, and the readings."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    quiet = {"tensorboard": False, "verbose": False, "figures_every": 0}
+    with watch_heads(model, optimizer, every_n_steps=1, log_dir=path, **quiet, **options) as heads:
+        if state is not None:
+            heads.load_state_dict(state)
+        for number in range(first, last):
+            tokens = torch.randint(16, (2, LENGTH), generator=torch.Generator().manual_seed(number))
+            with heads.step():
+                model(tokens).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        kept = heads.state_dict()
+        history = heads.history_path
+    return kept, read_records(history)
+
+
+def layers_with(record: Record, metric: str) -> list[int]:
+    return [place for place, layer in enumerate(record.layers.values()) if metric in layer.values]
+
+
+def test_each_wide_layer_has_its_turn_at_every_fourth_or_eighth_reading_and_all_at_the_first(tmp_path):
+    _, records = watched(classifier(WIDE), tmp_path, last=5)
+    everyone = list(range(BLOCKS))
+    for metric in IN_TURN:
+        found = [layers_with(record, metric) for record in records[:5]]
+        assert found == [everyone, [3], [2], [1], [0, 4]] if metric in OFTEN else [everyone, [], [], [], [4]], metric
+    for metric in EVERY_TIME:
+        since = 1 if metric == "head_movement_min" else 0
+        assert all(layers_with(record, metric) == everyone for record in records[since:5]), metric
+    for record in records[1:5]:
+        for metric, of_heads in (("attention_logit", "attention_sink"), ("circuit_qk_worst", "circuit_qk_norm")):
+            held = [place for place, layer in enumerate(record.layers.values()) if of_heads in layer.arrays]
+            assert held == layers_with(record, metric), "what is kept of heads goes with the curves"
+        assert not any(key.partition("/")[0] in (QK, OV, TOKENS) for key in record.absent), "a turn is no failure"
+
+
+def test_layers_of_ordinary_width_are_measured_at_every_reading(tmp_path):
+    _, records = watched(classifier(NARROW, 2), tmp_path, last=3)
+    for metric in IN_TURN:
+        assert all(layers_with(record, metric) == [0, 1] for record in records[:3]), metric
+
+
+def test_what_is_asked_for_by_name_is_measured_at_every_reading(tmp_path, small_is_wide):
+    _, records = watched(classifier(), tmp_path, last=6, metrics=["default", "attention_sink", "circuit_qk"])
+    everyone = list(range(BLOCKS))
+    for metric in ("attention_sink", "attention_logit", "circuit_qk", "circuit_qk_worst"):
+        assert all(layers_with(record, metric) == everyone for record in records[:6]), metric
+    assert [layers_with(record, "token_cosine") for record in records[:3]] == [everyone, [3], [2]]
+    assert [layers_with(record, "circuit_ov_norm") for record in records[:5]] == [everyone, [], [], [], [4]]
+
+
+class Own(Rule):
+    name = "own"
+
+    def judge(self, series, active):
+        return None
+
+
+def test_interventions_and_rules_of_the_users_see_every_layer_at_every_reading(small_is_wide):
+    assert Settings().measuring["in_turn"]
+    assert Settings(alerts=default_rules()).measuring["in_turn"]
+    assert not Settings(alerts=[*default_rules(), Own()]).measuring["in_turn"]
+    assert not Settings(interventions=[StopTraining()]).measuring["in_turn"]
+    assert not Settings(alerts=None).measuring["in_turn"]
+    everyone = HeadDiversityMonitor(classifier(), unasked=RULE_METRICS)
+    with everyone:
+        records = [everyone.measure(step).record() for step in range(3)]
+    assert [layers_with(record, "circuit_qk_worst") for record in records] == [list(range(BLOCKS))] * 3
+
+
+def test_values_are_the_same_in_turn_and_every_time(small_is_wide):
+    found = []
+    for in_turn in (False, True):
+        model, records = classifier(), []
+        with HeadDiversityMonitor(model, unasked=RULE_METRICS, in_turn=in_turn) as monitor:
+            for number in range(5):
+                monitor.arm()
+                train(model, number, number + 1)
+                records.append(monitor.measure(number).record())
+        found.append(records)
+    for whole, part in zip(*found):
+        for name, layer in part.layers.items():
+            left = {metric for metric in whole.layers[name].values if metric not in layer.values}
+            assert not left & set(EVERY_TIME)
+            expected = {metric: whole.layers[name].values[metric] for metric in layer.values}
+            assert layer.values == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_training_in_turns_is_bit_for_bit_that_without_a_monitor(tmp_path, small_is_wide):
+    alone, beside = classifier(), classifier()
+    train(alone, 0, 6)
+    watched(beside, tmp_path, last=6)
+    for one, other in zip(alone.parameters(), beside.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_a_resumed_run_begins_with_a_whole_reading_and_goes_on_in_turn(tmp_path, small_is_wide):
+    model = classifier()
+    state, _ = watched(model, tmp_path, last=3)
+    _, records = watched(model, tmp_path, first=3, last=9, state=state)
+    after = {record.step: layers_with(record, "attention_logit") for record in records}
+    assert [len(after[step]) for step in (0, 1, 2)] == [BLOCKS, 1, 1]
+    later = [places for step, places in sorted(after.items()) if step >= 3]
+    assert later[0] == list(range(BLOCKS))
+    assert later[1:5] == [[3], [2], [1], [0, 4]]
+
+
+def test_a_forward_that_is_armed_and_given_up_takes_no_turn(small_is_wide):
+    model = classifier()
+    with HeadDiversityMonitor(model, unasked=RULE_METRICS, in_turn=True) as monitor:
+        monitor.measure(0)
+        for _ in range(3):
+            monitor.arm()
+            monitor.release()
+        monitor.arm()
+        train(model, 0, 1)
+        record = monitor.measure(1).record()
+    assert [layers_with(record, metric) for metric in OFTEN] == [[3], [3]]
+
+
+@pytest.mark.parametrize("source", EVERY)
+def test_every_layer_of_a_model_has_its_turn_as_often_as_is_said(source):
+    layers = [{"name": str(place), "num_heads": 12, "head_dim": 64, "width": 768} for place in range(11)]
+    layers.insert(3, {"name": "narrow", "num_heads": 4, "head_dim": 16, "width": 64})
+    turns, every = Turns([source]), EVERY[source]
+    turns.begin(layers)
+    turns.end()
+    seen: list[set[str]] = []
+    for _ in range(2 * every):
+        turns.begin(layers)
+        seen.append({facts["name"] for facts in layers} - turns.waiting(source))
+        others = {other for other in (*EVERY, "key") if turns.waiting(other)} - {source}
+        assert not others, "only what it was made for waits"
+        turns.end()
+    assert all("narrow" in read and len(read) - 1 in (11 // every, 11 // every + 1) for read in seen)
+    for first in range(every):
+        assert set().union(*seen[first : first + every]) == {facts["name"] for facts in layers}
+
+
+def test_products_that_nothing_takes_at_this_reading_take_no_room():
+    role: Role = "key"
+    part = HeadProducts(((slice(0, 1), torch.zeros(1, 2, 1, 2)),), torch.ones(1))
+    shared = SharedProducts(part.nbytes, frozenset({role}))
+    shared.begin({"key": {"waits"}})
+    shared.keep("waits", role, part)
+    shared.keep("has its turn", role, part)
+    assert shared.take("waits", role) is None
+    assert shared.take("has its turn", role) is part
+
+
+# --- rules
+
+
+def judged(rule: Rule, metric: str, values: list[float | None], **arrays) -> tuple[Alerts, list]:
+    """Judge readings of one layer, some of which lack the metric; give what was new at each."""
+    alerts = Alerts([rule], [{"name": "layer", "num_heads": 2, "num_key_heads": 2, "head_dim": 4, "width": 64}])
+    news = []
+    for place, value in enumerate(values):
+        known = {} if value is None else {metric: value}
+        of_heads = {} if value is None else {name: [value, value] for name in arrays.get("of", ())}
+        news.append(alerts.judge(Record(10 * place, {"layer": LayerRecord({"hdi": 0.5} | known, of_heads)})))
+    return alerts, news
+
+
+def test_three_readings_in_a_row_are_three_of_the_layers_own():
+    _, news = judged(TokensAlike(), "token_cosine", [0.1, 0.1, 0.1, 0.1, None, 0.999, None, 0.9991, None, 0.9992])
+    assert [len(one) for one in news] == [0] * 9 + [1]
+    assert news[-1][0].finding.since == 50, "since the first of its own readings at which it was so"
+
+
+def test_an_alert_stays_active_while_other_layers_have_their_turn_and_ends_at_a_reading_of_its_own():
+    values = [1.0, 90.0, None, None, None, 95.0, None, None, None, 2.0, None]
+    alerts, news = judged(LogitGrowth(), "attention_logit", values, of=["attention_logit"])
+    assert [len(one) for one in news] == [0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0]
+    assert news[9][0].is_resolved
+    assert alerts.active == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "metric", "quiet", "loud"),
+    [
+        (LaterTokens(), "attention_ahead", 0.0, 0.2),
+        (MergedScores(), "circuit_qk_worst", 0.1, 0.97),
+        (LogitGrowth(), "attention_logit", 1.0, 90.0),
+    ],
+)
+def test_an_alarm_says_since_when_by_the_readings_that_the_layer_had(rule, metric, quiet, loud):
+    alerts = Alerts([rule], [{"name": "layer", "num_heads": 2, "num_key_heads": 2, "head_dim": 4, "width": 64}])
+    worse = loud + 0.01
+    of_heads = {"attention_ahead": [loud] * 2, "attention_logit": [loud] * 2, "circuit_qk_worst_pair": [0, 1]}
+    found = []
+    for place, value in enumerate([quiet, None, None, loud, None, None, None, worse]):
+        known = {} if value is None else {metric: value}
+        found += alerts.judge(Record(10 * place, {"layer": LayerRecord(known, of_heads if value else {})}))
+    assert [(alert.step, alert.finding.since, alert.is_resolved) for alert in found] == [(30, 30, False)]
+    (active,) = alerts.active
+    again = rule.judge(alerts._series["layer"], active)
+    assert again is not None
+    assert again.since == 30, "a reading of other layers does not end what has gone on"
