@@ -183,14 +183,14 @@ class Settings:
             self._set("rules", rules)
             if has_default(names) and (callable(rules) or any(rule.is_optional for rule in rules)):
                 self._set("unasked", RULE_METRICS)
-            # Rules of the user's and interventions may count on every reading.
-            own = [] if callable(rules) else [rule for rule in rules if not rule.is_optional]
-            self._set("in_turn", not own and not self.interventions)
         elif self.thresholds:
             raise MisconfigurationError(
                 '`thresholds` are limits of rules, and alerts=None asks none: write alerts="default".'
             )
         self._set("interventions", check_interventions(self.interventions, self.alerts))
+        # Rules of the user's and interventions may count on every reading.
+        is_default = callable(self.rules) or (self.rules is not None and all(rule.is_optional for rule in self.rules))
+        self._set("in_turn", is_default and not self.interventions)
 
     @property
     def curves(self) -> tuple[str, ...]:
