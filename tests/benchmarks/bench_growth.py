@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import scipy.stats
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor
+from tests.benchmarks.differences import interval
 from tests.benchmarks.memory import peak
 from tests.benchmarks.ratios import write
 from tests.regimes.ranks import RankPool
@@ -51,14 +53,20 @@ class Sizes:
 
 
 GROWTH: dict[str, list[Sizes]] = {
-    "heads": [Sizes(heads=value) for value in (4, 8, 16, 32)],
-    "width": [Sizes(width=value) for value in (512, 1024, 2048, 4096)],
-    "layers": [Sizes(layers=value) for value in (2, 4, 8, 16)],
-    "tokens": [Sizes(tokens=value) for value in (1024, 2048, 4096, 8192)],
+    "heads": [Sizes(heads=value) for value in (8, 16, 32, 64)],
+    "width": [Sizes(width=value) for value in (1024, 2048, 4096, 8192)],
+    "layers": [Sizes(layers=value) for value in (4, 8, 16, 32)],
+    "tokens": [Sizes(tokens=value) for value in (2048, 4096, 8192, 16384)],
 }
 RANKS = (1, 2, 4)
-SMALL = {name: [replace(one, width=one.width // 8, head_dim=8) for one in sizes[:3]] for name, sizes in GROWTH.items()}
-OF_RANKS = Sizes(layers=8)
+SMALL = {
+    name: [replace(one, width=one.width // 16, head_dim=8, tokens=one.tokens // 8) for one in sizes[:3]]
+    for name, sizes in GROWTH.items()
+}
+OF_RANKS = {
+    "ranks, small layers": Sizes(layers=8),
+    "ranks, large layers": Sizes(heads=16, head_dim=64, width=1024, layers=4, tokens=512),
+}
 
 
 class Attention(nn.Module):
@@ -113,45 +121,68 @@ class Readings:
         return statistics.median(differences)
 
 
-def product_seconds(sizes: Sizes, rounds: int) -> float:
-    """CPU seconds of the plain products of the same numbers."""
-    inner = sizes.heads * sizes.head_dim
-    keys = [torch.randn(inner, sizes.width) for _ in range(sizes.layers)]
-    outputs = [torch.randn(sizes.tokens, inner) for _ in range(sizes.layers)]
-    seconds = []
-    for _ in range(rounds + 1):
+class Products:
+    """The plain products of the same numbers: of keys with each other, and of head outputs with each other."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        inner = sizes.heads * sizes.head_dim
+        self.keys = [torch.randn(inner, sizes.width) for _ in range(sizes.layers)]
+        self.outputs = [torch.randn(sizes.tokens, inner) for _ in range(sizes.layers)]
+
+    def compute(self) -> float:
+        """Compute them once: CPU seconds."""
         start = time.process_time()
-        for rows, columns in zip(keys, outputs):
+        for rows, columns in zip(self.keys, self.outputs):
             rows @ rows.mT
             columns.mT @ columns
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds[1:])
+        return time.process_time() - start
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the numbers and their products."""
+        inner = self.keys[0].shape[0]
+        given = sum(one.nbytes for one in (*self.keys, *self.outputs))
+        return float(given + len(self.keys) * 2 * inner**2 * self.keys[0].element_size())
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured at one size.
+    """What was measured at one size, round by round.
 
     Attributes:
         size: heads, width, layers, tokens or ranks.
         seconds: CPU time of a reading; of the busiest rank.
-        product: that of the plain product.
-        memory: bytes at the peak of a reading, beyond what was there before.
+        products: that of the plain products.
+        memory: bytes at the peak of a reading, beyond what was there before; NaN where the system does not tell.
+        memory_of_products: bytes of the numbers of the plain products.
     """
 
     size: int
-    seconds: float
-    product: float
-    memory: float
+    seconds: list[float]
+    products: list[float]
+    memory: list[float]
+    memory_of_products: float
 
 
-def measure(name: str, sizes: Sizes, rounds: int) -> Point:
-    readings = Readings(sizes)
-    readings.read()
-    seconds = readings.added(rounds)
-    memory = peak_of(readings)
-    readings.monitor.close()
-    return Point(getattr(sizes, name), max(seconds, 1e-6), product_seconds(sizes, rounds), memory)
+def measure(name: str, every: Sequence[Sizes], rounds: int) -> list[Point]:
+    """Measure sizes in turn: in each round a reading of every size, and the plain products right after it."""
+    points = [Point(getattr(sizes, name), [], [], [], Products(sizes).memory) for sizes in every]
+    held = [(Readings(sizes), Products(sizes)) for sizes in every]
+    for readings, products in held:
+        readings.read()
+        products.compute()
+    for turn in range(rounds):
+        for (readings, products), point in zip(held, points):
+            point.seconds.append(max(readings.added(1), 1e-6))
+            point.products.append(max(products.compute(), 1e-6))
+            if turn < ROUNDS_OF_MEMORY:
+                point.memory.append(peak_of(readings))
+    for readings, _ in held:
+        readings.monitor.close()
+    return points
+
+
+ROUNDS_OF_MEMORY = 5
 
 
 def peak_of(readings: Readings) -> float:
@@ -166,57 +197,113 @@ def peak_of(readings: Readings) -> float:
         return math.nan
 
 
-def read_on_rank(rank: int, sizes: Sizes, rounds: int) -> tuple[float, float]:
-    """CPU seconds and bytes of a reading on one of several ranks that hold the same model."""
-    readings = Readings(sizes)
-    readings.read()
-    found = readings.added(rounds), peak_of(readings)
-    readings.monitor.close()
-    return found
+_held: dict[Sizes, tuple[Readings, Products]] = {}
+"""On each rank, what is read in every round."""
 
 
-def over_ranks(ranks: int, sizes: Sizes, rounds: int) -> Point:
-    pool = RankPool(ranks)
+def read_on_rank(rank: int, sizes: Sizes, *, with_memory: bool) -> tuple[float, float, float]:
+    """CPU seconds of a reading on one of several ranks that hold the same model, and of the products; and bytes."""
+    if sizes not in _held:
+        _held[sizes] = Readings(sizes), Products(sizes)
+        _held[sizes][0].read()
+        _held[sizes][1].compute()
+    readings, products = _held[sizes]
+    return readings.added(1), products.compute(), peak_of(readings) if with_memory else math.nan
+
+
+def over_ranks(sizes: Sizes, rounds: int) -> list[Point]:
+    """Measure numbers of ranks in turn, a pool of processes for each."""
+    pools = {ranks: RankPool(ranks) for ranks in RANKS}
+    points = {ranks: Point(ranks, [], [], [], Products(sizes).memory) for ranks in RANKS}
     try:
-        answers = [told.answer for told in pool(read_on_rank, sizes, rounds)]
+        for turn in range(-1, rounds):  # the first warms up
+            for ranks, pool in pools.items():
+                told = pool(partial(read_on_rank, sizes=sizes, with_memory=0 <= turn < ROUNDS_OF_MEMORY))
+                seconds, products, memory = (max(values) for values in zip(*(one.answer for one in told)))
+                if turn >= 0:
+                    points[ranks].seconds.append(max(seconds, 1e-6))
+                    points[ranks].products.append(max(products, 1e-6))
+                if 0 <= turn < ROUNDS_OF_MEMORY:
+                    points[ranks].memory.append(memory)
     finally:
-        pool.stop()
-    seconds, memory = (max(values) for values in zip(*answers))
-    return Point(ranks, max(seconds, 1e-6), product_seconds(sizes, rounds), memory)
+        for pool in pools.values():
+            pool.stop()
+    return list(points.values())
 
 
-def exponent(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
-    """Fit ``values ~ sizes ** exponent`` by least squares of logarithms, with its 95 % interval."""
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Fit ``values ~ sizes ** exponent`` by least squares of logarithms."""
     fit = scipy.stats.linregress([math.log(size) for size in sizes], [math.log(value) for value in values])
-    reach = scipy.stats.t.ppf(0.975, len(sizes) - 2) * fit.stderr if len(sizes) > 2 else math.inf
-    return fit.slope, fit.slope - reach, fit.slope + reach
+    return float(fit.slope)
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """Exponents of one round each: of a reading, of the plain products, and how much that of the reading is larger."""
+
+    reading: list[float]
+    products: list[float]
+
+    @classmethod
+    def of(
+        cls, sizes: Sequence[float], readings: Sequence[Sequence[float]], products: Sequence[Sequence[float]]
+    ) -> Exponents:
+        """Fit each round by itself, as what slows the machine for a while slows all sizes of a round.
+
+        Args:
+            sizes: of the points.
+            readings: of each point, what was measured round by round.
+            products: the same of the plain products.
+
+        Returns:
+            The exponents.
+        """
+        return cls(*([exponent(sizes, values) for values in zip(*each)] for each in (readings, products)))
+
+    def cells(self) -> str:
+        """Write the medians over rounds, and the difference with the 95 % interval of its median."""
+        differences = [one - other for one, other in zip(self.reading, self.products)]
+        low, high = interval(differences)
+        medians = (statistics.median(values) for values in (self.reading, self.products, differences))
+        return "{:.2f} | {:.2f} | {:+.2f} ({:+.2f} to {:+.2f})".format(*medians, low, high)
 
 
 def report(points: dict[str, list[Point]], rounds: int, command: str) -> list[str]:
     lines = [
         f"Made by `{command}`",
         f"with {rounds} rounds, 1 CPU thread, torch {torch.__version__.split('+')[0]}, in CPU time; "
-        f"{Sizes()} but for what grows.",
-        "",
-        "| grows | from - to | a reading, ms | memory, MiB | exponent of time | of memory | of the plain product |",
-        "|---|---|---|---|---|---|---|",
+        f"{Sizes()} but for what grows. Each round fits exponents of its own, of a reading and of the plain products "
+        "that are computed right after it; given are medians, and the 95 % interval of the median difference.",
     ]
-    for name, found in points.items():
-        sizes = [point.size for point in found]
-        exponents = [
-            "{:.2f} ({:.2f} - {:.2f})".format(*exponent(sizes, values))
-            for values in (
-                [point.seconds for point in found],
-                [point.memory for point in found],
-                [point.product for point in found],
-            )
+    tables = {
+        "time": ("a reading, ms", 1e3, lambda point: point.seconds, lambda point: point.products),
+        "memory": (
+            "a reading, MiB",
+            1 / 2**20,
+            lambda point: point.memory,
+            lambda point: [point.memory_of_products] * len(point.memory),
+        ),
+    }
+    for what, (unit, factor, readings, products) in tables.items():
+        lines += [
+            "",
+            f"| grows | from - to | {unit} | exponent of {what} | of the plain products | difference |",
+            "|---|---|---|---|---|---|",
         ]
-        first, last = found[0], found[-1]
-        lines.append(
-            f"| {name} | {first.size} - {last.size} | {first.seconds * 1e3:.1f} - {last.seconds * 1e3:.1f} | "
-            f"{first.memory / 2**20:.1f} - {last.memory / 2**20:.1f} | {' | '.join(exponents)} |"
-        )
-    return [*lines, ""]
+        for name, found in points.items():
+            sizes = [point.size for point in found]
+            cells = Exponents.of(sizes, [readings(point) for point in found], [products(point) for point in found])
+            ends = [statistics.median(readings(point)) * factor for point in (found[0], found[-1])]
+            lines.append(f"| {name} | {sizes[0]} - {sizes[-1]} | {ends[0]:.1f} - {ends[1]:.1f} | {cells.cells()} |")
+    lines += ["", "| a reading, CPU ms of the busiest rank | 1 rank | 2 ranks | 4 ranks |", "|---|---|---|---|"]
+    for name, sizes in OF_RANKS.items():
+        if name in points:
+            cells = []
+            for point in points[name]:
+                low, high = interval(point.seconds)
+                cells.append(f"{statistics.median(point.seconds) * 1e3:.0f} ({low * 1e3:.0f} - {high * 1e3:.0f})")
+            lines.append(f"| {name.removeprefix('ranks, ')}: {sizes} | {' | '.join(cells)} |")
+    return [*(lines if any(name in points for name in OF_RANKS) else lines[:-3]), ""]
 
 
 def draw(points: dict[str, list[Point]], path: Path) -> None:
@@ -226,11 +313,12 @@ def draw(points: dict[str, list[Point]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, places = plt.subplots(1, len(points), figsize=(3 * len(points), 3), constrained_layout=True)
+    median = statistics.median
     for place, (name, found) in zip(places, points.items()):
         sizes = [point.size for point in found]
-        place.loglog(sizes, [point.seconds * 1e3 for point in found], "o-", label="reading, CPU ms")
-        place.loglog(sizes, [point.product * 1e3 for point in found], "s--", label="plain product, CPU ms")
-        place.loglog(sizes, [point.memory / 2**20 for point in found], "^:", label="reading, MiB")
+        place.loglog(sizes, [median(point.seconds) * 1e3 for point in found], "o-", label="reading, CPU ms")
+        place.loglog(sizes, [median(point.products) * 1e3 for point in found], "s--", label="plain products, CPU ms")
+        place.loglog(sizes, [median(point.memory) / 2**20 for point in found], "^:", label="reading, MiB")
         place.set_xlabel(name)
         place.set_xticks(sizes, [str(size) for size in sizes], minor=False)
         place.minorticks_off()
@@ -242,7 +330,7 @@ def draw(points: dict[str, list[Point]], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--small", action="store_true", help="sizes that take seconds, on one rank, to try the command")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--picture", type=Path)
@@ -252,11 +340,11 @@ def main(argv: list[str] | None = None) -> None:
     growth = SMALL if options.small else GROWTH
     points: dict[str, list[Point]] = {}
     for name, every in growth.items():
-        points[name] = [measure(name, sizes, options.rounds) for sizes in every]
+        points[name] = measure(name, every, options.rounds)
         print(name, points[name], file=sys.stderr, flush=True)
-    if not options.small:
-        points["ranks"] = [over_ranks(ranks, OF_RANKS, options.rounds) for ranks in RANKS]
-        print("ranks", points["ranks"], file=sys.stderr, flush=True)
+    for name, sizes in () if options.small else OF_RANKS.items():
+        points[name] = over_ranks(sizes, options.rounds)
+        print(name, points[name], file=sys.stderr, flush=True)
     given = " ".join(sys.argv[1:] if argv is None else argv)
     write(report(points, options.rounds, f"python -m tests.benchmarks.bench_growth {given}".strip()), options.output)
     if options.picture is not None:

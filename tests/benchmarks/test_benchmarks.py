@@ -60,13 +60,16 @@ def test_the_report_of_the_start_gives_each_import_and_each_model_its_row(tmp_pa
         assert sum(row.startswith(f"| {name} | ") for row in rows) == 1
 
 
-def test_an_exponent_is_that_of_the_power_with_an_interval_as_wide_as_the_scatter():
+def test_exponents_are_fitted_round_by_round_and_compared_within_a_round():
     sizes = [1, 2, 4, 8, 16]
-    assert bench_growth.exponent(sizes, [3 * size**2 for size in sizes]) == pytest.approx((2, 2, 2))
-    slope, low, high = bench_growth.exponent(sizes, [size * factor for size, factor in zip(sizes, (1, 2, 1, 2, 1))])
-    assert slope == pytest.approx(1)  # what scatters is the same at both ends
-    # By hand: residuals in log2 are -0.4, 0.6, ..., their squares sum to 1.2; t of 3 degrees is 3.182.
-    assert (high - low) / 2 == pytest.approx(3.182 * (1.2 / 3 / 10) ** 0.5, abs=1e-3)
+    assert bench_growth.exponent(sizes, [3 * size**2 for size in sizes]) == pytest.approx(2)
+    powers, slower = (1.8, 2.0, 2.1), (1.0, 7.0, 3.0)  # a round in which all takes as many times as long
+    readings = [[factor * size**power for power, factor in zip(powers, slower)] for size in sizes]
+    products = [[factor * size ** (power + 0.5) for power, factor in zip(powers, slower)] for size in sizes]
+    found = bench_growth.Exponents.of(sizes, readings, products)
+    assert found.reading == pytest.approx(powers)
+    assert found.products == pytest.approx([power + 0.5 for power in powers])
+    assert found.cells() == "2.00 | 2.50 | -0.50 (-0.50 to -0.50)"
 
 
 def test_ratios_are_taken_round_by_round(monkeypatch):

@@ -226,6 +226,7 @@ class HeadDiversityMonitor:
         for capture in self._captures:
             capture.remove()
         self._verifier.suspend()
+        self._rendezvous.close()
 
     def _repr_html_(self) -> str:
         return layer_table(self.layers, self.refused)

@@ -95,6 +95,11 @@ class Rendezvous:
         """Measure alone from now on."""
         self._is_over, self._exchange, self._roster = True, None, None
 
+    def close(self) -> None:
+        """Take no further reading, so that ranks that still take one need not wait for this one."""
+        if self._exchange is not None:
+            self._exchange.part()
+
 
 class _Exchange:
     """Texts of all ranks, exchanged through the store of the process group."""
@@ -142,6 +147,13 @@ class _Exchange:
         self._forget_the_last(place, had_news=texts is not None)
         self._count += 1
         return texts, int(verdict.split()[1]) > 0
+
+    def part(self) -> None:
+        """Tell ranks that come to the next reading that this one does not."""
+        try:
+            self._decide(f"{self._place}/{self._count}/first", f"!rank {self.ranks.rank} takes no further reading")
+        except RuntimeError:  # the process that held the store has ended: nobody waits
+            return
 
     def _read_all(self, place: str, text: str, digest: str, timeout: timedelta) -> str:
         store = self._store
