@@ -13,6 +13,8 @@ from hdi_callback.attention.head_slice import Centring, HeadSlice
 from hdi_callback.errors import UnsupportedAttentionError
 
 __all__ = [
+    "INPUT_ROLES",
+    "PLURAL",
     "ROLES",
     "AttentionLayer",
     "Centring",
@@ -28,6 +30,9 @@ __all__ = [
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
+INPUT_ROLES: tuple[Role, ...] = ("query", "key", "value")
+"""Those of what attention takes."""
+PLURAL: dict[Role, str] = {"query": "queries", "key": "keys", "value": "values", "output": "head outputs"}
 Evidence = Literal["layout", "trace", "forward"]
 HeadWeight: TypeAlias = HeadSlice | HeadProduct | HeadPieces
 

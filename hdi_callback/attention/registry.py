@@ -10,7 +10,7 @@ from torch import nn
 
 from hdi_callback.arguments import shown
 from hdi_callback.attention import projections
-from hdi_callback.attention.heads import AttentionLayer, HeadSlice, RefusedError, Role, check_layer
+from hdi_callback.attention.heads import INPUT_ROLES, AttentionLayer, HeadSlice, RefusedError, Role, check_layer
 from hdi_callback.attention.torch_attention import is_torch_attention
 from hdi_callback.errors import MisconfigurationError
 
@@ -130,8 +130,7 @@ def torch_attention(place: Place) -> AttentionLayer | None:
     starts = {"query": 0, "key": module.embed_dim, "value": 2 * module.embed_dim}
     packed = module._qkv_same_embed_dim
     slices: dict[Role, HeadSlice] = {}
-    roles: tuple[Role, ...] = ("query", "key", "value")
-    for role in roles:
+    for role in INPUT_ROLES:
         if packed:
             slices[role] = HeadSlice(module, "in_proj_weight", H, width, starts[role])
         else:

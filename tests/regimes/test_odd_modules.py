@@ -312,7 +312,7 @@ class Sleeping(Attention):
 
 def test_the_search_of_a_slow_module_is_bounded(monkeypatch, tmp_path):
     for searching in ("finding.search", "trace.kinds"):
-        monkeypatch.setattr(f"hdi_callback.attention.{searching}._MOST_SECONDS", 0.3)
+        monkeypatch.setattr(f"hdi_callback.attention.{searching}.MOST_SECONDS", 0.3)
     calls = str(tmp_path / "calls")  # a file, as lists are put back
 
     class SlowAttention(Sleeping):  # whose inputs nobody can make up

@@ -12,7 +12,7 @@ import types
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.heads import Role
+from hdi_callback.attention.heads import INPUT_ROLES, Role
 from hdi_callback.attention.registry import Place
 
 ROLE_NAMES: dict[Role, tuple[str, ...]] = {
@@ -76,10 +76,9 @@ def is_called_attention(module: nn.Module) -> bool:
 
 
 def _has_usual_names(module: nn.Module) -> bool:
-    roles: tuple[Role, ...] = ("query", "key", "value")
     names = module._modules
     is_fused = any(name in names for name in FUSED_NAMES) and any(name in names for name in ROLE_NAMES["output"])
-    return is_fused or all(any(name in names for name in ROLE_NAMES[role]) for role in roles)
+    return is_fused or all(any(name in names for name in ROLE_NAMES[role]) for role in INPUT_ROLES)
 
 
 def _holds_hidden_maps(module: nn.Module) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
-from hdi_callback.attention.heads import AttentionLayer, Role
-from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.heads import PLURAL, AttentionLayer
+from hdi_callback.attention.isolation import MOST_SECONDS, isolated
 from hdi_callback.attention.names import is_within, printable
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.registry import Place
@@ -17,10 +17,8 @@ from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
 from hdi_callback.attention.wrappers import users_name
 
-_MOST_SECONDS = 60.0  # for one module
 _NOT_RUN = "it could not be run by itself with its arguments in the first forward that was read"
 _SLOW = "running it with its arguments in the first forward that was read takes too long"
-_PLURAL: dict[Role, str] = {"query": "queries", "value": "values"}
 
 
 class RuntimeFinder(ArgumentRecorder):
@@ -81,7 +79,7 @@ class RuntimeFinder(ArgumentRecorder):
     def _search_all(self, ways: Mapping[str, Sequence[Inputs]], layers: list[AttentionLayer]) -> None:
         for name in sorted(ways, key=lambda name: len(name.split(".")), reverse=True):
             try:
-                with isolated(seconds=_MOST_SECONDS):
+                with isolated(seconds=MOST_SECONDS):
                     layers += self._found(self._places[name], ways[name])
             except Exception as error:  # noqa: PERF203 - what fails in one is no word on others
                 self.reasons.setdefault(name, f"inspecting it raises {type(error).__name__} ({error})")
@@ -124,7 +122,9 @@ def layers_observed(
         name = users_name(printable(path))
         if any(is_within(name, [other]) or is_within(other, [name]) for other in decided):
             continue
-        left_out = " and ".join(f"the weights of its {of}" for role, of in _PLURAL.items() if role not in layer.slices)
+        left_out = " and ".join(
+            f"the weights of its {PLURAL[role]}" for role in ("query", "value") if role not in layer.slices
+        )
         if left_out and name in reasons:
             left_out += f", as {reasons[name]}"
         found.append(replace(layer, name=name, evidence="forward", left_out=left_out))

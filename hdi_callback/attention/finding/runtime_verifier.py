@@ -11,14 +11,12 @@ from contextlib import suppress
 
 from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.isolation import MOST_SECONDS, isolated
 from hdi_callback.attention.observe import Verdict
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.layers import layers_in
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.verify import contradiction_of
-
-_MOST_SECONDS = 60.0  # for one module
 
 
 class RuntimeVerifier(ArgumentRecorder):
@@ -75,7 +73,7 @@ def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, rec
     if verdict is not None and verdict.state == "established":
         return None
     shown: list[str | None] = []
-    with suppress(Exception), isolated(seconds=_MOST_SECONDS):  # what fails in one is no word on others
+    with suppress(Exception), isolated(seconds=MOST_SECONDS):  # what fails in one is no word on others
         shown = list(traced_contradictions(layer, recorded))
     observed = verdict.sentence if verdict is not None and verdict.state == "contradicted" else ""
     if shown:

@@ -26,7 +26,7 @@ from hdi_callback.attention.finding.conventions import is_called_attention, look
 from hdi_callback.attention.finding.runtime_finder import layers_observed
 from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
-from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.isolation import MOST_SECONDS, isolated
 from hdi_callback.attention.names import containers, is_inside, is_within, printable
 from hdi_callback.attention.observe import AttentionObserver, Verdict
 from hdi_callback.attention.projections import is_map
@@ -36,7 +36,6 @@ from hdi_callback.attention.trace.kinds import KindTracer
 from hdi_callback.attention.trace.layers import Found
 from hdi_callback.attention.wrappers import is_wrapper, users_name
 
-_MOST_SECONDS = 60.0  # for one module
 _MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention beside that of its parts
 _NO_SUM = "no softmax-weighted sum over tokens that single matrices of its own give was found"
 _NO_SOFTMAX = f"{_NO_SUM} when it was run with inputs that are made up"
@@ -82,7 +81,7 @@ class Search:
             if not is_known_kind(place.module):
                 continue
             try:
-                with isolated(seconds=_MOST_SECONDS):
+                with isolated(seconds=MOST_SECONDS):
                     layer = known_layer(place)
             except RefusedError as error:
                 self._vouch(name, None, error.reason, error.remedy)

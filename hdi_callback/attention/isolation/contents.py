@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ATOMS = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size, torch.layout)
+"""Types of objects that hold no others and never change."""
+
 
 def attributes_of(one: Any) -> dict[str, Any] | None:
     """Read the attributes of an instance behind the back of its class, which may do anything when it is asked.

@@ -34,6 +34,9 @@ from hdi_callback.attention.isolation.signals import comes_from_signal
 from hdi_callback.attention.isolation.user_data import UserData
 from hdi_callback.errors import HDIError
 
+MOST_SECONDS = 60.0
+"""For what is done with one module, to search its heads."""
+
 
 class IsolationError(HDIError):
     """User code cannot be run apart: it would end the process, or its module cannot be copied."""

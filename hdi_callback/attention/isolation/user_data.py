@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.isolation.contents import (
+    ATOMS,
     are_same,
     attributes_of,
     counters_in,
@@ -45,7 +46,6 @@ _NOT_ENTERED = frozenset(sys.stdlib_module_names) | {
 _MOST_OBJECTS = 100_000
 _MOST_ITEMS = 100_000  # of one container
 _MOST_ELEMENTS = 2**16  # of a tensor or an array; a large one is a weight or a table, and no record of calls
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size)
 _ABSENT = object()
 
 
@@ -86,7 +86,7 @@ class UserData:
                 self._homes |= {base.__module__.partition(".")[0] for kind in kinds for base in kind.__mro__}
         while todo and len(self._known) < _MOST_OBJECTS:
             one = todo.pop()
-            if isinstance(one, _ATOMS) or id(one) in self._known:
+            if isinstance(one, ATOMS) or id(one) in self._known:
                 continue
             self._known[id(one)] = one
             with suppress(Exception):  # an object that cannot be read is not known
@@ -157,7 +157,7 @@ class UserData:
         if isinstance(one, bytearray):
             return ()
         values = [value for _, value in before] if isinstance(one, dict) else before
-        return [value for value in values if not isinstance(value, _ATOMS)]
+        return [value for value in values if not isinstance(value, ATOMS)]
 
     def _registered(self, items: list[Any]) -> list[Any]:
         """Choose what modules wrote down as they were imported meanwhile: they stay imported, and do it only once."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hdi_callback.attention.heads import INPUT_ROLES
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.found_rows import find_rows
 from hdi_callback.attention.observe.samples import MapCall
@@ -147,7 +148,7 @@ def unexplained(
 
 def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
     if core.kind in ("sigmoid", "relu"):  # gates of other kinds are no attention: all of it must come from maps
-        return all(find_rows(core, maps, role) is not None for role in ("query", "key", "value"))
+        return all(find_rows(core, maps, role) is not None for role in INPUT_ROLES)
     if core.kind not in ("softmax", "exp", "additive", "sparsemax", "entmax"):
         return False
     if core.kind == "additive":  # its weights may be those of experts: values that maps gave are those of tokens

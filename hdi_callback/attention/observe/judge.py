@@ -9,15 +9,12 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.heads import AttentionLayer, HeadSlice, Role
+from hdi_callback.attention.heads import INPUT_ROLES, PLURAL, AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.features import find_features, match_heads, tolerance
 from hdi_callback.attention.observe.found_rows import find_rows
 from hdi_callback.attention.observe.samples import Arrangement, MapCall
 from hdi_callback.attention.observe.verdicts import RoleVerdict, State, Verdict
-
-_RECEIVED: tuple[Role, ...] = ("query", "key", "value")
-_PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "head outputs"}
 
 
 def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
@@ -56,13 +53,13 @@ def _judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[
 def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:
     """Judge heads that have a map each, and an attention each: every one must be observed in one of them."""
     count, roles = layer.num_heads, {}
-    for role in _RECEIVED:
+    for role in INPUT_ROLES:
         pieces = getattr(layer.slices.get(role), "pieces", ())
         seen = [any(_judge_part(piece, core, maps, role).state == "established" for core in cores) for piece in pieces]
         if pieces and all(seen):
-            roles[role] = RoleVerdict("established", f"its {_PLURAL[role]} are what the maps of the heads give")
+            roles[role] = RoleVerdict("established", f"its {PLURAL[role]} are what the maps of the heads give")
         elif pieces:
-            why = f"the {_PLURAL[role]} of head {seen.index(False)} of {count} are not what its map gave"
+            why = f"the {PLURAL[role]} of head {seen.index(False)} of {count} are not what its map gave"
             roles[role] = RoleVerdict("undecided", why)
     unseen = [one.sentence for one in roles.values() if one.state != "established"]
     state: State = "undecided" if unseen or not roles else "established"
@@ -72,7 +69,7 @@ def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Se
 
 def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall], *, is_alone: bool) -> Verdict:
     roles: dict[Role, RoleVerdict] = {}
-    for role in _RECEIVED:
+    for role in INPUT_ROLES:
         if role in layer.slices:
             roles[role] = _judge_part(layer.slices[role].by_token, core, maps, role, is_alone=is_alone)
     if "output" in layer.slices:
@@ -91,7 +88,7 @@ def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
 def _judge_part(
     part: HeadSlice, core: ObservedCore, maps: Sequence[MapCall], role: Role, *, is_alone: bool = False
 ) -> RoleVerdict:
-    names, calls = _PLURAL[role], list(_calls_of(part, maps, core.order))
+    names, calls = PLURAL[role], list(_calls_of(part, maps, core.order))
     observed = core.samples.roles.get(role, [])
     if not calls:
         return RoleVerdict("undecided", f"the map of its {names} was not called before attention")
@@ -191,7 +188,7 @@ def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleV
 
 
 def _compare(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdict | None:
-    names, H, G = _PLURAL[role], x.shape[1], claimed.shape[1]
+    names, H, G = PLURAL[role], x.shape[1], claimed.shape[1]
     if H % G:
         return None
     heads = torch.arange(H, device=x.device)

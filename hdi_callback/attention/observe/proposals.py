@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hdi_callback.attention.heads import AttentionLayer, HeadSlice, HeadWeight, RefusedError, Role, check_layer
+from hdi_callback.attention.heads import (
+    INPUT_ROLES,
+    AttentionLayer,
+    HeadSlice,
+    HeadWeight,
+    RefusedError,
+    Role,
+    check_layer,
+)
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.found_rows import FoundRows, find_columns, find_rows
 from hdi_callback.attention.observe.samples import MapCall
@@ -33,7 +41,7 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
     if core.heads == 1:
         return "it has a single head"
     found: dict[Role, FoundRows] = {}
-    for role in ("query", "key", "value"):
+    for role in INPUT_ROLES:
         rows = find_rows(core, maps, role, of_all_tokens=True)
         if rows is None:
             if role == "key":

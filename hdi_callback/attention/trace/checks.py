@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Role
+from hdi_callback.attention.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows, UndecidedError, module_of
 from hdi_callback.attention.trace.support import Support, weights_at
@@ -84,7 +84,7 @@ class HeadChecks(CoreView):
         for of_head in members:
             for one, other in itertools.islice(itertools.pairwise(of_head), 8):
                 if all(
-                    _are_equal(supports[one][role], supports[other][role]) for role in ("query", "key", "value")
+                    _are_equal(supports[one][role], supports[other][role]) for role in INPUT_ROLES
                 ) and not self._weigh_alike(one, other):
                     raise NoHeadsError("its heads mix: several of them depend on the same features of the same tokens")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Role
+from hdi_callback.attention.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.checks import HeadChecks
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import (
@@ -38,7 +38,6 @@ from hdi_callback.attention.trace.role_rows import RoleRows
 from hdi_callback.attention.trace.support import Support, random_weights
 from hdi_callback.attention.trace.unread import is_map_of_scores, is_over_tokens, made_of_leaves
 
-_ROLES: tuple[Role, ...] = ("query", "key", "value")
 _NO_MAP = "no linear map of single tokens gives its {role}s: they are learned, or filters over several give them"
 _MOST_ROWS = 512  # of the weights of a core: batch x heads x windows
 
@@ -148,16 +147,16 @@ class CoreReading(CoreView):
         raw: dict[int, dict[Role, list[Rows]]] = {}
         by_rows: dict[Any, list[int]] = {}
         for n, of_roles in supports.items():
-            raw[n] = {role: role_rows.rows(role, of_roles[role], shared_source) for role in _ROLES[1:]}
+            raw[n] = {role: role_rows.rows(role, of_roles[role], shared_source) for role in INPUT_ROLES[1:]}
             try:
                 raw[n]["query"] = role_rows.rows("query", of_roles["query"], shared_source)
             except NoRowsError:  # the keys are known all the same
                 raw[n]["query"] = []
-            key = tuple((one.parameter, one.features, one.inner) for role in _ROLES for one in raw[n][role])
+            key = tuple((one.parameter, one.features, one.inner) for role in INPUT_ROLES for one in raw[n][role])
             alone = () if raw[n]["query"] else _features(of_roles["query"])
             by_rows.setdefault((key, alone), []).append(n)
         members = list(by_rows.values())
-        return members, {role: [raw[of_head[0]][role] for of_head in members] for role in _ROLES}
+        return members, {role: [raw[of_head[0]][role] for of_head in members] for role in INPUT_ROLES}
 
     def _supports(
         self, product: int, places: dict[int, tuple[int, Tensor, Tensor]], flat_values: Tensor

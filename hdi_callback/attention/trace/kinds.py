@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.isolation import MOST_SECONDS, isolated
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
 from hdi_callback.attention.trace.inputs import (
@@ -29,7 +29,6 @@ from hdi_callback.attention.trace.states import Attribute, differing_attributes,
 from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same, contradiction_of
 
-_MOST_SECONDS = 60.0  # for one module
 _MOST_INPUTS = 32  # that are made up for one module
 _MOST_IN_VAIN = 3  # runs of one module that show no heads
 
@@ -110,7 +109,7 @@ class KindTracer:
         if self.is_slow(module):
             return None
         kind = (*_kind_of(module), None if recorded is None else tuple(map(_form_of, recorded)))
-        end = time.monotonic() + _MOST_SECONDS
+        end = time.monotonic() + MOST_SECONDS
         twins = self._known.get(kind, ())
         if twins and twins[0].found is None:
             return None
@@ -119,7 +118,7 @@ class KindTracer:
             if twin.found is not None and differing is not None and differing <= twin.unread:
                 return carried_over(twin.found, twin.module, module, twin.name, name)
         try:
-            with isolated(module, seconds=_MOST_SECONDS):
+            with isolated(module, seconds=MOST_SECONDS):
                 traceable: Traceable | None = None
                 for twin, differing in zip(twins, differences):
                     if twin.inputs is None or twin.run is None or twin.found is None:

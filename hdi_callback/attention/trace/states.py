@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.isolation import HOOKS, attributes_of, has_memory
+from hdi_callback.attention.isolation import ATOMS, HOOKS, attributes_of, has_memory
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size, torch.layout)
 # No copy has them: the mode, what `torch.compile` made of a forward, and hooks.
 _NOT_COPIED = frozenset((*HOOKS, "training", "_compiled_call_impl"))
 # Methods by which a class may read its attributes while it is copied, or each time that one is asked for.
@@ -134,7 +133,7 @@ class _Comparison:
     def are_equal(self, one: Any, other: Any) -> bool:
         if type(one) is not type(other):
             return False
-        if isinstance(one, _ATOMS):
+        if isinstance(one, ATOMS):
             return bool(one == other)
         if id(one) in self.pairs or id(other) in self.others:
             return self.pairs.get(id(one)) is other and self.others.get(id(other)) is one
@@ -148,7 +147,7 @@ class _Comparison:
         if kind in (list, tuple):
             return len(one) == len(other) and all(map(self.are_equal, one, other))
         if kind is set or kind is frozenset:
-            return all(isinstance(item, _ATOMS) for item in one) and one == other
+            return all(isinstance(item, ATOMS) for item in one) and one == other
         if isinstance(one, dict) and kind.__module__ in ("builtins", "collections"):
             return self._are_equal_dicts(one, other)
         if kind is types.MethodType:
@@ -164,7 +163,7 @@ class _Comparison:
         if mine != theirs:
             return False
         for name in mine:
-            if not isinstance(name, _ATOMS):
+            if not isinstance(name, ATOMS):
                 return False
             if self.are_equal(one[name], other[name]):
                 continue
@@ -176,7 +175,7 @@ class _Comparison:
 
 def _may_be_watched(owner: nn.Module, name: str, one: Any, other: Any) -> bool:
     kind = type(owner)
-    if not isinstance(one, _ATOMS) or not isinstance(other, _ATOMS) or type(kind) is not type:
+    if not isinstance(one, ATOMS) or not isinstance(other, ATOMS) or type(kind) is not type:
         return False
     is_plain = not hasattr(getattr(kind, name, None), "__set__")
     return is_plain and all(getattr(kind, method, None) is getattr(nn.Module, method, None) for method in _READING)

@@ -7,13 +7,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hdi_callback.arguments import number, whole_number
-from hdi_callback.attention import AttentionLayer, HeadSlice, Role
+from hdi_callback.attention import ROLES, AttentionLayer, HeadSlice
 from hdi_callback.core import Folding, attention_agreement, fold_head, fresh_head, handover_loss
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
@@ -50,7 +50,6 @@ class ReviveHeads(Intervention):
     waits_for_change = True
     rules = ("worst pair", "merged scores")
     at_most = 16
-    _ROLES: ClassVar[tuple[Role, ...]] = ("query", "key", "value", "output")
 
     def __init__(self, *, seed: int = 0, max_loss: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
@@ -69,7 +68,7 @@ class ReviveHeads(Intervention):
                     f"ReviveHeads cannot fold a head of `{layer.name}` into another, for a norm follows its values: "
                     f"leave the layer out with layers=[...]."
                 )
-            for role in self._ROLES:
+            for role in ROLES:
                 if role not in layer.slices or owner_of(layer, layer.weight(role)) is None:
                     raise MisconfigurationError(
                         f"ReviveHeads cannot write the {role} heads of `{layer.name}` in place ({layer.kind}): leave "
