@@ -1,0 +1,174 @@
+"""Masks of attention that is written out: what hides a key is known however it is written, or the rows are not read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.core.kernels import AttentionSums, NormSums, logit_bound
+from tests.attention.observe.oracle import observed
+
+B, T = 2, 7
+HIDDEN = torch.ones(T, T, dtype=torch.bool).triu(1)
+
+
+class Attention(nn.Module):
+    """Attention of four heads whose weights are made in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.qkv, self.out = way, nn.Linear(16, 48), nn.Linear(16, 16)
+        self.weights = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = getattr(self, self.way)(q, k)
+        self.weights = weights.detach()
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Read(Attention):
+    """Ways that are read."""
+
+    def chosen_hidden(self, q, k):
+        return torch.where(HIDDEN, -torch.inf, q @ k.mT / 2).softmax(-1)
+
+    def chosen_visible(self, q, k):
+        return torch.where(~HIDDEN, q @ k.mT / 2, torch.tensor(-torch.inf)).softmax(-1)
+
+    def chosen_by_method(self, q, k):
+        return (q @ k.mT / 2).where(~HIDDEN, torch.tensor(-torch.inf)).softmax(-1)
+
+    def set_by_index(self, q, k):
+        scores = q @ k.mT / 2
+        scores[HIDDEN.expand_as(scores)] = -torch.inf
+        return scores.softmax(-1)
+
+    def subtracted(self, q, k):
+        return (q @ k.mT / 2 - HIDDEN * 1e9).softmax(-1)
+
+    def added_on_the_left(self, q, k):
+        return (HIDDEN * -1e9 + q @ k.mT / 2).softmax(-1)
+
+    def added_and_multiplied(self, q, k):
+        return ((q @ k.mT + torch.where(HIDDEN, -1e9, 0.0)) * 0.5).softmax(-1)
+
+    def by_dots(self, q, k):
+        return (torch.einsum("...qd,...kd->...qk", q, k) / 2).masked_fill(HIDDEN, -torch.inf).softmax(-1)
+
+    def added_within_the_product(self, q, k):
+        added = torch.where(HIDDEN, -1e9, 0.0).expand(B * 4, T, T)
+        scores = torch.baddbmm(added, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.5)
+        return scores.unflatten(0, (B, 4)).softmax(-1)
+
+
+class Swapped(Attention):
+    def keys_on_the_left(self, q, k):
+        return (torch.einsum("bhkd,bhqd->bhqk", k, q) / 2).masked_fill(HIDDEN, -torch.inf).softmax(-1)
+
+
+class Changed(Attention):
+    """Ways that change scores and hide nothing."""
+
+    def numbers_set_by_index(self, q, k):
+        scores = q @ k.mT / 2
+        scores[:, :, 0] = 1.0
+        return scores.softmax(-1)
+
+    def filled_with_a_small_number(self, q, k):
+        return (q @ k.mT / 2).masked_fill(HIDDEN, -3.0).softmax(-1)
+
+    def chosen_from_other_numbers(self, q, k):
+        return torch.where(HIDDEN, torch.randn(T, T), q @ k.mT / 2).softmax(-1)
+
+    def two_products_added(self, q, k):
+        return (q @ k.mT / 2 + k @ q.mT / 2).softmax(-1)
+
+
+class Altered(Attention):
+    """Ways that change weights after the softmax."""
+
+    def set_by_index(self, q, k):
+        weights = (q @ k.mT / 2).softmax(-1)
+        weights[:, :, 0] = 1 / T
+        return weights
+
+    def multiplied(self, q, k):
+        return (q @ k.mT / 2).softmax(-1) * 0.9
+
+    def filled(self, q, k):
+        return (q @ k.mT / 2).softmax(-1).masked_fill(HIDDEN, 0.1)
+
+
+def ways(kind: type) -> list[str]:
+    return [name for name in vars(kind) if not name.startswith("_")]
+
+
+def require_rows(core, weights: Tensor, visible: Tensor) -> None:
+    assert core.unread == ""
+    assert (core.kind, core.heads, core.queries, core.keys) == ("softmax", 4, T, T)
+    read = 0
+    for chunk in core.rows.chunks:
+        assert torch.allclose(chunk.weights, weights[chunk.sequences][:, :, chunk.positions], atol=1e-6)
+        assert torch.equal(chunk.visible.expand_as(chunk.weights), visible[chunk.positions].expand_as(chunk.weights))
+        read += chunk.weights[:, 0, :, 0].numel()
+    assert read == B * T
+
+
+@pytest.mark.parametrize("way", ways(Read))
+def test_what_hides_a_key_is_known_however_it_is_written(way):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Read(way)), torch.randn(B, T, 16)
+    (core,) = observed(model, lambda: model(x)).cores
+    require_rows(core, model[0].weights, ~HIDDEN)
+    assert core.changed == ()
+    assert core.is_bounded
+
+
+@pytest.mark.parametrize("way", ways(Read))
+def test_the_bound_of_the_scores_holds_and_is_not_far_above_them_however_masks_are_written(way):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Read(way)), torch.randn(B, T, 16)
+    observer = AttentionObserver(
+        model,
+        reduce_rows=lambda chunk: AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits),
+        reduce_norms=NormSums.of,
+    )
+    observer.arm()
+    model(x)
+    observer.disarm()
+    (core,) = observer.cores
+    bias = 0.0 if core.bias is None else float(core.bias)
+    bound = logit_bound(core.norms["query"], core.norms["key"], abs(float(core.scale)), bias=bias)
+    largest = core.rows.rows().logit
+    assert (largest <= bound * (1 + 1e-5)).all()
+    assert (largest > 0.05 * bound).all()
+
+
+@pytest.mark.parametrize("way", ways(Changed))
+def test_where_scores_are_changed_in_another_way_all_keys_are_seen_and_no_bound_is_claimed(way):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Changed(way)), torch.randn(B, T, 16)
+    (core,) = observed(model, lambda: model(x)).cores
+    require_rows(core, model[0].weights, torch.ones_like(HIDDEN))
+    assert core.changed != ()
+    assert not core.is_bounded
+
+
+@pytest.mark.parametrize("way", ways(Altered))
+def test_rows_of_weights_that_are_changed_after_the_softmax_are_not_read(way):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Altered(way)), torch.randn(B, T, 16)
+    (core,) = observed(model, lambda: model(x)).cores
+    assert "after the softmax" in core.unread
+    assert core.rows is None
+
+
+def test_masks_over_dimensions_in_another_order_are_read_from_the_scores():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Swapped("keys_on_the_left")), torch.randn(B, T, 16)
+    (core,) = observed(model, lambda: model(x)).cores
+    require_rows(core, model[0].weights, ~HIDDEN)
+    assert not core.is_bounded
