@@ -55,6 +55,16 @@ class Read(Attention):
     def added_and_multiplied(self, q, k):
         return ((q @ k.mT + torch.where(HIDDEN, -1e9, 0.0)) * 0.5).softmax(-1)
 
+    def scaled_by_a_tensor(self, q, k):
+        return (q @ k.mT * torch.tensor(0.5)).masked_fill(HIDDEN, -torch.inf).softmax(-1)
+
+    def scaled_twice(self, q, k):
+        return (q @ k.mT / 8 * 4).masked_fill(mask=HIDDEN, value=-torch.inf).softmax(-1)
+
+    def moved_back_and_forth(self, q, k):
+        scores = (q @ k.mT / 2).permute(0, 2, 3, 1).transpose(1, 2)  # (B, keys, queries, heads)
+        return scores.permute((0, 3, 2, 1)).masked_fill(HIDDEN, -torch.inf).softmax(-1)
+
     def by_dots(self, q, k):
         return (torch.einsum("...qd,...kd->...qk", q, k) / 2).masked_fill(HIDDEN, -torch.inf).softmax(-1)
 
@@ -140,11 +150,26 @@ def test_the_bound_of_the_scores_holds_and_is_not_far_above_them_however_masks_a
     model(x)
     observer.disarm()
     (core,) = observer.cores
-    bias = 0.0 if core.bias is None else float(core.bias)
-    bound = logit_bound(core.norms["query"], core.norms["key"], abs(float(core.scale)), bias=bias)
+    assert float(core.scale) == 0.5
+    assert core.bias is None or float(core.bias) == 0.0, "what hides a key raises no score"
+    bound = logit_bound(core.norms["query"], core.norms["key"], 0.5)
     largest = core.rows.rows().logit
     assert (largest <= bound * (1 + 1e-5)).all()
     assert (largest > 0.05 * bound).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_number_that_is_added_to_all_scores_moves_their_bound_by_as_much(sign):
+    class Shifted(Attention):
+        def shifted(self, q, k):
+            scores = q @ k.mT / 2
+            return ((scores + 3.0 if sign > 0 else scores - 3.0) * 2).softmax(-1)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Shifted("shifted")), torch.randn(B, T, 16)
+    (core,) = observed(model, lambda: model(x), reduce_norms=NormSums.of).cores
+    assert float(core.scale) == 1.0
+    assert float(core.bias) == 6.0 * sign
 
 
 @pytest.mark.parametrize("way", ways(Changed))

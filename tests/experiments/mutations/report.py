@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ but for those of `attention/observe`, and so are those of the integrations and o
     python -m tests.experiments.mutations run --reached build/reached.jsonl --results build/mutations.jsonl
     python -m tests.experiments.mutations report --results build/mutations.jsonl
 
-A survivor that no test runs at all says so. "Noticed by now" names a test that was written for it, and that was seen to
-fail on the change.
+What none of these tests runs at all stands apart: it is run by tests that start further processes, by slow ones, or by
+none. "Noticed by now" names a test that was written for a change, and that was seen to fail on it.
 """
 NOTICED = ("killed", "ran out of time")
 
@@ -37,27 +37,32 @@ NOTICED = ("killed", "ran out of time")
 def page(results: Sequence[Mapping[str, Any]]) -> str:
     """Write the page."""
     tried = [one for one in results if one["outcome"] in (*NOTICED, "survived")]
-    parts = [INTRODUCTION, "| folder | files | changes | noticed | survived |\n|---|---:|---:|---:|---:|"]
+    parts = [
+        INTRODUCTION,
+        "| folder | files | changes | noticed | survived | not run |\n|---|---:|---:|---:|---:|---:|",
+    ]
     folders = sorted({_folder(one["file"]) for one in tried})
     parts += [_row(f"`{folder}`", [one for one in tried if _folder(one["file"]) == folder]) for folder in folders]
     parts.append(_row("all", tried))
     present = {path.relative_to(PACKAGE).as_posix(): path for path in files(PACKAGE)}
     if left := sorted(name for name in present if name not in {one["file"] for one in tried}):
-        parts.append(f"\nFiles with nothing to change, or not run: {', '.join(f'`{name}`' for name in left)}.")
+        parts.append(f"\nFiles with nothing to change, or not broken: {', '.join(f'`{name}`' for name in left)}.")
     if later := sorted({one["file"] for one in tried if _is_older(one, present)}):
-        parts.append(
-            f"\nWritten again since, with lines numbered as they were: {', '.join(f'`{name}`' for name in later)}."
-        )
-    parts.append("\n## What survived\n\n| file | line: change | what follows |\n|---|---|---|")
-    verdicts = _verdicts()
-    for one in sorted(tried, key=lambda one: (one["file"], int(one["change"].partition(":")[0]))):
-        if one["outcome"] == "survived":
-            change = one["change"].replace("|", "\\|").replace("`", "'")
-            verdict = verdicts.get(
-                (one["file"], one["change"]), "open" if one.get("of", 1) else "open; no test runs it"
-            )
-            parts.append(f"| `{one['file']}` | `{change}` | {verdict} |")
+        listed = ", ".join(f"`{name}`" for name in later)
+        parts.append(f"\nWritten again or moved since, with lines numbered as they were: {listed}.")
+    parts.append("\n## What survived\n")
+    parts += _table([one for one in tried if one["outcome"] == "survived" and one.get("of", 1)])
+    parts.append("\n## What none of these tests runs\n")
+    parts += _table([one for one in tried if one["outcome"] == "survived" and not one.get("of", 1)])
     return "\n".join(parts) + "\n"
+
+
+def _table(survived: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| file | line: change | what follows |\n|---|---|---|"
+    verdicts = _verdicts()
+    for one in sorted(survived, key=lambda one: (one["file"], int(one["change"].partition(":")[0]))):
+        change = one["change"].replace("|", "\\|").replace("`", "'")
+        yield f"| `{one['file']}` | `{change}` | {verdicts.get((one['file'], one['change']), 'open')} |"
 
 
 def _folder(file: str) -> str:
@@ -67,15 +72,17 @@ def _folder(file: str) -> str:
 def _row(name: str, tried: Sequence[Mapping[str, Any]]) -> str:
     outcomes = Counter(one["outcome"] for one in tried)
     noticed = sum(outcomes[kind] for kind in NOTICED)
-    return f"| {name} | {len({one['file'] for one in tried})} | {len(tried)} | {noticed} | {outcomes['survived']} |"
+    not_run = sum(one["outcome"] == "survived" and not one.get("of", 1) for one in tried)
+    counts = [len({one["file"] for one in tried}), len(tried), noticed, outcomes["survived"] - not_run, not_run]
+    return f"| {name} | {' | '.join(map(str, counts))} |"
 
 
 def _is_older(one: Mapping[str, Any], present: Mapping[str, Path]) -> bool:
-    return one["file"] in present and "digest" in one and one["digest"] != digest(present[one["file"]])
+    return "digest" in one and (one["file"] not in present or one["digest"] != digest(present[one["file"]]))
 
 
 def _verdicts() -> dict[tuple[str, str], str]:
     """Read what was found out about survivors: lines of file, change and verdict, with tabs between."""
     lines = VERDICTS.read_text().splitlines() if VERDICTS.is_file() else []
     fields = [line.split("\t") for line in lines if line.count("\t") == 2]
-    return {(file, change): verdict for file, change, verdict in fields if (PACKAGE / file).is_file()}
+    return {(file, change): verdict for file, change, verdict in fields}
