@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Break the code on purpose, and see whether the tests notice.")
     parser.add_argument("what", choices=["record", "run", "report"])
     parser.add_argument("--reached", type=Path, default=Path("build/reached.jsonl"), help="which tests run which lines")
-    parser.add_argument("--tests", nargs="*", default=plan.TESTS, help="which tests are recorded")
+    parser.add_argument("--tests", nargs="*", default=plan.TESTS, help="which tests are recorded, or run")
     parser.add_argument("--results", type=Path, default=Path("build/mutations.jsonl"))
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--budget", type=float, default=60, help="seconds of the processor for the tests of a change")
@@ -30,7 +30,8 @@ def main() -> None:
     if asked.what == "record":
         reach.record(asked.reached, asked.tests)
     elif asked.what == "run":
-        run(asked.results, asked.reached, minutes=asked.minutes, budget=asked.budget, only=asked.only, part=asked.part)
+        limits = {"minutes": asked.minutes, "budget": asked.budget}
+        run(asked.results, asked.reached, **limits, tests=asked.tests, only=asked.only, part=asked.part)
     else:
         asked.output.write_text(page(read(asked.results)))
 

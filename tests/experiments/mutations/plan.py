@@ -35,5 +35,5 @@ def changes(path: Path, package: Path) -> int:
     return CHANGES[path.relative_to(package).parent.as_posix()]
 
 
-MANY = "tests/attention/observe"
-"""Where tests that are marked slow are taken along, as each of them takes a second."""
+MANY = ("tests/attention/observe", "tests/attention/test_received")
+"""Where tests that are marked slow are taken along, as each of them takes a second at most."""

@@ -44,9 +44,9 @@ class Reach:
         return sorted(found or {test for tests in own.values() for test in tests}, key=lambda one: self.seconds[one])
 
 
-def read(path: Path) -> Reach:
-    """Read what `Recorder` wrote; of a test that was recorded twice the later record counts."""
-    records = {one["test"]: one for one in _records(path)}
+def read(path: Path, tests: Sequence[str] = ("",)) -> Reach:
+    """Read what `Recorder` wrote about tests of some files and folders; of a test that is there twice the later one."""
+    records = {one["test"]: one for one in _records(path) if one["test"].startswith(tuple(tests))}
     seconds: dict[str, float] = {}
     lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for test, one in records.items():

@@ -35,7 +35,16 @@ WAIT = 900  # seconds on the clock, should a change make threads wait for each o
 OPTIONS = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
-def run(results: Path, reached: Path, *, minutes: float, budget: float, only: str = "", part: str = "0/1") -> None:
+def run(
+    results: Path,
+    reached: Path,
+    *,
+    minutes: float,
+    budget: float,
+    tests: Sequence[str] = plan.TESTS,
+    only: str = "",
+    part: str = "0/1",
+) -> None:
     """Run the changes of the plan for so many minutes, a few of each file before more of any.
 
     Args:
@@ -43,24 +52,25 @@ def run(results: Path, reached: Path, *, minutes: float, budget: float, only: st
         reached: what `reach.record` wrote.
         minutes: after which no change is begun.
         budget: seconds of the processor for the tests of one change. What has survived is tried again with more tests.
+        tests: files and folders of tests; others are not run.
         only: parts of the paths of the files to break, with commas between.
         part: such as "1/2", for the second of two processes that run side by side.
     """
-    _load_libraries()
     end = time.monotonic() + 60 * minutes
     results.parent.mkdir(parents=True, exist_ok=True)
     place, parts = map(int, part.split("/"))
     every = [one for one in _changes(only) if one[2]]
-    work = _Work(results, reach.read(reached), end, budget)
+    work = _Work(results, reach.read(reached, tests), end, budget)
     warm = [one for number, one in enumerate(every) if number % parts == place and one[1].function is not None]
     cold = [one for number, one in enumerate(every) if number % parts == place and one[1].function is None]
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
             _quiet()
-            pytest.main([*OPTIONS, f"--basetemp={results}.tmp{place}", *plan.TESTS], plugins=[_Loop(work, warm)])
+            pytest.main([*OPTIONS, f"--basetemp={results}.tmp{place}", *tests], plugins=[_Loop(work, warm)])
         os._exit(0)
     os.waitpid(child, 0)
+    _load_libraries()
     for path, mutation, digest in cold:
         work.do(path, mutation, digest, lambda tests, path=path, change=mutation: _become(path, change, tests))
 
