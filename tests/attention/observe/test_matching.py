@@ -1,0 +1,116 @@
+"""Which features and heads are which, on numbers whose answer is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hdi_callback.attention.observe.features import find_features, find_rotated, match_heads, tolerance
+from tests.attention.observe.test_features import WIDTH, H, P, turned
+
+ORDER = [2, 0, 1]
+TOL = 1e-4
+
+
+def heads() -> torch.Tensor:
+    return torch.randn(P, H, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def matches(observed: torch.Tensor, claimed: torch.Tensor) -> dict[str, list[list[int]]]:
+    """For each sense, the claimed heads that fit each observed one."""
+    return {
+        one.how: [row.nonzero().flatten().tolist() for row in one.fits] for one in match_heads(observed, claimed, TOL)
+    }
+
+
+FOUND, NONE = [[2], [0], [1]], [[], [], []]
+
+
+def test_heads_as_they_are_or_times_a_factor_fit_in_every_sense():
+    x = heads()
+    for factor in (1.0, -0.3):
+        assert matches(factor * x[:, ORDER], x) == {
+            "as they are": FOUND,
+            "rotated": FOUND,
+            "normed": FOUND if factor > 0 else NONE,
+        }
+
+
+@pytest.mark.parametrize("apart", [1, WIDTH // 2])
+def test_heads_that_are_turned_at_every_token_fit_by_their_norms_alone(apart):
+    torch.manual_seed(0)
+    x = heads()
+    assert matches(turned(x, apart)[:, ORDER], x) == {"as they are": NONE, "rotated": FOUND, "normed": NONE}
+
+
+def test_heads_that_are_divided_by_their_norms_fit_by_their_directions_alone():
+    x = heads()
+    normed = x / x.square().mean(-1, keepdim=True).sqrt()
+    assert matches(normed[:, ORDER], x) == {"as they are": NONE, "rotated": NONE, "normed": FOUND}
+
+
+def test_norms_that_are_alike_at_all_tokens_tell_nothing():
+    x, y = (torch.nn.functional.normalize(one, dim=-1) for one in (heads(), heads().flip(0)))
+    assert matches(x, y) == {"as they are": NONE, "rotated": NONE, "normed": NONE}
+    assert matches(x, heads())["rotated"] == matches(heads(), y)["rotated"] == NONE
+
+
+def test_directions_of_two_features_are_not_enough():
+    x = heads()[..., :2]
+    normed = x / x.norm(dim=-1, keepdim=True)
+    assert matches(normed, x)["normed"] == NONE
+    three = heads()[..., :3]
+    assert matches(three / three.norm(dim=-1, keepdim=True), three)["normed"] == [[0], [1], [2]]
+
+
+def test_one_token_that_differs_is_enough_to_tell_heads_apart():
+    x = heads()
+    for error, fits in ((0.1 * TOL, True), (100 * TOL, False)):
+        other = x.double().clone()
+        other[3] += error * x.norm() / P**0.5 * torch.nn.functional.normalize(heads()[5].double(), dim=-1)
+        assert (matches(other, x)["as they are"] == [[0], [1], [2]]) is fits
+        assert (matches(other, x)["normed"] == [[0], [1], [2]]) is fits
+
+
+def test_few_tokens_tell_no_norms_and_heads_of_zeros_agree_with_none():
+    x = heads()
+    assert set(matches(x[:3], x[:3])) == {"as they are"}
+    assert set(matches(x[:4], x[:4])) == {"as they are", "rotated", "normed"}
+    x[:, 1] = 0.0
+    assert matches(x, x) == {how: [[0], [], [2]] for how in ("as they are", "rotated", "normed")}
+
+
+def test_each_feature_is_found_by_its_number_whatever_its_factor():
+    x = heads().flatten(1)
+    order = torch.randperm(H * WIDTH, generator=torch.Generator().manual_seed(1))
+    observed = x[:, order] * torch.linspace(-2, 3, H * WIDTH)
+    assert torch.equal(find_features(observed, x, TOL), order)
+    observed[:, 4] = torch.randn(P, generator=torch.Generator().manual_seed(2))
+    assert find_features(observed, x, TOL).tolist() == [-1 if at == 4 else one for at, one in enumerate(order.tolist())]
+    assert find_features(observed[:3], x[:3], TOL).tolist() == [-1] * (H * WIDTH)
+
+
+def test_features_under_a_large_mean_are_not_taken_for_one_another_and_constants_for_none():
+    x = heads().flatten(1)
+    assert find_features(x + 1000.0, x.flip(1) + 1000.0, TOL).tolist() == list(reversed(range(H * WIDTH)))
+    assert find_features(torch.ones(P, 2), torch.ones(P, 2), TOL).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("apart", [1, WIDTH // 2])
+def test_turned_pairs_are_found_by_the_numbers_of_both_of_their_features(apart):
+    torch.manual_seed(0)
+    x = heads()
+    numbers = torch.arange(H * WIDTH).view(H, WIDTH)
+    assert torch.equal(find_rotated(turned(x, apart)[:, ORDER], x.flatten(1), TOL), numbers[ORDER])
+    assert bool((find_rotated(heads().flip(0), x.flatten(1), TOL) == -1).all())
+    assert bool((find_rotated(turned(x, apart)[:3], x[:3].flatten(1), TOL) == -1).all())
+    assert bool((find_rotated(x[..., :7], x.flatten(1), TOL) == -1).all()), "features that cannot be paired"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float64, 1e-4), (torch.float32, 1e-4), (torch.bfloat16, 2**-5), (torch.float16, 2**-8)],
+)
+def test_what_counts_as_rounding_follows_the_coarsest_type(dtype, expected):
+    assert tolerance(torch.zeros(1, dtype=dtype), torch.zeros(1)) == expected
+    assert tolerance(torch.zeros(1), torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.long)) == expected
