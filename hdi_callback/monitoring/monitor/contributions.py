@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.contribution import ContributionSums
+from hdi_callback.core.tensors import may_decide_on_host
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,19 @@ def _contributions_of(
     return ContributionSums(count, heads.clamp_min(0), output.clamp_min(0))
 
 
-def not_finite(outputs: Tensor, weights: Tensor | None) -> Tensor:
+def not_finite(outputs: Tensor, weights: Tensor | None, sums: ContributionSums | None = None) -> Tensor:
     """Return which heads gave what is no number.
 
     Args:
         outputs: ``(tokens, H, d_v)``.
         weights: ``(tokens,)``, 0 for padding, which does not count; `None` if there is none.
+        sums: what was added up of them: where the host may look, and all of it is finite, so are the outputs.
 
     Returns:
         ``(H,)``, boolean.
     """
+    if sums is not None and may_decide_on_host(outputs) and bool(sums.heads.isfinite().all()):
+        return torch.zeros(outputs.shape[1], dtype=torch.bool, device=outputs.device)
     if weights is not None:
         outputs = torch.where((weights != 0)[:, None, None], outputs, 0)
     return (outputs * 0).sum((0, 2)).isnan()  # what is no number is none after that either

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import Role
+from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.core.updates import weight_update
 
 LARGEST = 2**31
@@ -48,6 +49,7 @@ class LastWeights:
         self._room: Tensor | None = None
         self._step: int | None = None
         self._bytes = 0
+        self._finite: set[str] = set()
 
     @property
     def is_full(self) -> bool:
@@ -63,6 +65,18 @@ class LastWeights:
         if step == self._step:
             self._kept = {}
         self._step = step
+        self._finite = set()
+
+    def are_finite(self, names: Sequence[str]) -> bool:
+        """Return whether the movement of layers at this reading has shown that all their weights are finite.
+
+        Args:
+            names: of some layers.
+
+        Returns:
+            True if it has; False where it was not asked.
+        """
+        return self._finite.issuperset(names)
 
     def movement(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> HeadMovement:
         """Compare weights with those of the last reading, and keep them for the next one.
@@ -100,6 +114,10 @@ class LastWeights:
                 same[row] += change.eq_(0).sum((-2, -1))
                 if last is not None:
                     self._next[name, role] = last.copy_(own)
+        # A weight less one that is finite is finite if it is.
+        if may_decide_on_host(some) and all(weight.shape[1] == H for weight in weights.values()):
+            is_finite = (moved + size).isfinite().all(-1).tolist()
+            self._finite.update(name for name, own in zip(names, is_finite) if own)
         return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()), same / count)
 
     def before(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:

@@ -110,7 +110,7 @@ class HeadOutputs(OutputCapture):
                 if CONTRIBUTION in self._sources:
                     known: HeadCovariance | None = found.get(COVARIANCE)
                     sums = contribution_sums(outputs, weight, capture.weights, None if known is None else known.trace)
-                    found[CONTRIBUTION] = HeadContribution.of(sums, not_finite(outputs, capture.weights))
+                    found[CONTRIBUTION] = HeadContribution.of(sums, not_finite(outputs, capture.weights, sums))
                 slopes = self._slopes_of(layer, capture, absent)
                 if slopes is not None:
                     importances = Importances.of(slopes, layer.num_key_heads)

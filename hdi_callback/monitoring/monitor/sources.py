@@ -71,8 +71,8 @@ def weight_sources(
     others = (
         WeightSource(QK, _just("query", "key"), partial(_qk, shared=shared, **options), similarity),
         WeightSource(OV, _just("value", "output"), partial(_ov, shared=shared, **options), similarity),
-        WeightSource(FINITENESS, _all_roles, _finiteness),
         WeightSource(MOVEMENT, _all_roles, last.movement),
+        WeightSource(FINITENESS, _all_roles, partial(_finiteness, last=last)),  # after it, which may tell as much
         WeightSource(UPDATES, _just("key"), lens.keys),
         WeightSource(UPDATES_QK, _just("query", "key"), lens.qk),
         WeightSource(UPDATES_OV, _just("value", "output"), lens.ov),
@@ -134,8 +134,11 @@ def _ov(
     return found
 
 
-def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor]) -> WeightFiniteness:
+def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor], *, last: LastWeights) -> WeightFiniteness:
     H = max(weight.shape[1] for weight in weights.values())
+    if last.are_finite(names):
+        some = next(iter(weights.values()))
+        return WeightFiniteness(torch.zeros(len(names), H, dtype=torch.float32, device=some.device))
     # Nothing times what is no number is none; layer by layer, as a product of all layers leaves the cache.
     sums = [torch.stack([(own * 0).sum((-2, -1)) for own in weight]) for weight in weights.values()]
     return WeightFiniteness(torch.stack([by_head(one, H) for one in sums]).isnan().float().sum(0))
