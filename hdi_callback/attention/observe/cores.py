@@ -76,3 +76,17 @@ class ObservedCore:
     def heads(self) -> int:
         """How many heads it has; 0 if that is not known."""
         return self.axes.heads if self.axes is not None else 0
+
+
+def no_softmax(kind: str) -> str:
+    """Say of weights that they are no softmax of products of queries and keys.
+
+    Args:
+        kind: of an `ObservedCore`.
+
+    Returns:
+        A clause.
+    """
+    if kind == "additive":
+        return "its scores are no products of queries and keys"
+    return f"its weights are no softmax ({kind})"

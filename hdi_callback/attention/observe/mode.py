@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hdi_callback.attention.observe.cores import no_softmax
 from hdi_callback.attention.observe.lineage import Lineage, Scores
 from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.attention.observe.mode_stack import take_off
 from hdi_callback.attention.observe.products import PRODUCTS, operands, product_of
-from hdi_callback.attention.observe.quiet import quiet
+from hdi_callback.attention.observe.quiet import quiet, without_transforms
 from hdi_callback.attention.observe.recorder import Recorder
 from hdi_callback.attention.observe.row_reader import ReadRows
 
@@ -270,7 +271,7 @@ class ObservingMode(TorchFunctionMode):
         kind = scores.kind or "linear"
         read = scores.taken if isinstance(scores.taken, ReadRows) else None
         if kind not in ("softmax", "additive"):
-            read = ReadRows(None, f"its weights are no softmax ({kind})")
+            read = ReadRows(None, no_softmax(kind))
         elif read is None:
             read = ReadRows(None, "its weights were not observed")
         output = product.canonical(result)
@@ -332,6 +333,7 @@ def _other(pair: tuple[Tensor, Tensor], one: Tensor) -> Tensor:
 
 def _parameter(tensor: Tensor) -> tuple[Tensor, int]:
     """Find the parameter that a tensor is a part of, and the first of its rows that it holds."""
+    tensor = without_transforms(tensor)
     if isinstance(tensor, nn.Parameter):
         return tensor, 0
     base = tensor._base if type(tensor) is Tensor and tensor._is_view() else None

@@ -16,7 +16,7 @@ from hdi_callback.attention.heads import (
     Role,
     check_layer,
 )
-from hdi_callback.attention.observe.cores import ObservedCore
+from hdi_callback.attention.observe.cores import ObservedCore, no_softmax
 from hdi_callback.attention.observe.found_rows import FoundRows, find_columns, find_rows
 from hdi_callback.attention.observe.samples import MapCall
 
@@ -35,11 +35,13 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         The layer, its heads side by side as the attention has them; or why there is none.
     """
     if core.kind != "softmax":
-        return f"its weights are no softmax ({core.kind})"
+        return no_softmax(core.kind)
     if core.mixed:
         return f"its scores or weights are mixed by `{core.mixed}`"
     if core.heads == 1:
         return "it has a single head"
+    if core.unread and not core.samples.roles:
+        return core.unread
     found: dict[Role, FoundRows] = {}
     for role in INPUT_ROLES:
         rows = find_rows(core, maps, role, of_all_tokens=True)

@@ -38,7 +38,7 @@ def quiet(device: torch.device) -> Iterator[None]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one that holds its numbers here: no DTensor, nested, quantised or fake one.
+    """Return whether a tensor is one that holds its numbers here: no DTensor, nested, quantised, fake or mapped one.
 
     Args:
         tensor: any tensor.
@@ -46,7 +46,35 @@ def is_plain(tensor: torch.Tensor) -> bool:
     Returns:
         True if so.
     """
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return is_usual and not is_transformed(tensor)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of `torch.func`, as `vmap` hands to the function that it maps.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        True if so.
+    """
+    functorch = getattr(torch._C, "_functorch", None)
+    return functorch is not None and bool(functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the tensor that a transform of `torch.func` maps over.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        The innermost one; the same where there is no transform.
+    """
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def holds_numbers(tensor: torch.Tensor) -> bool:

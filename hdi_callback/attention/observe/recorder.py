@@ -106,7 +106,11 @@ class Recorder:
         if read is not None:
             core.axes, core.unread, core.rows, core.norms = read.axes, read.unread, read.rows, read.norms
             core.bias, core.is_bounded, core.is_self = read.bias, read.is_bounded, read.is_self
-        if scores.query is not None and scores.key is not None:
+        sides = (scores.query, scores.key)
+        # Sequences of several lengths in one nested tensor have no length that is a number.
+        if all(one is not None and all(type(size) is int for size in one.shape) for one in sides):
+            assert scores.query is not None
+            assert scores.key is not None
             core.queries, core.width = int(scores.query.shape[-2]), int(scores.query.shape[-1])
             core.keys = int(scores.key.shape[-2])
             core.key_heads = _key_heads(scores.key, core.axes)

@@ -16,7 +16,7 @@ from hdi_callback.attention.observe.lineage import Scores
 from hdi_callback.attention.observe.map_log import MapLog
 from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.attention.observe.module_stack import ModuleStack
-from hdi_callback.attention.observe.quiet import is_plain
+from hdi_callback.attention.observe.quiet import is_plain, is_transformed
 from hdi_callback.attention.observe.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
 
 _AXES_UNKNOWN = "sequences and heads share a dimension, and nothing tells them apart"
@@ -243,6 +243,8 @@ class RowReader:
 
 
 def _of_a_kind_of_its_own(tensor: Tensor) -> str:
+    if is_transformed(tensor):
+        return "it runs under a transform of torch.func, through which nothing is followed"
     return f"its tensors are spread over devices or of a kind of their own ({type(tensor).__name__})"
 
 

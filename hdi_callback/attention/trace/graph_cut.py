@@ -40,6 +40,7 @@ class GraphCut(TorchFunctionMode):
         self.run, self.draw, self.keeps_means = run, draw, keeps_means
         self.before: Callable[..., Tensor] | None = None
         self.calls: dict[str, int] = {}
+        self.hidden = 0  # softmaxes that ran where autograd records nothing
         self.weights: dict[int, MapStub] = {id(stub.weight): stub for stub in stubs}
         self.names = {id(one): name for name, one in parameters.items()}
 
@@ -70,6 +71,7 @@ class GraphCut(TorchFunctionMode):
         start: int = 0,
         axes: tuple[int, ...] = (),
         is_called: bool = True,
+        is_of_parts: bool = False,
     ) -> Tensor:
         """Give random features for each position of the input of a map."""
         if taken.numel() // max(1, taken.shape[-1]) * features > MOST_ELEMENTS:
@@ -80,7 +82,7 @@ class GraphCut(TorchFunctionMode):
             drawn = self.draw(parameter, call, (*taken.shape[:-1], features)).requires_grad_()
         original = None if module is None else module.original[0]
         taken = taken if torch.is_grad_enabled() else taken.detach()  # a view of what has a gradient claims one
-        self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_called))
+        self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_called, is_of_parts))
         return drawn.clone(memory_format=torch.contiguous_format)
 
     # --- products
@@ -90,7 +92,10 @@ class GraphCut(TorchFunctionMode):
         x, weight = _arguments(args, kwargs, "input", "weight")
         found = self._rows_of(weight)
         if found is None:
-            return NotImplemented
+            stacked = self._rows_of_stack(weight)
+            if stacked is None:
+                return NotImplemented
+            return self.answer(stacked[0], x, weight.shape[0], start=stacked[1], axes=stacked[2], is_called=False)
         if found[2] and isinstance(found[0], str):
             return NotImplemented  # a matrix that is used transposed by a plain linear map
         parameter, start, _ = found
@@ -118,6 +123,29 @@ class GraphCut(TorchFunctionMode):
                 return owner, int(offset), True
         return None
 
+    def _rows_of_stack(self, weight: Any) -> tuple[str, int, tuple[int, ...]] | None:
+        """Return which features of a parameter of more dims a matrix is: the parameter, the first, their dims."""
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            return None
+        with torch._C.DisableTorchFunction():
+            base = weight._base
+            name = None if base is None else self.names.get(id(base))
+            if base is None or name is None or base.dim() < 3 or not base.is_contiguous():
+                return None
+            columns, strides = base.shape[-1], weight.stride()
+            offset = int(weight.storage_offset() - base.storage_offset())
+            if strides == (columns, 1) and weight.shape[1] == columns and offset % columns == 0:
+                return (
+                    name,
+                    offset // columns,
+                    tuple(range(base.dim() - 1)),
+                )  # several stacks of rows, one behind another
+            rows = base.shape[1]
+            place, first = divmod(offset, rows * columns)
+            if base.dim() == 3 and strides == (1, columns) and weight.shape[1] == rows and first < columns:
+                return name, place * columns + first, (0, 2)  # one of several matrices, stored transposed
+        return None
+
     def matmul(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer in place of a product with a parameter: a matrix, its transpose, or one matrix for each head."""
         x, other = _arguments(args, kwargs, "input", "other") if "mat2" not in kwargs else (args[0], kwargs["mat2"])
@@ -130,11 +158,29 @@ class GraphCut(TorchFunctionMode):
             name, is_turned = self._turned(other)
         if name is not None and other.dim() == 3 and x.dim() >= 3 and x.shape[-3] in (1, other.shape[0]):
             if x.shape[-3] != 1 or other.shape[0] == 1:  # a matrix for each of what are heads already
-                return NotImplemented
+                return NotImplemented if is_turned else self._of_parts(name, x, other)
             heads, _, width = other.shape
             answer = self.answer(name, x.squeeze(-3), heads * width, axes=(0, 1) if is_turned else (0, 2))
             return answer.view(*answer.shape[:-1], heads, width).movedim(-2, -3)
         return self._by_matrix(x, other)
+
+    def _of_parts(self, name: str, x: Tensor, stack: Tensor) -> Any:
+        """Answer in place of a product of parts of tokens ``(..., H, n, d)`` with a matrix each, ``(H, d, width)``."""
+        if stack.shape[0] == 1 or x.dim() < 3 or self._is_made_of_maps(x):
+            return NotImplemented
+        heads, _, width = stack.shape
+        taken = x.movedim(-3, -2).flatten(-2)
+        answer = self.answer(name, taken, heads * width, axes=(0, 2), is_of_parts=True)
+        return answer.view(*answer.shape[:-1], heads, width).movedim(-2, -3)
+
+    def _is_made_of_maps(self, x: Tensor) -> bool:
+        """Tell what maps gave, of which each head has a part already."""
+        tensors = self.run.tensors
+        with torch._C.DisableTorchFunction():
+            if not x.requires_grad or not tensors:
+                return False
+            found = torch.autograd.grad(x.sum(), tensors, retain_graph=True, allow_unused=True)
+        return any(one is not None for one in found)
 
     def _turned(self, stack: Tensor) -> tuple[str | None, bool]:
         """Recognise a whole parameter ``(H, d_k, d)`` that is used with its last two dims turned."""
@@ -149,7 +195,9 @@ class GraphCut(TorchFunctionMode):
         if matrix.dim() != 2:
             return NotImplemented
         with torch._C.DisableTorchFunction():
-            found = self._rows_of(matrix.mT)
+            found, stacked = self._rows_of(matrix.mT), self._rows_of_stack(matrix.mT)
+        if stacked is not None:
+            return self.answer(stacked[0], x, matrix.shape[1], start=stacked[1], axes=stacked[2], is_called=False)
         if found is None:
             return NotImplemented
         parameter, start, is_transposed = found
@@ -184,6 +232,21 @@ class GraphCut(TorchFunctionMode):
         summed = [i for i in iw if i in ix and i not in out]
         new = [i for i in iw if i not in ix]
         positions = [i for i in ix if i not in summed]
+        shared = [i for i in iw if i in ix and i in out]
+        if (
+            len(shared) == len(summed) == len(new) == 1
+            and len(iw) == 3 == len(set(iw))
+            and x.dim() == len(ix) == len(out)
+        ):
+            order = [i for i in ix if i not in (*shared, *summed)]
+            moved = x.permute([ix.index(i) for i in (*order[:-1], *shared, *order[-1:], *summed)])
+            stack = weight.permute([iw.index(i) for i in (*shared, *summed, *new)])
+            is_stack = (iw.index(shared[0]), iw.index(new[0])) == (0, 2) and bool(order)
+            parts = self._of_parts(str(names[which]), moved, stack) if is_stack else NotImplemented
+            if parts is not NotImplemented:
+                made = [*order[:-1], *shared, *order[-1:], *new]
+                return parts.permute([made.index(i) for i in out])
+            return NotImplemented
         is_map = len(summed) + len(new) == len(iw) and new and set(new) <= set(out) and set(positions) <= set(out)
         if not is_map or not summed or x.dim() != len(ix) or len(set(iw)) < len(iw):
             return NotImplemented
@@ -237,6 +300,7 @@ class GraphCut(TorchFunctionMode):
 
     def note(self, scores: Any, answer: Any) -> None:
         """Keep the input of a softmax, with what it adds up last."""
+        self.hidden += not torch.is_grad_enabled()
         node = getattr(answer, "grad_fn", None)
         while node is not None and "Softmax" not in node.name():
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
@@ -308,6 +372,14 @@ class GraphCut(TorchFunctionMode):
             return answer
         self.run.normed.append(args[0])
         return answer.detach()
+
+    def rounded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Keep numbers of half the digits whole, as what is small would be lost in them."""
+        answer = func(*args, **kwargs)
+        is_half = isinstance(answer, Tensor) and answer.dtype in (torch.float16, torch.bfloat16)
+        if is_half and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            return args[0].float()
+        return answer
 
     def factor(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Take the factor of a norm for a constant."""
@@ -401,6 +473,7 @@ _FUNCTIONS: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
     (GraphCut.rms_norm, (F.rms_norm, torch.rms_norm)),
     (GraphCut.group_norm, (F.group_norm,)),
     (GraphCut.normalize, (F.normalize,)),
+    (GraphCut.rounded, (Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as)),
     (GraphCut.largest, (torch.max, Tensor.max)),
     (GraphCut.factor, (torch.rsqrt, Tensor.rsqrt)),
     (

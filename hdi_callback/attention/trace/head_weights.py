@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from hdi_callback.attention import projections
 from hdi_callback.attention.heads import HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError
+from hdi_callback.attention.trace.maps import objection_to
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import Leaf
 
@@ -86,6 +88,22 @@ def _gain(trace: TracedCores, path: str, row: Rows) -> tuple[str, float]:
                 if (ratio - ratio[0]).abs().max() < 1e-4 * ratio[0].abs():
                     return _from(trace, path, name)[1], offset
     raise UndecidedError("between two projections lies something that is no gain")
+
+
+def is_whole(trace: TracedCores, leaf: Leaf) -> bool:
+    """Tell a call that gave all features of its parameter: a part of one is not read as an output projection.
+
+    Args:
+        trace: of one run.
+        leaf: the call.
+
+    Returns:
+        True if so.
+    """
+    if leaf.module is not None:
+        return objection_to(leaf.module) is not None or leaf.tensor.shape[-1] == projections.features(leaf.module)[1]
+    shape = trace.run.module.get_parameter(leaf.parameter).shape
+    return leaf.tensor.shape[-1] == math.prod(shape[axis] for axis in leaf.axes or (0,))
 
 
 def output_weight(trace: TracedCores, path: str, leaf: Leaf, features: Tensor) -> HeadSlice:

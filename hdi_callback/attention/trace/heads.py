@@ -185,9 +185,23 @@ class CoreReading(CoreView):
                 if is_map_of_scores(leaf, logits, self.trace.cores):
                     name = module_of(leaf.parameter)
                     raise NoHeadsError(f"its heads mix: `{name}` maps the scores of all of them before the softmax")
-            if is_over_tokens(self.trace.run, logits):
+            if is_over_tokens(self.trace.run, logits) or self._weighs_tokens(logits):
                 raise UndecidedError("its scores are no products of queries and keys")
         raise NoHeadsError
+
+    def _weighs_tokens(self, logits: Tensor) -> bool:
+        """Tell scores that each token gives to others by itself; a router gives them to what is made of itself."""
+        values, columns = self.core.values, self.core.values.shape[1]
+        if not logits.requires_grad or logits.dim() < 2 or min(*logits.shape[-2:], columns) < 2:
+            return False
+        met = [self.support(values, torch.tensor([column])) for column in (0, columns - 1)]
+        is_of_one_map = met[0].masks.keys() == met[1].masks.keys() and len(met[0].masks) == 1
+        if not is_of_one_map or any(met[0].positions(leaf) == met[1].positions(leaf) for leaf in met[0].masks):
+            return False
+        rows = [self.support(logits, torch.tensor([row])) for row in (0, logits.shape[-2] - 1)]
+        return all(len(one.masks) == 1 for one in rows) and any(
+            rows[0].positions(leaf) != rows[1].positions(leaf) for leaf in rows[0].masks
+        )
 
     def _of_no_map(self) -> HeadRows:
         others = self.trace.run.others
@@ -197,6 +211,10 @@ class CoreReading(CoreView):
             sides = [side for product in self.core.scores for side in (product.left, product.right)]
             if all(Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides):
                 raise UndecidedError("its values are its inputs, and no projection of tokens")
+            matrix = next((name for name in names if name.startswith("parameter") and _is_matrix(others[name])), None)
+            if matrix is not None:
+                name = module_of(matrix.removeprefix("parameter "))
+                raise UndecidedError(f"its values are made with `{name}` in a way that is not followed")
             raise NoHeadsError("")  # a part of attention whose projections lie around it
         raise NoHeadsError(_NO_MAP.format(role="value"))
 
@@ -213,6 +231,10 @@ def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]]) -> dict[Role, list[
         elif role != "query":
             raise NoHeadsError(_sums(role, found))
     return heads
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return sum(size > 1 for size in parameter.shape) > 1
 
 
 def _features(support: Support) -> tuple[Any, ...]:

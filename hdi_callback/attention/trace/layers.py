@@ -15,10 +15,11 @@ from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.cores import Core, cores_of
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError, module_of
-from hdi_callback.attention.trace.head_weights import kind_of, output_weight, weight_of
+from hdi_callback.attention.trace.head_weights import is_whole, kind_of, output_weight, weight_of
 from hdi_callback.attention.trace.heads import CoreReading
 from hdi_callback.attention.trace.maps import objection_to
 from hdi_callback.attention.trace.outputs import outputs_of, receiver_of
+from hdi_callback.attention.trace.own_inputs import OWN_INPUTS, refuse_inputs_of_their_own
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.support import Support, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
@@ -135,9 +136,13 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     for of_role in heads.rows.values():
         for parameter in {one.parameter for one in of_role} | {one.inner.parameter for one in of_role if one.inner}:
             leaf = next(leaf for leaf in trace.leaves if leaf.parameter == parameter)
+            if leaf.is_of_parts:
+                role = next(role for role, of in heads.rows.items() if of is of_role)
+                raise NoHeadsError(OWN_INPUTS.format(role=role))
             why = None if leaf.module is None else objection_to(leaf.module)
             if why is not None:
                 raise NoHeadsError(f"its projection `{module_of(parameter)}` is {why}")
+    refuse_inputs_of_their_own(trace, heads.rows)
     output = outputs_of(trace, cores, heads)
     H, rows = len(heads.members), heads.rows
     path = _owner(trace, cores, rows)
@@ -153,7 +158,7 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
         slices["query"] = weight_of(trace, path, rows["query"])
     slices["key"], slices["value"] = weight_of(trace, path, key_rows), weight_of(trace, path, value_rows)
     projection = None
-    if output is not None and output.features is not None:
+    if output is not None and output.features is not None and is_whole(trace, trace.leaves[output.receiver]):
         leaf = trace.leaves[output.receiver]
         slices["output"] = output_weight(trace, path, leaf, output.features)
         projection = leaf.module if output.is_side_by_side else None

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hdi_callback.attention.trace.cores import Core
 from hdi_callback.attention.trace.graph_walk import nodes_between
-from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError
+from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, module_of
+from hdi_callback.attention.trace.own_inputs import taken_for
 from hdi_callback.attention.trace.support import agreed, columns_of, derivatives, random_weights, weights_at
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
@@ -100,7 +101,7 @@ def _outputs_in(
     trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: int | None, end: Tensor
 ) -> HeadOutputs:
     codes = columns_of(end, [core.output for core in cores])
-    placed = []
+    placed, is_repeated = [], False
     for number, of_head in enumerate(heads.members):
         at = number if len(cores) > 1 else 0
         code = codes.get(at)
@@ -108,8 +109,15 @@ def _outputs_in(
             raise NoHeadsError("not every head reaches what comes of it")
         matrices = code.view(cores[at].weights.shape[0], -1, code.shape[-1])
         matrices = matrices.mT if cores[at].is_turned else matrices
-        placed.append(agreed(torch.cat([heads.units.of(matrices, unit) for unit in of_head])))
+        parts = [heads.units.of(matrices, unit) for unit in of_head]
+        placed.append(agreed(torch.cat(parts)))
+        each = {tuple(agreed(part).tolist()) for part in parts}
+        is_repeated |= len(each) > 1 and all(min(one) >= 0 for one in each)
     features = torch.stack(placed)
+    taken = taken_for(trace, heads.rows["key"][0])
+    if is_repeated and (features < 0).any() and taken and taken[0].shape[-1] < end.shape[-1]:
+        name = module_of(heads.rows["key"][0].parameter)
+        raise NoHeadsError(f"the same rows of `{name}` make the keys of several of its heads, each of other features")
     if (features < 0).any():
         raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
     if len(set(features.flatten().tolist())) < features.numel():

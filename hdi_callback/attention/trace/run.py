@@ -8,20 +8,18 @@ leaf of the graph (`maps`, `draw`); what torch's functions do meanwhile is in `g
 from __future__ import annotations
 
 import copy
-import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
 from hdi_callback.attention.isolation import isolated, isolated_copy
 from hdi_callback.attention.trace.draw import Draw, drawn_parameter
 from hdi_callback.attention.trace.graph_cut import GraphCut
 from hdi_callback.attention.trace.maps import MapStub, linear_maps
+from hdi_callback.attention.trace.plainly import plainly
 from hdi_callback.attention.trace.traced_run import TracedRun
 
 
@@ -92,7 +90,7 @@ class Traceable:
             handles = list(_mark_spans(self.trial, run))
             try:
                 # Products in functions that torch.jit.script compiled are in the graph only if it runs them plainly.
-                with _without_checkpoints(), torch.jit.optimized_execution(False), mode:  # type: ignore[attr-defined]
+                with plainly(mode), torch.jit.optimized_execution(False), mode:  # type: ignore[attr-defined]
                     output = self._called(args, kwargs, mode)
             except Exception as error:
                 output, run.error = None, error
@@ -135,36 +133,6 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
             items = vars(value).values()
         for one in list(items):
             yield from tensors_in(one, depth - 1)
-
-
-@contextmanager
-def _without_checkpoints() -> Iterator[None]:
-    """Let activation checkpoints of this thread run plainly: what they compute again is in no graph of the run."""
-    thread = threading.get_ident()
-    again, reentrant = (getattr(checkpoint, name) for name in _CHECKPOINTS)
-
-    def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if threading.get_ident() == thread:
-            yield
-        else:
-            yield from again(*args, **kwargs)
-
-    class Plain:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            here = threading.get_ident() == thread
-            return function(*args) if here else reentrant.apply(function, preserve, *args)
-
-    for name, value in zip(_CHECKPOINTS, (plainly, Plain)):
-        setattr(checkpoint, name, value)
-    try:
-        yield
-    finally:
-        for name, value in zip(_CHECKPOINTS, (again, reentrant)):
-            setattr(checkpoint, name, value)
-
-
-_CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
 
 
 # --- parts of a copy

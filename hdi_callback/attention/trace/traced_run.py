@@ -21,6 +21,7 @@ class Leaf:
         axes: dims of the parameter that number the features, where it is no module's matrix.
         module: the map in the original, where it is a module.
         is_called: the module was called; some code uses its weight without.
+        is_of_parts: a matrix for each head, of a part of its own of the features that come in.
     """
 
     parameter: str
@@ -30,6 +31,7 @@ class Leaf:
     axes: tuple[int, ...] = ()
     module: nn.Module | None = None
     is_called: bool = True
+    is_of_parts: bool = False
 
 
 @dataclass(eq=False)

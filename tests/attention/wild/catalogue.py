@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.attention.wild import fused, grouped, lying, plain, positions, recent, scores, several  # noqa: F401
+from tests.attention.wild import (  # noqa: F401  # noqa: F401
+    fields,
+    fused,
+    grouped,
+    lying,
+    machinery,
+    plain,
+    positions,
+    recent,
+    scores,
+    several,
+    tutorials,
+)
 from tests.attention.wild.truth import CASES, Case
 
 

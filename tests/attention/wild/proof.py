@@ -238,6 +238,8 @@ class Proof:
         mine = {head} if role == "query" else {h for h in range(core.heads) if core.group(h, count) == head}
         if heads != mine:
             return f"heads {sorted(heads)} notice, not {sorted(mine)}"
+        if core.heads_alone:
+            return None
         for sequence in change:
             seen = sequence[min(mine)]
             queries, keys = (int(seen.any(dim).sum()) for dim in (1, 0))
@@ -355,10 +357,8 @@ def contradictions(case: Case, step: int = 1) -> list[str]:
     proof = Proof(case, step)
     found = []
     for core in case.cores:
-        for role in ("query", "key"):
-            found += proof.says_of(core, role)
-        for role in ("value", "output"):
-            found += proof.says_of_outputs(core, role)
+        for role in core.proved:
+            found += (proof.says_of if role in ("query", "key") else proof.says_of_outputs)(core, role)
     return found
 
 

@@ -73,6 +73,9 @@ READ = [
     # Heads share one product, a second attention is fed by the first, the softmax is written out, there are no numbers.
     "GroupsByEinsum", "GroupsTiledByEinsum", "OneKeyHeadByEinsum", "OneKeyHeadInOneProduct", "SelfThenCross",
     "SoftmaxOffByOne", "KeysOfFewerPixels", "LoopOverHeads", "OnMeta",
+    # Numbers of half the digits, a backward of its own, several matrices in one parameter.
+    "UnderAutocast", "AutocastOffForScores", "OwnBackward", "SpeedrunAttention", "StackedMatrices", "FourInOneView",
+    "GroupedConvolutions", "HeadsInAListOfLists",
     # What recent models do.
     "HeadsApartUntilTheEnd", "GatesBesideQueries", "PooledByAQuestion", "CappedScores", "LatentsThatLearn",
 ]  # fmt: skip
@@ -84,6 +87,13 @@ REFUSALS = {
     "Additive": "its scores are no products of queries and keys",
     "Distances": "its scores are no products of queries and keys",
     "ProductByHand": "its values are weighted by no matrix product",
+    "DenseSynthesizer": "its scores are no products of queries and keys",
+    # Heads whose maps take parts of the input, or inputs of their own: their rows do not compare.
+    "OneSmallMapForAllHeads": "the same rows of `keys` make the keys of several of its heads, each of other features",
+    "ASmallMapForEachHead": "the query of each of its heads is made of an input of its own",
+    "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
+    # What autograd or torch.func hides.
+    "MappedOverHeads": "its values are made with `v` in a way that is not followed",
     "SecondStreamIfGiven": "without keys and values of a second stream, which `add_k` and `add_v` give",
     "Joint": "without keys and values of a second stream, which `add_k` and `add_v` give",
 }
@@ -122,6 +132,18 @@ def test_what_is_called_attention_and_is_none_is_not_claimed(name):
 def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
     verdict = judge(ALL[name], "model")
     assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with inputs that are made up")
+
+
+@pytest.mark.parametrize("name", ["UnderAutocast", "AutocastOffForScores", "OwnBackward", "DenseSynthesizer"])
+def test_autocast_own_backwards_and_stacked_parameters_are_followed_without_a_forward(name):
+    assert judge(ALL[name], "model").verdict == (REFUSED if name in REFUSALS else RIGHT)
+
+
+@pytest.mark.parametrize("name", ["StackedMatrices", "FourInOneView"])
+def test_a_part_of_a_parameter_is_not_claimed_to_be_the_output_projection(name):
+    holder = Holder(ALL[name])
+    (layer,) = find_attention(holder)
+    assert "output" not in layer.slices
 
 
 def test_a_second_stream_that_may_be_given_is_not_left_out_in_silence():

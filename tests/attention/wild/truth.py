@@ -35,6 +35,7 @@ class Rows:
     takes: int = 0
     through: str | None = None
     centred: str = ""
+    is_of_parts: bool = False  # each head takes as many features as the one before, and others
 
     def index(self, shape: Sequence[int]) -> Tensor:
         """Give the elements ``(heads, width, features)`` of the flat parameter."""
@@ -65,6 +66,8 @@ class Rows:
         """Read what is true of a model: ``(heads, width, features)``."""
         parameter = model.get_parameter(self.parameter).detach()
         weight = parameter.flatten()[self.index(parameter.shape).to(parameter.device)]
+        if self.is_of_parts:
+            weight = torch.block_diag(*weight).unflatten(0, weight.shape[:2])
         if self.through is not None:
             weight = weight @ model.get_parameter(self.through).detach()
         if self.centred:
@@ -76,7 +79,7 @@ Role = Rows | tuple[Rows, ...] | None  # a tuple: a parameter for each head
 
 
 def rows(parameter: str, pattern: str = "(h d) c", *, h: int = H, **more: Any) -> Rows:
-    names = {"source", "takes", "through", "centred"}
+    names = {"source", "takes", "through", "centred", "is_of_parts"}
     options = {name: more.pop(name) for name in names & more.keys()}
     sizes = {name[2:]: more.pop(name) for name in list(more) if name.startswith("n_")}
     return Rows(parameter, pattern, {"h": h, **sizes}, more, **options)
@@ -116,6 +119,8 @@ class Core:
     mixes: bool = False  # keys and values are sums over tokens, each with weights of its own
     joint: tuple[int, int] | None = None  # tokens of this stream within those of all streams
     query_token: int | None = None  # the one token that asks
+    proved: tuple[str, ...] = ("query", "key", "value", "output")  # not those that reach what comes out elsewhere too
+    heads_alone: bool = False  # tokens are mixed before or behind maps: which head notices is proved, not which token
 
     def group(self, head: int, count: int) -> int:
         return self.groups[head] if self.groups else head // (self.heads // count)

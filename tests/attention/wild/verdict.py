@@ -43,7 +43,8 @@ class Holder(nn.Module):
         block = randomize(case.make())
         # What is true is read from one that is as it was written: not quantised, not parametrised.
         self.written = (randomize(case.make()),)
-        self.block = case.convert(block) or block if case.convert is not None else block
+        converted = None if case.convert is None else case.convert(block)
+        self.block = block if converted is None else converted
 
     def forward(self, *inputs: Tensor) -> Any:
         return run(self.case, self.block, list(inputs))

@@ -1,0 +1,61 @@
+"""Heads whose maps take inputs of their own, of which the same feature is another one for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.heads import Role
+from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows
+from hdi_callback.attention.trace.traced_cores import TracedCores
+
+OWN_INPUTS = "the {role} of each of its heads is made of an input of its own, so that rows of two heads do not compare"
+
+
+def refuse_inputs_of_their_own(trace: TracedCores, rows: Mapping[Role, list[Rows]]) -> None:
+    """Refuse heads whose maps take other features of the tokens, or features that were changed for each head.
+
+    Args:
+        trace: of one run.
+        rows: of each role, those of each head.
+
+    Raises:
+        NoHeadsError: if two heads of a role take other features.
+    """
+    for role, of_role in rows.items():
+        taken = [[] if one.inner else taken_for(trace, one) for one in of_role]
+        for one in taken[1:]:
+            if one and taken[0] and not any(_may_be_the_same(a, b) for a in taken[0] for b in one):
+                raise NoHeadsError(OWN_INPUTS.format(role=role))
+
+
+def taken_for(trace: TracedCores, rows: Rows) -> list[Tensor]:
+    """Give what the map of some rows took, in each of its calls that gave them.
+
+    Args:
+        trace: of one run.
+        rows: of one head.
+
+    Returns:
+        ``(..., in_features)`` each.
+    """
+    return [
+        leaf.taken.detach()
+        for leaf in trace.leaves
+        if leaf.parameter == rows.parameter
+        and leaf.start <= min(rows.features)
+        and max(rows.features) < leaf.start + leaf.tensor.shape[-1]
+    ]
+
+
+def _may_be_the_same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two inputs may hold the same features of tokens, whichever tokens, and in whatever order."""
+    if one is other or one.shape[-1] != other.shape[-1]:
+        return one is other
+    rows, others = one.reshape(-1, one.shape[-1]), other.reshape(-1, other.shape[-1])
+    if len(rows) != len(others):  # as where some of the tokens, or windows of them, are taken
+        return True
+    chosen = others[torch.linspace(0, len(others) - 1, min(4, len(others))).long()]
+    return any(bool((rows == row).all(-1).any()) for row in chosen)

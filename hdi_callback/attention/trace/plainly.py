@@ -1,0 +1,120 @@
+"""`plainly`: what stands between the code of a forward and the graph of its run is left out for the time of the run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from hdi_callback.attention.trace.graph_cut import GraphCut
+
+
+@contextmanager
+def plainly(mode: GraphCut) -> Iterator[None]:
+    """Run without checkpoints, without autocast, and attention with a backward of its own by its forward alone.
+
+    Args:
+        mode: that of the run.
+
+    Yields:
+        Nothing.
+    """
+    with _without_checkpoints(), _without_autocast(), _without_own_backwards(mode):
+        yield
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    """Let activation checkpoints of this thread run plainly: what they compute again is in no graph of the run."""
+    thread = threading.get_ident()
+    again, reentrant = (getattr(checkpoint, name) for name in _CHECKPOINTS)
+
+    def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if threading.get_ident() == thread:
+            yield
+        else:
+            yield from again(*args, **kwargs)
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            here = threading.get_ident() == thread
+            return function(*args) if here else reentrant.apply(function, preserve, *args)
+
+    for name, value in zip(_CHECKPOINTS, (plainly, Plain)):
+        setattr(checkpoint, name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(_CHECKPOINTS, (again, reentrant)):
+            setattr(checkpoint, name, value)
+
+
+_CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Let nothing of this thread begin autocast: what is small would be lost in numbers of half the digits."""
+    thread, known = threading.get_ident(), torch.autocast
+    enter, leave = known.__enter__, known.__exit__
+
+    def entered(self: Any) -> Any:
+        return self if threading.get_ident() == thread else enter(self)  # type: ignore[no-untyped-call]
+
+    def left(self: Any, *raised: Any) -> Any:
+        return None if threading.get_ident() == thread else leave(self, *raised)
+
+    known.__enter__, known.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        known.__enter__, known.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextmanager
+def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
+    """Let what computes attention in a `torch.autograd.Function` run plainly, so that it is in the graph of the run."""
+    thread, known = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
+    apply: Callable[..., Any] = known.__func__
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or not torch.is_grad_enabled():
+            return apply(cls, *args, **kwargs)
+        before = mode.hidden, len(mode.run.leaves), dict(mode.calls)
+        answer = apply(cls, *args, **kwargs)
+        if mode.hidden == before[0]:
+            return answer
+        del mode.run.leaves[before[1] :]
+        mode.calls = before[2]
+        is_split = cls.setup_context is not torch.autograd.Function.setup_context
+        try:
+            return cls.forward(*args, **kwargs) if is_split else cls.forward(_Context(), *args, **kwargs)
+        except Exception:
+            return answer
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = known  # type: ignore[method-assign]
+
+
+class _Context:
+    """Takes what a forward keeps for its backward, and keeps the attributes alone."""
+
+    needs_input_grad = (True,) * 64
+
+    def save_for_backward(self, *tensors: Any) -> None: ...
+
+    def save_for_forward(self, *tensors: Any) -> None: ...
+
+    def mark_dirty(self, *tensors: Any) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Any) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
