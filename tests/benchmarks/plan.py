@@ -29,12 +29,14 @@ class Model:
         heads: H.
         key_heads: G.
         value_dim: d_v.
+        width: d, features that a layer is given.
     """
 
     layers: int
     heads: int
     key_heads: int
     value_dim: int
+    width: int
 
 
 def bytes_of_weights(model: Model) -> int:
@@ -56,15 +58,23 @@ def bytes_of_outputs(model: Model, *, with_overlap: bool = True) -> int:
     return model.layers * (NUMBER * (1 + width + 1 + H**2) + (scatter if with_overlap else 0))
 
 
-def ring_bytes(total: int, ranks: int) -> float:
+def bytes_of_tokens(model: Model) -> int:
+    """Counts and sums of tokens and of their directions, and a scatter of which each pair of features travels once."""
+    d = model.width
+    step = -(-d // 4)
+    pairs = sum(min(step, d - start) * (d - start) for start in range(0, d, step))
+    return model.layers * (NUMBER * (2 * d + 4) + SCATTER * pairs)
+
+
+def ring_bytes(total: float, ranks: int) -> float:
     """Bytes that each rank sends in an all-reduce of `total` bytes along a ring."""
     return 2 * total * (ranks - 1) / ranks
 
 
 MODELS = {
-    "GPT-2 small": Model(12, 12, 12, 64),
-    "7 billion, 32 heads": Model(32, 32, 32, 128),
-    "70 billion, 64 heads, 8 key heads": Model(80, 64, 8, 128),
+    "GPT-2 small": Model(12, 12, 12, 64, 768),
+    "7 billion, 32 heads": Model(32, 32, 32, 128, 4096),
+    "70 billion, 64 heads, 8 key heads": Model(80, 64, 8, 128, 8192),
 }
 
 
@@ -77,15 +87,17 @@ def report(ranks: int) -> list[str]:
         "Made by `python -m tests.benchmarks.plan --output docs/benchmarks/plan.md`; computed, not measured: "
         f"what each of {ranks:,} ranks sends for one reading, if sums go along a ring.",
         "",
-        "| model | weights alone | with head outputs | with `head_output_overlap` | the latter a step, "
-        "one reading in 50 |",
-        "|---|---|---|---|---|",
+        "| model | weights alone | with head outputs | with `head_output_overlap` | with `token_cosine` | the latter a "
+        "step, one reading in 50 |",
+        "|---|---|---|---|---|---|",
     ]
     for name, model in MODELS.items():
         weights = bytes_of_weights(model)
         without = weights + bytes_of_outputs(model, with_overlap=False)
         total = weights + bytes_of_outputs(model)
-        cells = (*(ring_bytes(size, ranks) for size in (weights, without, total)), ring_bytes(total, ranks) / 50)
+        tokens = total + bytes_of_tokens(model)
+        sizes = (weights, without, total, tokens, tokens / 50)
+        cells = [ring_bytes(size, ranks) for size in sizes]
         lines.append(f"| {name} | {' | '.join(shown(size) for size in cells)} |")
     return [*lines, ""]
 

@@ -104,11 +104,12 @@ def test_what_work_adds_is_the_median_difference_of_pairs_whatever_the_drift(mon
 
 
 def test_the_plan_sends_what_its_sizes_say():
-    small = plan.Model(layers=1, heads=2, key_heads=1, value_dim=3)
+    small = plan.Model(layers=1, heads=2, key_heads=1, value_dim=3, width=8)
     assert plan.bytes_of_weights(small) == 8 * (4 + 9 + 22)
     assert plan.bytes_of_outputs(small) == 8 * (1 + 6 + 1 + 4) + 4 * 9 * 3  # blocks of each pair of heads, once
-    large = plan.Model(layers=1, heads=2, key_heads=1, value_dim=256)
+    large = plan.Model(layers=1, heads=2, key_heads=1, value_dim=256, width=8)
     assert plan.bytes_of_outputs(large) == 8 * (1 + 512 + 1 + 4) + 4 * 256**2 * 3 + 8 * 4
     assert plan.bytes_of_outputs(small, with_overlap=False) == 8 * 12
+    assert plan.bytes_of_tokens(small) == 8 * (2 * 8 + 4) + 4 * 2 * (8 + 6 + 4 + 2)
     assert plan.ring_bytes(100, 2) == 100
     assert "10,000 ranks" in plan.report(10_000)[0]

@@ -17,10 +17,11 @@ from hdi_callback.core.covariance import HeadSums
 from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
+from hdi_callback.monitoring.metrics import TOKENS
 from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.monitor.weights import WeightSource
 from hdi_callback.monitoring.ranks.rendezvous import _numbers as numbers
-from tests.models import LAYERS, LENGTH, Attention, Classifier
+from tests.models import LAYERS, LENGTH, WIDTH, Attention, Classifier
 
 METRICS = [
     "hdi", "hdi_worst_pair", "hdi_query", "head_covariance", "head_correlation", "head_output_overlap",
@@ -288,6 +289,20 @@ def read_padded(rank: int | None) -> dict[str, float]:
     return {name: values[name] for name in ("hdi", "head_covariance", "head_correlation", "head_output_overlap")}
 
 
+def read_tokens(rank: int | None) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention())
+    x = torch.randn(7, LENGTH, WIDTH, generator=torch.Generator().manual_seed(6)) * 1e3
+    with monitor_of(model, metrics=TOKEN_METRICS) as monitor:
+        monitor.arm()
+        share = x if rank is None else x[SHARES[rank]]
+        (model[0](share).sum() + model[1](x[0, 0] + 1e-3 * share).sum()).backward()
+        return monitor.measure(0).record().scalars(TOKEN_METRICS)
+
+
+TOKEN_METRICS = [name for name, metric in CATALOGUE.items() if metric.source == TOKENS]
+
+
 # --- what must come of it
 
 
@@ -304,6 +319,16 @@ def test_attention_and_inputs_over_ranks_are_those_of_the_joined_batch(two_ranks
         assert rank.answer["absent"] == {}
         for name, values in alone.layers[LAYERS[0]].arrays.items():
             assert rank.answer["heads"][name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
+
+
+def test_tokens_over_ranks_are_those_of_the_joined_batch_by_half_a_scatter(two_ranks):
+    alone = read_tokens(None)
+    assert len(by_layer(alone)) == 2 * len(TOKEN_METRICS)
+    # The second layer is given tokens that are one up to a thousandth.
+    assert 1 <= alone["token_rank/1"] < WIDTH
+    for rank in two_ranks(read_tokens):
+        assert rank.warnings == []
+        assert rank.answer == pytest.approx(alone, rel=1e-5)
 
 
 def test_padded_batches_of_different_lengths_add_up_to_the_joined_batch(two_ranks):

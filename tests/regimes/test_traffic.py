@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.core.covariance import HeadSums
-from tests.benchmarks.plan import METRICS, Model, bytes_of_outputs, bytes_of_weights
+from tests.benchmarks.plan import METRICS, Model, bytes_of_outputs, bytes_of_tokens, bytes_of_weights
 from tests.models import HEADS, WIDTH
 from tests.regimes.test_ddp import batch, classifier
 
 
-def count_bytes(rank: int) -> list[int]:
+def count_bytes(rank: int, metrics: list[str]) -> list[int]:
     """Of a reading without a forward, and of two with one."""
     model, sent, real = classifier(), [0], dist.all_reduce
 
@@ -21,7 +21,7 @@ def count_bytes(rank: int) -> list[int]:
         sent[-1] += tensor.numel() * tensor.element_size()
         return real(tensor, *args, **kwargs)
 
-    with mock.patch.object(dist, "all_reduce", counted), HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+    with mock.patch.object(dist, "all_reduce", counted), HeadDiversityMonitor(model, metrics=metrics) as monitor:
         for step in range(3):
             if step:
                 monitor.arm()
@@ -54,7 +54,10 @@ def test_what_would_outgrow_the_budget_over_ranks_is_left_out_with_a_reason_and_
 
 
 def test_the_bytes_of_a_reading_are_those_that_the_plan_computes(two_ranks):
-    model = Model(layers=3, heads=HEADS, key_heads=HEADS, value_dim=WIDTH // HEADS)
+    model = Model(layers=3, heads=HEADS, key_heads=HEADS, value_dim=WIDTH // HEADS, width=WIDTH)
     expected = bytes_of_weights(model) + bytes_of_outputs(model)
-    for told in two_ranks(count_bytes):
+    for told in two_ranks(count_bytes, METRICS):
         assert told.answer == [expected] * 3
+    tokens = bytes_of_tokens(model)  # of which nothing is sent where no forward was to be captured
+    for told in two_ranks(count_bytes, [*METRICS, "token_cosine"]):
+        assert told.answer == [expected, expected + tokens, expected + tokens]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +140,37 @@ class InputSums:
             count, mean.double() * count + rest, squares, directions, directed.sum(), directed.square().sum()
         )
         return cls(sums, variance, energy)
+
+    @classmethod
+    def over_ranks(cls, mean: InputMean, rows: Tensor, add_up: Callable[[Tensor], None]) -> InputSums:
+        """Add up what is centred already with other ranks: a scatter, of which each pair of features travels once.
+
+        It travels in float32, whose rounding changes the sums by 1e-7 or so, as each is made of squares.
+
+        Args:
+            mean: sums over the tokens of all ranks.
+            rows: ``(n, d)``, float64, centred, times the roots of the weights; of this rank alone.
+            add_up: adds up a tensor over the ranks, in place.
+
+        Returns:
+            The sums.
+        """
+        scale = mean.size.sqrt()
+        scale = torch.where(scale > 0, scale, 1)
+        small = (rows / scale).float()
+        d = small.shape[-1]
+        step = max(1, -(-d // 4))  # four chunks leave out 3/8 of the product
+        blocks = [(small[:, start : start + step].mT @ small[:, start:]).flatten() for start in range(0, d, step)]
+        half = torch.cat(blocks)
+        add_up(half)
+        trace = energy = torch.zeros((), dtype=torch.float64, device=half.device)
+        for block, start in zip(torch.split(half, [one.numel() for one in blocks]), range(0, d, step)):
+            block = block.view(min(step, d - start), d - start).double()
+            own = block[:, : len(block)]
+            trace = trace + own.diagonal().sum()
+            # Pairs with later features stand on both sides of the diagonal.
+            energy = energy + 2 * block.square().sum() - own.square().sum()
+        return cls(mean, trace * scale**2, energy * scale**4)
 
     def spread(self) -> TokenSpread:
         """Tell how different tokens are, see `token_spread`.

@@ -170,6 +170,8 @@ class LayerInputs(Collected):
             rows = (tokens.double() - mean.total / mean.count.clamp_min(1)).mul_(weights.sqrt()[:, None])
         if is_of_tokens_alone:
             return InputSums.of_rows(mean, rows, torch.zeros(0) if held is None else held[1]), None
+        if KEYS not in self._sources:
+            return InputSums.over_ranks(mean, rows, ranks.add_up), None
         (scatter,) = ranks.sum([rows.mT @ rows], device)
         return InputSums(mean, scatter.diagonal().sum(), scatter.square().sum()), scatter
 
