@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
 from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.errors import UnsupportedAttentionWarning
 
 H, WIDTH, D = 4, 8, 32
 
@@ -294,6 +295,129 @@ def test_keys_that_are_one_for_all_tokens_or_mix_features_are_refused(ends, reas
     model = nn.Sequential(Shortened(ends))
     found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
     assert [one.reason for one in found.refused] == [reason]
+
+
+class Mixed(Four):
+    """Mixes the weights of all heads after the softmax, as re-attention and talking heads do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.mix = nn.Parameter(torch.randn(H, H)) if "matrix" in way else nn.Conv2d(H, H, 1) if way == "map" else None
+        self.mix = nn.Linear(H, H) if way == "linear" else self.mix
+        self.over_queries = nn.Parameter(torch.randn(7, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (split(self.q(x)) @ split(self.k(x)).mT / WIDTH**0.5).softmax(-1)
+        if self.way == "matrix":
+            weights = torch.einsum("bhij,hg->bgij", weights, self.mix)
+        elif self.way == "matrix behind":
+            weights = torch.einsum("gh,bhij->bgij", self.mix, weights)
+        elif self.way == "linear":
+            weights = self.mix(weights.movedim(1, -1)).movedim(-1, 1)
+        elif self.way == "queries":
+            weights = torch.einsum("bhij,ik->bhkj", weights, self.over_queries)
+        else:
+            weights = self.mix(weights)
+        return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("way", ["matrix", "matrix behind", "linear", "map"])
+def test_heads_whose_weights_are_mixed_after_the_softmax_keep_their_rows_and_the_mixing_is_said(way):
+    torch.manual_seed(0)
+    model = nn.Sequential(Mixed(way))
+    with pytest.warns(UnsupportedAttentionWarning, match="mixes the weights of all heads after the softmax"):
+        (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 7, D)))
+    assert layer.left_out == "how `mix` mixes the weights of all heads after the softmax"
+    for role, part in (("query", model[0].q), ("key", model[0].k), ("value", model[0].v)):
+        assert torch.equal(layer.weight(role), part.weight.view(H, WIDTH, D)), role
+    # With the weights of these rows, averaged head by head as they are mixed, the layer is what it computes.
+    x = torch.randn(2, 7, D)
+    q, k, v = (torch.einsum("bnd,hkd->bhnk", x, layer.weight(role)) for role in ("query", "key", "value"))
+    q, k, v = (one + m.bias.view(H, 1, WIDTH) for one, m in zip((q, k, v), (model[0].q, model[0].k, model[0].v)))
+    weights = (q @ k.mT / WIDTH**0.5).softmax(-1)
+    if way == "matrix":
+        mixed = torch.einsum("bhij,hg->bgij", weights, model[0].mix)
+    elif way == "matrix behind":
+        mixed = torch.einsum("bhij,gh->bgij", weights, model[0].mix)
+    else:
+        mixed = torch.einsum("bhij,gh->bgij", weights, model[0].mix.weight.view(H, H))
+        mixed = mixed + model[0].mix.bias.view(H, 1, 1)
+    expected = torch.einsum("bhnk,hkd->bnd", mixed @ v, layer.weight("output")) + model[0].o.bias
+    assert torch.allclose(model(x), expected, atol=1e-4)
+
+
+def test_weights_that_a_matrix_mixes_over_queries_are_not_said_to_mix_heads():
+    torch.manual_seed(0)
+    model = nn.Sequential(Mixed("queries"))
+    found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
+    told = [layer.left_out for layer in found.layers] + [one.reason for one in found.refused]
+    assert told
+    assert not any("heads" in one for one in told)
+
+
+class BehindAGate(Four):
+    """Tokens are what a softmax over features of a product weighs, and a square map of them, before attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.square = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.square((self.one(x) @ self.other(x).mT @ x).softmax(-1))
+        weights = (split(self.q(x)) @ split(self.k(x)).mT).softmax(-1)
+        return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
+
+
+def test_a_square_map_of_what_a_softmax_gives_is_no_mixing_of_heads():
+    torch.manual_seed(0)
+    model = nn.Sequential(BehindAGate())
+    (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
+    assert not layer.left_out
+    assert torch.equal(layer.weight("key"), model[0].k.weight.view(H, WIDTH, D))
+
+
+class WithFirstValues(Four):
+    """Values are weighed against those of the first layer by a gate for each head, as value residuals are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, H)
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        share = self.gate(x).sigmoid().mT[..., None]
+        values = share * split(self.v(x)) + (1 - share) * first
+        weights = (split(self.q(x)) @ split(self.k(x)).mT).softmax(-1)
+        return self.o((weights @ values).transpose(1, 2).flatten(2))
+
+
+def test_values_that_several_maps_give_together_are_left_out_and_queries_and_keys_are_read():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"odd": WithFirstValues()})
+    x, first = torch.randn(2, 7, D), torch.randn(2, H, 7, WIDTH)
+    (layer,) = survey(model, forward=lambda: model["odd"](x, first)).layers
+    assert layer.left_out == "the weights of its values, which `gate` and `v` give together"
+    assert set(layer.slices) == {"query", "key", "output"}
+    assert (layer.num_heads, layer.num_key_heads, layer.head_dim, layer.value_dim) == (H, H, WIDTH, WIDTH)
+    for role, part in (("query", model["odd"].q), ("key", model["odd"].k)):
+        assert torch.equal(layer.weight(role), part.weight.view(H, WIDTH, D)), role
+
+
+class ClassQuery(Four):
+    """The query of the first token is the token as it is; a map gives those of all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = torch.cat([x[:, :1], self.q(x[:, 1:])], 1)
+        weights = (split(queries) @ split(self.k(x)).mT).softmax(-1)
+        return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
+
+
+def test_queries_of_all_tokens_but_one_are_read_and_the_one_is_said_to_be_left_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(ClassQuery())
+    (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
+    assert layer.left_out == "queries of other tokens, which no map gives"
+    assert torch.equal(layer.weight("query"), model[0].q.weight.view(H, WIDTH, D))
 
 
 class OverEdges(Four):

@@ -363,13 +363,6 @@ class TalkingHeads(Plain):
         return torch.einsum("gh,bhts->bgts", self.mixing, q @ k.mT).softmax(-1) @ v
 
 
-class TalkingAfterwards(TalkingHeads):
-    """Weights of one head are sums of those of others."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.einsum("gh,bhts->bgts", self.mixing, (q @ k.mT).softmax(-1)) @ v
-
-
 class Differential(Plain):
     """One softmax less another."""
 
@@ -460,7 +453,6 @@ class Fed(Plain):
     ("kind", "inputs", "reason"),
     [
         (TalkingHeads, 1, "heads mix"),
-        (TalkingAfterwards, 1, "heads mix"),
         (Differential, 1, "made of several softmaxes"),
         (OverFeatures, 1, "features, not of tokens"),
         (Activated, 1, "lies an activation"),

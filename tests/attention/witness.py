@@ -284,10 +284,12 @@ class _Products(TorchFunctionMode):
         """Take ``(..., T, w) @ (..., w, S)``."""
         if not isinstance(left, Tensor) or not isinstance(right, Tensor) or left.dim() < 3 or right.dim() < 3:
             return
-        if weights := _marks(left, "_weights"):
+        if (weights := _marks(left, "_weights")) and not _are_mixed(weights, left.shape[-1], right):
             self._record(answer, weights, right)
-        elif weights := _marks(right, "_weights"):
-            self._record(answer, weights, left.mT, lambda one: one.mT)
+        elif (others := _marks(right, "_weights")) and not _are_mixed(others, right.shape[-2], left):
+            self._record(answer, others, left.mT, lambda one: one.mT)
+        elif mixed := weights or others:
+            answer._weights = mixed
         elif not all(learned := (_is_parameter(left), _is_parameter(right))):
             answer._scores = [_Product(left.detach(), right.detach().mT, False, learned)]
 
@@ -322,7 +324,9 @@ class _Products(TorchFunctionMode):
         second = right.permute([other.index(i) for i in batch + columns + summed])
         tiles = first.shape[len(batch)] if len(rows) > 1 else 1
         first = first.flatten(len(batch), -2)  # rows in tiles are rows all the same
-        if weights := _marks(left, "_weights"):
+        if (weights := _marks(left, "_weights")) and _are_mixed(weights, left.shape[one.index(summed[0])], right):
+            answer._weights = weights
+        elif weights:
             order = [out.index(i) for i in batch + rows + columns]
             self._record(answer, weights, second.mT, lambda one: one.permute(order).flatten(len(batch), -2))
         elif not all(learned := (_is_parameter(left), _is_parameter(right))) and first.dim() >= 3:
@@ -402,6 +406,11 @@ class _Products(TorchFunctionMode):
                 tensor._weights = _distinct(weights)
             if is_parameter:
                 tensor._is_parameter = True
+
+
+def _are_mixed(weights: list[_Product], count: int, other: Tensor) -> bool:
+    """Tell a matrix of parameters that mixes the weights of heads from values: there are other sizes than of tokens."""
+    return _is_parameter(other) and not any(count in (one.left.shape[-2], one.right.shape[-2]) for one in weights)
 
 
 def _turned(mark: _Product) -> _Product:

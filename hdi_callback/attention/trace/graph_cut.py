@@ -3,7 +3,7 @@
 The graph is cut where a parameter is multiplied with: the answer is a leaf of random features. A norm's factor for each
 token and the mean that it subtracts are taken for constants: they leave each feature where it is. Attention is computed
 by plain products, so that its queries, keys and weights are in the graph; dropout is left out, and all are chosen in
-place of the top k.
+place of the top k. A map that mixes the weights of all heads after the softmax is left out as well, and noted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention.dot_product import dot_product_scores, repeated_for_queries
+from hdi_callback.attention.trace.cores import products_behind
 from hdi_callback.attention.trace.draw import MOST_ELEMENTS, Draw
 from hdi_callback.attention.trace.maps import MapStub
+from hdi_callback.attention.trace.support import Support
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 
 
@@ -34,10 +36,11 @@ class GraphCut(TorchFunctionMode):
         *,
         stubs: Iterable[MapStub],
         parameters: Mapping[str, nn.Parameter],
+        mixing: dict[str, bool],
         keeps_means: bool,
     ) -> None:
         super().__init__()
-        self.run, self.draw, self.keeps_means = run, draw, keeps_means
+        self.run, self.draw, self.mixing, self.keeps_means = run, draw, mixing, keeps_means
         self.before: Callable[..., Tensor] | None = None
         self.calls: dict[str, int] = {}
         self.hidden = 0  # softmaxes that ran where autograd records nothing
@@ -76,6 +79,8 @@ class GraphCut(TorchFunctionMode):
         """Give random features for each position of the input of a map."""
         if taken.numel() // max(1, taken.shape[-1]) * features > MOST_ELEMENTS:
             raise ValueError("a traced run would take too much memory")
+        if features == taken.shape[-1] and self._mixes_weights(parameter, taken):
+            return taken
         call = self.calls.get(parameter, 0)
         self.calls[parameter] = call + 1
         with torch._C.DisableTorchFunction():
@@ -84,6 +89,34 @@ class GraphCut(TorchFunctionMode):
         taken = taken if torch.is_grad_enabled() else taken.detach()  # a view of what has a gradient claims one
         self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_called, is_of_parts))
         return drawn.clone(memory_format=torch.contiguous_format)
+
+    def _mixes_weights(self, parameter: str, taken: Tensor, dim: int = -1) -> bool:
+        """Recognise what takes the weights of attention, those of all heads for a pair of tokens; note it."""
+        node = taken.grad_fn
+        while node is not None and "Softmax" not in node.name():
+            is_view = any(node.name().startswith(kind) for kind in _VIEWS)
+            node = node.next_functions[0][0] if is_view and len(node.next_functions) == 1 else None
+        scores = None if node is None else self.run.scores.get(node)
+        if scores is None or scores.numel() != taken.numel() or not products_behind(scores):
+            return False
+        if parameter not in self.mixing:  # the first run tells: where maps answer nothing, nothing depends on them
+            with torch._C.DisableTorchFunction():
+                self.mixing[parameter] = self._is_over_heads(taken, dim)
+        if not self.mixing[parameter]:
+            return False
+        self.run.mixed.setdefault(node, parameter.removesuffix(".weight"))
+        return True
+
+    def _is_over_heads(self, weights: Tensor, dim: int) -> bool:
+        """Return whether two weights of the same pair of tokens are of different features; those of tokens are not."""
+        last = weights.movedim(dim, -1)
+        found = []
+        for number in range(min(2, last.shape[-1])):
+            one = torch.zeros(last.shape)
+            one.view(-1, last.shape[-1])[-1, number] = 1.0
+            support = Support.of(last, one, self.run.tensors)
+            found.append({(leaf, feature) for leaf in support.masks for feature in support.features(leaf)})
+        return len(found) > 1 and found[0] != found[1]
 
     # --- products
 
@@ -247,6 +280,10 @@ class GraphCut(TorchFunctionMode):
                 made = [*order[:-1], *shared, *order[-1:], *new]
                 return parts.permute([made.index(i) for i in out])
             return NotImplemented
+        if len(summed) == len(new) == 1 and weight.dim() == 2 and weight.shape[0] == weight.shape[1]:
+            axis = ix.index(summed[0])
+            if set(out) == {*positions, *new} and self._mixes_weights(str(names[which]), x, axis):
+                return x.permute([ix.index(i) if i in positions else axis for i in out])
         is_map = len(summed) + len(new) == len(iw) and new and set(new) <= set(out) and set(positions) <= set(out)
         if not is_map or not summed or x.dim() != len(ix) or len(set(iw)) < len(iw):
             return NotImplemented
@@ -457,6 +494,21 @@ _LOOKED_INTO = types.FunctionType(
     F.multi_head_attention_forward.__name__,
     F.multi_head_attention_forward.__defaults__,
     F.multi_head_attention_forward.__closure__,
+)
+
+# Nodes that leave numbers as they are, in another shape.
+_VIEWS = (
+    "Alias",
+    "Clone",
+    "Permute",
+    "Reshape",
+    "Slice",
+    "Squeeze",
+    "ToCopy",
+    "Transpose",
+    "Unsafe",
+    "Unsqueeze",
+    "View",
 )
 
 _FUNCTIONS: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (

@@ -74,7 +74,17 @@ class CoreReading(CoreView):
                 raise UndecidedError(SINGLE_KEYS)
             raise UndecidedError("what its scores are made of shows no queries and keys of tokens")
         product = parts.product_of_tokens(rows)
-        return self._grouped(rows, product)
+        if parts.is_of_a_map(rows[0][1], product):
+            return self._grouped(rows, product)
+        # The query of a class token may be its input as it is, where a map gives those of the others.
+        parts.is_last_first = True
+        others = [(unit, where) for unit in units if (where := parts.where(unit)) is not None]
+        if not others or not parts.is_of_a_map(others[0][1], product):
+            return self._grouped(rows, product)
+        heads = self._grouped(others, product)
+        said = (heads.left_out, "queries of other tokens, which no map gives")
+        heads.left_out = " and ".join(filter(None, said))
+        return heads
 
     def _grouped(self, rows: list[tuple[int, Any]], product: int) -> HeadRows:
         """Group the parts of the core into heads by the rows that they are made of."""
@@ -107,7 +117,14 @@ class CoreReading(CoreView):
         if has_shared:
             remarks.append("without the part that all heads share")
         left_out.append(role_rows.leave_out_added(of_heads))
-        heads = _of_one_map_each(of_heads)
+        left_out += [
+            f"how `{name}` mixes the weights of all heads after the softmax"
+            for node, name in self.trace.run.mixed.items()
+            if node in core.nodes
+        ]
+        heads, unread_values = _of_one_map_each(of_heads, core.values.shape[-1])
+        if unread_values:
+            left_out[0] = unread_values
         # A softmax over queries makes a weight of all of them: whether one is of several tokens, it alone says.
         of_query = self.support(self.side(product, 1 - place[0]), place[1][:1])
         if "query" in heads and any(len(of_query.positions(leaf)) > 1 for leaf in of_query.masks):
@@ -219,18 +236,41 @@ class CoreReading(CoreView):
         raise NoHeadsError(_NO_MAP.format(role="value"))
 
 
-def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]]) -> dict[Role, list[Rows]]:
-    """Refuse keys and values of no map, or of several; queries of such are left out."""
+def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) -> tuple[dict[Role, list[Rows]], str]:
+    """Refuse keys and values of no map, and keys of several; queries of such are left out, and values of several.
+
+    Returns:
+        The rows of each role, and what is left out of the values, in words.
+
+    Raises:
+        NoHeadsError: if keys or values are refused.
+    """
     heads: dict[Role, list[Rows]] = {}
+    unread = ""
     for role, found in of_heads.items():
         if all(not one for one in found):
             if role != "query":
                 raise NoHeadsError(_NO_MAP.format(role=role))
         elif all(len(one) == 1 for one in found):
             heads[role] = [one[0] for one in found]
+        elif role == "value" and _are_apart(found, width):
+            names = "` and `".join(sorted({module_of(one.parameter) for rows in found for one in rows}))
+            unread = f"the weights of its values, which `{names}` give together"
         elif role != "query":
             raise NoHeadsError(_sums(role, found))
-    return heads
+    return heads, unread
+
+
+def _are_apart(of_heads: list[list[Rows]], width: int) -> bool:
+    """Return whether a map has features for each head alone, as many as attention takes of its values.
+
+    What another one adds to them, or weighs them with, makes them no rows of a map; keys and queries are theirs.
+    """
+    for parameter in {one.parameter for one in of_heads[0]}:
+        found = {one.features for rows in of_heads for one in rows if one.parameter == parameter}
+        if all(len(one) == width for one in found) and sum(map(len, found)) == len(set().union(*found)):
+            return all(any(one.parameter == parameter for one in rows) for rows in of_heads)
+    return False
 
 
 def _is_matrix(parameter: Tensor) -> bool:

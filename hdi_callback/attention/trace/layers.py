@@ -146,8 +146,9 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     output = outputs_of(trace, cores, heads)
     H, rows = len(heads.members), heads.rows
     path = _owner(trace, cores, rows)
-    key_rows, value_rows = _distinct("key", rows["key"]), _distinct("value", rows["value"])
-    if len(key_rows) != len(value_rows):
+    key_rows = _distinct("key", rows["key"])
+    value_rows = _distinct("value", rows["value"]) if "value" in rows else []
+    if value_rows and len(key_rows) != len(value_rows):
         raise NoHeadsError(f"it has {len(key_rows)} key heads and {len(value_rows)} value heads")
     if H % len(key_rows):
         raise NoHeadsError(f"its {H} heads cannot share {len(key_rows)} key heads evenly")
@@ -156,7 +157,9 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     slices: dict[Role, HeadWeight] = {}
     if "query" in rows:
         slices["query"] = weight_of(trace, path, rows["query"])
-    slices["key"], slices["value"] = weight_of(trace, path, key_rows), weight_of(trace, path, value_rows)
+    slices["key"] = weight_of(trace, path, key_rows)
+    if value_rows:
+        slices["value"] = weight_of(trace, path, value_rows)
     projection = None
     if output is not None and output.features is not None and is_whole(trace, trace.leaves[output.receiver]):
         leaf = trace.leaves[output.receiver]
@@ -165,7 +168,7 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     kind = kind_of(slices, heads)
     full = ".".join(one for one in (name, path) if one)
     layer = AttentionLayer(
-        full, module, H, len(key_rows), len(key_rows[0].features), len(value_rows[0].features), kind, slices,
+        full, module, H, len(key_rows), len(key_rows[0].features), cores[0].values.shape[-1], kind, slices,
         projection, frozenset(heads.normed), heads.left_out, "trace",
     )  # fmt: skip
     return Found(path, layer, "", numbers, _maps_of(trace, numbers[0]))
@@ -202,7 +205,7 @@ def _refuse_shared(rows: dict[Role, list[Rows]], keys: list[Rows], values: list[
 
 def _owner(trace: TracedCores, cores: list[Core], rows: dict[Role, list[Rows]]) -> str:
     """The innermost module around the computation that holds its keys and values."""
-    held = [one.parameter for role in ("key", "value") for one in rows[role]]
+    held = [one.parameter for role in ("key", "value") for one in rows.get(role, ())]
     paths = [core.path for core in cores]
     path = _common(paths)
     while path and not (all(name.startswith(f"{path}.") for name in held) and _computes(trace, path)):

@@ -13,7 +13,13 @@ from hdi_callback.attention.trace.support import columns_of, random_weights
 
 
 class CoreParts(CoreView):
-    """The parts of a core: its matrices of weights, or some rows of each."""
+    """The parts of a core: its matrices of weights, or some rows of each.
+
+    Attributes:
+        is_last_first: of the queries that see most keys the last is looked at, and not the first.
+    """
+
+    is_last_first = False
 
     def find_units(self, n: int) -> Units:
         """Return whether rows of one matrix of weights are of several heads, which share its keys."""
@@ -55,11 +61,27 @@ class CoreParts(CoreView):
         live = (self.core.weights[n][own] > 1e-12).sum(-1)
         most = own[(live == live.max()).nonzero().flatten()].tolist()
         # The first of the queries that see most keys; where it sees padding alone, others.
-        for row in dict.fromkeys((most[0], most[-1], most[len(most) // 2])):
+        rows = [most[0], most[-1], most[len(most) // 2]]
+        for row in dict.fromkeys(rows[::-1] if self.is_last_first else rows):
             where = self._where_in_row(n, row)
             if where:
                 return where
         return None
+
+    def is_of_a_map(self, where: list[tuple[int, int, Tensor, Tensor]], product: int) -> bool:
+        """Return whether a map gives the query of a part of the core.
+
+        Args:
+            where: see `where`.
+            product: number of the score product.
+
+        Returns:
+            False of a query that is learned, or an input as it is, as that of a class token may be.
+        """
+        return any(
+            number != product or bool(self.support(self.side(number, 1 - keys), at_query))
+            for number, keys, at_query, _ in where
+        )
 
     def _where_in_row(self, n: int, row: int) -> list[tuple[int, int, Tensor, Tensor]]:
         weights = self.core.weights

@@ -58,6 +58,7 @@ class Traceable:
             _to_float(self.trial)
             for part in self.trial.modules():
                 _choose_attention(part, "eager")
+        self.mixing: dict[str, bool] = {}  # maps that took weights of attention -> whether those of all heads
         self.stubs = [part for part in self.trial.modules() if isinstance(part, MapStub)]
         self.parameters = {
             name: one for name, one in self.trial.named_parameters() if not name.endswith("_stub_weight")
@@ -86,7 +87,9 @@ class Traceable:
             args, kwargs = inputs.of(args), inputs.of(dict(kwargs))
             for stub in self.stubs:
                 stub.count = 0
-            mode = GraphCut(run, draw, stubs=self.stubs, parameters=self.parameters, keeps_means=keeps_means)
+            mode = GraphCut(
+                run, draw, stubs=self.stubs, parameters=self.parameters, mixing=self.mixing, keeps_means=keeps_means
+            )
             handles = list(_mark_spans(self.trial, run))
             try:
                 # Products in functions that torch.jit.script compiled are in the graph only if it runs them plainly.

@@ -43,6 +43,7 @@ class TracedRun:
         leaves: calls of linear maps, in their order.
         others: what else values may come from, parameters and inputs: name -> tensor.
         scores: node of each softmax -> its input.
+        mixed: node of a softmax -> the map that mixes its weights over heads, and was left out.
         spans: path of a module -> the sequence numbers of nodes that were made in one of its calls.
         outputs: tensors that came back.
         normed: inputs of norms.
@@ -56,6 +57,7 @@ class TracedRun:
     leaves: list[Leaf] = field(default_factory=list)
     others: dict[str, Tensor] = field(default_factory=dict)
     scores: dict[Any, Tensor] = field(default_factory=dict)
+    mixed: dict[Any, str] = field(default_factory=dict)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     normed: list[Tensor] = field(default_factory=list)

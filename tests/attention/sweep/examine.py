@@ -136,8 +136,10 @@ def _examined(
     called: set[nn.Module] = set()
     widest = max([layer.head_dim for layer in found.layers] + [layer.value_dim for layer in found.layers] + [8])
     wanted = [2.2 * widest + 8]
-    # That a query is a map of no token is seen with more sequences than features.
-    wanted += [layer.slices["key"].in_features + 9 for layer in found.layers if "query" not in layer.slices]
+    # That a query or a value is a map of no token is seen with more sequences than features.
+    wanted += [
+        layer.slices["key"].in_features + 9 for layer in found.layers if not {"query", "value"} <= set(layer.slices)
+    ]
     # So is a filter over time that comes between a projection and attention.
     filtered = [layer for layer in found.layers if any(one.dim() == 3 for one in layer.module.parameters())]
     wanted += [5 * layer.head_dim + 20 for layer in filtered]
@@ -332,7 +334,7 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
                 "reason": finding.reason,
                 "heads": [finding.heads, finding.key_heads, finding.key_width, finding.value_width],
                 "claim": [layer.num_heads, layer.num_key_heads, layer.head_dim, layer.value_dim],
-                "remarks": list(finding.remarks),
+                "remarks": [*finding.remarks, *([f"read without {layer.left_out}"] if layer.left_out else [])],
             }
             before = report["layers"].get(layer.name)
             if before is None or _rank(facts) > _rank(before):

@@ -36,7 +36,7 @@ class Claim:
     output_projection: nn.Module | None
     roles: frozenset[str] = frozenset({"query", "key", "value", "output"})
     bias: Callable[[str], Tensor | None] = lambda _: None
-    is_of_one_stream: bool = False  # it says that the tokens of another one are left out
+    is_of_one_stream: bool = False  # it says that the tokens of another one, or queries of some tokens, are left out
 
 
 @dataclass(frozen=True)
@@ -798,7 +798,7 @@ def claim_of(layer) -> Claim:
         layer.output_projection,
         frozenset(layer.slices),
         lambda role: getattr(layer.slices[role], "bias", lambda: None)(),
-        "second stream" in layer.left_out,
+        "second stream" in layer.left_out or "queries of other tokens" in layer.left_out,
     )
 
 

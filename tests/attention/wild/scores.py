@@ -144,9 +144,9 @@ class TalkingHeads(Four):
         return self.o(join(scores.softmax(-1) @ split(self.v(x))))
 
 
-@case(Core(rows("q.weight"), rows("k.weight"), rows("v.weight"), rows("o.weight", "c (h d)")), refused=_MIXED)
+@case(Core(rows("q.weight"), rows("k.weight"), None, None, free=("value", "output")))
 class TalkingAfterSoftmax(Four):
-    """Weights of all heads are mixed behind the softmax: no head has values of its own."""
+    """Weights of all heads are mixed behind the softmax: the values of one are averaged with those of all."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -81,7 +81,6 @@ READ = [
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
-    "TalkingAfterSoftmax": "its heads mix: the weights of one depend on the scores of several",
     "Scripted": "compiled by torch.jit.script",
     # Scores or sums that are no matrix products.
     "Additive": "its scores are no products of queries and keys",
@@ -110,6 +109,7 @@ def test_modules_by_hand_that_are_not_read_are_refused_with_what_is_true_of_them
     ("name", "left_out"),
     [
         ("PositionsAddedToKeys", "what `kp` adds to its keys"),
+        ("TalkingAfterSoftmax", "how `mix` mixes the weights of all heads after the softmax"),
         ("ValuesOfAnEarlierLayer", "what one of its inputs adds to the values that `v` gives"),
     ],
 )
