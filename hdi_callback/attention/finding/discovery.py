@@ -1,4 +1,9 @@
-"""Every attention layer of a model."""
+"""`find_attention`: every attention layer of a model, and every refusal.
+
+In the order in which it is asked (`Search` has the steps): layouts that are registered; traced runs of copies of the
+modules, with inputs that are made up; and, where a forward is passed, a real one, which decides what is still open,
+checks what is claimed and shows attention that nothing explains. What is left is chosen by `include` and `exclude`.
+"""
 
 from __future__ import annotations
 
@@ -143,11 +148,11 @@ def survey(
         search.trace()
         search.name_what_is_silent()
     if forward is not None:
-        _run(search, forward)
-    return _survey(search, include, exclude)
+        _check_by(forward, search)
+    return _chosen(search, include, exclude)
 
 
-def _run(search: Search, forward: Callable[[], Any]) -> None:
+def _check_by(forward: Callable[[], Any], search: Search) -> None:
     """Decide what is open, and check what is claimed, by a real forward."""
     claims = tuple(search.layers.values())
     modules = {name: place.module for name, place in search.undecided().items()}
@@ -172,8 +177,8 @@ def _run(search: Search, forward: Callable[[], Any]) -> None:
     observer.release()
 
 
-def _survey(search: Search, include: Sequence[str] | None, exclude: Sequence[str] | None) -> Survey:
-    """Put together what was found, and choose of it what patterns say."""
+def _chosen(search: Search, include: Sequence[str] | None, exclude: Sequence[str] | None) -> Survey:
+    """Put together the layers and the refusals that patterns leave in."""
     undecided = search.undecided()
     order = {id(place.module): number for number, place in enumerate(search.places.values())}
     layers = sorted(search.layers.values(), key=lambda layer: order[id(layer.module)])

@@ -74,9 +74,21 @@ def find_rows(
                 rotated = find_rotated(x, y, tol)
                 rows = torch.where(rows < 0, rotated, rows) if bool((rotated >= 0).any()) else rows
                 how = "rotated"
-            if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
+            if are_all_found(rows):
                 return FoundRows(role, call.name, rows + call.rows, how, call.is_transposed, call)
     return None
+
+
+def are_all_found(rows: Tensor) -> bool:
+    """Return whether every feature was found, and none twice.
+
+    Args:
+        rows: ``(heads, width)``, features of a map; -1 where none is equal.
+
+    Returns:
+        True if so.
+    """
+    return bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel()
 
 
 def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | None:
@@ -96,7 +108,7 @@ def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | Non
             if arrangement.tokens != call.tokens or len(x) != len(inputs):
                 continue
             rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
-            if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
+            if are_all_found(rows):
                 return FoundRows("output", call.name, rows, "as they are", call.is_transposed)
     return None
 

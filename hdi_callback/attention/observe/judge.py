@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hdi_callback.attention.heads import INPUT_ROLES, PLURAL, AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.features import find_features, match_heads, tolerance
-from hdi_callback.attention.observe.found_rows import find_rows
+from hdi_callback.attention.observe.found_rows import are_all_found, find_rows
 from hdi_callback.attention.observe.samples import Arrangement, MapCall
 from hdi_callback.attention.observe.verdicts import RoleVerdict, State, Verdict
 
@@ -42,8 +42,8 @@ def _judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[
     # Of several attentions in a module one may be another than the one that is claimed, with maps of its own.
     verdicts = [_judge_core(layer, core, maps, is_alone=len(cores) == 1) for core in cores]
     order: tuple[State, ...] = ("established", "contradicted", "undecided")
-    seen = [(order.index(one.state), -sum(r.state == "established" for r in one.roles.values())) for one in verdicts]
-    best = verdicts[min(range(len(seen)), key=seen.__getitem__)]
+    ranks = [(order.index(one.state), -sum(r.state == "established" for r in one.roles.values())) for one in verdicts]
+    best = verdicts[min(range(len(ranks)), key=ranks.__getitem__)]
     if best.state == "contradicted" and len(cores) > 1 and best.core is not None and best.core.heads < layer.num_heads:
         # Heads that are computed one by one, or some at a time, are each a part of what is claimed.
         return replace(best, state="undecided", sentence=f"its heads are computed in {len(cores)} attentions")
@@ -55,15 +55,15 @@ def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Se
     count, roles = layer.num_heads, {}
     for role in INPUT_ROLES:
         pieces = getattr(layer.slices.get(role), "pieces", ())
-        seen = [any(_judge_part(piece, core, maps, role).state == "established" for core in cores) for piece in pieces]
-        if pieces and all(seen):
+        found = [any(_judge_part(piece, core, maps, role).state == "established" for core in cores) for piece in pieces]
+        if pieces and all(found):
             roles[role] = RoleVerdict("established", f"its {PLURAL[role]} are what the maps of the heads give")
         elif pieces:
-            why = f"the {PLURAL[role]} of head {seen.index(False)} of {count} are not what its map gave"
+            why = f"the {PLURAL[role]} of head {found.index(False)} of {count} are not what its map gave"
             roles[role] = RoleVerdict("undecided", why)
-    unseen = [one.sentence for one in roles.values() if one.state != "established"]
-    state: State = "undecided" if unseen or not roles else "established"
-    sentences = unseen or [one.sentence for one in roles.values()]
+    undecided = [one.sentence for one in roles.values() if one.state != "established"]
+    state: State = "undecided" if undecided or not roles else "established"
+    sentences = undecided or [one.sentence for one in roles.values()]
     return Verdict(state, "; ".join(sentences), roles, cores[0], tuple(cores))
 
 
@@ -79,9 +79,9 @@ def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
         return Verdict("contradicted", "; ".join(wrong), roles, core)
     if core.mixed:
         return Verdict("undecided", f"its scores or weights are mixed by `{core.mixed}`", roles, core)
-    unseen = [one.sentence for role, one in roles.items() if one.state != "established" and role != "output"]
-    if unseen:
-        return Verdict("undecided", "; ".join(dict.fromkeys(unseen)), roles, core)
+    undecided = [one.sentence for role, one in roles.items() if one.state != "established" and role != "output"]
+    if undecided:
+        return Verdict("undecided", "; ".join(dict.fromkeys(undecided)), roles, core)
     return Verdict("established", "; ".join(one.sentence for one in roles.values()), roles, core)
 
 
@@ -105,22 +105,22 @@ def _judge_part(
                 return RoleVerdict(verdict.state, verdict.sentence, tokens)
     found = find_rows(core, [*calls], role)
     if found is not None:
-        said = "; ".join(_ranges(row) for row in part.index()[:2].tolist())
-        seen = "; ".join(_ranges(sorted(row)) for row in found.rows[:2].tolist())
+        claim = "; ".join(_ranges(row) for row in part.index()[:2].tolist())
+        taken = "; ".join(_ranges(sorted(row)) for row in found.rows[:2].tolist())
         counts = f"attention takes {len(found.rows)} heads of {found.rows.shape[1]} features as {names}"
         if found.rows.shape != part.index().shape:
             return RoleVerdict("contradicted", f"{counts}, the claim is {part.heads} of {part.width}")
         if [sorted(row) for row in found.rows.tolist()] != [sorted(row) for row in part.index().tolist()]:
             return RoleVerdict(
                 "contradicted",
-                f"its {names} are rows {seen}, ... of `{found.map}`, head by head, the claim is rows {said}, ...",
+                f"its {names} are rows {taken}, ... of `{found.map}`, head by head, the claim is rows {claim}, ...",
             )
         return RoleVerdict("established", f"its {names} are the claimed rows, {found.how}")
     other = find_rows(core, [one for one in maps if one not in calls], role)
     if other is not None:
-        said = calls[-1].name or part.parameter
+        claim = calls[-1].name or part.parameter
         state: State = "contradicted" if is_alone else "undecided"
-        return RoleVerdict(state, f"its {names} come from `{other.map}`, the claim is `{said}`")
+        return RoleVerdict(state, f"its {names} come from `{other.map}`, the claim is `{claim}`")
     extra = _sum_of(calls, part, observed, maps)
     return RoleVerdict(
         "undecided", extra or f"its {names} are none of the features that its map gave, nor rotated ones"
@@ -257,10 +257,10 @@ def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapC
                         f"the outputs of head {head} are the claimed columns of head {int(of[head])}",
                     )
             rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
-            if bool((rows >= 0).all()) and len(set(rows.flatten().tolist())) == rows.numel():
-                seen, said = _ranges(rows[0].tolist()), _ranges(index[0].tolist())
+            if are_all_found(rows):
+                taken, claim = _ranges(rows[0].tolist()), _ranges(index[0].tolist())
                 return RoleVerdict(
-                    "contradicted", f"the outputs of head 0 are columns {seen} of `{call.name}`, the claim is {said}"
+                    "contradicted", f"the outputs of head 0 are columns {taken} of `{call.name}`, the claim is {claim}"
                 )
     why = (
         "its output projection was not called after attention"

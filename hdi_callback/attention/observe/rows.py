@@ -128,14 +128,14 @@ class RowPlan:
         hidden = hidden_by(self.terms, self.axes, self.sequences, self.positions, self.keys)
         shape = (len(self.sequences), 1, len(self.positions), self.keys)
         device = self.positions.device
-        seen = (
+        visible = (
             torch.ones(shape, dtype=torch.bool, device=device)
             if hidden is None
             else (~hidden).expand(shape[0], hidden.shape[1], *shape[2:])
         )
         if self.left_out is not None:
-            seen = seen & ~self.left_out[:, None, self.positions, None]
-        return seen
+            visible = visible & ~self.left_out[:, None, self.positions, None]
+        return visible
 
 
 def rows_of_weights(
