@@ -29,19 +29,22 @@ class Reach:
     Attributes:
         seconds: each test -> what it takes, of the processor.
         lines: file -> line -> the tests that run it.
+        shares: test -> file -> its share of the lines of the package that the test runs.
     """
 
     seconds: dict[str, float]
     lines: dict[str, dict[int, set[str]]]
+    shares: dict[str, dict[str, float]]
 
     def tests_of(self, file: str, first: int, last: int) -> list[str]:
-        """Give the tests that run one of these lines of a file, the quickest first.
+        """Give the tests that run one of these lines of a file, those first that are quick and run little else.
 
         A line that no test runs, such as a constant of the module, is left to all the tests of its file.
         """
         own = self.lines.get(file, {})
         found = {test for line in range(first, last + 1) for test in own.get(line, ())}
-        return sorted(found or {test for tests in own.values() for test in tests}, key=lambda one: self.seconds[one])
+        found = found or {test for tests in own.values() for test in tests}
+        return sorted(found, key=lambda one: ((self.seconds[one] + 0.01) / self.shares[one].get(file, 1e-3), one))
 
 
 def read(path: Path, tests: Sequence[str] = ("",)) -> Reach:
@@ -49,13 +52,17 @@ def read(path: Path, tests: Sequence[str] = ("",)) -> Reach:
     records = {one["test"]: one for one in _records(path) if one["test"].startswith(tuple(tests))}
     seconds: dict[str, float] = {}
     lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    shares: dict[str, dict[str, float]] = {}
     for test, one in records.items():
         if one["passed"]:
             seconds[test] = one["seconds"]
-            for file, numbers in one["lines"].items():
-                for number in _numbers(numbers):
+            run = {file: list(_numbers(numbers)) for file, numbers in one["lines"].items()}
+            whole = sum(map(len, run.values()))
+            shares[test] = {file: len(numbers) / whole for file, numbers in run.items()}
+            for file, numbers in run.items():
+                for number in numbers:
                     lines[file][number].add(test)
-    return Reach(seconds, lines)
+    return Reach(seconds, lines, shares)
 
 
 def record(path: Path, tests: Sequence[str]) -> None:

@@ -18,11 +18,11 @@ INTRODUCTION = """# Broken on purpose
 
 Do the tests notice when the code is wrong? One thing at a time is changed in a file: a comparison (`<` to `<=`), an
 operation (`+` to `-`), a number by one, a condition that is never met, a value that is not returned. Then the tests
-that run the changed line are run, the quickest of each test file first, until one fails or a minute of processor time
-is spent. Which tests run which lines is recorded first. What none of them notices has survived: either the change makes
-no difference (the column says why), or a test is missing. The changes are a sample, spread over the lines of each file;
-words of errors and warnings, annotations and decorators are left as they are. Tests that are marked slow are left out,
-but for those of `attention/observe`, and so are those of the integrations and of several processes.
+that run the changed line are run, those first that are quick and run little else, until one fails or a budget of
+processor time is spent. Which tests run which lines is recorded first. What none of them notices has survived: either
+the change makes no difference (the column says why), or a test is missing. The changes are a sample, spread over the
+lines of each file; words of errors and warnings, annotations and decorators are left as they are. Tests that are marked
+slow are left out, but for those of `attention/observe`, and so are those of the integrations and of several processes.
 
     python -m tests.experiments.mutations record --reached build/reached.jsonl
     python -m tests.experiments.mutations run --reached build/reached.jsonl --results build/mutations.jsonl

@@ -1,8 +1,9 @@
 """Break, test, and write down whether it was noticed; what the results hold already is not run again.
 
 One process loads the package and collects the tests; for each change it forks, puts the changed code into the functions
-of the fork, and runs the tests that run the changed line, the quickest of each test file first, until one fails. What
-runs on import, such as a constant of a module, is changed in a fork of a process that has not loaded the package yet.
+of the fork, and runs the tests that run the changed line, those first that are quick and run little else, until one
+fails. What runs on import, such as a constant of a module, is changed in a fork of a process that has not loaded the
+package yet.
 Nothing on the disk is changed. Tests that start further processes see the code as it is there.
 """
 
@@ -19,7 +20,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -113,13 +113,13 @@ class _Work:
         tests = self._reached.tests_of(file, *mutation.run)
         chosen, seconds = _affordable(tests, self._reached.seconds, self._budget)
         held = self._held.get((file, state, mutation.key))
-        if held is not None and (held["outcome"] != "survived" or held["tests"] >= len(chosen)):
+        if held is not None and (held["outcome"] != "survived" or held.get("budget", 0) >= self._budget):
             return
         if time.monotonic() > self._end:
             return
         outcome, by, taken = _outcome(lambda: test(chosen), 3 * seconds + SLACK) if chosen else ("survived", "", 0.0)
         line = {"file": file, "digest": state, "change": mutation.key, "outcome": outcome, "by": by,
-                "tests": len(chosen), "of": len(tests), "seconds": round(taken, 1)}  # fmt: skip
+                "tests": len(chosen), "of": len(tests), "budget": self._budget, "seconds": round(taken, 1)}  # fmt: skip
         with self._results.open("a") as written:
             written.write(json.dumps(line) + "\n")
 
@@ -175,14 +175,12 @@ def _replace(path: Path, mutation: Mutation, functions: Sequence[FunctionType]) 
 
 
 def _affordable(tests: Sequence[str], seconds: dict[str, float], budget: float) -> tuple[list[str], float]:
-    """Choose the tests that are run: the quickest of each test file, then the next of each, within the budget."""
-    turns: dict[str, count[int]] = {}
-    order = sorted((next(turns.setdefault(one.partition("::")[0], count())), seconds[one], one) for one in tests)
+    """Choose the tests that are run: as many as the budget allows, in their order."""
     chosen, total = [], 0.0
-    for _, taken, test in order:
-        if not chosen or total + taken <= budget:
+    for test in tests:
+        if not chosen or total + seconds[test] <= budget:
             chosen.append(test)
-            total += taken
+            total += seconds[test]
     return chosen, total
 
 
