@@ -312,7 +312,9 @@ def draw(points: dict[str, list[Point]], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, places = plt.subplots(1, len(points), figsize=(3 * len(points), 3), constrained_layout=True)
+    figure, places = plt.subplots(
+        1, len(points), figsize=(2.6 * len(points), 3.2), constrained_layout=True, sharey=True
+    )
     median = statistics.median
     for place, (name, found) in zip(places, points.items()):
         sizes = [point.size for point in found]

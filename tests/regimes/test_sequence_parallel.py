@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather, all_to_all_single
 from torch.nn import functional as F
 
+from hdi_callback import AttentionLayer, HeadSlice, register_layout
 from hdi_callback.attention import find_attention
-from tests.models import LENGTH, Attention
-from tests.regimes.test_ddp import METRICS, ROWS, classifier, monitor_of
+from hdi_callback.monitoring.metrics import ROWS as ATTENTION_ROWS
+from tests.models import HEADS, LENGTH, WIDTH, Attention
+from tests.regimes.test_ddp import CATALOGUE, METRICS, ROWS, classifier, monitor_of
 
 
 class GatheredKeys(Attention):
@@ -60,7 +62,23 @@ def _heads_for_tokens(part: Tensor) -> Tensor:
     return got.view(ranks * H, B, T // ranks, width).transpose(0, 1)
 
 
-KINDS = {"gathered keys": GatheredKeys, "swapped heads": SwappedHeads}
+class DescribedHeads(SwappedHeads):
+    """The same, of which a layout is known."""
+
+
+def describe(name: str, module: Any) -> AttentionLayer:
+    roles = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+    slices = {
+        role: HeadSlice(module, f"{path}.weight", heads=HEADS, width=WIDTH // HEADS) for role, path in roles.items()
+    }
+    return AttentionLayer(
+        name, module, HEADS, HEADS, WIDTH // HEADS, WIDTH // HEADS, "described", slices, module.out_proj
+    )
+
+
+register_layout(DescribedHeads, describe)
+
+KINDS = {"gathered keys": GatheredKeys, "swapped heads": SwappedHeads, "described heads": DescribedHeads}
 
 
 def model_of(kind: str) -> nn.Module:
@@ -85,10 +103,10 @@ def sequences() -> Tensor:
 ALL = [name for name in (*METRICS, *ROWS) if "importance" not in name and name != "attention_ahead"]
 
 
-def read(rank: int, kind: str) -> dict[str, Any]:
+def read(rank: int, kind: str, check_heads: bool = True) -> dict[str, Any]:
     share = sequences().chunk(dist.get_world_size(), 1)[rank]
     model = model_of(kind)
-    with monitor_of(model, metrics=ALL) as monitor:
+    with monitor_of(model, metrics=ALL, check_heads=check_heads) as monitor:
         for step in (0, 1):
             monitor.arm()
             model(share).square().sum().backward()
@@ -118,3 +136,14 @@ def test_heads_that_are_spread_over_ranks_while_they_attend_are_refused_with_a_r
         assert one.answer["tags"] == {}
         assert len(one.answer["refused"]) == 3
         assert "cannot be told apart" in one.warnings[0]
+
+
+def test_heads_that_are_spread_while_they_attend_read_as_one_process_once_they_are_described(two_ranks):
+    """What attends are other tokens and heads than those of the layer, so that nothing could confirm the layout."""
+    whole, of_rows = read_alone(), {name for name in ALL if CATALOGUE[name].source == ATTENTION_ROWS}
+    expected = {tag: value for tag, value in whole.items() if tag.partition("/")[0] not in of_rows}
+    assert len(expected) > 20
+    for one in two_ranks(read, "described heads", False):
+        assert one.answer["refused"] == []
+        assert one.answer["tags"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert {key.partition("/")[0] for key in one.answer["absent"]} == {"attention rows"}
