@@ -24,7 +24,7 @@ projection. They are therefore those without attention dropout.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ class Taps(Hooks):
             count every token.
         subject: what is captured.
         reduce_slopes: computes slopes from head outputs and their gradients; these are not read if it is `None`.
+
+    Attributes:
+        passed_over: names of layers that are not captured from the next `arm` on.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Taps(Hooks):
         self._taps: dict[str, Tap] = {}
         self._max_tokens, self._padding = max_tokens, padding
         self._never: dict[str, str] = {}
+        self.passed_over: Collection[str] = frozenset()
         self._is_armed = False
         self._model = model
         self._is_eager = self._is_suspended = False
@@ -129,7 +133,10 @@ class Taps(Hooks):
         return [
             name
             for name, tap in self._taps.items()
-            if tap.is_empty(self._reads_all) and name not in self._never and name not in self.absent
+            if tap.is_empty(self._reads_all)
+            and name not in self._never
+            and name not in self.passed_over
+            and name not in self.absent
         ]
 
     @property
@@ -157,7 +164,8 @@ class Taps(Hooks):
         self._is_armed = True
         for name, tap in self._taps.items():
             tap.forget()
-            tap.is_armed, tap.training_only, tap.padding_mask = name not in self._never, training_only, padding_mask
+            tap.is_armed = name not in self._never and name not in self.passed_over
+            tap.training_only, tap.padding_mask = training_only, padding_mask
         if not self._is_suspended:
             if self._is_eager:  # anew, so that what hooks of the user's have changed is seen as well
                 super().suspend()

@@ -67,6 +67,11 @@ class LayerInputs(Collected):
         without = {*self._why_not, *self.taps.absent}
         self._tapped = [layer for layer in self._layers.all if layer.name not in without]
 
+    def begin(self) -> None:
+        """Pass over the layers whose turn comes later, at the reading for which a forward is armed next."""
+        # Where keys were asked for, what is added up for them tells of the tokens as well.
+        self.taps.passed_over = self._turns.waiting(TOKENS) if KEYS not in self._sources else frozenset()
+
     def add(self, layers: Sequence[AttentionLayer], absent: Absent) -> None:
         """Capture the inputs of further layers from the next armed forward on.
 
@@ -129,9 +134,7 @@ class LayerInputs(Collected):
         """
         if self._captures is None:
             return []
-        # Where keys were asked for, what is added up for them tells of the tokens as well.
-        waiting = self._turns.waiting(TOKENS) if KEYS not in self._sources else ()
-        layers = [layer for layer in layers if layer.name not in waiting]
+        layers = [layer for layer in layers if layer.name not in self.taps.passed_over]
         means = []
         if ranks.size > 1:
             means = [_mean_of(layer, self._tokens_of(layer, device), device) for layer in layers]

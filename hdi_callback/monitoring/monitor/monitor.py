@@ -241,8 +241,13 @@ class HeadDiversityMonitor:
             training_only: pass over forwards that autograd does not record, even if there are no others.
             padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
         """
-        self._turns.begin(self.facts)
+        self._begin_turn()
         self._arm(training_only, padding_mask)
+
+    def _begin_turn(self) -> None:
+        self._turns.begin(self.facts)
+        if self._inputs is not None:
+            self._inputs.begin()
 
     def _arm(self, training_only: bool, padding_mask: Tensor | None = None) -> None:
         self._verifier.arm()
@@ -303,7 +308,7 @@ class HeadDiversityMonitor:
             if value is not None:
                 whole_number(name, value, least=0, example=0)
         absent = Absent(self.warn_once, unasked=self._unasked)
-        self._turns.begin(self.facts)
+        self._begin_turn()
         self._turns.end()
         self._verify()
         self._layers.find_removed()

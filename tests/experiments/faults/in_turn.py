@@ -57,18 +57,19 @@ def _without(layers: dict[str, Any], left_out: dict[str, set[str]]) -> dict[str,
     }
 
 
-def count(runs: list[Result]) -> dict[str, Any]:
-    """Judge runs at every reading and in turn, and compare the alarms."""
+SHOWN = {name: fault.start for name, fault in FAULTS.items() if fault.shows}
+
+
+def count(runs: list[Result], starts: dict[str, int] = SHOWN) -> dict[str, Any]:
+    """Judge runs at every reading and in turn, and compare the alarms; `starts` are the steps at which faults begin."""
     ways: dict[str, Callable[[Result], Result]] = {"whole": lambda run: run, "in turn": in_turn}
     found: dict[str, Any] = {"faults": 0, "healthy": 0, "later": [], "missed": {}}
     found |= {f"{what} {way}": 0 for what in ("told", "false") for way in ways}
     for run in runs:
-        if not run.get("readings"):
-            continue
         is_healthy = run["kind"] == HEALTHY
-        start = 0 if is_healthy else FAULTS[run["kind"]].start
-        if not is_healthy and not FAULTS[run["kind"]].shows:
+        if not run.get("readings") or not (is_healthy or run["kind"] in starts):
             continue
+        start = 0 if is_healthy else starts[run["kind"]]
         alarm = {way: alarm_of_rules(judge_again(cut(run)), start) for way, cut in ways.items()}
         found["healthy" if is_healthy else "faults"] += 1
         for way, step in alarm.items():
