@@ -31,7 +31,9 @@ the layer's real input: what attention received for a head must be determined by
 other. Counts of heads and widths are those of the tensors. Names and tables play no part in this comparison.
 
 Where a query is learned, handed in or pooled from several tokens, no query weight is claimed, and that is compared as
-well; where a filter over tokens follows a projection, the rows of the head are compared at all tokens in it.
+well; where a filter or a matrix over tokens follows a projection, the rows of a head are compared at all tokens in it.
+A layer of which a part is not read counts as right where all that is claimed of it is: "read without" names the part,
+as the warning of `find_attention` does.
 
 A layer whose heads cannot be established is refused with a warning and left out; `register_layout` describes it.
 
