@@ -114,8 +114,9 @@ def _outputs_in(
         each = {tuple(agreed(part).tolist()) for part in parts}
         is_repeated |= len(each) > 1 and all(min(one) >= 0 for one in each)
     features = torch.stack(placed)
-    taken = taken_for(trace, heads.rows["key"][0])
-    if is_repeated and (features < 0).any() and taken and taken[0].shape[-1] < end.shape[-1]:
+    inputs = {one.shape[-1] for name, one in trace.run.others.items() if name.startswith("input") and one.dim()}
+    is_of_parts = all(one.shape[-1] not in inputs for one in taken_for(trace, heads.rows["key"][0]))
+    if is_repeated and is_of_parts and (features < 0).any():
         name = module_of(heads.rows["key"][0].parameter)
         raise NoHeadsError(f"the same rows of `{name}` make the keys of several of its heads, each of other features")
     if (features < 0).any():

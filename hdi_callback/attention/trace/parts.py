@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.head_rows import NoHeadsError, UndecidedError, Units
-from hdi_callback.attention.trace.support import columns_of, random_weights
+from hdi_callback.attention.trace.head_rows import NoHeadsError, UndecidedError, Units, module_of
+from hdi_callback.attention.trace.support import Support, columns_of, random_weights, weights_at
 
 
 class CoreParts(CoreView):
@@ -108,6 +108,7 @@ class CoreParts(CoreView):
             if made:
                 candidates.append((number, keys))
         if not candidates:
+            self._refuse_made_weights(where)
             raise UndecidedError("no linear map of single tokens gives its keys: filters over several may give them")
         if len(candidates) > 1:
             kept = [one for one in candidates if self._is_of_columns(n, *one)]
@@ -115,6 +116,21 @@ class CoreParts(CoreView):
         if len(candidates) > 1:
             raise NoHeadsError("its scores are sums of several products of queries and keys")
         return int(candidates[0][0])
+
+    def _refuse_made_weights(self, where: list[Any]) -> None:
+        """Refuse keys of tokens whose weights a map makes of something else, as a hypernetwork does."""
+        inputs = [one for name, one in self.trace.run.others.items() if name.startswith("input")]
+        _, cores = self.trace.without_maps
+        for number, keys, _, at in where:
+            side = self.side(number, keys)
+            names = sorted({module_of(self.trace.parameter_of(leaf)) for leaf in self.support(side, at).masks})
+            if not names or len(cores) != len(self.trace.cores) or number >= len(cores[self.number].scores):
+                continue
+            product = cores[self.number].scores[number]
+            # What is added to tokens would leave them; of a weight without numbers nothing comes.
+            is_nothing = not (product.right if keys else product.left).any()
+            if is_nothing and Support.of(side, weights_at(side, at), inputs):
+                raise UndecidedError(f"the weights that give its keys are themselves made by `{'` and `'.join(names)}`")
 
     def _is_of_columns(self, n: int, number: int, keys: int) -> bool:
         """Return whether two queries meet the same key in one column; keys of relative positions differ."""

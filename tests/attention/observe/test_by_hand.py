@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow  # `make slow` runs these
 
 ALL = cases()
 # Products that are written as `(q * k).sum(-1)` are not seen; what TorchScript runs or is compiled is named as closed.
-NOT_SEEN = {"ProductByHand", "Scripted", "Compiled", "CompiledInPlace", "Flex"}
+NOT_SEEN = {"ProductByHand", "Scripted", "Compiled", "CompiledInPlace"}
 ELSEWHERE = {"OnMeta"}  # its inputs are on another device
 
 

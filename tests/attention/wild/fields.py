@@ -120,7 +120,7 @@ class PositionsOfValues(Four):
 
 
 @case(
-    Core(*(rows(f"{m}.weight", "(h d) c 1 1", h=1) for m in "qkv"), None, "b q k", heads=1, proved=()),
+    Core(*(rows(f"{m}.weight", "(h d) c x y", h=1) for m in "qkv"), None, "b q k", heads=1, proved=()),
     inputs=("b c x y",),
 )
 class NonLocalBlock(nn.Module):

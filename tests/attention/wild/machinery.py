@@ -123,7 +123,7 @@ class TernaryWeights(_With):
         super().__init__(BitLinear)
 
 
-@case(Core(None, None, None, rows("o.weight", "c (h d)")), may_refuse="another map|weights that")
+@case(Core(None, None, None, rows("o.weight", "c (h d)")), may_refuse="weights that give its keys are themselves made")
 class Hypernetwork(_With):
     def __init__(self) -> None:
         super().__init__(FromAnEmbedding)
@@ -259,7 +259,7 @@ class MappedOverHeads(nn.Module):
         return self.o(out.permute(1, 2, 0, 3).flatten(2))
 
 
-@case(separate())
+@case(separate(), may_refuse="could not be run by itself")
 class Packed(Four):
     """Sequences of several lengths in one nested tensor."""
 
@@ -270,19 +270,6 @@ class Packed(Four):
         q, k, v = (m(nested).unflatten(-1, (H, WIDTH)).transpose(1, 2) for m in (self.q, self.k, self.v))
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
         return self.o(out).to_padded_tensor(0.0)
-
-
-@case(separate(), may_refuse="flex")
-class Flex(Four):
-    """flex_attention with a bias by distance."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
-        if x.dtype == torch.float64:  # for the proof
-            return self.o(join(attend(q, k, v)))
-        from torch.nn.attention.flex_attention import flex_attention
-
-        return self.o(join(flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j).abs())))
 
 
 @case(
@@ -319,8 +306,13 @@ class HeadsOfPartsOfTheInput(nn.Module):
 
 
 @case(
-    Core(rows("o.weight", "c (h d)"), rows("o.weight", "c (h d)"), None, None),
-    refused="part|share|features|differ|heads|input",
+    *(
+        Core(
+            *(rows(f"qkvs.{i}.weight", "(r h d) c", h=1, n_r=3, r=r) for r in range(3)), None, "b q k", i, 1,
+            proved=(), free=("output",),
+        )
+        for i in range(H)
+    )
 )  # fmt: skip
 class HeadsInACascade(nn.Module):
     """A head takes its part of the features, and what the head before gave (EfficientViT)."""
@@ -340,7 +332,7 @@ class HeadsInACascade(nn.Module):
 
 @case(
     Core(rows("o.weight", "c (h d)"), rows("o.weight", "c (h d)"), None, None),
-    refused="part|share|features|differ|input|norm",
+    refused="an input of its own|made by two projections",
 )  # fmt: skip
 class HeadsOfInputsOfTheirOwn(nn.Module):
     """Each head takes a view of its own of the input, as wide as the model."""

@@ -93,6 +93,7 @@ REFUSALS = {
     "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
     # What autograd or torch.func hides.
     "MappedOverHeads": "its values are made with `v` in a way that is not followed",
+    "Hypernetwork": "the weights that give its keys are themselves made by `k.make`",
     "SecondStreamIfGiven": "without keys and values of a second stream, which `add_k` and `add_v` give",
     "Joint": "without keys and values of a second stream, which `add_k` and `add_v` give",
 }
@@ -163,7 +164,9 @@ def test_modules_by_hand_are_read_as_they_are(name):
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
-@pytest.mark.parametrize("name", ["ValuesAreTheInput", "KeysOfATower", "ValuesOfAnEarlierLayer", "Joint"])
+@pytest.mark.parametrize(
+    "name", ["ValuesAreTheInput", "KeysOfATower", "KeysThroughAnActivation", "Joint", "ValuesOfAnEarlierLayer"]
+)
 def test_a_forward_and_a_training_give_the_same_answer(name, tmp_path):
     forward, training = (judge(ALL[name], way, tmp_path) for way in ("forward", "training"))
     assert (training.verdict, training.reason) == (forward.verdict, forward.reason)

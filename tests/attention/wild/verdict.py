@@ -123,7 +123,7 @@ def verdict_of(
         return _of_refusal(told, case.refused)
     left = list(layers)
     worst: tuple[str, str] = (RIGHT, "")
-    if left and all(layer.num_heads == 1 for layer in left):
+    if len(left) > 1 and all(layer.num_heads == 1 for layer in left):
         keys = [weight_of(core.key, block) for core in case.cores]
         rows = torch.cat([key.flatten(0, 1).float() for key in keys if key is not None])
         if all(_is_part(layer.weight("key").detach().float().flatten(0, 1), rows) for layer in left):
