@@ -18,7 +18,7 @@ from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.judging import NOW, judge_again
 from tests.experiments.faults.monitors import MONITORS, alarm_of, alarm_of_rules
 from tests.experiments.faults.plan import HEALTHY, Job
-from tests.experiments.faults.trainings import BASES, LONG, PROVOKED
+from tests.experiments.faults.trainings import BASES, DEEP, LONG, PROVOKED
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "benchmarks" / "faults.json.gz"
 
@@ -40,6 +40,11 @@ def test_the_plan_holds_what_is_asked_of_it_and_looked_at_seeds_confirm_nothing(
     assert sum(fault.is_cause for fault in FAULTS.values()) >= 10
     assert {base.task for base in BASES.values()} == {"text", "digits", "table", "reversal"}
     assert {base.optimizer for base in BASES.values()} == {"adamw", "sgd", "muon"}
+    tried = [*BASES.values(), *PROVOKED.values()]
+    assert len({base.width for base in tried}) >= 5
+    assert {base.layers for base in [*tried, *DEEP.values()]} >= {1, 2, 4, 8}
+    assert {base.heads // base.key_heads for base in BASES.values()} == {1, 4}
+    assert {base.key_heads for base in BASES.values() if base.key_heads < base.heads} == {1, 2}, "one key, and several"
     for kind in FAULTS:
         assert sum(job.kind == kind for job in confirming) == 3
 
@@ -65,6 +70,60 @@ def test_a_run_is_made_once_and_holds_what_the_report_reads(tmp_path, monkeypatc
     for name in MONITORS:
         assert all(len(pair) == 2 for pair in MONITORS[name](result)), name
     assert dict(MONITORS["attention: largest score"](result))[10] > 0
+
+
+def test_the_benchmark_in_small_is_made_goes_on_where_it_ended_and_is_reported(tmp_path, monkeypatch):
+    made, kind = [], "two heads copied"
+    jobs = {
+        "looked-at": [Job(HEALTHY, "table", seed) for seed in (1, 2)],
+        "fresh": [Job(HEALTHY, "table", plan.FRESH), Job(kind, "table", plan.FRESH + 1)],
+    }
+    short = run.train
+
+    def train(job):
+        if len(made) == 2 and not any(tmp_path.glob("end/*")):
+            (tmp_path / "end").mkdir()
+            (tmp_path / "end" / "here").touch()
+            raise KeyboardInterrupt  # in the middle of the second part
+        made.append(job)
+        return short(job, 50)
+
+    monkeypatch.setattr(run, "plan", lambda part, **more: jobs[part])
+    monkeypatch.setattr(run, "PUBLISHED", tmp_path / "none")
+    monkeypatch.setattr(run, "train", train)
+    results = tmp_path / "runs"
+
+    def make():
+        for part in jobs:
+            run.main(["--part", part, "--results", str(results)])
+
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    make()
+    assert made == [*jobs["looked-at"], *jobs["fresh"]], "each once"
+    page, raw = tmp_path / "faults.md", tmp_path / "faults.json.gz"
+    paths = ["--results", str(results), "--published", str(tmp_path / "none"), "--output", str(page), "--raw", str(raw)]
+    report.main(paths)
+    text = page.read_text()
+    assert "| rules as they ship | 1/1 | 1/1 | - | - |" in text
+    assert f"| {kind} | table |" in text
+    assert "| worst pair | 1 | 1 | " in text, "of the rules one by one"
+    kept = json.loads(gzip.decompress(raw.read_bytes()))
+    assert sorted((one["kind"], one["seed"]) for one in kept) == sorted((job.kind, job.seed) for job in made)
+
+
+def test_at_least_ten_causes_of_faults_cost_a_twentieth_of_a_nat():
+    runs = [one for one in json.loads(gzip.decompress(PUBLISHED.read_bytes())) if one["kind"] in {HEALTHY, *FAULTS}]
+    healthy = [one for one in runs if one["kind"] == HEALTHY]
+    costly = {
+        one["kind"]
+        for one in runs
+        if one["kind"] != HEALTHY
+        and FAULTS[one["kind"]].is_cause
+        and (twins := [other for other in healthy if other["base"] == one["base"]])
+        and report.departure(one, twins, FAULTS[one["kind"]].start) is not None
+    }
+    assert len(costly) >= 10
 
 
 @pytest.mark.slow
@@ -133,6 +192,25 @@ def test_faults_are_counted_that_the_rules_told_before_a_loss_spike_and_before_t
     assert report.order(rows, report.LOSS) == (2, 1)
     assert report.order(rows, report.GRADIENT) == (3, 0)
     assert report.before_both(rows) == [rows[0], rows[2]]
+
+
+def test_of_each_rule_it_is_counted_what_it_told_first_and_alone_once_the_fault_had_begun():
+    def one(kind, seed, *alerts):
+        return {"kind": kind, "seed": seed, "alerts": [[step, "a", rule, level] for step, rule, level in alerts]}
+
+    merge, shuffled = "queries merge", "labels shuffled"  # begins at step 40; what attention cannot show
+    faulty = [
+        one(merge, plan.FRESH, (45, "weight jump", "warning"), (60, "merged scores", "warning")),
+        one(merge, 3, (45, "weight jump", "warning"), (45, "tokens alike", "warning"), (50, "weight jump", "warning")),
+        one(merge, 4, (10, "worst pair", "warning"), (50, "merged scores", "warning"), (50, "trend", "notice")),
+        one(shuffled, 5, (50, "worst pair", "warning")),
+    ]
+    rows = report.of_rules([one(HEALTHY, 6, (10, "worst pair", "warning"), (20, "worst pair", "warning"))], faulty)
+    assert "| weight jump | 1 | 2 | 2 | 0 | 0 |" in rows
+    assert "| merged scores | 1 | 2 | 1 | 1 | 0 |" in rows
+    assert "| tokens alike | 0 | 1 | 1 | 0 | 0 |" in rows
+    assert "| worst pair | 0 | 0 | 0 | 0 | 1 |" in rows
+    assert not any(row.startswith("| trend") for row in rows)
 
 
 def test_a_run_is_judged_again_by_the_rules_of_today_from_what_was_read_of_it():
