@@ -74,7 +74,8 @@ faults: $(INSTALLED)  ## Try 40 faults on small trainings, side by side with oth
 	$(BIN)/python -m tests.experiments.faults.run --part again $(ARGS)
 	$(BIN)/python -m tests.experiments.faults.run --part third $(ARGS)
 	$(BIN)/python -m tests.experiments.faults.run --part fresh $(ARGS)
-	$(BIN)/python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz
+	$(BIN)/python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz \
+	  --rules docs/benchmarks/faults-by-rule.md
 
 zoo: $(INSTALLED)  ## Examine transformers, timm and packages of others; writes docs/supported-models.md (resumable).
 	$(BIN)/python -m pip install --quiet --no-deps $(VISION) --requirement tests/attention/sweep/packages.txt

@@ -11,8 +11,8 @@ from hdi_callback.monitoring.rules.thresholds import healthy_peak, how_often_rai
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 SCORES = (
-    "checking the learning rate and the scale of the scores, or QKClip with a limit near the largest score of a "
-    "healthy run, which in trials brought back runs where queries and keys alone were driven"
+    "checking the learning rate and the scale of the scores, or QKClip with the largest score of a healthy "
+    "run as its limit, which in trials brought back runs where queries and keys alone were driven"
 )
 """What helps against scores that grow (docs/evidence.md)."""
 

@@ -63,7 +63,7 @@ class SuddenSharpening(Rule):
             since=steps[start],
             certainty=healthy_peak(self.name, self.fall),
             remedy="checking the learning rate, the scale of the scores and what is added to them; where scores grow, "
-            "QKClip with a limit near the largest score of a healthy run",
+            "QKClip with the largest score of a healthy run as its limit",
         )
 
 

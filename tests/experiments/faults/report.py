@@ -1,6 +1,7 @@
 """What came out: which monitor told which fault, how early, and how often it told of none.
 
-python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz
+python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz \\
+    --rules docs/benchmarks/faults-by-rule.md
 """
 
 from __future__ import annotations
@@ -238,6 +239,7 @@ def main(argv: list[str] | None = None) -> None:
         "--published", type=Path, default=PUBLISHED, help="runs that were made before, kept in one file"
     )
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--rules", type=Path, help="where to write what each rule told")
     parser.add_argument("--raw", type=Path, help="where to keep what every run came to, compressed")
     options = parser.parse_args(argv)
     here = [condensed(run) for part in PARTS for run in read(options.results / part)]
@@ -248,11 +250,15 @@ def main(argv: list[str] | None = None) -> None:
     healthy = [run for run in judged if run["kind"] == HEALTHY]
     faulty = [run for run in judged if is_possible(run["kind"], run["base"])]
     found = judge(healthy, faulty, looked_at)
-    prediction = [
-        "",
-        "#### By rule",
+    by_rule = "\n".join([
+        "Made by `python -m tests.experiments.faults.report --rules docs/benchmarks/faults-by-rule.md`.",
         "",
         *of_rules(healthy, faulty),
+    ]) + "\n"  # fmt: skip
+    print(by_rule)
+    if options.rules is not None:
+        options.rules.write_text(by_rule)
+    prediction = [
         "",
         "#### Fresh or loaded?",
         "",
