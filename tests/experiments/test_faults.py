@@ -321,7 +321,7 @@ def test_healthy_runs_raised_a_rule_as_often_as_is_said():
     raised = Counter(rule for one in judged for rule in {alert[2] for alert in one["alerts"]})
     assert len(judged) == thresholds.HEALTHY_RUNS_JUDGED
     assert {rule: raised[rule] for rule in thresholds._OF_SEVERAL if raised[rule]} == thresholds._RAISED
-    assert "1 of 740 healthy runs" in thresholds.how_often_raised("inputs lose rank", fall=1.4, factor=4.0)
+    assert "1 of 1095 healthy runs" in thresholds.how_often_raised("inputs lose rank", fall=1.4, factor=4.0)
     shipped = {rule.name: rule for rule in default_rules()}
     for rule, arguments in thresholds._OF_SEVERAL.items():
         assert {name: getattr(shipped[rule], name) for name in arguments} == arguments

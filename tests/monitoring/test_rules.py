@@ -86,7 +86,7 @@ def test_the_message_says_when_where_what_since_when_how_sure_and_what_to_try():
         "left)"
     )
     assert "since step 200" in alert.message
-    assert "the limit is 0.50, and 1128 healthy runs of small models came to 0.39 at most" in alert.message
+    assert "the limit is 0.50, and 1442 healthy runs of small models came to 0.39 at most" in alert.message
     assert 'try ReviveHeads(max_loss=1) or DiversityPenalty(measure="circuit"), after' in alert.message
     assert alert.finding.since == 200
 
@@ -193,7 +193,7 @@ def test_no_remedy_is_promised_for_what_none_has_helped_with():
 
 def test_what_is_said_of_healthy_runs_goes_with_the_limit():
     (alert,) = judge(MeanAlignment(subspace=0.3), curve([0.1, 0.35]))
-    assert "the limit is 0.30, which healthy runs reach: of 1128 healthy runs of small models one came to 0.39" in (
+    assert "the limit is 0.30, which healthy runs reach: of 1442 healthy runs of small models one came to 0.39" in (
         alert.message
     )
 
