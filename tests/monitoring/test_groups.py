@@ -61,6 +61,12 @@ def test_where_no_more_is_known_the_closest_pair_stands_for_all(lens):
     assert aligned_groups(Row(10, {}, {pair: [0, 2]}), {"width": WIDTH}, lens, 0.0) == ()
 
 
+@pytest.mark.parametrize("lens", LENSES)
+def test_a_head_whose_nearest_is_the_first_is_joined_to_it_though_that_one_has_a_nearer(lens):
+    for row in rows_of(lens, [2, 2, 2, 2], {(0, 1): 1.0, (0, 2): 0.95}):
+        assert aligned_groups(row, {"width": WIDTH}, lens, 0.9) == ((0, 1, 2),)
+
+
 def test_chains_of_pairs_are_one_group_in_whatever_order_they_come():
     assert groups_of([(0, 1), (2, 3), (1, 2)]) == ((0, 1, 2, 3),)
     assert groups_of([(5, 4), (1, 0), (0, 3)]) == ((0, 1, 3), (4, 5))

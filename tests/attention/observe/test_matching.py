@@ -55,6 +55,24 @@ def test_norms_that_are_alike_at_all_tokens_tell_nothing():
     assert matches(x, heads())["rotated"] == matches(heads(), y)["rotated"] == NONE
 
 
+@pytest.mark.parametrize("apart", [1, WIDTH // 2])
+def test_the_size_of_a_head_makes_no_difference(apart):
+    torch.manual_seed(0)
+    x = heads()
+    for factor in (1e-3, 1e3):
+        assert matches(factor * turned(x, apart)[:, ORDER], x)["rotated"] == FOUND
+        assert matches(factor * turned(x, apart)[:, ORDER], factor * x)["rotated"] == FOUND
+
+
+def test_half_a_percent_is_no_rounding():
+    x, other = heads(), torch.randn(P, H, WIDTH, generator=torch.Generator().manual_seed(3))
+    sizes = 1 + 0.005 * other[..., :1]
+    assert matches(sizes * x, x) == {"as they are": NONE, "rotated": NONE, "normed": [[0], [1], [2]]}
+    assert matches(x + 0.005 * other, x) == {"as they are": NONE, "rotated": NONE, "normed": NONE}
+    assert bool((find_features((x + 0.005 * other).flatten(1), x.flatten(1), TOL) == -1).all())
+    assert bool((find_rotated(x + 0.005 * other, x.flatten(1), TOL) == -1).all())
+
+
 def test_directions_of_two_features_are_not_enough():
     x = heads()[..., :2]
     normed = x / x.norm(dim=-1, keepdim=True)
@@ -104,6 +122,7 @@ def test_turned_pairs_are_found_by_the_numbers_of_both_of_their_features(apart):
     assert torch.equal(find_rotated(turned(x, apart)[:, ORDER], x.flatten(1), TOL), numbers[ORDER])
     assert bool((find_rotated(heads().flip(0), x.flatten(1), TOL) == -1).all())
     assert bool((find_rotated(turned(x, apart)[:3], x[:3].flatten(1), TOL) == -1).all())
+    assert bool((find_rotated(turned(x, apart)[:4], x[:4].flatten(1), TOL) >= 0).all())
     assert bool((find_rotated(x[..., :7], x.flatten(1), TOL) == -1).all()), "features that cannot be paired"
 
 
