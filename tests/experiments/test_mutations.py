@@ -107,14 +107,17 @@ def test_a_change_is_shown_to_the_tests_that_run_its_line_the_quickest_first(tmp
 
 def test_the_page_counts_what_was_noticed_and_lists_what_was_not():
     results = [
-        {"file": "core/pairs.py", "change": "9: a | b -> a & b", "outcome": "survived", "of": 3},
+        {"file": "core/pairs.py", "change": "9: a | b -> a & b", "outcome": "survived", "tests": 3, "of": 3},
+        {"file": "core/pairs.py", "change": "11: 1 -> 2", "outcome": "survived", "tests": 2, "of": 3},
         {"file": "core/pairs.py", "change": "7: 1 -> 2", "outcome": "killed"},
         {"file": "core/chance.py", "change": "3: 1 -> 2", "outcome": "ran out of time"},
         {"file": "core/kernels.py", "change": "3: 1 -> 2", "outcome": "the tool failed"},
         {"file": "core/circuits.py", "change": "8: 1 -> 2", "outcome": "survived", "of": 0},
     ]
     written = page(results)
-    assert "| `core` | 3 | 4 | 2 | 1 | 1 |" in written
-    assert written.index("8: 1 -> 2") > written.index("## What none of these tests runs")
-    assert "| `core/pairs.py` | `9: a \\| b -> a & b` | open |" in written
+    assert "| `core` | 3 | 5 | 2 | 1 | 1 | 1 |" in written
+    titles = [written.index(f"## What {rest}") for rest in ("survived", "is not settled", "none of them runs")]
+    assert titles[0] < written.index("9: a \\| b -> a & b") < titles[1] < written.index("11: 1 -> 2") < titles[2]
+    assert titles[2] < written.index("8: 1 -> 2")
+    assert "| `core/pairs.py` | `9: a \\| b -> a & b` | 3 of 3 | open |" in written
     assert "7: 1 -> 2" not in written

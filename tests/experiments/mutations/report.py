@@ -12,6 +12,7 @@ from tests.experiments.mutations.reach import PACKAGE
 from tests.experiments.mutations.run import digest
 
 VERDICTS = Path(__file__).with_name("verdicts.txt")
+MORE = Path(__file__).with_name("more.md")
 INTRODUCTION = """# Broken on purpose
 
 <!-- Written by: python -m tests.experiments.mutations report -->
@@ -29,55 +30,67 @@ slow are left out, but for those of `attention/observe`, and so are those of the
     python -m tests.experiments.mutations report --results build/mutations.jsonl
 
 What none of these tests runs at all stands apart: it is run by tests that start further processes, by slow ones, or by
-none. "Noticed by now" names a test that was written for a change, and that was seen to fail on it.
+none. So does what is not settled: tests whose time was within the budget did not notice, and others that run the line
+were not asked. "Noticed by now" names a test that was written since, and that was seen to fail on the change.
 """
 NOTICED = ("killed", "ran out of time")
+Result = Mapping[str, Any]
 
 
-def page(results: Sequence[Mapping[str, Any]]) -> str:
+def page(results: Sequence[Result]) -> str:
     """Write the page."""
     tried = [one for one in results if one["outcome"] in (*NOTICED, "survived")]
-    parts = [
-        INTRODUCTION,
-        "| folder | files | changes | noticed | survived | not run |\n|---|---:|---:|---:|---:|---:|",
-    ]
+    parts = [INTRODUCTION, "| folder | files | changes | noticed | survived | not settled | not run |"]
+    parts.append("|---|---:|---:|---:|---:|---:|---:|")
     folders = sorted({_folder(one["file"]) for one in tried})
     parts += [_row(f"`{folder}`", [one for one in tried if _folder(one["file"]) == folder]) for folder in folders]
     parts.append(_row("all", tried))
     present = {path.relative_to(PACKAGE).as_posix(): path for path in files(PACKAGE)}
     if left := sorted(name for name in present if name not in {one["file"] for one in tried}):
-        parts.append(f"\nFiles with nothing to change, or not broken: {', '.join(f'`{name}`' for name in left)}.")
+        counts = Counter(_folder(name) for name in left)
+        listed = ", ".join(f"{count} of `{folder}`" for folder, count in sorted(counts.items()))
+        parts.append(
+            f"\nFiles with nothing to change, newer ones, and those that were not broken in this run: {listed}."
+        )
     if later := sorted({one["file"] for one in tried if _is_older(one, present)}):
         listed = ", ".join(f"`{name}`" for name in later)
         parts.append(f"\nWritten again or moved since, with lines numbered as they were: {listed}.")
-    parts.append("\n## What survived\n")
-    parts += _table([one for one in tried if one["outcome"] == "survived" and one.get("of", 1)])
-    parts.append("\n## What none of these tests runs\n")
-    parts += _table([one for one in tried if one["outcome"] == "survived" and not one.get("of", 1)])
+    titles = {"survived": "What survived", "not settled": "What is not settled", "not run": "What none of them runs"}
+    for kind, title in titles.items():
+        parts += [f"\n## {title}\n", *_table([one for one in tried if _kind(one) == kind])]
+    if MORE.is_file():
+        parts.append("\n" + MORE.read_text().rstrip())
     return "\n".join(parts) + "\n"
 
 
-def _table(survived: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| file | line: change | what follows |\n|---|---|---|"
+def _kind(one: Result) -> str:
+    if one["outcome"] in NOTICED:
+        return "noticed"
+    if not one.get("of", 1):
+        return "not run"
+    return "survived" if one.get("tests", 0) >= one.get("of", 0) else "not settled"
+
+
+def _table(survived: Sequence[Result]) -> Iterator[str]:
+    yield "| file | line: change | tests, of those that run it | what follows |\n|---|---|---:|---|"
     verdicts = _verdicts()
     for one in sorted(survived, key=lambda one: (one["file"], int(one["change"].partition(":")[0]))):
         change = one["change"].replace("|", "\\|").replace("`", "'")
-        yield f"| `{one['file']}` | `{change}` | {verdicts.get((one['file'], one['change']), 'open')} |"
+        verdict = verdicts.get((one["file"], one["change"]), "open")
+        yield f"| `{one['file']}` | `{change}` | {one.get('tests', '')} of {one.get('of', '')} | {verdict} |"
 
 
 def _folder(file: str) -> str:
     return file.rpartition("/")[0]
 
 
-def _row(name: str, tried: Sequence[Mapping[str, Any]]) -> str:
-    outcomes = Counter(one["outcome"] for one in tried)
-    noticed = sum(outcomes[kind] for kind in NOTICED)
-    not_run = sum(one["outcome"] == "survived" and not one.get("of", 1) for one in tried)
-    counts = [len({one["file"] for one in tried}), len(tried), noticed, outcomes["survived"] - not_run, not_run]
-    return f"| {name} | {' | '.join(map(str, counts))} |"
+def _row(name: str, tried: Sequence[Result]) -> str:
+    kinds = Counter(_kind(one) for one in tried)
+    counts = [kinds[kind] for kind in ("noticed", "survived", "not settled", "not run")]
+    return f"| {name} | {' | '.join(map(str, [len({one['file'] for one in tried}), len(tried), *counts]))} |"
 
 
-def _is_older(one: Mapping[str, Any], present: Mapping[str, Path]) -> bool:
+def _is_older(one: Result, present: Mapping[str, Path]) -> bool:
     return "digest" in one and (one["file"] not in present or one["digest"] != digest(present[one["file"]]))
 
 
