@@ -1,0 +1,98 @@
+"""Bounded samples of tokens: which are kept, and how many each stands for; and lengths that a module keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention.kept_lengths import kept_lengths
+from hdi_callback.attention.sampling import TokenSample, largest_prime, sample_tokens
+
+B, T = 3, 50
+NUMBERS = torch.arange(B * T, dtype=torch.float32)
+
+
+def outputs() -> torch.Tensor:
+    """Features that tell which token they are of."""
+    return NUMBERS.view(B, T, 1).repeat(1, 1, 2)
+
+
+def taken(sample: TokenSample) -> list[int]:
+    return sample.rows[:, 0].long().tolist()
+
+
+def test_few_tokens_are_all_kept_and_stand_for_themselves():
+    sample = sample_tokens(outputs(), 1000, first_sequence=7)
+    assert taken(sample) == list(range(B * T))
+    assert sample.sequences.tolist() == [7] * T + [8] * T + [9] * T
+    assert torch.equal(sample.weight(), torch.ones(B * T))
+
+
+def test_of_many_tokens_as_many_as_a_prime_are_kept_and_stand_for_all():
+    sample = sample_tokens(outputs(), 40)
+    assert taken(sample) == [place * B * T // 37 for place in range(37)]
+    assert sample.sequences.tolist() == [one // T for one in taken(sample)]
+    assert torch.allclose(sample.weight(), torch.full((37,), B * T / 37))
+
+
+def test_padding_weighs_nothing_where_all_tokens_are_kept():
+    padded = NUMBERS % 5 == 0
+    sample = sample_tokens(outputs(), 1000, padded=padded)
+    assert torch.equal(sample.weight(), (~padded).float())
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_padding_is_passed_over_and_what_is_kept_stands_for_all_that_is_none(share):
+    padded = torch.rand(B * T, generator=torch.Generator().manual_seed(0)) < share
+    sample = sample_tokens(outputs(), 40, padded=padded)
+    weight, there = sample.weight(), ~padded[taken(sample)]
+    assert len(weight) == 37
+    assert bool(there[weight > 0].all())
+    assert float(weight.sum()) == pytest.approx(float((~padded).sum()))
+    kept = [one for one, by in zip(taken(sample), weight.tolist()) if by > 0]
+    assert len(kept) == len(set(kept)) == min(37, int((~padded).sum()))
+    assert kept == sorted(kept)
+
+
+def test_where_padding_is_not_known_no_weight_is_a_number():
+    assert bool(sample_tokens(outputs(), 40, padded=torch.full((B * T,), torch.nan)).weight().isnan().all())
+
+
+def test_a_sample_that_is_thinned_stands_for_as_many_tokens_as_before():
+    for padded in (None, NUMBERS % 5 == 0):
+        sample = sample_tokens(outputs(), 1000, padded=padded)
+        thin = sample.thinned(30)
+        assert taken(thin) == list(range(0, B * T, 5))
+        expected = 5.0 * torch.ones(30) if padded is None else 5.0 * (~padded[::5]).float()
+        assert torch.allclose(thin.weight(), expected)
+        assert thin.num_tokens == B * T
+        assert sample.thinned(B * T) is sample
+
+
+def test_the_largest_prime_is_that_of_a_table():
+    assert [largest_prime(one) for one in (2, 3, 4, 10, 25, 40, 100, 1024)] == [2, 3, 3, 7, 23, 37, 97, 1021]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "lengths"),
+    [
+        ({"window_size": (4, 8)}, [32]),
+        ({"window_size": 7}, [49]),
+        ({"input_resolution": 6}, [36]),
+        ({"num_resolutions": 6}, [6]),
+        ({"window_size": (16, 17)}, []),  # more than 256
+        ({"window_size": (1, 2)}, []),
+        ({"window": (2, 2, 2), "size": 7, "scale": (0.5, 2.0)}, []),
+    ],
+)
+def test_lengths_that_a_module_keeps_are_areas_of_windows_and_numbers_of_positions(attributes, lengths):
+    module = nn.Module()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    assert list(kept_lengths(module, [])) == lengths
+
+
+def test_tables_of_pairs_of_positions_tell_their_length():
+    tables = [torch.zeros(4, 9, 9), torch.zeros(9, 8), torch.zeros(2, 2), torch.zeros(257, 257), torch.zeros(5)]
+    assert list(kept_lengths(nn.Module(), tables)) == [9]
