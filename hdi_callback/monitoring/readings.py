@@ -273,13 +273,15 @@ def _tabulate(reading: Reading) -> Record:
         details = DETAILS.get(measurement.source)
         for row, name in enumerate(measurement.layers):
             layer = layers[name]
+            is_known = any(math.isfinite(column[row]) for column in columns.values())
+            is_said = f"{measurement.source}/{name}" in absent  # why it is not known, on this rank at least
             for metric, column in columns.items():
                 if math.isfinite(column[row]):
                     layer.values[metric] = column[row]
-                elif details is not None:
+                elif details is not None and (is_known or not is_said):
                     absent[f"{metric}/{name}"] = details.why_not
             if details is not None:
-                if any(math.isfinite(column[row]) for column in columns.values()):
+                if is_known:
                     absent.pop(f"{measurement.source}/{name}", None)  # of this rank, and others have it
                 of = {key: getattr(measurement.values, field)[row] for key, field in details.arrays.items()}
                 layer.arrays.update({key: array.tolist() for key, array in of.items()})

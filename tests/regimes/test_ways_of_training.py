@@ -74,7 +74,7 @@ def recomputed_classifier() -> Classifier:
     return model
 
 
-def read_recomputed(rank: int) -> dict[str, Any]:
+def read_recomputed(rank: int, metrics: list[str] | None = None) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -82,7 +82,7 @@ def read_recomputed(rank: int) -> dict[str, Any]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return read(model, lambda: train(model, batch()[SHARES[rank]]), SPREAD)
+    return read(model, lambda: train(model, batch()[SHARES[rank]]), SPREAD if metrics is None else metrics)
 
 
 # --- grouped queries over more ranks than there are key heads
@@ -224,6 +224,16 @@ WAYS: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[], dict[str, An
 def test_two_ranks_read_as_one_process(two_ranks, way):
     on_ranks, alone = WAYS[way]
     assert_same(two_ranks(on_ranks), alone())
+
+
+@pytest.mark.filterwarnings("ignore:head importance")
+def test_what_no_rank_knows_is_absent_for_the_reason_that_one_process_gives(two_ranks):
+    metrics = [*SPREAD, "head_importance_min"]
+    alone = read_alone(recomputed_classifier, metrics)
+    assert len(alone["absent"]) == 3
+    for one in two_ranks(read_recomputed, metrics):
+        assert one.answer["absent"] == alone["absent"]
+        assert len(one.warnings) == 1
 
 
 @pytest.mark.slow
