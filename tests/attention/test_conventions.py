@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import find_attention, survey
+from hdi_callback.attention.finding.conventions import looks_like_attention
+from hdi_callback.attention.registry import Place
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.models import D, H, attend
 
@@ -57,3 +59,33 @@ def test_what_asks_for_a_softmax_and_cannot_be_run_is_not_passed_over(kind):
 
 def test_what_asks_for_none_is_not_reported():
     assert survey(nn.ModuleDict({"other": Mixes()})).refused == ()
+
+
+class Int8Linear(nn.Module):
+    """A map that keeps no parameters, as a quantised one."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features = self.out_features = 8
+
+
+class SomeAttention(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_a_module_that_is_called_attention_is_one_to_look_at_if_it_holds_two_maps_of_whatever_kind():
+    model = nn.Module()
+    two = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+    for parts, expected in (
+        (two, True),
+        ({"a": Int8Linear(), "b": Int8Linear()}, True),
+        ({"a": nn.Linear(8, 8)}, False),
+        ({"a": Int8Linear()}, False),
+        ({"a": nn.LayerNorm(8), "b": nn.LayerNorm(8)}, False),
+        ({}, False),
+    ):
+        assert looks_like_attention(Place("attn", SomeAttention(**parts), model)) is expected, parts
+    assert not looks_like_attention(Place("", SomeAttention(**two), None)), "a whole model may be called anything"
