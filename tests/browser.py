@@ -16,6 +16,8 @@ import pytest
 
 from tests.skips import NEEDS_CHROMIUM
 
+DRAWN = "document.documentElement.dataset.drawn === 'yes'"
+"""What a page of the package says of itself once everything on it is drawn."""
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--remote-debugging-port=0",

@@ -65,3 +65,14 @@ def pytest_runtest_makereport(item, call):
 def root() -> Path:
     """The root of the repository."""
     return Path(__file__).parent.parent
+
+
+@pytest.fixture
+def dynamo():
+    """Compile as if nothing had been compiled before; the counters of what is."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()

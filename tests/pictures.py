@@ -19,13 +19,12 @@ from PIL import Image
 from hdi_callback import load_history, read_alerts, read_history, report
 from hdi_callback.dashboards.figures import plot_layers, plot_trajectories
 from hdi_callback.dashboards.maps import HeadPanel, draw_heads
-from tests.browser import Browser
+from tests.browser import DRAWN, Browser
 from tests.dashboards.board_page import tensorboard, write_board
 from tests.dashboards.report.synthetic import write_run
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-DRAWN = "document.documentElement.dataset.drawn === 'yes'"
 _SETTLED = 15.0  # seconds until TensorBoard has drawn its charts, on a busy machine
 
 

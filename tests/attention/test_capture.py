@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-import torch._dynamo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -381,14 +380,6 @@ def test_a_copy_of_a_tapped_model_computes_the_same_and_is_not_captured(make, co
 
 
 # --- torch.compile
-
-
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
 
 
 def torch_classifier() -> nn.Module:

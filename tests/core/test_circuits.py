@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,10 +14,10 @@ from hdi_callback.core.circuits import circuit_penalty, ov_circuits_and_products
 from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.core.pairs import clusters
 from hdi_callback.errors import MisconfigurationError, ShapeError
+from tests.core.search import SEARCH
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian, log_spectrum, with_spectrum
 
-SEARCH = settings(max_examples=40, deadline=None, derandomize=True)
 # groups, heads in a group, width, input of the queries, input of the keys, seed
 SHAPES = st.tuples(
     st.integers(1, 4),

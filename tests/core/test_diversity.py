@@ -10,7 +10,7 @@ import pytest
 import scipy.linalg
 import scipy.stats
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hdi_callback.core import (
@@ -23,10 +23,10 @@ from hdi_callback.core import (
 )
 from hdi_callback.errors import MisconfigurationError, ShapeError
 from tests.benchmarks.memory import peak_mebibytes
+from tests.core.search import SEARCH
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import CASES, SIZED, gaussian, scipy_overlap
 
-SEARCH = settings(max_examples=40, deadline=None, derandomize=True)
 shapes = st.tuples(st.integers(2, 6), st.integers(1, 6), st.integers(1, 20), st.integers(0, 10**6))
 
 

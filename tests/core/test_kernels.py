@@ -8,15 +8,15 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hdi_callback.core import AttentionSums, NormSums, logit_bound, noise_covariance, ov_circuits
 from hdi_callback.errors import ShapeError
+from tests.core.search import SEARCH
 from tests.core.test_subspaces import gaussian
 
-SEARCH = settings(max_examples=40, deadline=None, derandomize=True)
 # sequences, heads, queries, keys, seed
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6))
 

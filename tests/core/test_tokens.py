@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,10 +13,9 @@ from hdi_callback.core import token_spread
 from hdi_callback.core import tokens as tokens_module
 from hdi_callback.core.tokens import energy_of_tokens
 from hdi_callback.errors import ShapeError
+from tests.core.search import SEARCH
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian
-
-SEARCH = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def plain(tokens: Tensor) -> tuple[float, float]:

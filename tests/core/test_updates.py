@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hdi_callback.core import (
@@ -17,9 +17,8 @@ from hdi_callback.core import (
     weight_update,
 )
 from hdi_callback.errors import ShapeError
+from tests.core.search import SEARCH
 from tests.core.test_subspaces import gaussian, with_spectrum
-
-SEARCH = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def test_movement_is_relative_and_zero_for_a_frozen_head():

@@ -13,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hdi_callback import load_history, read_alerts
+from tests.curves import OF_OUTPUTS, OF_WEIGHTS
 from tests.wandb_files import read_wandb
 
 pytestmark = pytest.mark.slow  # `make slow` runs these
@@ -24,8 +25,6 @@ EXAMPLES = [
     "train_with_accelerate.py",
     "train_with_transformers.py",
 ]
-OF_WEIGHTS = ["hdi", "hdi_alignment", "hdi_energy_alignment", "hdi_worst_pair", "hdi_effective_heads"]
-OF_OUTPUTS = ["head_correlation", "head_output_overlap", "head_covariance"]
 WORST = ("hdi_alignment", "hdi_energy_alignment", "head_output_overlap")
 
 Curve = list[tuple[int, float]]

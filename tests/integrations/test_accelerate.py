@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from hdi_callback import replay, watch_heads
 from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.rules.replay import read_alerts
+from tests.histories import readings
 from tests.models import LAYERS, Classifier, batches
 
 pytestmark = pytest.mark.slow  # `make slow` runs these
@@ -55,10 +56,6 @@ def train(accelerator, model, optimizer, data, heads=None, batches_at_most=100) 
         if len(losses) == batches_at_most:
             break
     return [*losses, *(p.detach() for p in model.parameters()), torch.get_rng_state()]
-
-
-def readings(path) -> list[int]:
-    return [line["step"] for line in read_lines(path) if line["kind"] == "reading"]
 
 
 @pytest.mark.parametrize(("accumulate", "due"), [(1, [0, 2, 4, 6, 8, 10, 12, 13]), (3, [0, 2, 4, 5])])

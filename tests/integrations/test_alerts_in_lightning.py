@@ -25,6 +25,7 @@ from hdi_callback.monitoring.interventions import (
 )
 from hdi_callback.monitoring.rules.replay import read_alerts
 from tests.models import LIT_LAYERS, LitClassifier, batches
+from tests.trainers import trainer_for
 from tests.wandb_files import read_wandb
 
 FIRST = LIT_LAYERS[0]
@@ -44,14 +45,6 @@ class Collapse(L.Callback):
             keys = module.net.blocks[0].attn.k_proj.weight.view(4, 8, 32)
             chosen = keys[self.heads]
             keys[self.heads] = chosen + self.rate * (chosen[:1] - chosen)
-
-
-def trainer_for(tmp_path, *callbacks, **options) -> L.Trainer:
-    settings = {
-        "default_root_dir": tmp_path, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1, "callbacks": list(callbacks),
-    }  # fmt: skip
-    return L.Trainer(**(settings | options))
 
 
 def lit(seed: int = 0, **options) -> LitClassifier:

@@ -17,28 +17,14 @@ from hdi_callback import HDICallback, load_history
 from hdi_callback.core import head_diversity
 from hdi_callback.errors import HeadCollapseWarning, MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import read_history, read_lines, read_records
+from tests.curves import OF_OUTPUTS, OF_WEIGHTS
 from tests.models import LIT_LAYERS, Classifier, LitClassifier, batches
+from tests.trainers import trainer_for
 
-OF_WEIGHTS = ["hdi", "hdi_alignment", "hdi_energy_alignment", "hdi_worst_pair", "hdi_effective_heads"]
-OF_OUTPUTS = ["head_correlation", "head_output_overlap", "head_covariance"]
 DEFAULTS = OF_WEIGHTS + OF_OUTPUTS
 OVER_LAYERS = {"hdi/mean", "hdi/min", "hdi_alignment/max", "hdi_energy_alignment/max"}
 
 OF_RESULTS = {"attention_heads/worst_alignment", "attention_heads/alerts"}
-
-
-def trainer_for(tmp_path, *callbacks, **options) -> L.Trainer:
-    settings = {
-        "default_root_dir": tmp_path,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-        "callbacks": list(callbacks),
-    }
-    return L.Trainer(**(settings | options))
 
 
 def hook_count(model: nn.Module) -> int:

@@ -25,6 +25,7 @@ from hdi_callback.errors import HDIWarning, HeadCollapseWarning, Misconfiguratio
 from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.interventions import DiversityPenalty, SaveCheckpoint, ScaleLearningRate, StopTraining
 from hdi_callback.monitoring.rules.replay import read_alerts
+from tests.histories import readings
 from tests.models import CLASSES, HEADS, LAYERS, LENGTH, Classifier
 from tests.wandb_files import read_wandb
 
@@ -105,10 +106,6 @@ def train(
 def fresh(dropout: float = 0.0) -> Trained:
     model = classifier(dropout)
     return Trained(model, adam(model))
-
-
-def readings(path) -> list[int]:
-    return [line["step"] for line in read_lines(path) if line["kind"] == "reading"]
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -346,14 +343,6 @@ def test_a_run_that_breaks_off_leaves_what_was_read_and_no_hook(tmp_path):
 
 
 # --- compilation
-
-
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
 
 
 @pytest.mark.some_slow(quick=1)

@@ -17,6 +17,7 @@ from hdi_callback.errors import HeadCollapseWarning, MisconfigurationError, Moni
 from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.interventions import DiversityPenalty, SaveCheckpoint, StopTraining
 from hdi_callback.monitoring.rules.replay import read_alerts
+from tests.histories import readings as steps
 
 LAYERS = ["transformer.h.0.attn", "transformer.h.1.attn"]
 
@@ -71,10 +72,6 @@ def train(tmp_path, *callbacks, resume=None, **options):
         warnings.simplefilter("ignore", HeadCollapseWarning)
         trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def steps(path) -> list[int]:
-    return [line["step"] for line in read_lines(path) if line["kind"] == "reading"]
 
 
 @pytest.mark.some_slow(quick=1)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hdi_callback import HDICallback, HDITrainerCallback, watch_heads
 from hdi_callback.errors import HDIWarning
 from hdi_callback.monitoring.atomic import create_atomically, write_atomically
-from hdi_callback.monitoring.history import read_lines
 from hdi_callback.monitoring.interventions import Call, ScaleLearningRate
 from hdi_callback.monitoring.session.state import sound_state
 from hdi_callback.monitoring.warn_once import WarnOnce
+from tests.histories import readings
 from tests.integrations.test_loop import adam, batch, classifier, loss_of
 from tests.integrations.test_transformers import train as train_with_transformers
 from tests.models import LIT_LAYERS, batches
@@ -83,10 +83,6 @@ def told_at_most_once():
     told = [str(item.message) for item in seen if issubclass(item.category, HDIWarning)]
     about_state = [text for text in told if "state of" in text and "not sound" in text]
     assert len(about_state) <= 1, told
-
-
-def readings(path) -> list[int]:
-    return [line["step"] for line in read_lines(path) if line["kind"] == "reading"]
 
 
 def small(**options) -> dict:

@@ -15,12 +15,7 @@ from tests.models import LAYERS, LENGTH, Classifier
 METRICS = ["hdi", "head_covariance", "head_correlation"]
 
 
-@pytest.fixture(autouse=True)
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("dynamo")
 
 
 def tokens(batch: int = 4, length: int = LENGTH, seed: int = 0) -> torch.Tensor:

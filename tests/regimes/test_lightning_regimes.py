@@ -7,7 +7,6 @@ import copy
 import lightning as L
 import pytest
 import torch
-import torch._dynamo
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
@@ -20,14 +19,6 @@ from hdi_callback import HDICallback
 from hdi_callback.monitoring.history import read_records
 from tests.models import LAYERS, LIT_LAYERS, Block, Classifier, batches
 from tests.regimes.trainings import Module, Witness, told, trainer_for
-
-
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
 
 
 def check_readings(callback: HDICallback, witness: Witness, steps: list[int], *, names=LIT_LAYERS, abs_tol=1e-6):

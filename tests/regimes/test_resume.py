@@ -20,6 +20,7 @@ from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import load_history, read_lines, read_records
 from hdi_callback.monitoring.readings import Readout
 from hdi_callback.monitoring.rules.replay import read_alerts, replay
+from tests.histories import readings
 from tests.models import HEADS, LIT_LAYERS, Classifier, batches
 from tests.regimes.killed_run import LIMITS, STEPS, Moment, run
 from tests.regimes.trainings import Module, in_a_process, told, trainer_for
@@ -203,10 +204,6 @@ def fit(folder: Path, callback: HDICallback, lit: Module | None = None, *, epoch
     trainer = trainer_for(folder, callback, max_epochs=epochs)
     trainer.fit(Module() if lit is None else lit, batches(count=5), ckpt_path=checkpoint)
     return trainer
-
-
-def readings(path: Path) -> list[int]:
-    return [line["step"] for line in read_lines(path) if line["kind"] == "reading"]
 
 
 @pytest.fixture

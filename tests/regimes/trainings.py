@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.errors import HDIWarning
+from tests import trainers
 from tests.models import HEADS, Block, Classifier
 
 PATIENCE = 180  # seconds, until a process counts as hanging
@@ -41,12 +42,8 @@ class Module(L.LightningModule):
 
 
 def trainer_for(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    settings = {
-        "default_root_dir": folder, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1, "callbacks": list(callbacks),
-        "num_sanity_val_steps": 0,
-    }  # fmt: skip
-    return L.Trainer(**(settings | options))
+    """Make a trainer that validates after training alone, so that every forward of its first epoch is one of it."""
+    return trainers.trainer_for(folder, *callbacks, **{"num_sanity_val_steps": 0, **options})
 
 
 class Losses(L.Callback):

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from hdi_callback import audit, report
-from tests.browser import Browser
+from tests.browser import DRAWN, Browser
 from tests.dashboards.report.synthetic import write_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-DRAWN = "document.documentElement.dataset.drawn === 'yes'"
 TEXTS = Path(__file__).parents[2].joinpath("texts.js").read_text()
 
 
