@@ -77,9 +77,9 @@ def check_rule(rule: Any) -> Rule:
             one for one in _kinds_of(Rule)
             if one.__module__.startswith(package) and not one.__name__.startswith("_")
         ]  # fmt: skip
-        known = {_plain(one.__name__): one.__name__ for one in own}
-        known |= {_plain(one.name): one.__name__ for one in own if isinstance(one.__dict__.get("name"), str)}
-        close = difflib.get_close_matches(_plain(rule), list(known), 1) if isinstance(rule, str) else []
+        known = {letters_of(one.__name__): one.__name__ for one in own}
+        known |= {letters_of(one.name): one.__name__ for one in own if isinstance(one.__dict__.get("name"), str)}
+        close = difflib.get_close_matches(letters_of(rule), list(known), 1) if isinstance(rule, str) else []
         remedy = f" Did you mean {known[close[0]]}() of hdi_callback.rules?" if close else ""
         raise MisconfigurationError(f"`alerts` must hold rules (instances of Rule), got {shown(rule)}.{remedy}")
     kind = type(rule).__name__
@@ -100,7 +100,15 @@ def _kinds_of(kind: Any) -> list[Any]:
     return [one for child in kind.__subclasses__() for one in (child, *_kinds_of(child))]
 
 
-def _plain(name: str) -> str:
+def letters_of(name: str) -> str:
+    """Give a name as it is compared with what a user wrote: small letters and digits alone.
+
+    Args:
+        name: of a rule, its class or a limit.
+
+    Returns:
+        The same for ``"tied heads"`` and ``TiedHeads``.
+    """
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 

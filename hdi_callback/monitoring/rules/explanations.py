@@ -10,6 +10,7 @@ from typing import Any
 
 from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.alerts.rule import letters_of
 from hdi_callback.monitoring.metrics import METRICS
 from hdi_callback.monitoring.rules.choice import default_rules
 from hdi_callback.monitoring.rules.thresholds import TRIED, Thresholds
@@ -132,11 +133,11 @@ def explain(name: str) -> RuleExplanation | CurveExplanation:
     metric = name.partition("/")[0]
     if metric in METRICS:
         return _explain_curve(metric)
-    names = {_plain(kind): rule for rule, kind in _classes().items()}
-    names |= {_plain(limit): rule for rule, one in known.items() for limit in one.limits}
-    names |= {_plain(rule): rule for rule in known}
-    if _plain(name) in names:
-        return known[names[_plain(name)]]
+    names = {letters_of(kind): rule for rule, kind in _classes().items()}
+    names |= {letters_of(limit): rule for rule, one in known.items() for limit in one.limits}
+    names |= {letters_of(rule): rule for rule in known}
+    if letters_of(name) in names:
+        return known[names[letters_of(name)]]
     close = did_you_mean(name.replace(" ", "-"), [*(rule.replace(" ", "-") for rule in known), *METRICS])
     raise MisconfigurationError(f"No rule or curve has the name {shown(name)}; `hdi explain` lists the rules.{close}")
 
@@ -176,7 +177,3 @@ def _limits() -> dict[str, dict[str, float | None]]:
             if rule.name not in always:
                 limits.setdefault(rule.name, {})[limit] = value
     return limits
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
