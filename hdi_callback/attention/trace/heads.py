@@ -229,6 +229,8 @@ class CoreReading(CoreView):
             if all(Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides):
                 raise UndecidedError("its values are its inputs, and no projection of tokens")
             matrix = next((name for name in names if name.startswith("parameter") and _is_matrix(others[name])), None)
+            if matrix is not None and self.trace.run.convolved:
+                raise UndecidedError(_NO_MAP.format(role="value"))
             if matrix is not None:
                 name = module_of(matrix.removeprefix("parameter "))
                 raise UndecidedError(f"its values are made with `{name}` in a way that is not followed")
