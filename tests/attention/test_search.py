@@ -100,7 +100,7 @@ def test_without_the_check_nothing_is_looked_for():
 
 
 class TalkingHeads(by_hand.Interleaved):
-    """Heads that mix behind the softmax, and inputs that nobody can make up."""
+    """Heads that mix in front of the softmax, and inputs that nobody can make up."""
 
     def __init__(self):
         super().__init__()
@@ -108,8 +108,8 @@ class TalkingHeads(by_hand.Interleaved):
 
     def forward(self, x, tables):
         query, key, value = self.qkv_proj(x * tables["scale"]).unflatten(-1, (4, 3, -1)).permute(3, 0, 2, 1, 4)
-        rows = (query @ key.transpose(-2, -1)).softmax(-1)
-        rows = self.mix(rows.movedim(1, -1)).movedim(-1, 1)
+        scores = query @ key.transpose(-2, -1)
+        rows = self.mix(scores.movedim(1, -1)).movedim(-1, 1).softmax(-1)
         return self.o_proj((rows @ value).transpose(1, 2).flatten(2))
 
 
