@@ -28,11 +28,14 @@ attentions in one module, scores that are no products, and what is called attent
 
 What is true of each is written down as data: the rows of each head in each weight. It is proved without the package:
 one element of a weight is changed, and the softmax of the real module shows which head's scores change, of which query
-and of which key; values and outputs by silencing heads. What must be refused is disproved in the same way.
+and of which key; values and outputs by silencing heads. What must be refused is disproved in the same way. Where
+tokens are mixed in front of a map, which head notices is proved, and not which token; what of a few modules cannot be
+separated so (values that reach the end a second way, say) is marked in their sources as not proved.
 
 The truth is held against what the package says: *model* is `find_attention(model)`, *forward* the same with `forward=`,
 *training* the end of three steps of a training with `HDICallback`. *Refused* gives a reason that is true of the module;
-*refused, untrue* gives one that is not known to be; *half read* leaves a role or a stream out and does not say so;
+*refused, untrue* gives one that is not known to be; *half read* leaves a role or a stream out and does not say so,
+or reads the heads of one attention as layers of one head each;
 *missed* is neither read nor refused. *Right* are layers whose claimed rows are those of the truth; what positions or an
 earlier layer add to keys or values (PositionsAddedToKeys, ValuesOfAnEarlierLayer) is left out of them, and said.
 

@@ -261,7 +261,7 @@ class SpeedrunAttention(nn.Module):
         None, rows("wkv_a.weight", "(h d) c", h=1), rows("wkv_a.weight", "(h d) c", h=1), None,
         free=("query", "output", "key", "value"), scores="b q h k",
     ),
-    may_refuse=".",
+    may_refuse="mixed or normed before",
 )  # fmt: skip
 class LatentAbsorbed(nn.Module):
     """DeepSeek's way to decode: the keys' second map is multiplied into the queries."""
