@@ -56,7 +56,10 @@ bench: $(INSTALLED)  ## Measure what a reading costs; writes docs/benchmarks/.
 	$(BIN)/python -m tests.benchmarks.bench_reading --output docs/benchmarks/reading.md
 	$(BIN)/python -m tests.benchmarks.bench_start --output docs/benchmarks/start.md
 	$(BIN)/python -m tests.benchmarks.bench_step --output docs/benchmarks/step.md
+	$(BIN)/python -m tests.benchmarks.bench_step --gpt2 --bare --output docs/benchmarks/step-gpt2-bare.md
+	$(BIN)/python -m tests.benchmarks.bench_step --gpt2 --output docs/benchmarks/step-gpt2.md
 	$(BIN)/python -m tests.benchmarks.bench_unarmed --output docs/benchmarks/unarmed.md
+	$(BIN)/python -m tests.benchmarks.bench_unarmed --layers 96 --rounds 60 --output docs/benchmarks/unarmed-96.md
 	$(BIN)/python -m tests.benchmarks.bench_growth --output docs/benchmarks/growth.md --picture docs/images/growth.png
 	$(BIN)/python -m tests.benchmarks.plan --output docs/benchmarks/plan.md
 
