@@ -191,7 +191,7 @@ def healthy_peak(metric: str, limit: float) -> str:
 
     Example:
         >>> healthy_peak("attention_entropy", 0.01)
-        'the limit is 0.01, and none of 1298 healthy runs of small models fell below 0.38'
+        'the limit is 0.01, and none of 1298 healthy runs of small models fell below 0.37'
     """
     peak = _HEALTHY_PEAKS.get(metric)
     if peak is None:
