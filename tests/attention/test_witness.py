@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from einops import rearrange
 from torch import nn
 
 from hdi_callback.attention import find_attention
@@ -212,6 +213,54 @@ def test_a_product_with_positions_of_any_size_is_no_reason_not_to_compare():
     assert judged(module, whole(module)) == Finding(True, "", H, H, 8, 8)
     wrong = replace(whole(module), weight=lambda role: whole(module).weight(role).flip(0))
     assert judged(module, wrong).is_right is False
+
+
+class TiedRows(nn.Module):
+    """The rows of an alignment attend with one map of weights, of scores that are summed over them."""
+
+    def __init__(self, scores, sums):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.scores, self.sums = scores, sums
+
+    def forward(self, x):
+        q, k, v = (m(x).unflatten(-1, (H, 8)) for m in (self.q, self.k, self.v))
+        weights = torch.einsum(self.scores, q / (3 * 8) ** 0.5, k).softmax(-1)
+        return self.o(torch.einsum(self.sums, weights, v).flatten(-2))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_scores_that_are_summed_over_rows_are_seen_row_by_row(is_first):
+    torch.manual_seed(0)
+    ways = ("rinhd,rjnhd->hnij", "hnij,rjnhd->rinhd"), ("brihd,brjhd->bhij", "bhij,brjhd->brihd")
+    module = TiedRows(*ways[not is_first])
+    x = torch.randn(3, T, B, D) if is_first else torch.randn(B, 3, T, D)
+    with witness(module) as seen:
+        module(x)
+    (one,) = seen.computations
+    order = "r n b h d -> r b h n d" if is_first else "b r n h d -> r b h n d"
+    received = [rearrange(m(x).unflatten(-1, (H, 8)), order) for m in (module.q, module.k, module.v)]
+    seen_as = [rearrange(one, "r h b n d -> r b h n d") if is_first else one for one in
+               (one.query * 24**0.5, one.key, one.value, one.output)]  # fmt: skip
+    # By hand: one map of weights, and what it gives to each row.
+    scores = (received[0] / 24**0.5 @ received[1].mT).sum(0)
+    outputs = scores.softmax(-1) @ received[2]
+    for mine, theirs in zip(seen_as, (*received, outputs)):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+    assert heads_of(one, B, T + 1) == H
+    maps = {"query": module.q, "key": module.k, "value": module.v}
+
+    def weight(role):
+        return maps[role].weight.view(H, 8, D) if role in maps else module.o.weight.mT.reshape(H, 8, D)
+
+    claim = Claim(module, H, H, 8, 8, weight, module.o)
+    assert judge(claim, seen, one, B).is_right
+    for role in ("query", "key", "value", "output"):
+
+        def swapped(name, role=role):
+            return claim.weight(name).flip(0) if name == role else claim.weight(name)
+
+        assert judge(replace(claim, weight=swapped), seen, one, B).is_right is False, role
 
 
 def test_products_without_a_softmax_and_routers_are_no_attention():

@@ -196,6 +196,7 @@ class _Product:
     shape: tuple[int, ...] = ()  # of the scores, where the tokens of the right one are no last dim
     column_dim: int = -1  # of them
     tiles: int = 1  # the first dim of the left one's tokens, where they have several
+    is_tied: bool = False  # scores are summed over the first dim of both, the rows of an alignment
 
     def is_over_left(self, shape: Sequence[int], dim: int) -> bool:
         """Tell whether a softmax over a dim of the scores runs over the left one's tokens."""
@@ -318,6 +319,8 @@ class _Products(TorchFunctionMode):
         summed = [i for i in one if i in other and i not in out]
         rows = [i for i in one if i not in other]
         columns = [i for i in other if i not in one]
+        if len(rows) == 1 and {len(summed), len(columns)} == {1, 2}:
+            self._summed_over_rows(answer, left, right, (one, other, out), (batch, rows, columns, summed))
         if len(summed) != 1 or not rows or len(columns) != 1 or len(batch) + len(rows) + 1 != len(out):
             return
         first = left.permute([one.index(i) for i in batch + rows + summed])
@@ -332,6 +335,26 @@ class _Products(TorchFunctionMode):
         elif not all(learned := (_is_parameter(left), _is_parameter(right))) and first.dim() >= 3:
             place = tuple(answer.shape), out.index(columns[0])
             answer._scores = [_Product(first.detach(), second.detach(), False, learned, *place, tiles)]
+
+    def _summed_over_rows(
+        self, answer: Tensor, left: Tensor, right: Tensor, terms: tuple[str, ...], letters: tuple[list[str], ...]
+    ) -> None:
+        """Take scores that are summed over rows, as well as features, and values of each row that they weigh."""
+        one, other, out = terms
+        batch, rows, columns, summed = letters
+        weights = _marks(left, "_weights")
+        if not weights and len(summed) == 2 and set(out) == {*batch, *rows, *columns}:
+            row, feature = summed
+            first = left.permute([one.index(i) for i in [row, *batch, *rows, feature]]).detach()
+            second = right.permute([other.index(i) for i in [row, *batch, *columns, feature]]).detach()
+            if not any(learned := (_is_parameter(left), _is_parameter(right))):
+                place = tuple(answer.shape), out.index(columns[0])
+                answer._scores = [_Product(first, second, False, learned, *place, is_tied=True)]
+        elif weights and all(mark.is_tied for mark in weights) and len(columns) == 2:
+            row, feature = columns
+            value = right.permute([other.index(i) for i in [row, *batch, *summed, feature]])
+            order = [out.index(i) for i in [row, *batch, *rows, feature]]
+            self._record(answer, weights, value, lambda one: one.permute(order))
 
     def _record(
         self,

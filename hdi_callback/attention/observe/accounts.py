@@ -151,7 +151,8 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
         return all(find_rows(core, maps, role) is not None for role in INPUT_ROLES)
     if core.kind not in ("softmax", "exp", "additive", "sparsemax", "entmax"):
         return False
-    if core.kind == "additive":  # its weights may be those of experts: values that maps gave are those of tokens
+    # Its weights may be those of experts, or of channels: values that maps gave are those of tokens.
+    if core.kind == "additive" or core.tied > 1:
         return find_rows(core, maps, "value") is not None
     tokens = {one.tokens for one in core.maps if one.kind == "linear"}
     if not tokens:  # projections that are products of an odd kind

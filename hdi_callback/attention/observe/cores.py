@@ -40,6 +40,7 @@ class ObservedCore:
         maps: calls of linear maps and norms before it, the latest last.
         parts: names of the modules around it, outermost first.
         is_recorded: autograd recorded the forward that was read.
+        tied: rows of an alignment that have one map of weights, of scores summed over them; 1 where there are none.
     """
 
     module: str
@@ -65,6 +66,7 @@ class ObservedCore:
     maps: list[MapCall] = field(default_factory=list)
     parts: tuple[str, ...] = ()
     is_recorded: bool = False
+    tied: int = 1
 
     @property
     def mixed(self) -> str:

@@ -54,7 +54,7 @@ def find_rows(
     observed = []
     for arrangement in core.samples.roles.get(role, ()):
         x = _distinct(arrangement.features)
-        is_of_all = core.axes is None or arrangement.tokens == core.axes.sequences * length
+        is_of_all = core.axes is None or arrangement.tokens == core.axes.sequences * length * core.tied
         if _lie_in_groups(arrangement.features, x) and (is_of_all or not of_all_tokens):
             observed.append((arrangement.tokens, x.cpu()))
     alike = [[one for one in calls if one.tokens == tokens and len(one.made) == len(x)] for tokens, x in observed]
@@ -70,7 +70,7 @@ def find_rows(
             tol = tolerance(x, y)
             rows = find_features(x.flatten(1), y, tol).view(x.shape[1:])
             how = "as they are"
-            if bool((rows < 0).any()):
+            if bool((rows < 0).any()) and core.tied == 1:
                 rotated = find_rotated(x, y, tol)
                 rows = torch.where(rows < 0, rotated, rows) if bool((rotated >= 0).any()) else rows
                 how = "rotated"

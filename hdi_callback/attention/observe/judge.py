@@ -97,7 +97,7 @@ def _judge_part(
     for call in reversed(calls):
         norms = [one for one in maps if one.kind == "norm" and call.order <= one.order < core.order]
         for arrangement, claimed, through in _candidates(call, part, observed, norms):
-            verdict = _compare_ends(role, arrangement.features.cpu(), claimed, through)
+            verdict = _compare_ends(role, arrangement.features.cpu(), claimed, through, is_tied=arrangement.is_tied)
             if verdict is not None:
                 left = core.queries if role == "query" else core.keys
                 length = arrangement.tokens // max(core.axes.sequences, 1) if core.axes is not None else 0
@@ -172,12 +172,12 @@ def _are_equal(one: Tensor, other: Tensor, tol: float) -> bool:
     return bool((one.double() - other.double()).abs().max() <= tol * other.double().abs().max())
 
 
-def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdict | None:
+def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str, *, is_tied: bool = False) -> RoleVerdict | None:
     """Compare heads, or the first or last features of heads that have others beside those of this map."""
     beside = x.shape[-1] - claimed.shape[-1]
     if not beside:
-        return _compare(role, x, claimed, through)
-    if beside < 0:
+        return _compare(role, x, claimed, through, is_tied=is_tied)
+    if beside < 0 or is_tied:
         return None
     also = f"{through}, beside {beside} other features of a head"
     for part in (x[..., :-beside], x[..., beside:]):
@@ -187,13 +187,13 @@ def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleV
     return None
 
 
-def _compare(role: Role, x: Tensor, claimed: Tensor, through: str) -> RoleVerdict | None:
+def _compare(role: Role, x: Tensor, claimed: Tensor, through: str, *, is_tied: bool = False) -> RoleVerdict | None:
     names, H, G = PLURAL[role], x.shape[1], claimed.shape[1]
     if H % G:
         return None
     heads = torch.arange(H, device=x.device)
     expected = heads // (H // G)
-    for match in match_heads(x, claimed, tolerance(x, claimed)):
+    for match in match_heads(x, claimed, tolerance(x, claimed))[: 1 if is_tied else None]:
         how = f"{match.how}{through}"
         if bool(match.fits[heads, expected].all()):
             return RoleVerdict("established", f"its {names} are the claimed rows, {how}")

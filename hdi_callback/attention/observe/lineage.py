@@ -59,6 +59,7 @@ class Scores:
         altered: names of functions that changed the weights after the softmax, dropout apart.
         taken: what was read at the softmax.
         is_used: weights were multiplied with values.
+        tied: rows over which scores are summed, side by side in queries and keys; 1 where there are none.
     """
 
     query: Tensor | None
@@ -77,13 +78,14 @@ class Scores:
     altered: list[str] = field(default_factory=list)
     taken: Any = None
     is_used: bool = False
+    tied: int = 1
 
     def branched(self) -> Scores:
         """Copy what is known so far, for a tensor that is made from this one."""
         return Scores(
             self.query, self.key, self.row_axis, self.key_axis, self.scale, list(self.terms), list(self.biases),
             self.before, self.after, self.shift, self.kind, list(self.unknown), list(self.lost),
-            list(self.altered), self.taken,
+            list(self.altered), self.taken, tied=self.tied,
         )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ class Lineage:
         Returns:
             The record.
         """
-        scores = Scores(product.left, product.right, product.row_axis, product.column_axis, scale)
+        scores = Scores(product.left, product.right, product.row_axis, product.column_axis, scale, tied=product.tied)
         self.tag(result, scores, "scores")
         return scores
 

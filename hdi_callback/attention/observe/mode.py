@@ -16,7 +16,7 @@ from hdi_callback.attention.observe.cores import no_softmax
 from hdi_callback.attention.observe.lineage import Lineage, Scores
 from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.attention.observe.mode_stack import take_off
-from hdi_callback.attention.observe.products import PRODUCTS, operands, product_of
+from hdi_callback.attention.observe.products import PRODUCTS, operands, product_of, tied_product_of
 from hdi_callback.attention.observe.quiet import quiet, without_transforms
 from hdi_callback.attention.observe.recorder import Recorder
 from hdi_callback.attention.observe.row_reader import ReadRows
@@ -203,7 +203,7 @@ class ObservingMode(TorchFunctionMode):
                     return
                 self._saw_map(name, args, kwargs, result, parameter, rows, one, other, is_left=one is not right)
                 return
-        product = product_of(name, args, kwargs, result)
+        product = product_of(name, args, kwargs, result) or tied_product_of(name, args, kwargs)
         if product is None:
             return
         scores = self._lineage.start(result, product)

@@ -13,15 +13,16 @@ PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "einsu
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """``left @ right`` over one contracted dimension.
+    """``left @ right`` over one contracted dimension, or over two of them, the rows of an alignment and features.
 
     Attributes:
-        left: ``(*lead, rows, contracted)``, a view.
-        right: ``(*lead, columns, contracted)``, a view; dimensions that it does not have are of size one.
+        left: ``(*lead, rows, contracted)``, a view; detached, and a copy, where two dimensions are contracted.
+        right: ``(*lead, columns, contracted)``, as left; dimensions that it does not have are of size one.
         row_axis: dimension of the rows in the result, negative.
         column_axis: dimension of the columns in the result, negative.
         left_axis: dimension of the left tensor, as it was passed, that is contracted, negative.
         right_axis: that of the right tensor.
+        tied: size of the first of two contracted dimensions, which are flattened into one; 1 where there is one.
     """
 
     left: Tensor
@@ -30,11 +31,13 @@ class Product:
     column_axis: int
     left_axis: int = -1
     right_axis: int = -2
+    tied: int = 1
 
     @property
     def swapped(self) -> Product:
         """The same product with left and right, and rows and columns, exchanged."""
-        return Product(self.right, self.left, self.column_axis, self.row_axis, self.right_axis, self.left_axis)
+        axes = self.column_axis, self.row_axis, self.right_axis, self.left_axis
+        return Product(self.right, self.left, *axes, self.tied)
 
     def canonical(self, result: Tensor) -> Tensor:
         """View a tensor with the dimensions of the result as ``(*lead, rows, columns)``."""
@@ -114,6 +117,39 @@ def _of_einsum(equation: str, left: Tensor, right: Tensor, result: Tensor) -> Pr
         a.index(contracted[0]) - len(a),
         b.index(contracted[0]) - len(b),
     )
+
+
+def tied_product_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
+    """Read a product that is summed over two dimensions, rows and features, as the scores of an alignment are.
+
+    Args:
+        name: of the function.
+        args: by position.
+        kwargs: by name.
+
+    Returns:
+        The product, the two dimensions side by side in the order in which the left tensor has them; None if it is none
+        of two tensors with a dimension of queries and one of keys.
+    """
+    pair = operands(name, args, kwargs) if name == "einsum" else None
+    letters = _letters(args[0], *pair) if pair is not None and isinstance(args[0], str) else None
+    if pair is None or letters is None:
+        return None
+    a, b, out = letters
+    contracted = [one for one in a if one in b and one not in out]
+    row, column = ([one for one in out if one in have and one not in other] for have, other in ((a, b), (b, a)))
+    is_plain = all(len(set(part)) == len(part) for part in (a, b, out)) and set(out) == set(a + b) - set(contracted)
+    if len(contracted) != 2 or len(row) != 1 or len(column) != 1 or not is_plain:
+        return None
+    lead = [one for one in out if one not in (*row, *column)]
+    left, right = (
+        _ordered(one.detach(), has, [*lead, *of, *contracted]).flatten(-2)
+        for one, has, of in zip(pair, (a, b), (row, column))
+    )
+    axes = (out.index(row[0]) - len(out), out.index(column[0]) - len(out))
+    features = contracted[-1]
+    rest = (a.index(features) - len(a), b.index(features) - len(b))
+    return Product(left, right, *axes, *rest, pair[0].shape[a.index(contracted[0])])
 
 
 def _ordered(tensor: Tensor, letters: str, order: list[str]) -> Tensor:

@@ -38,6 +38,8 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         return no_softmax(core.kind)
     if core.mixed:
         return f"its scores or weights are mixed by `{core.mixed}`"
+    if core.tied > 1:  # that rows of all roles are in one order a traced run alone makes sure
+        return "its scores are summed over rows of tokens"
     if core.heads == 1:
         return "it has a single head"
     if core.unread and not core.samples.roles:

@@ -16,7 +16,7 @@ from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.quiet import holds_numbers
 from hdi_callback.attention.observe.row_reader import ReadRows, Request, RowReader
-from hdi_callback.attention.observe.samples import arrangements
+from hdi_callback.attention.observe.samples import arrangements, arrangements_of_rows
 
 
 class Recorder:
@@ -98,6 +98,7 @@ class Recorder:
             is_recorded=self.is_recorded,
             scale=scores.scale,
             changed=(*scores.unknown, *scores.altered),
+            tied=scores.tied,
         )
         if place in self._by_place:
             self.cores.remove(self._by_place[place])
@@ -111,7 +112,7 @@ class Recorder:
         if all(one is not None and all(type(size) is int for size in one.shape) for one in sides):
             assert scores.query is not None
             assert scores.key is not None
-            core.queries, core.width = int(scores.query.shape[-2]), int(scores.query.shape[-1])
+            core.queries, core.width = int(scores.query.shape[-2]), int(scores.query.shape[-1]) // scores.tied
             core.keys = int(scores.key.shape[-2])
             core.key_heads = _key_heads(scores.key, core.axes)
         if scores.altered:
@@ -120,8 +121,14 @@ class Recorder:
             tokens = self.maps.tokens()[:4]
             roles = {"query": scores.query, "key": scores.key, "value": value, "output": output}
             for role, tensor in roles.items():
-                if tensor is not None and holds_numbers(tensor) and tensor.dim() >= 2:
+                if tensor is None or not holds_numbers(tensor) or tensor.dim() < 2:
+                    continue
+                if scores.tied == 1:
                     core.samples.roles[role] = list(arrangements(tensor, tokens))
+                    continue
+                if role in ("query", "key"):
+                    tensor = tensor.reshape(*tensor.shape[:-1], scores.tied, -1).movedim(-2, 0)
+                core.samples.roles[role] = list(arrangements_of_rows(tensor, tokens, scores.tied))
 
     def fused_ran(
         self,

@@ -80,18 +80,19 @@ class RowReader:
         """Let go of what belongs to one forward alone."""
         self._paddings.clear()
 
-    def axes_of(self, lead: Sequence[int], queries: int, keys: int) -> Axes | None:
+    def axes_of(self, lead: Sequence[int], queries: int, keys: int, *, tied: int = 1) -> Axes | None:
         """Separate sequences from heads.
 
         Args:
             lead: sizes of the dimensions in front of ``(queries, keys)``.
             queries: length of a sequence of queries.
             keys: length of a sequence of keys.
+            tied: rows of an alignment, which have one map of weights.
 
         Returns:
             Which dimension is which; None if nothing tells.
         """
-        tokens = self._maps.tokens()
+        tokens = [one // tied for one in self._maps.tokens() if one % tied == 0]
         both = [one for one in tokens if queries and one % queries == 0 and one // queries * keys in tokens]
         ordered = [*both, *(one for one in tokens if one not in both)]
         around = (name for name, _ in reversed(self._stack.modules))
@@ -128,7 +129,7 @@ class RowReader:
             return ReadRows(None, _of_a_kind_of_its_own(weights))
         if keys != scores.key.shape[-2] or queries != scores.query.shape[-2] or not queries or not keys:
             return ReadRows(None, "its softmax is over other columns than its keys")
-        axes = self.axes_of(weights.shape[:-2], queries, keys)
+        axes = self.axes_of(weights.shape[:-2], queries, keys, tied=scores.tied)
         if axes is None:
             return ReadRows(None, _AXES_UNKNOWN)
         shift = None if scores.shift is None else scores.shift.movedim(*order)

@@ -84,12 +84,14 @@ class Arrangement:
         tokens: N, how many tokens the tensor has in this order.
         start: token of each sequence that the first of the N tokens is, where there are more than N.
         length_first: tokens are numbered position by position, not sequence by sequence.
+        is_tied: of the rows of an alignment; such features are equal to those of a map as they are, or not at all.
     """
 
     features: Tensor
     tokens: int
     start: int = 0
     length_first: bool = False
+    is_tied: bool = False
 
 
 @dataclass(eq=False)
@@ -166,3 +168,33 @@ def _at_length(
                 index[place] = index[place] + start
                 taken = tensor.permute(*order, *heads, len(lead) + 1)[tuple(index)]
                 yield Arrangement(taken.reshape(taken.shape[0], -1, taken.shape[-1]), count, start, length_first)
+
+
+def arrangements_of_rows(tensor: Tensor, tokens: Sequence[int], rows: int) -> Iterator[Arrangement]:
+    """Take samples of what the rows of an alignment have, in every order of rows, sequences and positions.
+
+    Args:
+        tensor: ``(*lead, length, width)``, the rows in one of its leading dimensions.
+        tokens: how many tokens the inputs of maps have.
+        rows: how many rows there are.
+
+    Yields:
+        Samples; none if no order fits.
+    """
+    tensor = tensor.detach()
+    *lead, length, _ = tensor.shape
+    if rows not in lead:
+        return
+    dims = range(len(lead))
+    for count in dict.fromkeys(tokens):
+        for size in range(1, len(lead) + 1):
+            for batch in itertools.combinations(dims, size):
+                if math.prod(lead[dim] for dim in batch) * length != count or rows not in [lead[dim] for dim in batch]:
+                    continue
+                heads = [dim for dim in dims if dim not in batch]
+                for order in itertools.permutations((*batch, len(lead))):
+                    sizes = [tensor.shape[dim] for dim in order]
+                    index = unravel(places(count, tensor.device), sizes)
+                    taken = tensor.permute(*order, *heads, len(lead) + 1)[index]
+                    features = taken.reshape(taken.shape[0], -1, taken.shape[-1])
+                    yield Arrangement(features, count, is_tied=True)

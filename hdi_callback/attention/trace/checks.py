@@ -71,10 +71,11 @@ class HeadChecks(CoreView):
             return ""
         inputs = [one for name, one in run.others.items() if name.startswith("input")]
         for at in at_values[:: max(1, len(at_values) - 1)]:  # of the first and the last token
-            gradient = torch.zeros(self.core.values.shape)
+            values = cores[self.number].values
+            gradient = torch.zeros(values.shape)
             gradient.view(-1, gradient.shape[-1])[at] = 1.0
             made = self.support(self.core.values, at[None])
-            if made and Support.of(cores[self.number].values, gradient, inputs):
+            if made and Support.of(values, gradient, inputs):
                 names = "` and `".join(sorted({module_of(self.trace.parameter_of(leaf)) for leaf in made.masks}))
                 return f"what one of its inputs adds to the values that `{names}` gives"
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hdi_callback.attention.trace.cores import Core
 from hdi_callback.attention.trace.head_rows import Rows, Units
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, weights_at
 from hdi_callback.attention.trace.traced_cores import TracedCores
@@ -16,10 +17,11 @@ class CoreView:
         trace: the run.
         number: of the core.
         units: its parts, each of which is of one head.
+        core: what is read in its place, where all of it is several copies of one part.
     """
 
-    def __init__(self, trace: TracedCores, number: int, units: Units | None = None) -> None:
-        self.trace, self.number, self.core = trace, number, trace.cores[number]
+    def __init__(self, trace: TracedCores, number: int, units: Units | None = None, core: Core | None = None) -> None:
+        self.trace, self.number, self.core = trace, number, trace.cores[number] if core is None else core
         self.units = Units() if units is None else units
 
     def side(self, number: int, side: int) -> Tensor:

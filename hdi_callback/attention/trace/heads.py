@@ -36,9 +36,11 @@ from hdi_callback.attention.trace.ordering import FeatureOrder
 from hdi_callback.attention.trace.parts import CoreParts
 from hdi_callback.attention.trace.role_rows import RoleRows
 from hdi_callback.attention.trace.support import Support, random_weights
+from hdi_callback.attention.trace.tied_rows import TiedRowsReading
 from hdi_callback.attention.trace.unread import is_map_of_scores, is_over_tokens, made_of_leaves
 
 _NO_MAP = "no linear map of single tokens gives its {role}s: they are learned, or filters over several give them"
+_TIED = "one map for all rows, of scores summed over them"
 _MOST_ROWS = 512  # of the weights of a core: batch x heads x windows
 
 
@@ -88,12 +90,16 @@ class CoreReading(CoreView):
 
     def _grouped(self, rows: list[tuple[int, Any]], product: int) -> HeadRows:
         """Group the parts of the core into heads by the rows that they are made of."""
-        checks, role_rows, order = (
-            HeadChecks(self.trace, self.number, self.units),
-            RoleRows(self.trace, self.number, self.units),
-            FeatureOrder(self.trace, self.number, self.units),
-        )
+        mine = next(one for _, where in rows for one in where if one[0] == product)
+        tied = TiedRowsReading(self.trace, self.number, self.units).read(*mine)
+        if tied is not None:
+            self.core = tied.first_row(self.core, product)
         core = self.core
+        checks, role_rows, order = (
+            HeadChecks(self.trace, self.number, self.units, core),
+            RoleRows(self.trace, self.number, self.units, core),
+            FeatureOrder(self.trace, self.number, self.units, core),
+        )
         flat_values = torch.arange(core.values.shape[0] * core.values.shape[1]).view(core.values.shape[:2])
         places: dict[int, tuple[int, Tensor, Tensor]] = {}
         for n, where in rows:
@@ -113,6 +119,8 @@ class CoreReading(CoreView):
         members, of_heads = self._rows_of_heads(supports, role_rows)
         checks.refuse_mixed(members, supports)
         remarks = checks.spread_keys(product, place)
+        if tied is not None:
+            remarks.append(_TIED)
         has_shared = role_rows.leave_out_shared(of_heads, product, place[0])
         if has_shared:
             remarks.append("without the part that all heads share")
@@ -137,7 +145,8 @@ class CoreReading(CoreView):
             left_out.append(self._queries_left_out(heads, product, 1 - place[0], int(place[1][0]), of_query))
         row = int(place[1][0]) % self.side(product, 1 - place[0]).shape[1]
         said = " and ".join(filter(None, left_out))
-        return HeadRows(heads, members, normed, remarks, said, self.units, row if stream else None)
+        values = None if tied is None else tied.values
+        return HeadRows(heads, members, normed, remarks, said, self.units, row if stream else None, values)
 
     def _queries_left_out(
         self, heads: dict[Role, list[Rows]], product: int, side: int, at: int, of_query: Support

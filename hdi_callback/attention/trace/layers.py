@@ -110,7 +110,7 @@ def _joined(
     """Join cores of a single head each whose outputs one map takes side by side: together they are one layer."""
     by_receiver: dict[Any, list[int]] = {}
     for place, (numbers, heads) in enumerate(groups):
-        if isinstance(heads, HeadRows) and len(heads.members) == 1 and heads.units.count == 1:
+        if isinstance(heads, HeadRows) and len(heads.members) == 1 and heads.units.count == 1 and heads.tied is None:
             receiver = receiver_of(trace, trace.cores[numbers[0]])
             by_receiver.setdefault(None if receiver is None else receiver, []).append(place)
     joined = list(groups)
@@ -145,6 +145,7 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     refuse_inputs_of_their_own(trace, heads.rows)
     output = outputs_of(trace, cores, heads)
     H, rows = len(heads.members), heads.rows
+    value_dim = cores[0].values.shape[-1] if heads.tied is None else heads.tied.shape[1]
     path = _owner(trace, cores, rows)
     key_rows = _distinct("key", rows["key"])
     value_rows = _distinct("value", rows["value"]) if "value" in rows else []
@@ -168,7 +169,7 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     kind = kind_of(slices, heads)
     full = ".".join(one for one in (name, path) if one)
     layer = AttentionLayer(
-        full, module, H, len(key_rows), len(key_rows[0].features), cores[0].values.shape[-1], kind, slices,
+        full, module, H, len(key_rows), len(key_rows[0].features), value_dim, kind, slices,
         projection, frozenset(heads.normed), heads.left_out, "trace",
     )  # fmt: skip
     return Found(path, layer, "", numbers, _maps_of(trace, numbers[0]))

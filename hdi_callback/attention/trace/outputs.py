@@ -111,6 +111,11 @@ def _outputs_in(
         matrices = matrices.mT if cores[at].is_turned else matrices
         parts = [heads.units.of(matrices, unit) for unit in of_head]
         placed.append(agreed(torch.cat(parts)))
+        if heads.tied is not None:
+            of_rows = placed[-1][heads.tied]  # (rows, value width)
+            if not torch.equal(of_rows, of_rows[:1].expand_as(of_rows)):
+                raise NoHeadsError("the outputs of its heads are other features of the output projection in every row")
+            placed[-1] = of_rows[0]
         each = {tuple(agreed(part).tolist()) for part in parts}
         is_repeated |= len(each) > 1 and all(min(one) >= 0 for one in each)
     features = torch.stack(placed)

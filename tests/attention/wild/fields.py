@@ -255,7 +255,7 @@ class GatesOfEdges(Four):
         return self.o(join(scores.masked_fill(gates < 0.2, -1e4).softmax(-1) @ v))
 
 
-@case(separate(heads_alone=True), inputs=("b x n c",), may_refuse="is made of 6 features")
+@case(separate(heads_alone=True), inputs=("b x n c",))
 class TiedRows(Four):
     """MSA transformer: the scores of all sequences are added up, so that all attend alike."""
 

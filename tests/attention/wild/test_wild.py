@@ -11,7 +11,7 @@ from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.wild.catalogue import cases
 from tests.attention.wild.proof import contradictions, make_inputs, softmaxes_over_tokens
 from tests.attention.wild.truth import CASES, rows, separate
-from tests.attention.wild.verdict import REFUSED, RIGHT, Holder, judge
+from tests.attention.wild.verdict import REFUSED, RIGHT, WAYS, Holder, judge
 
 ALL = cases()
 # One of each kind of proof: rows, strides, groups, windows, other axes, products, filters, norms, refusals.
@@ -161,6 +161,12 @@ def test_tables_of_few_positions_are_no_hindrance_before_training(name):
 @pytest.mark.parametrize("name", READ)
 def test_modules_by_hand_are_read_as_they_are(name):
     verdict = judge(ALL[name], "forward")
+    assert (verdict.verdict, verdict.reason) == (RIGHT, "")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_rows_are_read_before_a_forward_with_one_and_in_a_training(way, tmp_path):
+    verdict = judge(ALL["TiedRows"], way, tmp_path)
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
