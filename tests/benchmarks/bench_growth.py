@@ -54,13 +54,13 @@ class Sizes:
 
 GROWTH: dict[str, list[Sizes]] = {
     "heads": [Sizes(heads=value) for value in (8, 16, 32, 64)],
-    "width": [Sizes(width=value) for value in (1024, 2048, 4096, 8192)],
+    "width": [Sizes(width=value, tokens=256) for value in (4096, 8192, 16384, 32768)],
     "layers": [Sizes(layers=value) for value in (4, 8, 16, 32)],
-    "tokens": [Sizes(tokens=value) for value in (2048, 4096, 8192, 16384)],
+    "tokens": [Sizes(tokens=value) for value in (8192, 16384, 32768, 65536)],
 }
 RANKS = (1, 2, 4)
 SMALL = {
-    name: [replace(one, width=one.width // 16, head_dim=8, tokens=one.tokens // 8) for one in sizes[:3]]
+    name: [replace(one, width=one.width // 16, head_dim=8, tokens=max(LENGTH, one.tokens // 8)) for one in sizes[:3]]
     for name, sizes in GROWTH.items()
 }
 OF_RANKS = {
