@@ -329,6 +329,8 @@ def _moved(
                 scores.after -= tensor.shape[-1] - out.shape[-1]
         else:
             scores.lost.append(name)
+    elif out.shape[:-2] != tensor.shape[:-2] and out.numel() == tensor.numel():
+        scores.terms = [term.viewed(tensor.shape[:-2], out.shape[:-2]) for term in scores.terms]
 
 
 def _widened(scores: Scores, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor, out: Tensor) -> None:

