@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk
+from hdi_callback.core.kernels import AttentionSums, NormSums
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,21 @@ def returned(outputs: Any) -> list[Tensor]:
 
 def observed(model: nn.Module, forward: Callable[[], Any], **options: Any) -> AttentionObserver:
     """Observe one forward, and keep all rows."""
-    observer = AttentionObserver(model, reduce_rows=lambda chunk: Rows((chunk,)), **options)
+    return _observed(model, forward, reduce_rows=lambda chunk: Rows((chunk,)), **options)
+
+
+def observed_sums(model: nn.Module, forward: Callable[[], Any]) -> AttentionObserver:
+    """Observe one forward, and reduce rows and norms as a reading does."""
+    return _observed(
+        model,
+        forward,
+        reduce_rows=lambda chunk: AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits),
+        reduce_norms=NormSums.of,
+    )
+
+
+def _observed(model: nn.Module, forward: Callable[[], Any], **options: Any) -> AttentionObserver:
+    observer = AttentionObserver(model, **options)
     observer.arm()
     try:
         forward()

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.observe.masks import MaskTerm
-from hdi_callback.core.kernels import AttentionSums, NormSums, logit_bound
-from tests.attention.observe.oracle import observed
+from hdi_callback.core.kernels import NormSums, logit_bound
+from tests.attention.observe.oracle import observed, observed_sums
 
 B, T = 2, 7
 HIDDEN = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -144,15 +143,7 @@ def test_what_hides_a_key_is_known_however_it_is_written(way):
 def test_the_bound_of_the_scores_holds_and_is_not_far_above_them_however_masks_are_written(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(Read(way)), torch.randn(B, T, 16)
-    observer = AttentionObserver(
-        model,
-        reduce_rows=lambda chunk: AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits),
-        reduce_norms=NormSums.of,
-    )
-    observer.arm()
-    model(x)
-    observer.disarm()
-    (core,) = observer.cores
+    (core,) = observed_sums(model, lambda: model(x)).cores
     assert float(core.scale) == 0.5
     assert core.bias is None or float(core.bias) == 0.0, "what hides a key raises no score"
     bound = logit_bound(core.norms["query"], core.norms["key"], 0.5)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback.attention.observe import AttentionObserver
-from hdi_callback.core.kernels import AttentionSums, NormSums, logit_bound
-from tests.attention.observe.oracle import Rows, against_eager, observed
+from hdi_callback.core.kernels import AttentionSums, logit_bound
+from tests.attention.observe.oracle import Rows, against_eager, observed, observed_sums
 from tests.attention.sweep.architectures import config_of, variants
 
 pytestmark = pytest.mark.slow  # `make slow` runs these
@@ -226,15 +226,7 @@ def test_however_attention_is_written_the_host_reads_nothing_while_it_runs(way):
 def test_no_logit_is_above_its_certificate(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(ByHand(way)), torch.randn(B, T, 16)
-    observer = AttentionObserver(
-        model,
-        reduce_rows=lambda chunk: AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits),
-        reduce_norms=NormSums.of,
-    )
-    observer.arm()
-    model(x)
-    observer.disarm()
-    (core,) = observer.cores
+    (core,) = observed_sums(model, lambda: model(x)).cores
     assert core.is_bounded
     query, key = core.norms["query"], core.norms["key"]
     bias = 0.0 if core.bias is None else float(core.bias)
