@@ -88,8 +88,8 @@ def report(parts: dict[str, dict[str, Any]]) -> list[str]:
         "Made by `python -m tests.experiments.faults.run --part again`, `--part fresh` and "
         "`python -m tests.experiments.faults.in_turn --output docs/benchmarks/in-turn.md`.",
         "",
-        "| seeds | faults told, every layer at every reading | in turn | told as early | readings later, mean and most "
-        "| healthy runs alarmed, every layer | in turn |",
+        "| seeds | faults detected, every layer at every reading | in turn | detected as early | "
+        "readings later, mean and most | healthy runs alarmed, every layer | in turn |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, of in parts.items():
@@ -105,7 +105,7 @@ def report(parts: dict[str, dict[str, Any]]) -> list[str]:
         for kind, number in of["missed"].items():
             missed[kind] = missed.get(kind, 0) + number
     listed = ", ".join(f"{kind} ({number})" for kind, number in sorted(missed.items(), key=lambda one: -one[1]))
-    return [*lines, "", f"Told at every reading and not in turn: {listed or 'none'}.", ""]
+    return [*lines, "", f"Detected at every reading and not in turn: {listed or 'none'}.", ""]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -153,8 +153,9 @@ def report(found: dict, looked_at: int) -> list[str]:
         f"runs, of {len({row['kind'] for row in ahead})} kinds; on {len(before_both(costly))} of the {len(costly)} "
         f"costly ones, of {len({row['kind'] for row in before_both(costly)})} kinds.",
         "",
-        "| monitor | fresh shown faults told | all shown faults told | rules first | it first | of the costly ones | "
-        "before the loss had left | median lead in steps | fresh healthy runs alarmed | all healthy runs alarmed |",
+        "| monitor | fresh shown faults detected | all shown faults detected | rules first | it first | "
+        "of the costly ones | before the loss had left | median lead in steps | "
+        "fresh healthy runs alarmed | all healthy runs alarmed |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
@@ -176,9 +177,9 @@ def report(found: dict, looked_at: int) -> list[str]:
         "#### By fault",
         "",
         "Steps of the first alarm; `-`: none. *Cost*: final validation loss above the mean of the healthy twins, in "
-        "nats. The last column names the readings (and loss and gradient) that told, earliest first.",
+        "nats. The last column names the readings (and loss and gradient) that detected it, earliest first.",
         "",
-        "| fault | training | cost | loss left at | rules | of them on key weights | told by |",
+        "| fault | training | cost | loss left at | rules | of them on key weights | detected by |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: (list(FAULTS).index(row["kind"]), row["seed"])):
@@ -189,7 +190,7 @@ def report(found: dict, looked_at: int) -> list[str]:
         kind = row["kind"] if row["shows"] else f"*{row['kind']}*"
         lines.append(f"| {kind} | {row['base']} | {cost} | {_step(row['left'])} | {default} | {every} | {named} |")
     silent = sorted({row["kind"] for row in rows if row["alarms"][next(iter(RULES))] is None})
-    lines += ["", f"No rule told, on at least one run: {'; '.join(silent) or 'none'}."]
+    lines += ["", f"Missed by all rules, on at least one run: {'; '.join(silent) or 'none'}."]
     return lines
 
 
@@ -208,11 +209,12 @@ def of_rules(healthy: Sequence[Result], faulty: Sequence[Result]) -> list[str]:
         false = sum(rule in _first_by_rule(run, 0) for run in healthy)
         counts[rule] = (of_fresh, told, first, alone, false)
     lines = [
-        f"Of the {len(shown)} shown runs (*fresh*: of those on seeds that nothing had used) how many a rule told, how "
-        "many it told first (or at the same reading as the first), and how many it told alone; and of "
-        f"{len(healthy)} healthy runs how many it alarmed. What only told in other series stands in the evidence.",
+        f"Of the {len(shown)} shown runs (*fresh*: of those on seeds that nothing had used) how many a rule detected, "
+        "how many it detected first (or at the same reading as the first), and how many it detected alone; and of "
+        f"{len(healthy)} healthy runs how many it alarmed. Rules that detected something in other series alone "
+        "stand in the evidence.",
         "",
-        "| rule | fresh told | told | first | alone | healthy runs alarmed |",
+        "| rule | fresh detected | detected | first | alone | healthy runs alarmed |",
         "|---|---|---|---|---|---|",
     ]
     ordered = sorted(counts, key=lambda rule: (-counts[rule][3], -counts[rule][2], -counts[rule][1]))
