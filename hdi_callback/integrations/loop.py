@@ -18,7 +18,6 @@ from hdi_callback.integrations.shell import Shell
 from hdi_callback.integrations.signature import function_of
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.session.session import Session
-from hdi_callback.monitoring.session.state import sound_state
 
 
 class HeadSession(Shell):
@@ -29,7 +28,7 @@ class HeadSession(Shell):
 
     def __init__(self, settings: LoopSettings) -> None:
         super().__init__(settings)
-        self._has_begun = self._is_closed = self._is_inside = self._has_seen_any = False
+        self._is_closed = False
         self._host: LoopHost
         self._start(settings.model, LoopHost(settings, self._warn_once), settings, attaches=True)
         self._steps = OptimizerSteps(settings.optimizer, self._prepare, self._warn_once)
@@ -89,7 +88,7 @@ class HeadSession(Shell):
         """
         if epoch is not None:
             whole_number("epoch", epoch, least=0, example=0)
-        if self._is_closed or self._is_inside:
+        if self._is_closed or self._steps.is_inside:
             why = "after the watch was closed" if self._is_closed else "within another"
             self._warn_once.warn("step", f"`with heads.step():` {why} does nothing. Write it once around each step.")
             yield
@@ -109,27 +108,16 @@ class HeadSession(Shell):
         before gradients are clipped if what `DiversityPenalty` adds is to be clipped as well. Gradients must have been
         unscaled, and under accumulation it is for the last part alone.
         """
-        if not self._is_inside:
-            self._warn_once.warn(
-                "order",
-                "`heads.before_optimizer_step()` does nothing outside of `with heads.step():`. Write it within.",
-            )
-            return
         self._steps.prepare()
 
     def finish(self) -> None:
         """Read the final weights, make everything known, and leave nothing behind; the end of the ``with`` does it."""
         if self._is_closed:
             return
-        if self._has_begun:
+        if self._opened is not None:
             with self._warn_once.guard("the last reading"):
                 self._started.finish()
-            if not self._has_seen_any:
-                self._warn_once.warn(
-                    "no step",
-                    "The optimizer made no step in `with heads.step():`, so that there is one reading at most. "
-                    "Call optimizer.step() within it, on the optimizer that `watch_heads` got.",
-                )
+            self._steps.warn_if_none()
         self.close()
 
     def close(self) -> None:
@@ -147,9 +135,9 @@ class HeadSession(Shell):
         Returns:
             Plain data.
         """
-        if not self._has_begun and self._restored is not None:
-            return dict(self._restored)
-        return {**self._started.state_dict(), "step": self.global_step, "tensorboard": self._host.dashboards.folder}
+        if self._opened is None and self._restored is not None:
+            return super().state_dict()
+        return {**self._started.state_dict(), **self._host.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off, also in the middle of a run that goes back to it; on every rank.
@@ -161,57 +149,33 @@ class HeadSession(Shell):
             MisconfigurationError: if a step is going on; if the watch is strict, also if it is not what `state_dict`
                 gave, or of another model. Otherwise such a state costs a warning, and what is sound of it is taken.
         """
-        if self._is_inside:
+        if self._steps.is_inside:
             raise MisconfigurationError("Load the state of the heads between steps, not within `with heads.step():`.")
-        if not isinstance(state_dict, Mapping) or not {"step", "last_step"} & set(state_dict):
-            has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            message = f"This is no state of `watch_heads`, it has {has}: load what `heads.state_dict()` gave."
-            if self._settings.strict:
-                raise MisconfigurationError(message)
-            self._warn_once.warn(
-                "no state", f"{message} Steps are counted from {self.global_step} on, alerts start anew."
-            )
+        step = self._host.step_in(state_dict)
+        if step is None:
             return
-        sound = sound_state(state_dict, warn_once=self._warn_once) or {}
-        counted = [sound.get(name) for name in ("step", "last_step")]
-        # Without a step count the last reading is the best guess of how far the run has come.
-        step = next((count for count in counted if count is not None), self.global_step)
-        state = self._started.accept(state_dict, step=step)
-        if self._has_begun:
-            self._started.flush()
-        self._restored = state
-        self._host.step, self._host.is_stopped = step, False
-        self._has_begun = False
+        self._started.accept(state_dict, step=step)
+        super().load_state_dict(state_dict)
+        self._host.go_back_to(step)
 
     def _enter_step(self, epoch: int | None) -> None:
-        self._is_inside, self._host.epoch = True, epoch
+        self._host.begin_step(epoch)
         self._steps.begin()
         with self._warn_once.guard("watching a step"):
-            if not self._has_begun:  # it is known now whether a checkpoint is resumed
-                self._has_begun, self._opened = True, self._started
-                self._started.open(self._restored)
-                self._history = self._started.history
+            if self._opened is None:  # it is known now whether a checkpoint is resumed
+                self._open()
             self._started.monitor.resume()
             self._started.before_forward()
 
     def _leave_step(self, *, is_whole: bool) -> None:
-        self._is_inside = False
         has_stepped = self._steps.end()
         with self._warn_once.guard("watching a step"):
-            if self._steps.was_compiled and self._started.is_capturing:
-                self._started.abandon()
-                self._warn_once.warn(
-                    "compiled step",
-                    "The optimizer's step is compiled, and within a graph the heads cannot be read: call "
-                    "`heads.before_optimizer_step()` before it.",
-                )
             if has_stepped:
-                self._host.step += 1
-                self._has_seen_any = True
+                self._host.count_step()
+            if not is_whole or self._steps.is_unprepared:
+                self._started.abandon()
             if is_whole:
                 self._started.after_step()
-            else:
-                self._started.abandon()
             self._started.monitor.suspend()
 
     def _prepare(self, optimizer: Optimizer) -> None:

@@ -22,6 +22,7 @@ from hdi_callback.monitoring.session.host import PlainHost
 from hdi_callback.monitoring.session.position import Position
 from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.session.sink import Latest, Sink
+from hdi_callback.monitoring.session.state import contents_of, is_state, steps_counted_in
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _Path = str | os.PathLike[str]
@@ -88,7 +89,7 @@ class LoopHost(PlainHost):
 
     def __init__(self, settings: LoopSettings, warn_once: WarnOnce) -> None:
         super().__init__(settings.process_group)
-        self._settings = settings
+        self._settings, self._warn_once = settings, warn_once
         self.dashboards = Dashboards(settings, warn_once)
         self.latest: dict[str, float] = {}
         self.step, self.epoch, self.is_stopped = 0, cast("int | None", None), False
@@ -107,6 +108,44 @@ class LoopHost(PlainHost):
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers of the run."""
         return cast("list[Optimizer]", self._settings.optimizer)
+
+    def begin_step(self, epoch: int | None) -> None:
+        """Take the epoch that the loop says."""
+        self.epoch = epoch
+
+    def count_step(self) -> None:
+        """Count a step that an optimizer made."""
+        self.step += 1
+
+    def step_in(self, state: Any) -> int | None:
+        """Find how many steps a run had made when its state was saved.
+
+        Args:
+            state: what was loaded, whatever it is.
+
+        Returns:
+            The count; `None`, with a warning, if it is no state of a loop.
+
+        Raises:
+            MisconfigurationError: if it is none and the settings are strict.
+        """
+        if is_state(state):
+            return steps_counted_in(state, otherwise=self.step, warn_once=self._warn_once)
+        message = (
+            f"This is no state of `watch_heads`, it has {contents_of(state)}: load what `heads.state_dict()` gave."
+        )
+        if self._settings.strict:
+            raise MisconfigurationError(message)
+        self._warn_once.warn("no state", f"{message} Steps are counted from {self.step} on, alerts start anew.")
+        return None
+
+    def go_back_to(self, step: int) -> None:
+        """Count from the step of a checkpoint on."""
+        self.step, self.is_stopped = step, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resumed run needs besides the state of the session."""
+        return {"step": self.step, "tensorboard": self.dashboards.folder}
 
     def stop(self) -> None:
         """Let the loop know that it is to end."""

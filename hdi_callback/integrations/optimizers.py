@@ -68,14 +68,14 @@ class OptimizerSteps:
         warn_once: takes the warnings.
 
     Attributes:
-        was_compiled: a step was compiled since `begin`, in which nothing can be called.
+        is_inside: between `begin` and `end`.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], prepare: Callable[[Optimizer], Any], warn_once: WarnOnce
     ) -> None:
         self._optimizers, self._prepare, self._warn_once = optimizers, prepare, warn_once
-        self._is_inside = self.was_compiled = False
+        self.is_inside = self._was_compiled = self._has_seen_any = False
         self._prepared: set[int] = set()
         self._count: Counter[int] = Counter()
         self._handles: list[Any] = []
@@ -85,12 +85,18 @@ class OptimizerSteps:
 
     def begin(self) -> None:
         """Begin to count."""
-        self._is_inside, self.was_compiled = True, False
+        self.is_inside, self._was_compiled = True, False
         self._prepared.clear()
         self._count.clear()
 
     def prepare(self) -> None:
         """Prepare every optimizer now, if that has not been done."""
+        if not self.is_inside:
+            self._warn_once.warn(
+                "order",
+                "`heads.before_optimizer_step()` does nothing outside of `with heads.step():`. Write it within.",
+            )
+            return
         for optimizer in self._optimizers:
             self._prepare_once(optimizer)
 
@@ -100,14 +106,36 @@ class OptimizerSteps:
         Returns:
             Whether any optimizer made a step.
         """
-        self._is_inside = False
+        self.is_inside = False
         if max(self._count.values(), default=0) > 1:
             self._warn_once.warn(
                 "several steps",
                 "An optimizer made several steps within one `with heads.step():`, which counts as one. Write it "
                 "within the loop, around each step.",
             )
-        return bool(self._count) or self.was_compiled
+        if self.is_unprepared:
+            self._warn_once.warn(
+                "compiled step",
+                "The optimizer's step is compiled, and within a graph the heads cannot be read: call "
+                "`heads.before_optimizer_step()` before it.",
+            )
+        has_stepped = bool(self._count) or self._was_compiled
+        self._has_seen_any |= has_stepped
+        return has_stepped
+
+    @property
+    def is_unprepared(self) -> bool:
+        """Whether a step was made since `begin` that nothing could prepare, as it is compiled."""
+        return self._was_compiled and not self._prepared
+
+    def warn_if_none(self) -> None:
+        """Warn if no optimizer has ever made a step between `begin` and `end`."""
+        if not self._has_seen_any:
+            self._warn_once.warn(
+                "no step",
+                "The optimizer made no step in `with heads.step():`, so that there is one reading at most. "
+                "Call optimizer.step() within it, on the optimizer that `watch_heads` got.",
+            )
 
     def close(self) -> None:
         """Leave no hook on the optimizers."""
@@ -123,9 +151,9 @@ class OptimizerSteps:
     # nothing that changes from step to step.
     def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            self.was_compiled = True
+            self._was_compiled = True
             return
-        if self._is_inside:
+        if self.is_inside:
             self._prepare_once(optimizer)
         else:
             self._warn_once.warn(
@@ -135,5 +163,5 @@ class OptimizerSteps:
             )
 
     def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and self._is_inside:
+        if not torch.compiler.is_compiling() and self.is_inside:
             self._count[id(optimizer)] += 1

@@ -77,7 +77,7 @@ class Shell:
             return self._opened.state_dict()
         return dict(self._restored) if isinstance(self._restored, Mapping) else {"last_step": None}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off.
 
         Args:
@@ -119,8 +119,9 @@ class Shell:
         state = self._session.accept(before, step=self._host.position.step)
         if state is None:
             self._restored = self._history = None
+        self._opened = self._session
         self._session.open(state, history=self._history)
-        self._opened, self._history = self._session, self._session.history
+        self._history = self._session.history
 
     def close(self) -> None:
         """Publish what was read, and leave no hook behind, after a training that an exception ended.

@@ -83,6 +83,32 @@ def sound_state(state: Any, *, step: int | None = None, warn_once: WarnOnce) -> 
     return sound
 
 
+def is_state(state: Any) -> bool:
+    """Return whether something was saved by a session, whatever is sound of it."""
+    return isinstance(state, Mapping) and not {"step", "last_step"}.isdisjoint(state)
+
+
+def contents_of(state: Any) -> object:
+    """Give what a message shows of something that is no state: its keys, or its type."""
+    return sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+
+
+def steps_counted_in(state: Any, *, otherwise: int, warn_once: WarnOnce) -> int:
+    """Find how many optimizer steps a run had made when its state was saved.
+
+    Args:
+        state: what a checkpoint held.
+        otherwise: the answer if it does not say.
+        warn_once: takes what is not sound.
+
+    Returns:
+        The count; without one the last reading is the best guess of how far the run has come.
+    """
+    sound = sound_state(state, warn_once=warn_once) or {}
+    counted = [sound.get(name) for name in ("step", "last_step")]
+    return next((count for count in counted if count is not None), otherwise)
+
+
 _Check = Callable[[str, Any, list[str]], Any]
 
 
