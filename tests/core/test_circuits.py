@@ -311,6 +311,13 @@ def test_the_circuit_penalty_is_the_mean_squared_cosine_of_the_products_written_
     assert float(circuit_penalty(query * 1e-9, key * 1e7)) == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_circuit_penalty_of_two_heads_is_the_squared_cosine_of_their_one_pair():
+    query, key = gaussian(2, 3, 10, seed=1), gaussian(2, 3, 12, seed=2)
+    one, other = (query.mT @ key).flatten(1).numpy()
+    cosine = one @ other / (np.linalg.norm(one) * np.linalg.norm(other))
+    assert float(circuit_penalty(query, key)) == pytest.approx(cosine**2, rel=1e-5)
+
+
 def test_a_head_that_nothing_joins_has_a_cluster_of_its_own():
     matrix = torch.eye(5, dtype=torch.float64)
     matrix[1, 3] = matrix[3, 1] = matrix[3, 4] = matrix[4, 3] = 0.9

@@ -96,6 +96,15 @@ def test_importance_in_chunks_is_that_of_one_pass(monkeypatch):
     assert sizes.largest <= 6 * 3 * 4
 
 
+def test_pairs_of_heads_are_added_up_within_the_numbers_that_a_chunk_may_hold(monkeypatch):
+    slopes = gaussian(40, 3)
+    monkeypatch.setattr("hdi_callback.core.contribution._CHUNK", 20)
+    with TensorSizes() as sizes:
+        sums = ImportanceSums.of_slopes(slopes)
+    assert torch.allclose(sums.pairs[0, 2], (slopes[:, 0] + slopes[:, 2]).abs().sum())
+    assert sizes.largest <= 20
+
+
 def test_what_has_no_gradient_may_be_anything():
     outputs, gradients = gaussian(2, 5, 3, 4), gaussian(2, 5, 3, 4, seed=1)
     gradients[0, 3:] = 0

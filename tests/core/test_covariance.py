@@ -415,6 +415,15 @@ def test_standard_errors_of_numbered_sequences_are_those_of_sequences_in_a_row()
             torch.testing.assert_close(getattr(other, name), getattr(in_a_row, name), rtol=1e-4, atol=1e-6)
 
 
+def test_two_numbered_sequences_are_enough_for_a_standard_error():
+    outputs, output_weight = gaussian(20, 3, 4, seed=1) + 1, gaussian(3, 4, 10, seed=2)
+    numbers = torch.arange(20) % 2
+    alone = [float(head_covariance(outputs[numbers == one], output_weight).covariance) for one in (0, 1)]
+    found = head_covariance(outputs, output_weight, sequences=(numbers, 2)).covariance_error
+    # Leaving one of two out leaves the other: the jackknife's variance is (n - 1)/n times their squared distances.
+    assert float(found) == pytest.approx(abs(alone[0] - alone[1]) / 2, rel=1e-4)
+
+
 def test_products_of_output_weights_that_are_known_change_nothing():
     generator = torch.Generator().manual_seed(0)
     outputs, value, weight = (

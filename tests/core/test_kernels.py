@@ -199,6 +199,16 @@ def test_a_sink_that_is_left_out_shows_what_else_the_heads_attend_to():
     assert (without.sink_position > 0).all()
 
 
+def test_a_query_whose_head_puts_all_its_weight_on_the_sink_does_not_count_without_it():
+    rows, visible = torch.softmax(gaussian(1, 2, 5, 6), -1), torch.ones(1, 1, 5, 6, dtype=torch.bool)
+    rows[0, 1, 3] = torch.eye(6, dtype=rows.dtype)[0]
+    others = [0, 1, 2, 4]
+    found = AttentionSums.of(rows, visible, first=0).rows()
+    expected = plain(rows[:, :, others], visible[:, :, others], rows[:, :, others], first=0)
+    assert_equal(found, {name: value for name, value in expected.items() if name != "logit"})
+    assert int(found.queries) == 4
+
+
 def test_the_first_key_may_differ_from_sequence_to_sequence():
     rows, visible, _ = attention(2, 3, 4, 6)
     places = torch.tensor([1, 4])

@@ -30,6 +30,13 @@ def test_a_fresh_head_is_orthogonal_to_all_others_where_there_is_room():
     assert not torch.allclose(fresh, other), "and it is random within the room that there is"
 
 
+def test_a_fresh_head_beside_a_single_other_is_orthogonal_to_it():
+    weight = gaussian(2, 4, 16, seed=1)
+    fresh = fresh_head(weight, 0, generator=seeded())
+    assert (weight[1] @ fresh.mT).abs().max() < 1e-12
+    assert float(fresh.norm()) == pytest.approx(float(weight[1].norm()))
+
+
 def test_where_there_is_no_room_a_fresh_head_takes_what_the_others_use_least():
     weight = gaussian(4, 8, 24, seed=2)
     weight[3] = weight[0]
@@ -102,7 +109,7 @@ def test_after_folding_and_a_fresh_subspace_the_layer_computes_what_it_did():
 # --- how alike two heads attend
 
 
-@pytest.mark.parametrize("size", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("size", [0.02, 0.1, 1.0, 3.0])
 @pytest.mark.parametrize("has_biases", [False, True])
 def test_the_agreement_of_two_heads_is_that_of_their_products_written_out(size, has_biases):
     (q_a, q_b), (k_a, k_b) = size * gaussian(2, 6, 20, seed=1), gaussian(2, 6, 20, seed=2)

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hdi_callback.core import token_spread
 from hdi_callback.core import tokens as tokens_module
-from hdi_callback.core.tokens import energy_of_tokens
+from hdi_callback.core.tokens import energy_of_tokens, gram_energy
 from hdi_callback.errors import ShapeError
 from tests.core.search import SEARCH
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian
+
+
+class Products(TorchFunctionMode):
+    """Keep the shape of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+            self.shapes.append(tuple(made.shape))
+        return made
 
 
 def plain(tokens: Tensor) -> tuple[float, float]:
@@ -95,6 +112,15 @@ def test_chunks_change_nothing_and_no_large_matrix_is_formed(monkeypatch):
         token_spread(tokens)
         token_spread(tokens.mT.contiguous())
     assert sizes.largest <= tokens.numel()
+
+
+def test_four_products_give_the_energy_so_that_three_eighths_of_one_are_left_out():
+    rows = gaussian(40, 300)
+    rows /= rows.norm()
+    with Products() as products:
+        energy = gram_energy(rows)
+    assert float(energy) == pytest.approx(float((rows @ rows.T).square().sum()), rel=1e-12)
+    assert products.shapes == [(10, 40), (10, 30), (10, 20), (10, 10)]
 
 
 def test_a_shape_that_is_no_batch_of_tokens_is_refused():

@@ -109,3 +109,10 @@ def test_heads_of_width_two_have_an_entropy_and_those_of_width_one_have_none():
     assert float(spectral_entropy(weight)) == pytest.approx(expected, rel=1e-5)
     assert spectral_entropy(weight[:, :1]).shape == (1,)
     assert spectral_entropy(weight[:, :1]).isnan().all()
+
+
+@pytest.mark.parametrize("k", range(2, 13))
+def test_the_spectral_entropy_of_an_even_head_is_one_and_never_more(k):
+    found = spectral_entropy(torch.eye(k, dtype=torch.float64)[None])
+    assert found.tolist() == pytest.approx([1.0], abs=1e-5)
+    assert found.max() <= 1

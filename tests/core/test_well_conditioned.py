@@ -64,6 +64,15 @@ def test_what_one_product_cannot_tell_is_left_to_whitening():
     assert head_diversity(lost).index.isnan()
 
 
+def test_a_head_below_the_rank_tolerance_times_the_largest_is_dead_and_one_product_does_not_compare_it():
+    weight = gaussian(4, 8, 32).float()
+    weight /= weight.norm(dim=(1, 2), keepdim=True)
+    for size, is_dead in [(0.9e-5, True), (1.1e-5, False)]:
+        one = weight * torch.tensor([1, 1, size, 1])[:, None, None]
+        assert (lenses(one, rank_tol=1e-5) is None) == is_dead
+        assert head_diversity(one, rank_tol=1e-5).dead.tolist() == [False, False, is_dead, False]
+
+
 @pytest.mark.parametrize("condition", [3.0, 1e3])
 def test_circuits_from_the_products_that_are_left_are_those_of_the_weights(condition):
     key, query = with_spectrum(log_spectrum(condition, 16), 6, 64), gaussian(6, 16, 64, seed=5)
@@ -80,3 +89,10 @@ def test_chunks_change_nothing():
     whole, parts = lenses(weight), lenses_of_products(weight, rank_tol=1e-6, memory_budget=1)
     assert torch.allclose(whole.shared, parts.shared, atol=1e-6)
     assert torch.allclose(whole.energy, parts.energy, atol=1e-6)
+
+
+def test_the_products_that_are_left_know_what_they_take():
+    _, products = blocks_and_products(gaussian(1, 6, 16, 64).float())
+    chunks = list(products.parts)
+    assert chunks
+    assert products.nbytes == 4 * sum((part.stop - part.start) * 16 * (6 - part.start) * 16 for part, _ in chunks)

@@ -12,7 +12,7 @@ CHANGES = {
     "attention/isolation": 4,
     "monitoring/rules": 4,
     "monitoring/monitor": 4,
-    "core": 6,
+    "core": 8,
     "monitoring/alerts": 4,
     "monitoring/layers": 4,
     "monitoring/interventions": 4,
