@@ -18,7 +18,7 @@ from hdi_callback.command.commands import hdi
 from hdi_callback.monitoring.metrics import DEFAULT_METRICS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -143,6 +143,34 @@ def test_every_program_that_is_named_exists(page):
     named = set(re.findall(r"python -m ((?:tests|examples|hdi_callback)[\w.]*\w)", page.read_text()))
     missing = [name for name in named if importlib.util.find_spec(name) is None]
     assert missing == []
+
+
+MADE = ("docs/_build",)  # by a command that the page names
+
+
+@page_by_page
+def test_every_file_that_is_named_exists(page):
+    """From the root of the repository, or in short from the package or the tests."""
+    text = page.read_text()
+    from_root = set(re.findall(r"(?<![\w/.-])((?:hdi_callback|tests|docs|examples)/[\w./-]*\w)", text))
+    in_short = set(re.findall(r"(?<![\w/.-])(\w[\w/-]*/[\w-]+\.(?:py|md))\b", text))
+    missing = {name for name in from_root if not name.startswith(MADE) and not (ROOT / name).exists()}
+    places = (ROOT, ROOT / "hdi_callback", ROOT / "tests", page.parent)
+    if page.stem != "mutations":  # a record of the code as it was
+        missing |= {name for name in in_short if not any((place / name).is_file() for place in places)}
+    assert missing == set()
+
+
+def test_every_file_that_architecture_names_is_in_its_room_and_no_room_is_left_out():
+    rows = re.findall(r"^\| `([\w/]+)` \| .*? \| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), flags=re.M)
+    package = ROOT / "hdi_callback"
+    rooms = {path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")} - {"."}
+    named = {room: set(re.findall(r"`([a-z_]+)`", re.sub(r"\([^()]*\)", "", files))) for room, files in rows}
+    within = {f"{room}/{name}" for room, names in named.items() for name in names}
+    assert rooms <= {*named, *within}
+    for room, names in named.items():
+        there = {path.stem for path in (package / room).rglob("*")}
+        assert names <= there, room
 
 
 @pytest.mark.parametrize("tag", [*(f"{metric}/<layer>" for metric in DEFAULT_METRICS), "hdi/mean", "hdi/min"])
