@@ -1,7 +1,8 @@
 """Attention layers: modules in, head weights and head outputs out."""
 
 from hdi_callback.attention.capture import Capture, Taps
-from hdi_callback.attention.finding.discovery import Refusal, Survey, find_attention, message_of_part, survey
+from hdi_callback.attention.finding.discovery import find_attention, survey
+from hdi_callback.attention.finding.results import Refusal, Survey, message_of_part
 from hdi_callback.attention.finding.runtime_finder import RuntimeFinder, layers_observed
 from hdi_callback.attention.finding.runtime_verifier import RuntimeVerifier
 from hdi_callback.attention.heads import ROLES, AttentionLayer, HeadPieces, HeadProduct, HeadSlice, Role

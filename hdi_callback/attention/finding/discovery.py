@@ -1,15 +1,32 @@
 """`find_attention`: every attention layer of a model, and every refusal.
 
-In the order in which it is asked (`Search` has the steps): layouts that are registered; traced runs of copies of the
-modules, with inputs that are made up; and, where a forward is passed, a real one, which decides what is still open,
-checks what is claimed and shows attention that nothing explains. What is left is chosen by `include` and `exclude`.
+Names propose a module, what it computes decides. `survey` asks in six steps; each is a method of `Search`, which keeps
+what is known so far:
+
+1. **Registry.** Layouts that users registered, and torch's own attention by its code (`registry`).
+2. **Traced runs.** A copy of each module runs once with inputs that are made up (`trace.inputs`). The outputs of its
+   linear maps are replaced by random numbers (`trace.graph_cut`). In the autograd graph every softmax-weighted sum over
+   tokens is found (`trace.cores`), and derivatives say which features of which map make the queries, keys and values
+   of which head (`trace.heads`). From these rows comes the `AttentionLayer` (`trace.layers`). Modules alike are run
+   once (`trace.kinds`).
+3. **Silence.** What is called attention and computed none is named with that reason (`conventions`).
+
+With ``forward=`` the model runs once for real, with hooks that record arguments and inputs of attention:
+
+4. **Recorded inputs.** What could not run with inputs that are made up is traced with those of the forward.
+5. **Observation.** The queries, keys and values that attention received are compared with what the maps gave
+   (`observe.judge`): a layer that they contradict is read again or refused; attention that no layer explains is read
+   from them (`observe.proposals`) or named (`observe.accounts`).
+6. **Silence**, of what was open until then.
+
+Last, `include` and `exclude` choose among layers and refusals (`results`). Why each step is there and what it costs:
+docs/decisions/heads-by-behaviour.md and docs/decisions/what-finding-costs.md.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,52 +34,13 @@ from torch import nn
 
 from hdi_callback.arguments import function, shown, words
 from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
+from hdi_callback.attention.finding.results import Survey, chosen_from, message_of_part
 from hdi_callback.attention.finding.search import Search
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.names import is_inside, matches
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.registry import Place
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A module that computes attention, or resembles it, and is left out.
-
-    Attributes:
-        name: dotted path.
-        module_type: name of its class.
-        reason: why its heads cannot be read, as a clause.
-        remedy: what to write instead.
-    """
-
-    name: str
-    module_type: str
-    reason: str
-    remedy: str = ""
-
-    @property
-    def message(self) -> str:
-        """The whole sentence for a warning: where, why, and what to do."""
-        where = f"`{self.name}` ({self.module_type})"
-        remedy = self.remedy or f"Describe it with `register_layout`, or skip it with exclude=[{self.name!r}]."
-        return f"The heads of {where} cannot be told apart: {self.reason}. {remedy}"
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What was found in a model.
-
-    Attributes:
-        layers: attention layers whose heads are established, in model order.
-        refused: modules that compute attention, or resemble it, and are left out.
-        undecided: the places of those of them whose heads a real forward may show.
-    """
-
-    layers: tuple[AttentionLayer, ...]
-    refused: tuple[Refusal, ...]
-    undecided: tuple[Place, ...] = ()
 
 
 def find_attention(
@@ -104,18 +82,6 @@ def find_attention(
     return list(found.layers)
 
 
-def message_of_part(layer: AttentionLayer) -> str:
-    """Say what a layer is read without.
-
-    Args:
-        layer: with something left out.
-
-    Returns:
-        The sentence for a warning.
-    """
-    return f"`{layer.name}` ({type(layer.module).__name__}) is read in part: without {layer.left_out}."
-
-
 def survey(
     model: nn.Module,
     *,
@@ -144,19 +110,19 @@ def survey(
     exclude = words("exclude", exclude, what="patterns of layer names")
     search = Search(model)
     with isolated(model):
-        search.ask_registry()
-        search.trace()
-        search.name_what_is_silent()
+        search.ask_registry()  # 1
+        search.trace()  # 2
+        search.name_what_is_silent()  # 3
     if forward is not None:
-        _check_by(forward, search)
-    return _chosen(search, include, exclude)
+        _run_for_real(forward, search)  # 4 to 6
+    return chosen_from(search, include, exclude)
 
 
-def _check_by(forward: Callable[[], Any], search: Search) -> None:
-    """Decide what is open, and check what is claimed, by a real forward."""
+def _run_for_real(forward: Callable[[], Any], search: Search) -> None:
+    """Run the model once, and decide by it what is open and whether what is claimed holds."""
     claims = tuple(search.layers.values())
-    modules = {name: place.module for name, place in search.undecided().items()}
-    recorder = ArgumentRecorder({**{layer.name: layer.module for layer in claims}, **modules})
+    open_places = search.undecided()
+    recorder = ArgumentRecorder({layer.name: layer.module for layer in claims} | _modules(open_places))
     observer = AttentionObserver(search.model, claims)
     has_numbers = not any(parameter.is_meta for parameter in search.model.parameters())
     try:
@@ -168,61 +134,15 @@ def _check_by(forward: Callable[[], Any], search: Search) -> None:
     finally:
         recorder.suspend()
         observer.suspend()
-    ways = recorder.take()
+    ways = recorder.take()  # name of a module -> its arguments, cut in several ways
+    ran = {name: ways[name] for name in open_places.keys() & ways.keys()}
     with isolated(search.model):
-        search.trace_recorded({name: ways[name] for name in modules.keys() & ways.keys()})
+        search.trace_recorded(ran)  # 4
         if has_numbers:
-            search.compare(observer, ways)
-        search.name_what_ran_silently(sorted(modules.keys() & ways.keys()))
+            search.compare(observer, ways)  # 5
+        search.name_what_ran_silently(sorted(ran))  # 6
     observer.release()
 
 
-def _chosen(search: Search, include: Sequence[str] | None, exclude: Sequence[str] | None) -> Survey:
-    """Put together the layers and the refusals that patterns leave in."""
-    undecided = search.undecided()
-    order = {id(place.module): number for number, place in enumerate(search.places.values())}
-    layers = sorted(search.layers.values(), key=lambda layer: order[id(layer.module)])
-    names = [name for name in search.places if name in search.reasons or name in undecided]
-    names += [name for name in search.reasons if name not in search.places]
-    # What holds a layer and could not be run computes nothing beside, unless maps of its own lie beside that layer.
-    names = [
-        name for name in names
-        if name in search.reasons
-        or search.may_attend_beside(name)
-        or not any(is_inside(layer.name, name) for layer in layers)
-    ]  # fmt: skip
-    refused = [Refusal(name, _type_of(search, name), *search.why(name)) for name in names]
-    known = [layer.name for layer in layers] + names
-    _check_patterns("include", include, known)
-    # What a forward showed to attend may be left out, though nothing is known of it before one.
-    _check_patterns("exclude", exclude, known, others=search.places)
-
-    def is_chosen(name: str) -> bool:
-        return matches(name, include) and not matches(name, exclude or ())
-
-    if known and not any(is_chosen(name) for name in known):
-        raise MisconfigurationError(
-            f"`include` and `exclude` leave none of the {len(known)} attention layers: {', '.join(known)}."
-        )
-    kept = tuple(refusal for refusal in refused if is_chosen(refusal.name))
-    return Survey(
-        tuple(layer for layer in layers if is_chosen(layer.name)),
-        kept,
-        tuple(undecided[one.name] for one in kept if one.name in undecided),
-    )
-
-
-def _type_of(search: Search, name: str) -> str:
-    place = search.places.get(name)
-    return "module" if place is None else type(place.module).__name__
-
-
-def _check_patterns(
-    argument: str, patterns: Sequence[str] | None, names: list[str], others: Iterable[str] = ()
-) -> None:
-    for pattern in patterns or ():
-        if not any(matches(name, [pattern]) for name in (*names, *others)):
-            listed = ", ".join(names) or "none"
-            raise MisconfigurationError(
-                f"`{argument}` has the pattern {pattern!r}, which matches no attention layer. There are: {listed}."
-            )
+def _modules(places: Mapping[str, Place]) -> dict[str, nn.Module]:
+    return {name: place.module for name, place in places.items()}

@@ -1,14 +1,6 @@
 """`Search`: everything that is known of the attention in one model, gathered step by step.
 
-Module by module from the innermost outwards:
-
-1. `ask_registry`: layouts that users register, and torch's own attention by its code (`registry`).
-2. `trace`: whatever else computes is run once, a copy of it with inputs that are made up, and its graph is read
-   (`hdi_callback.attention.trace`).
-3. `name_what_is_silent`: what is called attention, and computed none when it was run, is named.
-4. `trace_recorded`: what is still open is run with the inputs of a real forward.
-5. `compare`: the inputs of attention in that forward contradict layers, and show attention that no layer explains
-   (`hdi_callback.attention.observe`).
+Its methods are the steps of `discovery`, in their order, each module by module from the innermost outwards.
 """
 
 from __future__ import annotations

@@ -1,0 +1,105 @@
+"""Contractions with a parameter, as `torch.einsum` writes them, in a traced run."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.trace.stacks import by_each_matrix
+
+if TYPE_CHECKING:
+    from hdi_callback.attention.trace.graph_cut import GraphCut
+
+
+def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Answer in place of a contraction of a tensor with a parameter."""
+    formula, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(formula, str) or "->" not in formula or "." in formula:
+        return NotImplemented
+    joined, _, out = formula.replace(" ", "").partition("->")
+    terms, names = joined.split(","), [cut.views.name_of(one) for one in operands]
+    if len([name for name in names if name is not None]) != 1:
+        return NotImplemented
+    which = next(place for place, name in enumerate(names) if name is not None)
+    if len(operands) == 3:
+        return _of_three(cut, func, terms, operands, which, out)
+    if len(operands) != 2:
+        return NotImplemented
+    return _Contraction(
+        cut, str(names[which]), operands[1 - which], operands[which], terms[1 - which], terms[which], out
+    )()
+
+
+def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor], which: int, out: str) -> Any:
+    """Contract two tensors first, then their product with a parameter, as for values, weights and output maps."""
+    (one, left), (other, right) = [(terms[place], operands[place]) for place in range(3) if place != which]
+    kept = [i for i in dict.fromkeys(one + other) if i in terms[which] or i in out]
+    summed = [i for i in terms[which] if i in kept and i not in out]  # what a map takes comes last
+    if set(kept) == set(one + other):  # what is made of two tensors and a matrix at once
+        return NotImplemented
+    first = "".join(sorted(kept, key=lambda i: summed.index(i) if i in summed else -1))
+    product = torch.einsum(f"{one},{other}->{first}", left, right)
+    answer = einsum(cut, func, (f"{first},{terms[which]}->{out}", product, operands[which]), {})
+    return func(f"{','.join(terms)}->{out}", *operands) if answer is NotImplemented else answer
+
+
+class _Contraction:
+    """One tensor and one parameter: ``x[ix] weight[iw] -> [out]``."""
+
+    def __init__(self, cut: GraphCut, name: str, x: Tensor, weight: Tensor, ix: str, iw: str, out: str) -> None:
+        self.cut, self.name, self.x, self.weight, self.ix, self.iw, self.out = cut, name, x, weight, ix, iw, out
+        self.summed = [i for i in ix if i in iw and i not in out]
+        self.new = [i for i in iw if i not in ix]
+        self.shared = [i for i in iw if i in ix and i in out]
+        self.positions = [i for i in ix if i not in self.summed]
+
+    def __call__(self) -> Any:
+        if self.x.dim() != len(self.ix) or len(set(self.iw)) < len(self.iw):
+            return NotImplemented
+        if self.shared:
+            return self._by_each_matrix()
+        return self._mixed() if self._is_mixing() else self._mapped()
+
+    def _by_each_matrix(self) -> Any:
+        """Parts of tokens with a matrix each, ``(H, d, width)`` in this order."""
+        if not len(self.shared) == len(self.summed) == len(self.new) == 1 or len(self.out) != len(self.ix):
+            return NotImplemented
+        order = [i for i in self.positions if i not in self.shared]
+        if not order or self.iw.index(self.shared[0]) != 0 or self.iw.index(self.new[0]) != 2:
+            return NotImplemented
+        moved = self.x.permute([self.ix.index(i) for i in (*order[:-1], *self.shared, *order[-1:], *self.summed)])
+        parts = by_each_matrix(self.cut, self.name, moved, self.weight)
+        return (
+            parts
+            if parts is NotImplemented
+            else self._arranged(parts, [*order[:-1], *self.shared, *order[-1:], *self.new])
+        )
+
+    def _is_mixing(self) -> bool:
+        """Recognise a square matrix between heads, by which weights of attention are mixed."""
+        is_square = len(self.summed) == len(self.new) == 1 and len(set(self.weight.shape)) == 1
+        if not is_square or set(self.out) != {*self.positions, *self.new}:
+            return False
+        return self.cut.mixing.is_at(self.name, self.x, self.ix.index(self.summed[0]))
+
+    def _mixed(self) -> Tensor:
+        return self._arranged(self.x, [self.new[0] if i in self.summed else i for i in self.ix])
+
+    def _mapped(self) -> Any:
+        """A map takes as many features as its input gives last; learned queries are met by keys in the same way."""
+        is_map = self.new and set(self.out) == {*self.new, *self.positions} and 1 <= len(self.summed) <= 2
+        if not is_map or self.ix[-1] not in self.summed or [i for i in self.iw if i in self.summed] != self.summed:
+            return NotImplemented
+        taken = self.x.permute([self.ix.index(i) for i in self.positions + self.summed]).flatten(len(self.positions))
+        axes = tuple(self.iw.index(i) for i in self.new)
+        sizes = [self.weight.shape[axis] for axis in axes]
+        answer = self.cut.answer(self.name, taken, math.prod(sizes), axes=axes)
+        return self._arranged(answer.view(*answer.shape[:-1], *sizes), self.positions + self.new)
+
+    def _arranged(self, tensor: Tensor, dims: list[str]) -> Tensor:
+        return tensor.permute([dims.index(i) for i in self.out])

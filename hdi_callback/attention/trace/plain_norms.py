@@ -1,0 +1,134 @@
+"""What leaves each feature where it is, in a traced run.
+
+A norm's factor for each token and the mean that it subtracts are taken for constants, so that a feature depends on
+itself alone; dropout is left out, and all are chosen in place of the top k.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hdi_callback.attention.trace.torch_arguments import torch_arguments
+
+if TYPE_CHECKING:
+    from hdi_callback.attention.trace.graph_cut import GraphCut
+
+
+def dropout(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Leave dropout out."""
+    return args[0] if args else kwargs["input"]
+
+
+def top(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Choose all in place of the top k."""
+    x, _, dim, is_largest, is_sorted = torch_arguments(args, kwargs, "input", "k", "dim", "largest", "sorted")
+    dim = -1 if dim is None else dim
+    return func(x, x.shape[dim], dim, is_largest is not False, is_sorted is not False)
+
+
+def factor(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Take the factor of a norm for a constant."""
+    return func(*args, **kwargs).detach()
+
+
+def largest(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """The largest of all, which is taken from all scores, moves none of them against another."""
+    return factor(cut, func, args, kwargs) if len(args) == 1 and not kwargs else NotImplemented
+
+
+def rounded(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Keep numbers of half the digits whole, as what is small would be lost in them."""
+    answer = func(*args, **kwargs)
+    is_half = isinstance(answer, Tensor) and answer.dtype in (torch.float16, torch.bfloat16)
+    if is_half and isinstance(args[0], Tensor) and args[0].is_floating_point():
+        return args[0].float()
+    return answer
+
+
+def statistic(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """A factor for each token is a constant, and so is a mean over features."""
+    answer = func(*args, **kwargs)
+    if not isinstance(answer, Tensor):
+        return answer
+    dim = kwargs.get("dim", next((one for one in args[1:] if isinstance(one, (int, tuple, list))), None))
+    if func in (Tensor.norm, torch.norm):
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+    last = {-1, args[0].dim() - 1}
+    if not kwargs.get("keepdim", answer.dim() == args[0].dim()) or not set(dims) & last:
+        return answer
+    is_of_sizes = bool((args[0].detach() >= 0).all())
+    is_mean = func in (torch.mean, Tensor.mean) and not is_of_sizes
+    if func in (torch.sum, Tensor.sum) and not is_of_sizes:  # of products, as of two vectors
+        return answer
+    cut.run.centred |= is_mean
+    cut.run.normed.append(args[0])
+    return answer if is_mean and cut.keeps_means else answer.detach()
+
+
+def layer_norm(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Write `layer_norm` out."""
+    x, shape, weight, bias, eps = torch_arguments(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
+    normed = _normed(cut, x, tuple(range(-len(shape), 0)), 1e-5 if eps is None else eps, has_mean=True)
+    return _affine(normed, weight, bias)
+
+
+def rms_norm(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Write `rms_norm` out."""
+    x, shape, weight, eps = torch_arguments(args, kwargs, "input", "normalized_shape", "weight", "eps")
+    return _affine(_normed(cut, x, tuple(range(-len(shape), 0)), eps or 1e-6, has_mean=False), weight, None)
+
+
+def group_norm(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Write `group_norm` out."""
+    x, groups, weight, bias, eps = torch_arguments(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
+    parts = x.unflatten(1, (groups, -1))
+    normed = _normed(cut, parts, tuple(range(2, parts.dim())), eps or 1e-5, has_mean=True).flatten(1, 2)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    return _affine(normed, *(None if one is None else one.view(shape) for one in (weight, bias)))
+
+
+def normalize(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Divide by the norm of each token as by a constant."""
+    x, p, dim = torch_arguments(args, kwargs, "input", "p", "dim")
+    if not x.dim() or not (dim is None or dim % x.dim() == x.dim() - 1 or x.dim() > 3):
+        return NotImplemented
+    cut.run.normed.append(x)
+    size = torch.linalg.vector_norm(x.detach(), p or 2.0, 1 if dim is None else dim, keepdim=True)
+    return x / size.clamp_min(1e-12)
+
+
+def _normed(cut: GraphCut, x: Tensor, dims: Any, eps: float, *, has_mean: bool) -> Tensor:
+    cut.run.normed.append(x)
+    centred = x
+    if has_mean:
+        cut.run.centred = True
+        mean = x.mean(dims, keepdim=True)
+        centred = x - (mean if cut.keeps_means else mean.detach())
+    return centred * (centred.detach().square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+HANDLERS = {
+    dropout: (F.dropout, torch.dropout),
+    top: (torch.topk, Tensor.topk),
+    factor: (torch.rsqrt, Tensor.rsqrt),
+    largest: (torch.max, Tensor.max),
+    rounded: (Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as),
+    statistic: (
+        torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var, torch.std, Tensor.std, torch.norm,
+        Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm, torch.amax, Tensor.amax,
+    ),
+    layer_norm: (F.layer_norm, torch.layer_norm),
+    rms_norm: (F.rms_norm, torch.rms_norm),
+    group_norm: (F.group_norm,),
+    normalize: (F.normalize,),
+}  # fmt: skip

@@ -1,0 +1,92 @@
+"""`WeightViews`: which rows of which parameter the matrix of a product is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hdi_callback.attention.trace.maps import MapStub
+
+
+@dataclass(frozen=True)
+class WeightRows:
+    """Rows that lie side by side in a parameter, or columns of one that is used transposed.
+
+    Attributes:
+        parameter: dotted path.
+        start: the first feature, counted over `axes`.
+        axes: dims of the parameter that number the features, where it is no module's matrix.
+        map: the map that holds it, if one does.
+    """
+
+    parameter: str
+    start: int
+    axes: tuple[int, ...] = ()
+    map: MapStub | None = None
+
+
+class WeightViews:
+    """Recognises parameters of a copy, and views of them.
+
+    Args:
+        stubs: its linear maps.
+        parameters: path -> every other parameter.
+    """
+
+    def __init__(self, stubs: Iterable[MapStub], parameters: Mapping[str, nn.Parameter]) -> None:
+        self.stubs = {id(stub.weight): stub for stub in stubs}
+        self.names = {id(one): name for name, one in parameters.items()}
+
+    def name_of(self, tensor: Any) -> str | None:
+        """Give the path of a whole parameter; `None` for any other tensor."""
+        return self.names.get(id(tensor))
+
+    def is_of_parameter(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter or a view of one."""
+        base = _base(tensor)
+        return id(base) in self.names or id(base) in self.stubs
+
+    def rows_of(self, matrix: Any) -> WeightRows | None:
+        """Find the parameter that a matrix ``(features, in_features)`` is a view of.
+
+        Args:
+            matrix: rows of a parameter ``(..., in_features)``, of one ``(in_features, features)`` that is transposed,
+                or of one of several such matrices ``(H, in_features, features)``; a view of a part of the input is none
+                of these.
+
+        Returns:
+            The rows, `None` if it is something else.
+        """
+        if not isinstance(matrix, Tensor) or matrix.dim() != 2:
+            return None
+        base = _base(matrix)
+        stub, name = self.stubs.get(id(base)), self.names.get(id(base))
+        if (stub is None and name is None) or not base.is_contiguous() or base.dim() < 2:
+            return None
+        if stub is not None and base.dim() != 2:
+            return None
+        taken, (inner, columns) = matrix.shape[1], base.shape[-2:]
+        row, column = divmod(int(matrix.storage_offset() - base.storage_offset()), columns)
+        if matrix.stride() == (columns, 1) and taken == columns and column == 0:
+            is_transposed, start, axes = False, row, tuple(range(base.dim() - 1)) if base.dim() > 2 else ()
+        elif matrix.stride() == (1, columns) and taken == inner and row % inner == 0 and base.dim() <= 3:
+            is_transposed, start, axes = True, row // inner * columns + column, (0, 2) if base.dim() == 3 else (1,)
+        else:
+            return None
+        if stub is None:
+            return WeightRows(str(name), start, axes)
+        return WeightRows(f"{stub.path}.weight", start, (), stub) if is_transposed == stub.is_transposed else None
+
+    def stack_of(self, stack: Tensor) -> tuple[str | None, bool]:
+        """Recognise a whole parameter of three dims: its path, and whether its last two dims are turned."""
+        base = stack._base
+        if id(stack) in self.names or base is None or not base.is_contiguous() or stack.shape != base.mT.shape:
+            return self.name_of(stack), False
+        return (self.name_of(base), True) if stack.stride() == base.mT.stride() else (None, False)
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
