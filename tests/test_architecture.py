@@ -298,6 +298,45 @@ def test_an_arrow_that_runs_the_wrong_way_is_noticed(tmp_path, line):
     assert wrong_arrows(offender, tmp_path / PACKAGE) != []
 
 
+# Who else may change a member of an object: file -> the members, all with one reason.
+CHANGED_BY_OTHERS = {
+    "integrations/lightning_host.py": {"self.trainer.should_stop"},  # how Lightning is asked to stop
+    "integrations/transformers.py": {"self._control.should_training_stop", "self._control.should_save"},  # likewise
+    "integrations/signature.py": {"called.__signature__", "called.__annotations__", "thing.__doc__"},  # of functions
+    "command/group.py": {"warnings.showwarning"},  # put back at the end
+    "monitoring/interventions/diversity_penalty.py": {"parameter.grad"},  # what the penalty is for
+    "monitoring/rules/choice.py": {"rule.is_optional"},  # of rules that the same function has made
+    "monitoring/session/earlier.py": {  # the calls of version 0.1
+        "self._session.alerts",
+        "self._session.interventions",
+        "self._host.position",
+    },
+}
+WORKING_RECORDS = ("attention", "monitoring/monitor")  # where records are filled while a forward runs, or is measured
+
+
+def changed_members(tree: ast.AST) -> set[str]:
+    """Give every member that is assigned or deleted and is not one of `self`."""
+    found = {node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)}
+    return {ast.unparse(node) for node in found if ast.unparse(node.value) not in {"self", "cls"}}
+
+
+def test_an_assignment_to_a_member_of_another_object_is_noticed():
+    code = "self.a = b.c = 1\nself.d.e += 1\nfor f.g in []: pass\nh.i, j = 1, 2\nk = l.m"
+    assert changed_members(ast.parse(code)) == {"b.c", "self.d.e", "f.g", "h.i"}
+
+
+def test_nobody_replaces_the_members_of_another_object(root):
+    package = root / PACKAGE
+    found = {
+        path.relative_to(package).as_posix(): changed
+        for path in source_files(root)
+        if not path.relative_to(package).as_posix().startswith(WORKING_RECORDS)
+        and (changed := changed_members(ast.parse(path.read_text())))
+    }
+    assert found == CHANGED_BY_OTHERS
+
+
 def test_importing_the_package_loads_no_dashboard_and_no_trainer():
     code = (
         "import sys, hdi_callback\n"

@@ -78,7 +78,7 @@ def test_the_format_can_be_read_with_the_standard_library_alone(tmp_path):
 
 def test_matrices_are_kept_at_step_0_at_alerts_at_the_end_and_at_the_cadence(tmp_path):
     history = History(tmp_path / "history.jsonl", matrix_every=4)
-    history.final_step = 11
+    history.end_with(11)
     for step in range(12):
         history.write(record_at(step), [alert_at(step, "b")] if step == 6 else ())
     run = read_history(history.path)
@@ -96,7 +96,7 @@ def test_no_matrix_is_kept_where_none_is_wanted(tmp_path):
 def test_a_run_stays_within_its_budget_and_keeps_its_alerts(tmp_path):
     budget = 60_000
     history = History(tmp_path / "history.jsonl", matrix_every=1, budget=budget)
-    history.final_step = 199
+    history.end_with(199)
     for step in range(200):
         history.write(record_at(step, heads=16), [alert_at(step, "b")] if step in (3, 50) else ())
     size = sum(file.stat().st_size for file in tmp_path.iterdir())
@@ -261,7 +261,7 @@ def test_a_model_of_96_layers_of_128_heads_stays_within_two_tenths_of_a_megabyte
     reading = Reading(0, ("a",), (Measurement(("a",), "key", head_diversity(weights)),))
     layer = reading.record().layers["a"]
     history = History(tmp_path / "history.jsonl", budget=60e6)
-    history.final_step = 299
+    history.end_with(299)
     for step in range(300):
         alerts = [alert_at(step, "layers.17")] if step % 100 == 50 else ()
         layers = {f"layers.{number}": layer for number in range(96)}

@@ -80,10 +80,8 @@ class Alerts:
             series = self._series.get(name)
             if series is None:
                 series = self._series[name] = self._begin(name, len(record.layers), row)
-            series.append(row)
-            series.do_others_move = does_move
-            if record.frozen is not None:
-                series.trains = name not in record.frozen
+            trains = None if record.frozen is None else name not in record.frozen
+            series.append(row, do_others_move=does_move, trains=trains)
             for rule in self._rules_for(name):
                 alert = self._ask(rule, series)
                 if alert is None:

@@ -78,12 +78,16 @@ class Series:
         self.rewritten: set[int] = set()
         self.rows: deque[Row] = deque(maxlen=_READINGS_KEPT)
 
-    def append(self, row: Row) -> None:
+    def append(self, row: Row, *, do_others_move: bool = False, trains: bool | None = None) -> None:
         """Add a reading.
 
         Args:
             row: the reading.
+            do_others_move: whether the weights of some layer have moved since the one before.
+            trains: whether some parameter of the layer requires a gradient; `None` if the reading does not say.
         """
+        self.do_others_move = do_others_move
+        self.trains = self.trains if trains is None else trains
         if self.rows:
             last = self.rows[-1]
             pairs = {name: array for name, array in last.arrays.items() if name.endswith("_pair")}

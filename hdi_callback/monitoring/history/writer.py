@@ -47,7 +47,6 @@ class History:
     Attributes:
         path: the file that is written now.
         run: id of the run.
-        final_step: step of the last reading of the run, once it is known.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class History:
         self.run = uuid.uuid4().hex if run is None else run
         self._session = uuid.uuid4().hex
         self._matrix_every, self._budget = matrix_every, math.inf if budget is None else budget
-        self.final_step: int | None = None
+        self._final_step: int | None = None  # of the last reading of the run, once it is known
         self._is_over_budget = False
         self._is_new, self._parent, self._say = is_new, parent, say
         self._readings = 0
@@ -107,6 +106,14 @@ class History:
         else:
             self._append(self._header)
 
+    def end_with(self, step: int) -> None:
+        """Expect the last reading of the run, whose matrices are kept.
+
+        Args:
+            step: its step.
+        """
+        self._final_step = step
+
     def write(self, record: Record, alerts: Sequence[Alert] = ()) -> None:
         """Append one reading.
 
@@ -115,7 +122,7 @@ class History:
             alerts: what is new at it; the matrices of these layers are kept for good.
         """
         is_turn = self._matrix_every > 0 and (self._readings % self._matrix_every == 0 or bool(alerts))
-        is_end = self._matrix_every > 0 and record.step in (0, self.final_step)
+        is_end = self._matrix_every > 0 and record.step in (0, self._final_step)
         self._readings += 1
         self._last = record.step
         size = 0 if self._left is None else self._left[1]

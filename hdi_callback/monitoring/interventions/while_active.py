@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hdi_callback.monitoring.alerts import Alert
@@ -45,6 +45,15 @@ class WhileActive(Intervention):
             return None
         del self.standing[alert.layer]
         return self._action(alert, self.end())
+
+    def keep(self, active: Collection[tuple[str, str]]) -> None:
+        """Forget the alerts that are not active.
+
+        Args:
+            active: layer and rule of every active alert.
+        """
+        kept = {layer: [rule for rule in rules if (layer, rule) in active] for layer, rules in self.standing.items()}
+        self.standing = {layer: rules for layer, rules in kept.items() if rules}
 
     @property
     def is_active(self) -> bool:

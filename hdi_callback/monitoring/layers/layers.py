@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -87,6 +87,23 @@ class WatchedLayers:
         """
         return name in self._contradicted
 
+    def refuse(self, refusals: Iterable[Refusal]) -> None:
+        """Add attention that is not watched.
+
+        Args:
+            refusals: the reasons.
+        """
+        self.refused = (*self.refused, *refusals)
+
+    def decide(self, refusals: Mapping[str, Refusal | None]) -> None:
+        """Replace refusals by what is known of these modules by now.
+
+        Args:
+            refusals: by name; `None` for a module that is not refused any more.
+        """
+        decided = (refusals.get(one.name, one) for one in self.refused)
+        self.refused = tuple(one for one in decided if one is not None)
+
     def named(self, name: str) -> AttentionLayer:
         """Find a layer.
 
@@ -159,7 +176,7 @@ class WatchedLayers:
         """
         self._contradicted |= contradicted
         kinds = {layer.name: type(layer.module).__name__ for layer in self.all}
-        self.refused = (*self.refused, *(Refusal(name, kinds[name], why) for name, why in contradicted.items()))
+        self.refuse(Refusal(name, kinds[name], why) for name, why in contradicted.items())
 
     def admit(self, layers: Sequence[AttentionLayer]) -> None:
         """Watch further layers: their weights at once, their outputs from the next armed forward on.

@@ -54,9 +54,7 @@ class HeadVerifier:
         self._search = RuntimeFinder(undecided) if undecided else None
         awaited = {place.name for place in undecided}
         self._pending = {one.name: one for one in layers.refused if one.name in awaited}  # refused, until a forward
-        layers.refused = tuple(
-            replace(one, reason=one.reason + _DECIDES) if one.name in awaited else one for one in layers.refused
-        )
+        layers.decide({name: replace(one, reason=one.reason + _DECIDES) for name, one in self._pending.items()})
         self._has_warned_of_pending = self._has_searched = False
         self._warn_of_refused({place.name for place in layers.undecided} - awaited)
         self._count = 0  # of readings whose forward verified claims
@@ -220,7 +218,7 @@ class HeadVerifier:
         warn_by_kind(zip(kinds, map(message_of_part, new)), stacklevel=6)
         refusals = [Refusal(users_name(one.name), one.module_type, one.reason) for one in found]
         warn_by_kind(zip(refusals, (one.message for one in found)), stacklevel=6)
-        layers.refused = (*layers.refused, *(refusal for one, refusal in zip(found, refusals) if not one.layer))
+        layers.refuse(refusal for one, refusal in zip(found, refusals) if not one.layer)
 
     def _warn_of_refused(self, unchecked: Collection[str]) -> None:
         """Warn about what no forward will decide; `unchecked` names what one would."""
@@ -251,15 +249,12 @@ class HeadVerifier:
         waiting = set(self._awaited()) if self._count < _MOST_READINGS else set()
         decided = {name: one for name, one in self._pending.items() if name not in waiting}
         self._pending = {name: one for name, one in self._pending.items() if name in waiting}
-        kept: dict[str, Refusal] = {}
+        known: dict[str, Refusal | None] = {}
         for name, refusal in decided.items():
             reason = self._reason_of_forward(refusal)
-            if reason is not None:
-                kept[name] = Refusal(name, refusal.module_type, reason)
-        self._layers.refused = tuple(
-            kept.get(one.name, one) for one in self._layers.refused if one.name not in decided or one.name in kept
-        )
-        warn_by_kind(((one, one.message) for one in kept.values()), stacklevel=6)
+            known[name] = None if reason is None else Refusal(name, refusal.module_type, reason)
+        self._layers.decide(known)
+        warn_by_kind(((one, one.message) for one in known.values() if one is not None), stacklevel=6)
 
     def _reason_of_forward(self, refusal: Refusal) -> str | None:
         """Say why a module stays refused after a forward; `None` where its heads are read by now."""

@@ -28,6 +28,43 @@ class Pending:
         self.final: Readout | None = None
         self._queue: deque[Readout] = deque()
 
+    def begin(self) -> None:
+        """Expect a forward that is captured."""
+        self.is_capturing = True
+
+    def end_capture(self) -> None:
+        """Expect no captured forward any more: it was measured, or given up."""
+        self.is_capturing = False
+
+    def hold(self, reading: Reading) -> None:
+        """Keep a reading until the further forwards of its step have run.
+
+        Args:
+            reading: what was measured so far.
+        """
+        self.incomplete = reading
+
+    def take_incomplete(self) -> Reading | None:
+        """Take the reading that is incomplete.
+
+        Returns:
+            It, or `None`.
+        """
+        reading, self.incomplete = self.incomplete, None
+        return reading
+
+    def keep_final(self, reading: Reading) -> None:
+        """Keep the last weights for `add_final`; the copy of their numbers to the host begins.
+
+        Args:
+            reading: what was measured.
+        """
+        self.final = Readout(reading)
+
+    def drop_final(self) -> None:
+        """Forget weights that were measured early."""
+        self.final = None
+
     def add(self, reading: Reading) -> None:
         """Queue a reading that is complete; the copy of its numbers to the host begins.
 

@@ -45,7 +45,7 @@ class Reader:
         if self._pending.is_capturing:
             return
         if self.schedule.is_due(step):
-            self._pending.is_capturing = True
+            self._pending.begin()
             self._monitor.arm(training_only=True)
         else:
             self._monitor.rest()
@@ -65,7 +65,7 @@ class Reader:
     def abandon(self) -> None:
         """Give up a reading whose forward or backward did not come to its end; it is due again at once."""
         if self._pending.is_capturing:
-            self._pending.is_capturing = False
+            self._pending.end_capture()
             self._monitor.release()
         self.complete()
 
@@ -90,7 +90,7 @@ class Reader:
             return
         with self._warn_once.guard(_MEASURING):
             reading = self._monitor.measure(position.step, epoch=position.epoch, axis=position.axis)
-            self._pending.final = Readout(reading)
+            self._pending.keep_final(reading)
 
     def finish(self, position: Position) -> None:
         """Take the last reading, unless it was taken.
@@ -103,7 +103,7 @@ class Reader:
                 self.schedule.done(position.step)
             else:
                 self._measure(position)
-        self._pending.final = None
+        self._pending.drop_final()
 
     def complete(self, is_last_forward: bool = True) -> None:
         """Add what was captured after the reading, and queue it once no further forward belongs to it.
@@ -111,14 +111,14 @@ class Reader:
         Args:
             is_last_forward: False if further forwards of the same step may follow.
         """
-        reading, self._pending.incomplete = self._pending.incomplete, None
+        reading = self._pending.take_incomplete()
         if reading is None:
             return
         with self._warn_once.guard(_MEASURING):
             if self._monitor.awaits_forwards:
                 reading = self._monitor.complete(reading, is_last_forward=is_last_forward)
             if self._monitor.awaits_forwards:
-                self._pending.incomplete = reading
+                self._pending.hold(reading)
             else:
                 self._pending.add(reading)
 
@@ -134,12 +134,12 @@ class Reader:
         return self._pending.arrived(waits=waits)
 
     def _measure(self, position: Position, is_last: bool = True) -> None:
-        pending = self._pending
-        pending.is_capturing = False
+        self._pending.end_capture()
         self.schedule.done(position.step)
         with self._warn_once.guard(_MEASURING):
-            pending.incomplete = self._monitor.measure(
+            reading = self._monitor.measure(
                 position.step, epoch=position.epoch, axis=position.axis, is_last_forward=is_last
             )
+            self._pending.hold(reading)
         if not self._monitor.awaits_forwards:
             self.complete()

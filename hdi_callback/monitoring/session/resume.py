@@ -137,11 +137,7 @@ def end_what_is_resolved(interventions: Sequence[Intervention], active: Collecti
     """
     for intervention in interventions:
         if isinstance(intervention, WhileActive):
-            kept = {
-                layer: [rule for rule in rules if (layer, rule) in active]
-                for layer, rules in intervention.standing.items()
-            }
-            intervention.standing = {layer: rules for layer, rules in kept.items() if rules}
+            intervention.keep(active)
 
 
 def state_of(intervention: Intervention, warn_once: WarnOnce) -> dict[str, Any]:

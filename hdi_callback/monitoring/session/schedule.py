@@ -32,6 +32,14 @@ class Schedule:
         self.every = whole_number("every_n_steps", every, least=1, example=50, of=" of optimizer steps")
         self.last: int | None = None
 
+    def resume_after(self, last: int | None) -> None:
+        """Go on from the last reading of an earlier run.
+
+        Args:
+            last: the step of that reading; `None` if there was none.
+        """
+        self.last = last
+
     def is_due(self, step: int) -> bool:
         """Return whether a reading is due.
 

@@ -206,7 +206,7 @@ class Session:
                     judge_again(self.alerts, self.history, last)
         if not is_known:
             with self.warn_once.guard(_RESUMING):
-                self.schedule.last = self._last_step_without_state(step)
+                self.schedule.resume_after(self._last_step_without_state(step))
         if state is not None and self.alerts is not None and self.interventions:
             with self.warn_once.guard(_RESUMING):
                 active = self._host.broadcast([(alert.layer, alert.rule) for alert in self.alerts.active])
@@ -302,7 +302,7 @@ class Session:
         self._learn_layers(position)
         self._final_step = position.step
         if self.history is not None:
-            self.history.final_step = position.step
+            self.history.end_with(position.step)
         self.flush()
         self.close()
 
@@ -360,7 +360,7 @@ class Session:
         Args:
             state: what `accept` gave.
         """
-        self.schedule.last = state.get("last_step")
+        self.schedule.resume_after(state.get("last_step"))
         alerts = state.get("alerts") or state.get("alerts_in_part")
         if self.alerts is not None and alerts is not None:
             self.alerts.load_state_dict(alerts)
