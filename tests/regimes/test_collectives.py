@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hdi_callback import HeadDiversityMonitor, find_attention
 from hdi_callback.attention.isolation import isolated
 from tests.models import HEADS, WIDTH, Attention
-from tests.regimes.test_sequence_parallel import model_of, sequences
+from tests.regimes.test_sequence_parallel import GatheredKeys, model_of, sequences
+from tests.regimes.test_swapped_heads import Swapping
 
 # --- the answers
 
@@ -245,8 +246,13 @@ def train_in_a_ring(rank: int, is_watched: bool) -> dict[str, Any]:
 
 
 def find_on_one_rank(rank: int, kind: str) -> list[int] | None:
-    makes = {"ring": ring_model, "averaged weights": lambda: averaged_model(rank - 0.5)}
-    model = makes.get(kind, lambda: model_of(kind))()
+    makes = {
+        "gathered keys": lambda: model_of(GatheredKeys),
+        "swapped heads": lambda: model_of(Swapping),
+        "ring": ring_model,
+        "averaged weights": lambda: averaged_model(rank - 0.5),
+    }
+    model = makes[kind]()
     found = [layer.num_heads for layer in find_attention(model)] if rank == 0 else None
     dist.barrier()
     return found
@@ -256,7 +262,7 @@ def find_on_one_rank(rank: int, kind: str) -> list[int] | None:
 @pytest.mark.parametrize("kind", ["gathered keys", "swapped heads", "ring", "averaged weights"])
 def test_a_rank_that_looks_for_heads_by_itself_waits_for_nobody(two_ranks, kind):
     first, second = two_ranks(find_on_one_rank, kind)
-    assert first.answer == {"gathered keys": [HEADS] * 3, "averaged weights": [HEADS] * 2}.get(kind, [])
+    assert first.answer == [HEADS] * {"gathered keys": 3, "swapped heads": 3, "averaged weights": 2}.get(kind, 0)
     assert second.answer is None
 
 

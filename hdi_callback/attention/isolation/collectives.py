@@ -138,18 +138,18 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- calls that write into tensors
 
     def _c10d_allreduce_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
-        _reduce(tensors, _is_sum(op), _size(group))
+        _reduce(tensors, _is_sum(op), size_of(group))
         return list(tensors), _done(tensors)
 
     def _c10d_allreduce_coalesced_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
-        _reduce(tensors, _is_sum(op), _size(group))
+        _reduce(tensors, _is_sum(op), size_of(group))
         return _done(tensors)
 
     def _c10d_reduce_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
         return self._c10d_allreduce_coalesced_(tensors, group, op)
 
     def _c10d_broadcast_(self, tensors: Sequence[Tensor], group: Any, root: int, *rest: Any) -> Any:
-        if root != _rank(group):
+        if root != rank_in(group):
             _refuse_numbers(tensors)
         return list(tensors), _done(tensors)
 
@@ -166,7 +166,7 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _done(inputs)
 
     def _c10d__allgather_base_(self, output: Tensor, own: Tensor, group: Any, *rest: Any) -> Any:
-        for part in output.view(-1).chunk(_size(group)):
+        for part in output.view(-1).chunk(size_of(group)):
             _copy(part, own.reshape(-1))
         return output, _done([output])
 
@@ -184,18 +184,18 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for output in outputs:
                 output.zero_()
         for output, parts in zip(outputs, inputs):
-            _copy(output, parts[_rank(group)])
+            _copy(output, parts[rank_in(group)])
         return list(outputs), _done(outputs)
 
     def _c10d_reduce_scatter_(self, outputs: Any, inputs: Any, group: Any, op: Any, *rest: Any) -> Any:
         for output, parts in zip(outputs, inputs):
-            _copy(output, parts[_rank(group)])
-        _reduce(outputs, _is_sum(op), _size(group))
+            _copy(output, parts[rank_in(group)])
+        _reduce(outputs, _is_sum(op), size_of(group))
         return list(outputs), _done(outputs)
 
     def _c10d__reduce_scatter_base_(self, output: Tensor, own: Tensor, group: Any, op: Any, *rest: Any) -> Any:
-        _copy(output, own.reshape(-1).chunk(_size(group))[_rank(group)].view_as(output))
-        _reduce([output], _is_sum(op), _size(group))
+        _copy(output, own.reshape(-1).chunk(size_of(group))[rank_in(group)].view_as(output))
+        _reduce([output], _is_sum(op), size_of(group))
         return output, _done([output])
 
     def _c10d_reduce_scatter_tensor_coalesced_(self, outputs: Any, inputs: Any, group: Any, op: Any, *rest: Any) -> Any:
@@ -205,11 +205,11 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _c10d_alltoall_(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any, *rest: Any) -> Any:
         for output in outputs:
-            _copy(output, inputs[_rank(group)])
+            _copy(output, inputs[rank_in(group)])
         return list(outputs), _done(outputs)
 
     def _c10d_alltoall_base_(self, output: Tensor, own: Tensor, group: Any, to: Any, sent: Any, *rest: Any) -> Any:
-        _copy(output, _swapped(own, _size(group), _rank(group), to, sent))
+        _copy(output, _swapped(own, size_of(group), rank_in(group), to, sent))
         return _done([output])
 
     def _c10d_send(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
@@ -249,7 +249,7 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._c10d_functional_all_reduce_(own.clone(), op, group)
 
     def _c10d_functional_all_reduce_(self, own: Tensor, op: str, group: Any) -> Tensor:
-        _reduce([own], op.lower() == "sum", _size(group))
+        _reduce([own], op.lower() == "sum", size_of(group))
         return own
 
     def _c10d_functional_all_reduce_coalesced(self, inputs: Sequence[Tensor], op: str, group: Any) -> list[Tensor]:
@@ -262,7 +262,7 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [torch.cat([own] * size) for own in inputs]
 
     def _c10d_functional_reduce_scatter_tensor(self, own: Tensor, op: str, size: int, group: Any) -> Tensor:
-        share = own.chunk(size)[_rank(group)].clone()
+        share = own.chunk(size)[rank_in(group)].clone()
         _reduce([share], op.lower() == "sum", size)
         return share
 
@@ -272,7 +272,7 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [self._c10d_functional_reduce_scatter_tensor(own, op, size, group) for own in inputs]
 
     def _c10d_functional_all_to_all_single(self, own: Tensor, to: Any, sent: Any, group: Any) -> Tensor:
-        return _swapped(own, _size(group), _rank(group), to, sent).clone()
+        return _swapped(own, size_of(group), rank_in(group), to, sent).clone()
 
     def _c10d_functional_broadcast(self, own: Tensor, root: int, group: Any) -> Tensor:
         return own.clone()
@@ -286,8 +286,8 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _c10d_functional__wrap_tensor_autograd = _c10d_functional_wait_tensor
 
     def _dtensor_shard_dim_alltoall(self, own: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
-        size = _size(group)
-        return torch.cat([own.chunk(size, shard_dim)[_rank(group)]] * size, gather_dim)
+        size = size_of(group)
+        return torch.cat([own.chunk(size, shard_dim)[rank_in(group)]] * size, gather_dim)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -332,21 +332,50 @@ def _group(group: Any) -> Any:
     from torch.distributed import ProcessGroup, distributed_c10d
 
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    if group is None:
+        return distributed_c10d.group.WORLD
     if isinstance(group, str):
         return resolve(group)
     return ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
 
 
-def _size(group: Any) -> int:
+def size_of(group: Any) -> int:
+    """Count the ranks of a process group.
+
+    Args:
+        group: the group, its name, or what stands for it in operators.
+
+    Returns:
+        Their number.
+    """
     return int(_group(group).size())
 
 
-def _rank(group: Any) -> int:
+def rank_in(group: Any) -> int:
+    """Give the number of this rank in a process group.
+
+    Args:
+        group: see `size_of`.
+
+    Returns:
+        The number.
+    """
     return int(_group(group).rank())
 
 
 def _done(_: Sequence[Tensor]) -> Any:
-    """Make the handle of a call that has ended."""
+    return finished_call()
+
+
+def finished_call() -> Any:
+    """Make the handle of a call that has ended.
+
+    Returns:
+        What stands for it in the operators of `torch.distributed`.
+
+    Raises:
+        CollectiveError: if this release of torch has none.
+    """
     from torch._C import _distributed_c10d as c10d
 
     kind: Any = getattr(c10d, "FakeWork", None)

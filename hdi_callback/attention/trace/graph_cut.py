@@ -2,7 +2,8 @@
 
 The graph is cut where a parameter is multiplied with: the answer is a leaf of random features (`parameter_products`,
 `contractions`, `stacks`, by `weight_views`). Norms take what they divide by for constants (`plain_norms`), attention is
-computed by plain products (`plain_attention`), and a map that mixes heads is left out (`head_mixing`).
+computed by plain products (`plain_attention`), and a map that mixes heads is left out (`head_mixing`). What ranks swap
+is answered in the graph (`exchange`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention.trace import parameter_products, plain_attention, plain_norms
 from hdi_callback.attention.trace.draw import MOST_ELEMENTS, Draw
+from hdi_callback.attention.trace.exchange import Exchange, handler_of_ranks
 from hdi_callback.attention.trace.head_mixing import HeadMixing
 from hdi_callback.attention.trace.maps import MapStub
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
@@ -39,6 +41,7 @@ class GraphCut(TorchFunctionMode):
         parameters: path -> every other parameter of the copy.
         mixing: maps that took weights of attention -> whether those of all heads.
         keeps_means: means over features are no constants.
+        exchange: answers what ranks swap.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class GraphCut(TorchFunctionMode):
         parameters: Mapping[str, nn.Parameter],
         mixing: dict[str, bool],
         keeps_means: bool,
+        exchange: Exchange,
     ) -> None:
         super().__init__()
+        self.exchange = exchange
         self.run, self.draw, self.keeps_means = run, draw, keeps_means
         self.views, self.mixing = WeightViews(stubs, parameters), HeadMixing(run, mixing)
         self.before: Callable[..., Tensor] | None = None
@@ -68,6 +73,8 @@ class GraphCut(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, handler = kwargs or {}, _HANDLERS.get(func)
+        if handler is None and isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            handler = handler_of_ranks(func)
         answer = NotImplemented if handler is None else handler(self, func, args, kwargs)
         return func(*args, **kwargs) if answer is NotImplemented else answer
 

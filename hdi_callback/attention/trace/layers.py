@@ -114,6 +114,8 @@ def _joined(
             receiver = receiver_of(trace, trace.cores[numbers[0]])
             by_receiver.setdefault(None if receiver is None else receiver, []).append(place)
     joined = list(groups)
+    if trace.run.ranks > 1:
+        return _joined_ranks(groups, trace)
     for receiver, places in by_receiver.items():
         if receiver is None or len(places) < 2:
             continue
@@ -129,6 +131,36 @@ def _joined(
         for place in places[1:]:
             joined[place] = ((), whole)
     return [(numbers, heads) for numbers, heads in joined if numbers]
+
+
+def _joined_ranks(
+    groups: list[tuple[tuple[int, ...], HeadRows | NoHeadsError]], trace: TracedCores
+) -> list[tuple[tuple[int, ...], HeadRows | NoHeadsError]]:
+    """Join cores of the same maps, each with the heads that one rank attends with: together they are one layer."""
+    alike: dict[Any, list[tuple[int, HeadRows]]] = {}
+    joined: list[tuple[tuple[int, ...], HeadRows | NoHeadsError]] = []
+    for numbers, heads in groups:
+        if isinstance(heads, NoHeadsError):
+            joined.append((numbers, heads))
+            continue
+        maps = tuple((role, tuple({one.parameter: 0 for one in of_role})) for role, of_role in heads.rows.items())
+        alike.setdefault((receiver_of(trace, trace.cores[numbers[0]]), maps), []).append((numbers[0], heads))
+    for parts in alike.values():
+        own = {id(heads): tuple(map(tuple, zip(*heads.rows.values()))) for _, heads in parts}
+        if len(set(own.values())) == 1:  # every rank attends with the same heads
+            joined.append(((parts[0][0],), parts[0][1]))
+            continue
+        of_heads = [(number, heads, place) for number, heads in parts for place in range(len(heads.members))]
+        of_heads.sort(key=lambda one: [of_role[one[2]].features[0] for of_role in reversed(one[1].rows.values())])
+        first = parts[0][1]
+        whole = replace(
+            first,
+            rows={role: [heads.rows[role][place] for _, heads, place in of_heads] for role in first.rows},
+            members=[heads.members[place] for _, heads, place in of_heads],
+            normed=set().union(*(heads.normed for _, heads in parts)),
+        )
+        joined.append((tuple(number for number, _, _ in of_heads), whole))
+    return joined
 
 
 def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadRows) -> Found:

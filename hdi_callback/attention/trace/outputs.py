@@ -173,7 +173,8 @@ def _acts(tensor: Tensor, on: Tensor) -> bool:
 
 
 def _is_linear(node: Any) -> bool:
-    return any(node.name().startswith(kind) for kind in _LINEAR)
+    name: str = node.name().rpartition("::")[2]  # of `torch::autograd::CopyBackwards`, say
+    return name.startswith(_LINEAR)
 
 
 def receiver_of(trace: TracedCores, core: Core, row: int | None = None) -> int | None:

@@ -78,18 +78,21 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
-    """Let what computes attention in a `torch.autograd.Function` run plainly, so that it is in the graph of the run."""
+    """Let what attends, or asks other ranks, in a `torch.autograd.Function` run plainly, to be in the graph."""
     thread, known = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
     apply: Callable[..., Any] = known.__func__
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or not torch.is_grad_enabled():
             return apply(cls, *args, **kwargs)
-        before = mode.hidden, len(mode.run.leaves), dict(mode.calls)
+        if (cls.__module__, cls.__name__) == _BY_SCATTERS:
+            return tuple(mode.exchange.received(args[2:], args[0]))
+        before, sent = (mode.hidden, len(mode.run.leaves), dict(mode.calls)), mode.exchange.sent
+        count = len(sent)
         answer = apply(cls, *args, **kwargs)
-        if mode.hidden == before[0]:
+        if mode.hidden == before[0] and len(sent) == count:
             return answer
-        del mode.run.leaves[before[1] :]
+        del mode.run.leaves[before[1] :], sent[count:]
         mode.calls = before[2]
         is_split = cls.setup_context is not torch.autograd.Function.setup_context
         try:
@@ -102,6 +105,10 @@ def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = known  # type: ignore[method-assign]
+
+
+# Torch's all-to-all of lists sends one scatter after the other with gloo.
+_BY_SCATTERS = ("torch.distributed.nn.functional", "_AlltoAll")
 
 
 class _Context:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hdi_callback.attention.isolation import isolated, isolated_copy
 from hdi_callback.attention.trace.draw import Draw, drawn_parameter
+from hdi_callback.attention.trace.exchange import Exchange, Exchanging, of_all_ranks
 from hdi_callback.attention.trace.graph_cut import GraphCut
 from hdi_callback.attention.trace.maps import MapStub, linear_maps
 from hdi_callback.attention.trace.plainly import plainly
@@ -80,6 +81,19 @@ class Traceable:
         Returns:
             What the run showed.
         """
+        exchange = Exchange()
+        run = self._run(args, kwargs, draw, exchange, keeps_means=keeps_means)
+        if exchange.size == 1 or run.error is not None:
+            return run
+        sent = [Exchange(rank) for rank in range(exchange.size)]
+        ranks = [self._run(args, kwargs, draw, one, keeps_means=keeps_means) for one in sent]
+        own = self._run(args, kwargs, draw, Exchange(ranks=sent), keeps_means=keeps_means)
+        return of_all_ranks(own, ranks) or run
+
+    def _run(
+        self, args: Any, kwargs: Mapping[str, Any], draw: Draw, exchange: Exchange, *, keeps_means: bool
+    ) -> TracedRun:
+        """Run it once, as one rank."""
         run = TracedRun(self.module)
         run.others = {f"parameter {name}": one for name, one in self.parameters.items()}
         inputs = _Inputs(run)
@@ -88,12 +102,13 @@ class Traceable:
             for stub in self.stubs:
                 stub.count = 0
             mode = GraphCut(
-                run, draw, stubs=self.stubs, parameters=self.parameters, mixing=self.mixing, keeps_means=keeps_means
-            )
+                run, draw, stubs=self.stubs, parameters=self.parameters, mixing=self.mixing, keeps_means=keeps_means,
+                exchange=exchange,
+            )  # fmt: skip
             handles = list(_mark_spans(self.trial, run))
             try:
                 # Products in functions that torch.jit.script compiled are in the graph only if it runs them plainly.
-                with plainly(mode), torch.jit.optimized_execution(False), mode:  # type: ignore[attr-defined]
+                with plainly(mode), torch.jit.optimized_execution(False), Exchanging(exchange), mode:  # type: ignore[attr-defined]
                     output = self._called(args, kwargs, mode)
             except Exception as error:
                 output, run.error = None, error

@@ -51,6 +51,7 @@ class TracedRun:
         centred: a LayerNorm, or code that subtracts a mean over features, was passed.
         ids: inputs of whole numbers: tokens that a table gives vectors for.
         error: the exception that ended the forward, if one did.
+        ranks: how many ranks' runs are joined in this one.
     """
 
     module: nn.Module
@@ -65,6 +66,7 @@ class TracedRun:
     centred: bool = False
     ids: list[Tensor] = field(default_factory=list)
     error: Exception | None = None
+    ranks: int = 1
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -1,0 +1,148 @@
+"""All-to-all calls of a traced run: answered in its graph, as ranks that run the same code on the same tokens would.
+
+Heads that are swapped for tokens while they attend (Ulysses) are on a rank a part of all heads. So the copy is run as
+each rank in turn, and then once more, with what those runs sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import enable_reentrant_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hdi_callback.attention.isolation.collectives import finished_call, rank_in, size_of
+from hdi_callback.attention.trace.torch_arguments import torch_arguments
+from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What one run sends in its all-to-all calls.
+
+    Attributes:
+        rank: the one that it plays, within the group that swaps; its own if `None`.
+        ranks: what the runs of all ranks sent; every rank sends what this one does if that is empty.
+        sent: for each call the parts for each rank.
+    """
+
+    rank: int | None = None
+    ranks: Sequence[Exchange] = ()
+    sent: list[list[Tensor]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """How many ranks swap; 1 if none does, or groups of several sizes do."""
+        sizes = {len(parts) for parts in self.sent}
+        return sizes.pop() if len(sizes) == 1 else 1
+
+    def received(self, parts: Sequence[Tensor], group: Any) -> list[Tensor]:
+        """Swap parts.
+
+        Args:
+            parts: for each rank.
+            group: of the ranks.
+
+        Returns:
+            Those from each rank.
+        """
+        rank, number = rank_in(group) if self.rank is None else self.rank, len(self.sent)
+        self.sent.append([part.clone() for part in parts])
+        if len(self.ranks) != len(parts):
+            return [parts[min(rank, len(parts) - 1)]] * len(parts)
+        return [one.sent[number][rank] for one in self.ranks]
+
+    def swapped(self, own: Tensor, group: Any, sent: Sequence[int] | None) -> Tensor:
+        """Swap parts of one tensor along its first dim, of the sizes that are sent, or of equal ones."""
+        parts: Any = own.split(list(sent)) if sent else own.chunk(size_of(group))  # type: ignore[no-untyped-call]
+        return torch.cat(self.received(parts, group))
+
+
+class Exchanging(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers all-to-all calls that write into tensors, so that what they write is made of what is sent."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._exchange = exchange
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name if func.namespace == "c10d" else ""
+        if name == "c10d::alltoall_base_":
+            output, own, group, _, sent = args[:5]
+            with enable_reentrant_dispatch():
+                output.copy_(self._exchange.swapped(own, group, sent).view_as(output))
+            return finished_call()
+        if name == "c10d::alltoall_":
+            outputs, parts, group = args[:3]
+            with enable_reentrant_dispatch():
+                for output, part in zip(outputs, self._exchange.received(parts, group)):
+                    output.copy_(part.view_as(output))
+            return list(outputs), finished_call()
+        return func(*args, **(kwargs or {}))
+
+
+def handler_of_ranks(func: Any) -> Callable[..., Any] | None:
+    """Choose what answers an operator of torch's functional collectives.
+
+    Args:
+        func: the operator.
+
+    Returns:
+        The handler, which takes a `GraphCut` first; `None` for other operators.
+    """
+    return _OPERATORS.get(str(func).removesuffix(".default"))
+
+
+def _all_to_all(cut: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "output_split_sizes", "input_split_sizes", "group_name")
+    own, _, sent, group = torch_arguments(args, kwargs, *names)
+    return cut.exchange.swapped(own, group, sent)
+
+
+def _awaited(cut: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0] if type(args[0]) is Tensor else NotImplemented  # there is nothing to wait for
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "_c10d_functional.all_to_all_single": _all_to_all,
+    "_c10d_functional_autograd.all_to_all_single": _all_to_all,
+    "_c10d_functional._wrap_tensor_autograd": _awaited,
+    "_c10d_functional.wait_tensor": _awaited,
+}
+
+
+def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None:
+    """Join the runs of all ranks to the one that was answered with what they sent.
+
+    Args:
+        own: the run of this rank.
+        ranks: those of all, each answered as if every rank sent what it sends itself.
+
+    Returns:
+        The run of this rank, which is made of what the others computed; `None` if ranks do not run the same code.
+    """
+    maps = [leaf.parameter for leaf in own.leaves]
+    if any(run.error is not None or [leaf.parameter for leaf in run.leaves] != maps for run in ranks):
+        return None
+    whole = replace(own, leaves=list(own.leaves), others=dict(own.others), spans=list(own.spans))
+    whole.normed, whole.convolved = list(own.normed), list(own.convolved)
+    whole.scores, whole.mixed = {}, {}
+    for number, run in enumerate(ranks):
+        # What comes behind a second swap is right in this rank's own run alone, and of the same features in all.
+        whole.leaves += [_taking(leaf, mine.taken) for leaf, mine in zip(run.leaves, own.leaves)]
+        whole.others |= {f"{name} of rank {number}": one for name, one in run.others.items() if name[:5] == "input"}
+        whole.spans += run.spans
+        whole.normed += run.normed
+        whole.convolved += run.convolved
+        whole.scores |= run.scores
+        whole.mixed |= run.mixed
+    whole.ranks = len(ranks)
+    return whole
+
+
+def _taking(leaf: Leaf, taken: Tensor) -> Leaf:
+    return replace(leaf, taken=taken)
