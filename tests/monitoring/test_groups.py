@@ -9,7 +9,7 @@ import torch
 
 from hdi_callback.monitoring.alerts import Row
 from hdi_callback.monitoring.readings import LayerRecord, Record
-from hdi_callback.monitoring.rules import DeadHeads, FallingRank
+from hdi_callback.monitoring.rules import AttendAlike, DeadHeads, FallingRank
 from hdi_callback.monitoring.rules.groups import aligned_groups, groups_of, similar_groups
 from tests.monitoring.test_rules import judge
 
@@ -128,3 +128,15 @@ def test_heads_that_began_at_zero_have_time_to_come_alive():
     assert [one.step for one in told] == [DeadHeads.moved]
     assert told[0].finding.heads == (0,)
     assert not math.isnan(told[0].finding.value)
+
+
+def test_heads_that_attend_alike_are_named_at_the_third_reading_in_a_row_and_said_to_be_so_since_the_first():
+    def reading(step: int, value: float) -> Record:
+        arrays = {"attention_alike_worst_pair": [1, 2]}
+        return Record(step, {"attn": LayerRecord({"attention_alike_worst": value}, arrays)}, {})
+
+    values = [0.5, 0.99, 0.5, 0.99, 0.985, 0.99, 0.97, 0.95]
+    told = judge(AttendAlike(), [reading(10 * place, one) for place, one in enumerate(values)])
+    assert steps_of(told) == [(50, False), (70, True)]
+    assert told[0].finding.heads == (1, 2)
+    assert told[0].finding.since == 30

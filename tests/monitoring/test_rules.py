@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from dataclasses import replace
@@ -18,13 +19,28 @@ from hdi_callback.monitoring.readings import NOT_FINITE, LayerRecord, Record
 from hdi_callback.monitoring.rules import (
     AlignmentForecast,
     AlignmentTrend,
+    AttendAlike,
+    AttentionSink,
     DeadHeads,
+    EntropyCollapse,
     FallingRank,
+    FewerKeys,
+    FlatAttention,
+    LaterTokens,
     MeanAlignment,
+    MergedMessages,
+    MergedScores,
+    NarrowingHeads,
+    NoContribution,
     NonFinite,
+    RoundedAway,
     SharedDirection,
+    SharpFromStart,
+    SuddenShrink,
     Thresholds,
     TiedHeads,
+    TokensAlike,
+    VanishingWeights,
     WorstPair,
     choose_rules,
     default_rules,
@@ -536,6 +552,15 @@ def test_equal_heads_are_found_where_heads_are_as_wide_as_the_model():
     assert judge(TiedHeads(), [measured(model, 0)]) == []
 
 
+def test_equal_heads_that_come_apart_where_no_alignment_is_defined_are_over():
+    torch.manual_seed(0)
+    apart = nn.ModuleDict({"attn": WideHeads(32, 4)})
+    tied = copy.deepcopy(apart)
+    tied["attn"].k_proj.weight.data[32:64] = tied["attn"].k_proj.weight.data[:32]
+    alerts = judge(TiedHeads(), [measured(tied, 0), measured(apart, 10)])
+    assert [(alert.step, alert.is_resolved) for alert in alerts] == [(0, False), (10, True)]
+
+
 def test_all_copies_of_a_layer_are_named():
     model = attention()
     keys(model)[:] = keys(model)[:1].clone()
@@ -619,6 +644,31 @@ def test_every_limit_can_be_switched_off():
     assert [rule.name for rule in default_rules(off)] == without_a_limit
 
 
+RULE_OF_A_LIMIT = {
+    "mean": "mean alignment", "energy_mean": "mean alignment", "critical": "mean alignment", "pair": "worst pair",
+    "energy_pair": "worst pair", "forecast": "forecast", "trend": "trend", "jump": "shared direction",
+    "dead": "dead heads", "rank": "falling rank", "tied": "tied heads", "scores": "merged scores",
+    "messages": "merged messages", "alike": "attend alike", "entropy": "entropy collapse", "logit": "logit growth",
+    "sink": "attention sink", "tokens": "tokens alike", "contribution": "no contribution",
+    "start": "sharp from the start", "flat": "flat attention", "later": "later tokens",
+    "vanishing": "vanishing weights", "weight_jump": "weight jump", "unchanged": "rounded away",
+    "inputs": "inputs lose rank", "shrink": "sudden shrink", "narrow": "narrowing heads",
+    "sharpen": "sudden sharpening", "flatten": "sudden flattening",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", Thresholds.__dataclass_fields__)
+def test_a_limit_switches_on_the_rule_that_it_belongs_to_and_no_other(limit):
+    off = Thresholds(**dict.fromkeys(Thresholds.__dataclass_fields__, None))
+    without = [rule.name for rule in default_rules(off)]
+    with_it = [
+        rule.name
+        for rule in default_rules(replace(off, **{limit: 3.0 if limit in ("inputs", "sharpen", "flatten") else 0.5}))
+    ]
+    assert [name for name in with_it if name not in without] == [RULE_OF_A_LIMIT[limit]]
+    assert len(with_it) == len(without) + 1
+
+
 @pytest.mark.parametrize(
     ("rules", "thresholds", "message"),
     [
@@ -634,3 +684,22 @@ def test_every_limit_can_be_switched_off():
 def test_what_cannot_be_asked_is_refused_with_what_to_write(rules, thresholds, message):
     with pytest.raises(MisconfigurationError, match=message):
         choose_rules(rules, thresholds)
+
+
+BETWEEN_0_AND_1 = {
+    AlignmentForecast: ("limit", "rise"), AlignmentTrend: ("false_alarms",), AttendAlike: ("limit",),
+    AttentionSink: ("limit",), DeadHeads: ("share",), EntropyCollapse: ("limit",), FallingRank: ("flatness",),
+    FewerKeys: ("share",), FlatAttention: ("limit",), LaterTokens: ("share",), MergedMessages: ("limit",),
+    MergedScores: ("limit",), NarrowingHeads: ("share",), NoContribution: ("share",), RoundedAway: ("share",),
+    SharedDirection: ("limit",), SharpFromStart: ("limit",), SuddenShrink: ("share",), TiedHeads: ("probability",),
+    TokensAlike: ("limit",), VanishingWeights: ("share",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "name"), [(rule, name) for rule, names in BETWEEN_0_AND_1.items() for name in names])
+def test_a_share_that_nothing_reaches_or_everything_is_refused(rule, name):
+    for refused in (0, 1):
+        with pytest.raises(MisconfigurationError, match=f"lie between 0 and 1, got {refused}"):
+            rule(**{name: refused})
+    for allowed in (1e-6, 1 - 1e-6):
+        assert getattr(rule(**{name: allowed}), name) == allowed
