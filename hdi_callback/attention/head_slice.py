@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hdi_callback.arguments import shown, whole_number
 from hdi_callback.attention import projections
-from hdi_callback.attention.weight_reading import read_tensor, shape_of
 from hdi_callback.errors import MisconfigurationError
 
 Centring = Literal["", "head", "layer"]
@@ -193,7 +192,7 @@ class HeadSlice:
             ``(heads, width)``, a view of the bias where its strides allow one; `None` if there is none.
         """
         owner, name = self._owner()
-        bias = None if self.axes else read_tensor(projections.base_of(owner), name.removesuffix("weight") + "bias")
+        bias = None if self.axes else projections.effective_bias(owner, name)
         return None if bias is None else self._heads_of(bias[:, None])[..., 0]
 
     def index(self) -> Tensor:
@@ -261,7 +260,7 @@ class HeadSlice:
 
     def _shape(self) -> torch.Size | None:
         owner, name = self._owner()
-        return shape_of(projections.base_of(owner), name)
+        return projections.stored_shape(owner, name)
 
     def _by_features(self) -> Tensor:
         """The parameter as ``(features of heads, other features)``, a view where its strides allow one."""

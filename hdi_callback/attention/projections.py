@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hdi_callback.attention import computed_maps
 from hdi_callback.attention.hooks import has_own_forward
 from hdi_callback.attention.isolation import IsolationError, isolated, isolated_copy
 from hdi_callback.attention.weight_reading import read_tensor, shape_of
@@ -41,6 +42,8 @@ def is_map(module: Any) -> TypeGuard[nn.Module]:
 def is_linear(module: Any) -> TypeGuard[nn.Module]:
     """Return whether a module is meant as a linear map: `nn.Linear`, GPT-2's ``Conv1D``, or an adapter around one.
 
+    So is a module by hand that adds updates of low rank to what an `nn.Linear` in it gives.
+
     Args:
         module: anything.
 
@@ -48,7 +51,7 @@ def is_linear(module: Any) -> TypeGuard[nn.Module]:
         True if so; `objection` says whether its matrix can be read.
     """
     base = base_of(module)
-    return isinstance(base, nn.Linear) or is_transposed(base)
+    return isinstance(base, nn.Linear) or is_transposed(base) or computed_maps.is_sum_of_maps(base)
 
 
 def is_pointwise(module: Any) -> TypeGuard[nn.Module]:
@@ -130,13 +133,29 @@ def features(module: nn.Module) -> tuple[int, int]:
         UnsupportedAttentionError: if it has no weight, or none before its first forward.
     """
     base = base_of(module)
-    shape = shape_of(base, "weight")
+    shape = stored_shape(base, "weight")
     if shape is None:
         raise UnsupportedAttentionError(f"A {type(base).__name__} has no weight, or none yet.")
     rows, columns, *_ = shape
     if is_pointwise(module):
         return int(columns) * base_of(module).groups, int(rows)
     return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
+
+
+def stored_shape(module: nn.Module, name: str) -> torch.Size | None:
+    """Return the shape of a parameter of a linear map, adapters taken off.
+
+    Args:
+        module: the module that holds it.
+        name: of the parameter.
+
+    Returns:
+        Its shape, of a sum of maps that of their matrices; `None` if there is none, or it is not initialised yet.
+    """
+    base = base_of(module)
+    if name == "weight" and computed_maps.base_of_sum(base) is not None:
+        return torch.Size(computed_maps.sizes_of(base))
+    return shape_of(base, name)
 
 
 def objection(module: nn.Module) -> str | None:
@@ -151,6 +170,8 @@ def objection(module: nn.Module) -> str | None:
     name = type(module).__name__
     if _is_adapter(module):
         return _objection_to_adapter(module)
+    if computed_maps.is_sum_of_maps(module):
+        return None
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return f"a {name} that knows its sizes only after the first forward"
     try:
@@ -175,6 +196,8 @@ def objection(module: nn.Module) -> str | None:
     is_known = type(module).forward is nn.Linear.forward or name == "Float8Linear" or is_transposed(module)
     if is_known or _convolves(module) or _multiplies(module, weight):
         return None
+    if isinstance(module, nn.Linear) and computed_maps.way_of(module) is not None:
+        return None
     return f"a {name}, which does not multiply with its weight alone"
 
 
@@ -187,11 +210,14 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
 
     Returns:
         The matrix as it is stored, of LoRA the sum of base and updates, of a convolution ``(out_features,
-        in_features)``; a live view where it is a parameter, which it is not with LoRA and of a convolution with groups.
+        in_features)``; a live view where it is a parameter, which it is not with LoRA, of a convolution with groups,
+        and where the module's own forward computes it.
 
     Raises:
         UnsupportedAttentionError: if it cannot be read.
     """
+    if name == "weight" and is_computed(module):
+        return computed_maps.computed_matrix(module)[0]
     if name != "weight" or not _is_adapter(module):
         weight = read_tensor(module, name)
         if weight is None:
@@ -207,6 +233,40 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
         update: Tensor = module.get_delta_weight(adapter)  # type: ignore[operator]
         weight = weight + (_as_matrix(update, base_of(module)) if is_pointwise(module) else update).to(weight)
     return weight
+
+
+def effective_bias(module: nn.Module, name: str) -> Tensor | None:
+    """Read what a linear map adds to the features that it gives.
+
+    Args:
+        module: the module that holds the parameter of its matrix.
+        name: the name of that parameter.
+
+    Returns:
+        The bias, `None` if there is none; where the module's own forward computes its matrix, no live view.
+    """
+    if name == "weight" and is_computed(module):
+        has_bias = any(own.rpartition(".")[2] == "bias" for own, _ in module.named_parameters())
+        return computed_maps.computed_matrix(module)[1] if has_bias else None
+    return read_tensor(base_of(module), name.removesuffix("weight") + "bias")
+
+
+def is_computed(module: nn.Module) -> bool:
+    """Return whether a linear map by hand computes the matrix that it multiplies with in its own forward.
+
+    Args:
+        module: a linear map.
+
+    Returns:
+        False where it multiplies with its weight, a parametrized one included, and of adapters.
+    """
+    if not isinstance(module, nn.Linear):
+        return computed_maps.is_sum_of_maps(module)
+    if type(module).forward is nn.Linear.forward or type(module).__name__ == "Float8Linear" or _is_adapter(module):
+        return False
+    with torch.no_grad():
+        weight = read_tensor(module, "weight")
+    return weight is not None and not _multiplies(module, weight) and computed_maps.way_of(module) is not None
 
 
 # --- convolutions

@@ -298,7 +298,10 @@ def _parameters_behind(layer: AttentionLayer, role: Role) -> list[tuple[nn.Modul
     ]
     # Where one parameter is the whole weight, the bias beside it need not be gathered.
     named = [item for item in found if item[1] == last]
-    return named if len(named) == 1 and len({id(owner) for owner, _, _ in found}) == 1 else found
+    is_whole = len(named) == 1 and len({id(owner) for owner, _, _ in found}) == 1
+    # A linear map with further parameters may compute its matrix from all of them.
+    is_computed = is_whole and isinstance(named[0][0], nn.Linear) and {name for _, name, _ in found} - {last, "bias"}
+    return named if is_whole and not is_computed else found
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -156,22 +156,22 @@ class Casts(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-class AddsLowRank(nn.Linear):
-    """LoRA written by hand; the identity at first."""
+class AddsBent(nn.Linear):
+    """An update with an activation inside, which adds nothing at first."""
 
     def __init__(self, taken, given):
         super().__init__(taken, given)
-        self.lora_A, self.lora_B = nn.Parameter(torch.randn(2, taken)), nn.Parameter(torch.zeros(given, 2))
+        self.a, self.b = nn.Parameter(torch.randn(2, taken)), nn.Parameter(torch.zeros(given, 2))
 
     def forward(self, x):
-        return super().forward(x) + x @ self.lora_A.mT @ self.lora_B.mT
+        return super().forward(x) + F.gelu(x @ self.a.mT) @ self.b.mT
 
 
-class Normalises(nn.Linear):
-    """Weight standardisation, without a parameter that tells."""
+class Gated(nn.Linear):
+    """Each token is weighed by itself."""
 
     def forward(self, x):
-        return F.linear(x, F.normalize(self.weight, dim=0), self.bias)
+        return F.linear(x, self.weight, self.bias) * x.sigmoid()[..., :16]
 
 
 class Int8(nn.Linear):
@@ -199,8 +199,8 @@ def test_a_subclass_that_multiplies_with_its_weight_is_read():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (AddsLowRank, "its projection `k_proj` is a AddsLowRank, which does not multiply with its weight alone"),
-        (Normalises, "its projection `k_proj` is a Normalises, which does not multiply with its weight alone"),
+        (AddsBent, "its projection `k_proj` is a AddsBent, which does not multiply with its weight alone"),
+        (Gated, "its projection `k_proj` is a Gated, which does not multiply with its weight alone"),
         (Int8, "its projection `k_proj` is a Int8 with a quantised weight (int8)"),
     ],
 )

@@ -24,7 +24,8 @@ class Rows:
 
     `source` is the module whose output the projection takes, the input of the whole (number `takes`) where none is
     named; `through` the weight of a map in front, where the heads' weight is the product of two. `centred` says what a
-    LayerNorm behind the projection takes away.
+    LayerNorm behind the projection takes away. `computed` is a module whose `matrix()` is multiplied with in place of
+    the parameter.
     """
 
     parameter: str
@@ -35,6 +36,7 @@ class Rows:
     takes: int = 0
     through: str | None = None
     centred: str = ""
+    computed: str = ""
     is_of_parts: bool = False  # each head takes as many features as the one before, and others
 
     def index(self, shape: Sequence[int]) -> Tensor:
@@ -65,7 +67,8 @@ class Rows:
     def weight(self, model: nn.Module) -> Tensor:
         """Read what is true of a model: ``(heads, width, features)``."""
         parameter = model.get_parameter(self.parameter).detach()
-        weight = parameter.flatten()[self.index(parameter.shape).to(parameter.device)]
+        matrix = parameter if not self.computed else model.get_submodule(self.computed).matrix().detach()  # type: ignore[operator]
+        weight = matrix.flatten()[self.index(parameter.shape).to(parameter.device)]
         if self.is_of_parts:
             weight = torch.block_diag(*weight).unflatten(0, weight.shape[:2])
         if self.through is not None:
@@ -79,7 +82,7 @@ Role = Rows | tuple[Rows, ...] | None  # a tuple: a parameter for each head
 
 
 def rows(parameter: str, pattern: str = "(h d) c", *, h: int = H, **more: Any) -> Rows:
-    names = {"source", "takes", "through", "centred", "is_of_parts"}
+    names = {"source", "takes", "through", "centred", "computed", "is_of_parts"}
     options = {name: more.pop(name) for name in names & more.keys()}
     sizes = {name[2:]: more.pop(name) for name in list(more) if name.startswith("n_")}
     return Rows(parameter, pattern, {"h": h, **sizes}, more, **options)

@@ -1,0 +1,267 @@
+"""Linear maps by hand whose matrix is computed from parameters in their own forward: LoRA, rounded or normed weights.
+
+A copy that shares the parameters is run on the unit vectors and on zero. Where it multiplies once, the second factor is
+the matrix, whatever becomes of the input before (BitNet rounds it); else it must be linear as a whole, and what it
+gives of the unit vectors is the matrix. Which of the two it is, a trial with other numbers in the parameters shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from hdi_callback.attention.hooks import has_own_forward
+from hdi_callback.attention.isolation import ATOMS, asking_no_other_rank, isolated, isolated_copy
+from hdi_callback.errors import UnsupportedAttentionError
+
+_Way = Literal["factor", "whole"]
+_WAYS: dict[Any, _Way | None] = {}
+_MOST_PARAMETERS = 64  # of one map
+_ALIKE = 0.9  # cosine of a token and what is multiplied, which may be rounded and normed
+
+
+def is_sum_of_maps(module: Any) -> bool:
+    """Return whether a module is a linear map with an update of low rank beside it, as LoRA by hand is.
+
+    Args:
+        module: anything.
+
+    Returns:
+        True if a trial shows that the whole is one linear map of each token.
+    """
+    return base_of_sum(module) is not None and way_of(module) is not None
+
+
+def base_of_sum(module: Any) -> nn.Linear | None:
+    """Find the map beside which all other matrices of a module are the factors of updates of low rank.
+
+    Args:
+        module: anything.
+
+    Returns:
+        The map, a child of the module; `None` if there is none such.
+    """
+    is_plain = not isinstance(module, nn.Module) or isinstance(module, (nn.Linear, nn.Sequential, nn.ModuleList))
+    if is_plain or hasattr(module, "active_adapters"):
+        return None
+    for base in module.children():
+        if isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward and _has_factors(module, base):
+            return base
+    return None
+
+
+def way_of(module: nn.Module) -> _Way | None:
+    """Try out in which way a module multiplies with a matrix that it computes.
+
+    Args:
+        module: a map with a forward of its own, or a sum of maps.
+
+    Returns:
+        ``"factor"``: the matrix is the second factor of its one product; ``"whole"``: the module is linear as a whole;
+        `None` if it is neither.
+    """
+    if has_own_forward(module):
+        return None
+    kind = _kind_of(module)
+    if kind not in _WAYS:
+        try:
+            with isolated(module, seed=0), asking_no_other_rank(), torch.no_grad():
+                _WAYS[kind] = _tried(module)
+        except Exception:
+            _WAYS[kind] = None
+    return _WAYS[kind]
+
+
+def computed_matrix(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Compute the matrix with which a module multiplies, and what it adds.
+
+    Args:
+        module: one for which `way_of` knows a way.
+
+    Returns:
+        ``(out_features, in_features)`` and ``(out_features,)``, with a gradient by the parameters if gradients are on.
+
+    Raises:
+        UnsupportedAttentionError: if the module does not run that way any more.
+    """
+    way = way_of(module)
+    with isolated(module, keeps_defaults=True), asking_no_other_rank():
+        trial = _evaluated(isolated_copy(module, shares_parameters=True))
+        found = None if way is None else _read(trial, way, sizes_of(module))
+    if found is None:
+        raise UnsupportedAttentionError(f"A {type(module).__name__} does not multiply with one matrix any more.")
+    return found
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Count the features that such a map gives and takes.
+
+    Args:
+        module: a map with a forward of its own, or a sum of maps.
+
+    Returns:
+        Both, as a matrix has them.
+    """
+    base = base_of_sum(module)
+    rows, columns = (module if base is None else base).get_parameter("weight").shape
+    return int(rows), int(columns)
+
+
+# --- what a module is made of
+
+
+def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
+    """Return whether all matrices beside a map are narrow, some made for what it takes and some for what it gives."""
+    own = {id(one) for one in base.parameters()}
+    if is_lazy(base.weight) or base.weight.dim() != 2:
+        return False
+    rows, columns = base.weight.shape
+    takes = gives = count = 0
+    for one in module.parameters():
+        count += 1
+        if count > _MOST_PARAMETERS or is_lazy(one) or not one.is_floating_point():
+            return False
+        if id(one) in own or one.dim() < 2:
+            continue
+        narrow, wide = sorted(one.shape[-2:])
+        if one.dim() > 2 or narrow >= min(rows, columns) or wide not in (rows, columns):
+            return False
+        takes += wide == columns
+        gives += wide == rows
+    return min(takes, gives) > 0 and takes + gives > (2 if rows == columns else 1)
+
+
+def _kind_of(module: nn.Module) -> Any:
+    """Class, shapes and plain attributes: modules of one kind compute their matrix in the same way."""
+    shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
+    plain = tuple(
+        (path, type(part), name, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name != "training" and isinstance(value, ATOMS)
+    )
+    return type(module), shapes, plain
+
+
+# --- runs of copies
+
+
+class _Products(TorchFunctionMode):
+    """Notes what tokens are multiplied with; a product with the unit vectors is read off its second factor."""
+
+    def __init__(self, tokens: Tensor, *, are_units: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.are_units = tokens, are_units
+        self.found: list[tuple[Tensor, Tensor, Tensor]] = []  # what was taken, the matrix (out, in), what came of it
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout):
+            return args[0] if args else kwargs["input"]
+        taken, matrix, bias = _factors(func, args, kwargs)
+        is_of_tokens = isinstance(taken, Tensor) and taken.shape[:-1] == self.tokens.shape[:-1]
+        if not is_of_tokens or not isinstance(matrix, Tensor) or matrix.dim() != 2:
+            return func(*args, **kwargs)
+        if taken is self.tokens and self.are_units:
+            made = F.pad(matrix.mT, (0, 0, 0, 1))[None]
+            made = made if bias is None else made + bias
+        else:
+            made = func(*args, **kwargs)
+        self.found.append((taken, matrix, made))
+        return made
+
+
+def _factors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    if func is F.linear:
+        given = dict(zip(("input", "weight", "bias"), args)) | kwargs
+        return given["input"], given["weight"], given.get("bias")
+    if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
+        return args[0], args[1].mT if isinstance(args[1], Tensor) and args[1].dim() == 2 else None, None
+    return None, None, None
+
+
+def _read(trial: nn.Module, way: _Way, sizes: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    """Run a copy on the unit vectors and on zero."""
+    like = next(one for one in trial.parameters() if one.is_floating_point())
+    units = F.pad(torch.eye(sizes[1], device=like.device, dtype=like.dtype), (0, 0, 0, 1))[None]
+    with _Products(units, are_units=True) as products:
+        made = trial.forward(units)
+    if way == "factor":
+        found = _one_product(products, sizes)
+        return None if found is None else (found[1], made[0, -1])
+    if made.shape != (1, sizes[1] + 1, sizes[0]):
+        return None
+    return (made[0, :-1] - made[0, -1]).mT, made[0, -1]
+
+
+def _one_product(products: _Products, sizes: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor] | None:
+    if len(products.found) != 1:
+        return None
+    taken, matrix, made = products.found[0]
+    return (taken, matrix, made) if taken.shape == products.tokens.shape and matrix.shape == sizes else None
+
+
+def _tried(module: nn.Module) -> _Way | None:
+    """Compare what a copy with other numbers in it gives with what the matrix that is read of it gives."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = sizes_of(module)
+    trial = _evaluated(isolated_copy(module, dict(_drawn(module, generator))))
+    for part in trial.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.float()
+    device = next(trial.parameters()).device
+    tokens = torch.randn(2, 5, sizes[1], generator=generator).to(device)
+    with _Products(tokens) as products:
+        made = trial.forward(tokens)
+    if not isinstance(made, Tensor) or made.shape != (2, 5, sizes[0]):
+        return None
+    one = _one_product(products, sizes)
+    read = None if one is None else _read(trial, "factor", sizes)
+    if one is not None and read is not None:
+        taken, matrix, product = one
+        is_of_tokens = F.cosine_similarity(taken, tokens, dim=-1).min() > _ALIKE
+        added, factor = made - product, made / product
+        is_kept = _is_constant(added, (0, 1)) or _is_constant(factor, (-1,))
+        if is_of_tokens and is_kept and torch.allclose(matrix, read[0]) and not _is_whole_with_more(made, product):
+            return "factor"
+    read = _read(trial, "whole", sizes)
+    if read is None:
+        return None
+    expected = F.linear(tokens, *read)
+    size = float(expected.abs().max())
+    return "whole" if size and torch.allclose(made, expected, rtol=1e-4, atol=1e-4 * size) else None
+
+
+def _is_whole_with_more(made: Tensor, product: Tensor) -> bool:
+    """Tell a product that is scaled by one number in the end: as a whole the map is that, and its matrix is scaled."""
+    factor = made / product
+    return _is_constant(factor, (0, 1, 2)) and not torch.allclose(factor, torch.ones_like(factor), rtol=1e-3)
+
+
+def _is_constant(numbers: Tensor, dims: tuple[int, ...]) -> bool:
+    spread = (numbers.amax(dims) - numbers.amin(dims)).max()
+    return bool(spread <= 1e-3 * numbers.abs().max().clamp_min(1e-3))
+
+
+def _drawn(module: nn.Module, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    for one in module.parameters():
+        if one.is_floating_point():
+            if one.dim() > 1:
+                drawn = torch.randn(one.shape, generator=generator) / math.sqrt(one.shape[-1])
+            else:  # a gain of the input leaves its features where they are
+                drawn = torch.empty(one.shape).uniform_(0.5, 1.5, generator=generator)
+            yield one, nn.Parameter(drawn.to(one.device))
+
+
+def _evaluated(trial: nn.Module) -> nn.Module:
+    for part in trial.modules():
+        object.__setattr__(part, "training", False)
+    return trial

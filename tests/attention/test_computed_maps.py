@@ -1,0 +1,239 @@
+"""Maps by hand that compute their matrix: what is read is what a forward multiplies with, and nothing changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hdi_callback import find_attention
+from hdi_callback.attention import survey
+from hdi_callback.attention.computed_maps import is_sum_of_maps
+from hdi_callback.monitoring.interventions.parameters import owner_of
+
+D, H, R = 24, 4, 3
+
+
+class InLoralib(nn.Linear):
+    """Factors as parameters of a subclass, beside the product with the weight."""
+
+    def __init__(self, taken, given):
+        super().__init__(taken, given)
+        self.lora_A, self.lora_B = nn.Parameter(torch.randn(R, taken)), nn.Parameter(torch.zeros(given, R))
+        self.dropout, self.scaling = nn.Dropout(0.5), 0.25
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) + self.dropout(x) @ self.lora_A.T @ self.lora_B.T * self.scaling
+
+    def matrix(self):
+        return self.weight + 0.25 * self.lora_B @ self.lora_A
+
+
+class Around(nn.Module):
+    """A frozen map in a module with factors as bare parameters, stored the other way round."""
+
+    def __init__(self, taken, given):
+        super().__init__()
+        self.linear = nn.Linear(taken, given).requires_grad_(False)
+        self.A, self.B = nn.Parameter(torch.randn(taken, R)), nn.Parameter(torch.zeros(R, given))
+
+    def forward(self, x):
+        return self.linear(x) + (x @ self.A @ self.B) * 2
+
+    def matrix(self):
+        return self.linear.weight + 2 * (self.A @ self.B).T
+
+
+class TwoUpdates(nn.Module):
+    """Two updates, one of which is switched off."""
+
+    def __init__(self, taken, given):
+        super().__init__()
+        self.base = nn.Linear(taken, given, bias=False)
+        self.down = nn.ModuleDict({name: nn.Linear(taken, R, bias=False) for name in "ab"})
+        self.up = nn.ModuleDict({name: nn.Linear(R, given, bias=False) for name in "ab"})
+        self.active = "b"
+
+    def forward(self, x):
+        return self.base(x) + self.up[self.active](self.down[self.active](x))
+
+    def matrix(self):
+        return self.base.weight + self.up["b"].weight @ self.down["b"].weight
+
+
+class Weighted(nn.Linear):
+    """Directions and sizes apart (DoRA)."""
+
+    def __init__(self, taken, given):
+        super().__init__(taken, given)
+        self.size = nn.Parameter(torch.rand(given, 1) + 0.5)
+        self.a, self.b = nn.Parameter(torch.randn(R, taken)), nn.Parameter(torch.randn(given, R))
+
+    def forward(self, x):
+        return F.linear(x, self.matrix(), self.bias)
+
+    def matrix(self):
+        return self.size * F.normalize(self.weight + self.b @ self.a, dim=1)
+
+
+class ScaledInTheEnd(nn.Linear):
+    """An equalised learning rate: the product is scaled."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight) * 0.3 + self.bias
+
+    def matrix(self):
+        return 0.3 * self.weight
+
+
+class RoundedInputs(nn.Linear):
+    """Eight bits of inputs and ternary weights behind a norm (BitNet), and all kinds of counting and drawing."""
+
+    calls = 0
+
+    def __init__(self, taken, given):
+        super().__init__(taken, given, bias=False)
+        self.norm = nn.RMSNorm(taken)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        RoundedInputs.calls += 1
+        self.count += 1
+        random.random()
+        torch.rand(2)
+        x = self.norm(x)
+        scale = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+        x = x + ((x * scale).round() / scale - x).detach()
+        return F.linear(x, self.matrix())
+
+    def matrix(self):
+        scale = self.weight.abs().mean().clamp(min=1e-5)
+        return self.weight + ((self.weight / scale).round().clamp(-1, 1) * scale - self.weight).detach()
+
+
+ALL = [InLoralib, Around, TwoUpdates, Weighted, ScaledInTheEnd, RoundedInputs]
+
+
+class Attention(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (kind(D, D) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (m(x).unflatten(-1, (H, D // H)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def trained(kind):
+    """A model whose parameters are no longer those of its start."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(kind))
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, 0.1, 1.0) if parameter.dim() < 2 else nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_weight_of_a_computed_map_is_what_it_multiplies_with(kind):
+    model = trained(kind)
+    (layer,) = find_attention(model)
+    for role, name in (("query", "q"), ("key", "k"), ("value", "v")):
+        expected = getattr(model[0], name).matrix().view(H, D // H, D)
+        torch.testing.assert_close(layer.weight(role), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        layer.weight("output"), model[0].o.matrix().T.reshape(H, D // H, D), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_bias_of_a_computed_map_is_what_it_gives_of_nothing(kind):
+    model = trained(kind)
+    (layer,) = find_attention(model)
+    given, bias = model[0].q(torch.zeros(1, 1, D)).flatten(), layer.slices["query"].bias()
+    assert (bias is None) == (not given.any())
+    if bias is not None:
+        torch.testing.assert_close(bias.flatten(), given)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_finding_and_reading_a_computed_map_leaves_everything_as_it_was(kind):
+    model = trained(kind).train()
+    model(torch.randn(2, 5, D))
+
+    def state():
+        return [
+            *(value.clone() for value in model.state_dict().values()),
+            torch.get_rng_state(),
+            torch.tensor([RoundedInputs.calls, hash(random.getstate())]),
+            torch.tensor([part.training for part in model.modules()]),
+        ]
+
+    before = state()
+    (layer,) = find_attention(model)
+    for role in layer.slices:
+        layer.weight(role)
+    assert all(map(torch.equal, before, state()))
+
+
+def test_what_is_read_trains_the_factors_and_is_no_place_to_write_to():
+    model = trained(Around)
+    (layer,) = find_attention(model)
+    weight = layer.weight("key")
+    weight.square().sum().backward()
+    whole = model[0].k.matrix()
+    expected = torch.autograd.grad(whole.square().sum(), (model[0].k.A, model[0].k.B))
+    torch.testing.assert_close((model[0].k.A.grad, model[0].k.B.grad), expected)
+    assert model[0].k.linear.weight.grad is None
+    assert owner_of(layer, weight) is None
+
+
+class Bent(Around):
+    def forward(self, x):
+        return self.linear(x) + F.relu(x @ self.A) @ self.B
+
+
+class OfSeveralTokens(Around):
+    def forward(self, x):
+        return self.linear(x) + (x.cumsum(1) @ self.A @ self.B) * 2
+
+
+class Turned(RoundedInputs):
+    """Inputs whose features are mixed first: the factor is no weight of the tokens."""
+
+    def forward(self, x):
+        return F.linear(x.flip(-1).cumsum(-1).tanh(), self.weight)
+
+
+@pytest.mark.parametrize("kind", [Bent, OfSeveralTokens])
+def test_an_update_that_is_no_matrix_is_no_part_of_a_map(kind):
+    assert is_sum_of_maps(Around(D, D))
+    assert not is_sum_of_maps(kind(D, D))
+    assert survey(nn.Sequential(Attention(kind))).layers == ()
+
+
+def test_a_factor_of_features_that_are_mixed_first_is_refused():
+    (refusal,) = survey(nn.Sequential(Attention(Turned))).refused
+    assert "a Turned, which does not multiply with its weight alone" in refusal.reason
+
+
+def test_another_setting_of_the_same_class_is_tried_by_itself():
+    one, other = Attention(Switched), Attention(Switched)
+    for part in (other.q, other.k, other.v, other.o):
+        part.is_bent = True
+    assert len(find_attention(nn.Sequential(one))) == 1
+    assert survey(nn.Sequential(other)).layers == ()
+
+
+class Switched(Around):
+    is_bent = False
+
+    def __init__(self, taken, given):
+        super().__init__(taken, given)
+        self.is_bent = False
+
+    def forward(self, x):
+        inner = x @ self.A
+        return self.linear(x) + (F.relu(inner) if self.is_bent else inner) @ self.B
