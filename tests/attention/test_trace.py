@@ -509,3 +509,25 @@ def test_a_map_that_multiplies_with_another_matrix_than_its_own_is_not_read():
     with pytest.warns(UnsupportedAttentionWarning, match=r"`0` \(BesideScales\)"):
         found = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
     assert [layer.name for layer in found] == ["1"]
+
+
+class OneHeadAfterAnother(nn.Module):
+    """Two attentions of one head each in a residual stream, and a map that takes what both add to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(D, 3 * D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        for part in (self.one, self.two):
+            x = x + F.scaled_dot_product_attention(*part(x).chunk(3, -1))
+        return self.out(x)
+
+
+def test_attentions_of_one_head_that_feed_each_other_are_the_heads_of_one_only_side_by_side():
+    torch.manual_seed(0)
+    module = OneHeadAfterAnother()
+    layers = layers_of(module)
+    assert [layer.num_heads for layer in layers] == [1, 1]
+    for layer, part in zip(layers, (module.one, module.two)):
+        assert torch.equal(layer.weight("key")[0], part.weight[D : 2 * D])

@@ -21,7 +21,7 @@ from hdi_callback.attention.trace.maps import objection_to
 from hdi_callback.attention.trace.outputs import outputs_of, receiver_of
 from hdi_callback.attention.trace.own_inputs import OWN_INPUTS, refuse_inputs_of_their_own
 from hdi_callback.attention.trace.run import Traceable
-from hdi_callback.attention.trace.support import Support, random_weights
+from hdi_callback.attention.trace.support import Support, columns_of, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.unread import unread_exponentials, unread_softmaxes
@@ -108,14 +108,20 @@ def _joined(
     groups: list[tuple[tuple[int, ...], HeadRows | NoHeadsError]], trace: TracedCores
 ) -> list[tuple[tuple[int, ...], HeadRows | NoHeadsError]]:
     """Join cores of a single head each whose outputs one map takes side by side: together they are one layer."""
-    by_receiver: dict[Any, list[int]] = {}
-    for place, (numbers, heads) in enumerate(groups):
-        if isinstance(heads, HeadRows) and len(heads.members) == 1 and heads.units.count == 1 and heads.tied is None:
-            receiver = receiver_of(trace, trace.cores[numbers[0]])
-            by_receiver.setdefault(None if receiver is None else receiver, []).append(place)
-    joined = list(groups)
     if trace.run.ranks > 1:
         return _joined_ranks(groups, trace)
+    single = [
+        place
+        for place, (_, heads) in enumerate(groups)
+        if isinstance(heads, HeadRows) and len(heads.members) == 1 and heads.units.count == 1 and heads.tied is None
+    ]
+    by_receiver: dict[Any, list[int]] = {}
+    of_chain = _behind_a_chain(trace, [groups[place][0][0] for place in single])
+    for place in single:
+        number = groups[place][0][0]
+        receiver = of_chain.get(number, receiver_of(trace, trace.cores[number]))
+        by_receiver.setdefault(receiver, []).append(place)
+    joined = list(groups)
     for receiver, places in by_receiver.items():
         if receiver is None or len(places) < 2:
             continue
@@ -161,6 +167,27 @@ def _joined_ranks(
         )
         joined.append((tuple(number for number, _, _ in of_heads), whole))
     return joined
+
+
+def _behind_a_chain(trace: TracedCores, numbers: list[int]) -> dict[int, int]:
+    """Find the map that takes side by side what heads give that are fed by one another, as in a cascade of heads.
+
+    Returns:
+        Number of a core -> that of the map, where an earlier map takes what the core gives as well.
+    """
+    first = {number: receiver_of(trace, trace.cores[number]) for number in numbers}
+    if len(set(first.values()) - {None}) < 2:
+        return {}
+    found: dict[int, int] = {}
+    outputs = [trace.cores[number].output for number in numbers]
+    for receiver in sorted({one for one in first.values() if one is not None}, reverse=True):
+        taken = trace.leaves[receiver].taken
+        codes = columns_of(taken, outputs) if taken.requires_grad else {}
+        live = {place: {int(one) for one in code.unique() if one >= 0} for place, code in codes.items()}
+        live = {place: own for place, own in live.items() if own and numbers[place] not in found}
+        if len(live) > 1 and sum(map(len, live.values())) == len(set().union(*live.values())):
+            found.update({numbers[place]: receiver for place in live})
+    return found
 
 
 def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadRows) -> Found:

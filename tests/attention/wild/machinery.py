@@ -320,13 +320,8 @@ class HeadsOfPartsOfTheInput(nn.Module):
 
 
 @case(
-    *(
-        Core(
-            *(rows(f"qkvs.{i}.weight", "(r h d) c", h=1, n_r=3, r=r) for r in range(3)), None, "b q k", i, 1,
-            proved=(), free=("output",),
-        )
-        for i in range(H)
-    )
+    Core(rows("o.weight", "c (h d)"), rows("o.weight", "c (h d)"), None, None, loop=True),
+    refused="an input of its own",
 )  # fmt: skip
 class HeadsInACascade(nn.Module):
     """A head takes its part of the features, and what the head before gave (EfficientViT)."""

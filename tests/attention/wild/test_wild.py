@@ -90,6 +90,7 @@ REFUSALS = {
     # Heads whose maps take parts of the input, or inputs of their own: their rows do not compare.
     "OneSmallMapForAllHeads": "the same rows of `keys` make the keys of several of its heads, each of other features",
     "ASmallMapForEachHead": "the query of each of its heads is made of an input of its own",
+    "HeadsInACascade": "the query of each of its heads is made of an input of its own",
     "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
     # What autograd or torch.func hides.
     "MappedOverHeads": "its values are made with `v` in a way that is not followed",
