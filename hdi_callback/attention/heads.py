@@ -53,6 +53,8 @@ class AttentionLayer:
         output_projection: the module whose input is the head outputs side by side, ``(..., H * d_v)`` or, of a
             convolution, ``(batch, H * d_v, ...)``, and which is really called; `None` if there is none to watch.
         normed: roles whose features go through a norm before attention.
+        head_order: number of each head among those that the module computes, where it is another: heads that share a
+            key head lie side by side here, whatever their order there; ``()`` if it is the same.
         left_out: what the layer's attention has beside the heads that are read, in words; ``""`` if they are all.
         evidence: what the claim rests on. ``"layout"``: code that is known, torch's own or a layout that a user
             registered; ``"trace"``: a traced run of a copy; ``"forward"``: the inputs of attention in a real forward.
@@ -70,6 +72,12 @@ class AttentionLayer:
     normed: frozenset[Role] = field(default=frozenset(), repr=False)
     left_out: str = ""
     evidence: Evidence = "layout"
+    head_order: tuple[int, ...] = ()
+
+    @property
+    def num_value_heads(self) -> int:
+        """Number of distinct value heads: as many as key heads, unless each is met with values of its own."""
+        return int(getattr(self.slices.get("value"), "heads", self.num_key_heads))
 
     def weight(self, role: Role) -> Tensor:
         """Read the weight of a role, head by head.
@@ -78,8 +86,8 @@ class AttentionLayer:
             role: ``"query"``, ``"key"``, ``"value"`` or ``"output"``.
 
         Returns:
-            ``(heads or key heads, width, in_features)``; for the output ``(heads, value_dim, out_features)``. A live
-            view of the parameter where it is a part of one.
+            ``(heads, width, in_features)``, of keys and values as many heads as there are distinct ones; for the output
+            ``(heads, value_dim, out_features)``. A live view of the parameter where it is a part of one.
 
         Raises:
             UnsupportedAttentionError: if the layer has no weight of this role.
@@ -104,6 +112,7 @@ class AttentionLayer:
             Its name, counts, widths and layout, the roles behind which a norm follows, and whether one of its
             parameters, and whether all of them require a gradient.
         """
+        values = {} if self.num_value_heads == self.num_key_heads else {"num_value_heads": self.num_value_heads}
         return {
             "name": self.name,
             "type": type(self.module).__name__,
@@ -112,6 +121,7 @@ class AttentionLayer:
             "head_dim": self.head_dim,
             "value_dim": self.value_dim,
             "width": self.slices["key"].in_features,
+            **values,
             "kind": self.kind,
             "normed": sorted(self.normed),
             "trains": any(parameter.requires_grad for parameter in self.module.parameters()),
@@ -153,10 +163,13 @@ def check_layer(layer: AttentionLayer) -> AttentionLayer:
 def _contradiction(layer: AttentionLayer) -> str | None:
     if layer.num_heads < 1 or layer.num_key_heads < 1 or layer.num_heads % layer.num_key_heads:
         return f"{layer.num_heads} heads cannot share {layer.num_key_heads} key heads evenly"
+    of_values = layer.num_key_heads if layer.evidence == "layout" else layer.num_value_heads
+    if layer.num_heads % max(1, of_values):
+        return f"{layer.num_heads} heads cannot share {of_values} value heads evenly"
     expected = {
         "query": (layer.num_heads, layer.head_dim),
         "key": (layer.num_key_heads, layer.head_dim),
-        "value": (layer.num_key_heads, layer.value_dim),
+        "value": (of_values, layer.value_dim),
         "output": (layer.num_heads, layer.value_dim),
     }
     for role, part in layer.slices.items():

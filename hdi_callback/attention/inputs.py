@@ -54,6 +54,7 @@ def layers_of_inputs(layers: Sequence[AttentionLayer]) -> tuple[list[AttentionLa
                 layer,
                 num_heads=1,
                 num_key_heads=1,
+                head_order=(),
                 value_dim=key.in_features,
                 slices={**layer.slices, "output": key},
                 output_projection=projection,

@@ -135,6 +135,9 @@ class Tap:
         sample = joined([one.sample for one in chosen])
         outputs = sample.rows.view(-1, self.layer.num_heads, self.layer.value_dim)
         slopes = None if self._slopes is None else self._slopes.total()
+        if self.layer.head_order:
+            order = list(self.layer.head_order)
+            outputs, slopes = outputs[:, order], None if slopes is None else slopes[:, order]
         why = NO_BACKWARD if self._slopes is None else self._slopes.failure or NO_BACKWARD
         return Capture(outputs, sample.sequences, self._num_sequences, sample.weights, sample.num_tokens, slopes, why)
 

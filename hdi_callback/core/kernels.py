@@ -6,7 +6,8 @@ does with its kernel. Sums over queries add up over chunks and over ranks, and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -94,6 +95,21 @@ class AttentionSums:
     seen: Tensor
     placed: Tensor
     ahead: Tensor
+
+    def of_heads(self, heads: Sequence[int]) -> AttentionSums:
+        """Choose heads.
+
+        Args:
+            heads: their numbers, in the order in which they are to be.
+
+        Returns:
+            The sums of these heads.
+        """
+        chosen = list(heads)
+        of_each = ("entropy", "samples", "sample_share", "columns", "logit", "ahead")
+        own = {name: getattr(self, name)[chosen] for name in of_each}
+        pairs = {name: getattr(self, name)[chosen][:, chosen] for name in ("product", "centred")}
+        return replace(self, **own, **pairs)
 
     @classmethod
     @torch.no_grad()

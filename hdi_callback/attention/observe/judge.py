@@ -71,7 +71,8 @@ def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
     roles: dict[Role, RoleVerdict] = {}
     for role in INPUT_ROLES:
         if role in layer.slices:
-            roles[role] = _judge_part(layer.slices[role].by_token, core, maps, role, is_alone=is_alone)
+            part = layer.slices[role].by_token
+            roles[role] = _judge_part(part, core, maps, role, is_alone=is_alone, order=layer.head_order)
     if "output" in layer.slices:
         roles["output"] = _judge_output(layer, core, maps)
     wrong = [one.sentence for one in roles.values() if one.state == "contradicted"]
@@ -86,10 +87,16 @@ def _judge_core(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCal
 
 
 def _judge_part(
-    part: HeadSlice, core: ObservedCore, maps: Sequence[MapCall], role: Role, *, is_alone: bool = False
+    part: HeadSlice,
+    core: ObservedCore,
+    maps: Sequence[MapCall],
+    role: Role,
+    *,
+    is_alone: bool = False,
+    order: Sequence[int] = (),
 ) -> RoleVerdict:
     names, calls = PLURAL[role], list(_calls_of(part, maps, core.order))
-    observed = core.samples.roles.get(role, [])
+    observed = _in_order(core.samples.roles.get(role, []), order)
     if not calls:
         return RoleVerdict("undecided", f"the map of its {names} was not called before attention")
     if not observed:
@@ -125,6 +132,15 @@ def _judge_part(
     return RoleVerdict(
         "undecided", extra or f"its {names} are none of the features that its map gave, nor rotated ones"
     )
+
+
+def _in_order(observed: Sequence[Arrangement], order: Sequence[int]) -> Sequence[Arrangement]:
+    """Give heads in the order in which the claim has them."""
+    chosen = list(order)
+    return [
+        replace(one, features=one.features[:, chosen]) if one.features.shape[1] == len(chosen) else one
+        for one in observed
+    ]
 
 
 def _candidates(
@@ -235,7 +251,7 @@ def _sum_of(
 def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall]) -> RoleVerdict:
     part = layer.slices["output"].by_token
     calls = [one for one in maps if _is_of(part, one) and one.order > core.order and one.inputs.numel()]
-    observed = core.samples.roles.get("output", [])
+    observed = _in_order(core.samples.roles.get("output", []), layer.head_order)
     for call in calls[:1]:
         index, inputs = part.index(), call.inputs.cpu()
         if int(index.max()) >= inputs.shape[1]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdi_callback.attention.heads import AttentionLayer, HeadWeight, Role
+from hdi_callback.attention.heads import INPUT_ROLES, AttentionLayer, HeadWeight, Role
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.cores import Core, cores_of
 from hdi_callback.attention.trace.draw import Draw
@@ -183,7 +183,7 @@ def _behind_a_chain(trace: TracedCores, numbers: list[int]) -> dict[int, int]:
     for receiver in sorted({one for one in first.values() if one is not None}, reverse=True):
         taken = trace.leaves[receiver].taken
         codes = columns_of(taken, outputs) if taken.requires_grad else {}
-        live = {place: {int(one) for one in code.unique() if one >= 0} for place, code in codes.items()}
+        live = {place: {one for one in code.flatten().tolist() if one >= 0} for place, code in codes.items()}
         live = {place: own for place, own in live.items() if own and numbers[place] not in found}
         if len(live) > 1 and sum(map(len, live.values())) == len(set().union(*live.values())):
             found.update({numbers[place]: receiver for place in live})
@@ -203,13 +203,14 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
                 raise NoHeadsError(f"its projection `{module_of(parameter)}` is {why}")
     refuse_inputs_of_their_own(trace, heads.rows)
     output = outputs_of(trace, cores, heads)
-    H, rows = len(heads.members), heads.rows
+    H = len(heads.members)
+    order = _by_shared_keys(heads.rows)
+    rows: dict[Role, list[Rows]] = {role: [of_role[head] for head in order] for role, of_role in heads.rows.items()}
+    is_reordered = order != sorted(order)
     value_dim = cores[0].values.shape[-1] if heads.tied is None else heads.tied.shape[1]
     path = _owner(trace, cores, rows)
     key_rows = _distinct("key", rows["key"])
     value_rows = _distinct("value", rows["value"]) if "value" in rows else []
-    if value_rows and len(key_rows) != len(value_rows):
-        raise NoHeadsError(f"it has {len(key_rows)} key heads and {len(value_rows)} value heads")
     if H % len(key_rows):
         raise NoHeadsError(f"its {H} heads cannot share {len(key_rows)} key heads evenly")
     module = trace.run.module.get_submodule(path)
@@ -223,13 +224,15 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     projection = None
     if output is not None and output.features is not None and is_whole(trace, trace.leaves[output.receiver]):
         leaf = trace.leaves[output.receiver]
-        slices["output"] = output_weight(trace, path, leaf, output.features)
+        slices["output"] = output_weight(trace, path, leaf, output.features[order])
         projection = leaf.module if output.is_side_by_side else None
     kind = kind_of(slices, heads)
+    if is_reordered:
+        kind += f", heads by their keys ({', '.join(map(str, order))})"
     full = ".".join(one for one in (name, path) if one)
     layer = AttentionLayer(
         full, module, H, len(key_rows), len(key_rows[0].features), value_dim, kind, slices,
-        projection, frozenset(heads.normed), heads.left_out, "trace",
+        projection, frozenset(heads.normed), heads.left_out, "trace", tuple(order) if is_reordered else (),
     )  # fmt: skip
     return Found(path, layer, "", numbers, _maps_of(trace, numbers[0]))
 
@@ -241,12 +244,20 @@ def _maps_of(trace: TracedCores, number: int) -> frozenset[str]:
     return frozenset(trace.parameter_of(leaf) for one in found for leaf in one.masks)
 
 
+def _by_shared_keys(rows: dict[Role, list[Rows]]) -> list[int]:
+    """Order heads so that those which share a key lie side by side, and among them those which share a value."""
+    shared = [rows[role] for role in INPUT_ROLES[1:] if role in rows]
+    first = [{one: head for head, one in reversed(list(enumerate(of_role)))} for of_role in shared]
+    places = [[known[one] for one in of_role] for known, of_role in zip(first, shared)]
+    return sorted(range(len(shared[0])), key=lambda head: [place[head] for place in places])
+
+
 def _distinct(role: str, rows: list[Rows]) -> list[Rows]:
-    """Key heads in their order, each the same for a group of heads side by side."""
+    """Key or value heads in their order, each the same for a group of heads side by side."""
     kept = [one for place, one in enumerate(rows) if place == 0 or rows[place - 1] != one]
     times, left = divmod(len(rows), len(kept))
     if left or [one for one in kept for _ in range(times)] != rows or len(set(kept)) != len(kept):
-        raise NoHeadsError("its heads do not share keys and values in groups side by side")
+        raise NoHeadsError(f"its heads do not share {role}s in groups of one size side by side")
     return kept
 
 

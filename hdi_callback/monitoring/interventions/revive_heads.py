@@ -63,6 +63,11 @@ class ReviveHeads(Intervention):
             if not self.is_for_layer(layer.name):
                 continue
             refuse_sharded(layer, self.name)
+            if layer.num_value_heads != layer.num_key_heads:
+                raise MisconfigurationError(
+                    f"ReviveHeads cannot fold a head of `{layer.name}` into another, for it has {layer.num_key_heads} "
+                    f"key heads and {layer.num_value_heads} value heads: leave the layer out with layers=[...]."
+                )
             if "value" in layer.normed:
                 raise MisconfigurationError(
                     f"ReviveHeads cannot fold a head of `{layer.name}` into another, for a norm follows its values: "

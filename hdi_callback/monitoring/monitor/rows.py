@@ -374,8 +374,9 @@ def _sums(core: ObservedCore, layer: AttentionLayer) -> RowSums | str:
     H = len(rows.entropy)
     if layer.num_heads != H:
         return f"its attention has {H} heads, and {layer.num_heads} were found in its weights"
+    rows = rows.of_heads(layer.head_order) if layer.head_order else rows
     device = rows.entropy.device
-    query, key = (_by_query_head(core.norms.get(role), H, device) for role in ("query", "key"))
+    query, key = (_by_query_head(core.norms.get(role), H, device, layer.head_order) for role in ("query", "key"))
     number = partial(torch.tensor, device=device, dtype=torch.float32)
     is_bounded = core.is_bounded and core.scale is not None and {"query", "key"} <= set(core.norms)
     # A number that is made on the host waits for nothing.
@@ -384,11 +385,12 @@ def _sums(core: ObservedCore, layer: AttentionLayer) -> RowSums | str:
     return RowSums(rows, query, key, scale, bias, number(float(not is_bounded)))
 
 
-def _by_query_head(norms: NormSums | None, heads: int, device: torch.device) -> NormSums:
+def _by_query_head(norms: NormSums | None, heads: int, device: torch.device, order: Sequence[int] = ()) -> NormSums:
     """Give every query head the norms of its key head; the groups lie side by side."""
     if norms is None or heads % len(norms.count):
         return NormSums.of(torch.zeros(heads, 0, 1, device=device))
     group = torch.arange(heads, device=norms.count.device) // (heads // len(norms.count))
+    group = group[list(order)] if order else group
     return NormSums(*(getattr(norms, item.name).index_select(0, group) for item in fields(NormSums)))
 
 

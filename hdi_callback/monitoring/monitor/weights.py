@@ -63,9 +63,8 @@ class WeightSource:
         Returns:
             What the shapes of the result follow from.
         """
-        return tuple(
-            (role, layer.num_key_heads if role in ("key", "value") else layer.num_heads) for role in self.roles(layer)
-        )
+        shared = {"key": layer.num_key_heads, "value": layer.num_value_heads}
+        return tuple((role, shared.get(role, layer.num_heads)) for role in self.roles(layer))
 
     def blank(self, heads: Heads) -> Any:
         """Compute the shapes of the result of one layer, once for each number of heads.

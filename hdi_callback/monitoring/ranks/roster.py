@@ -24,9 +24,11 @@ class _Elsewhere:
 
     Attributes:
         in_features: features that it takes.
+        heads: how many it has, where it is of values.
     """
 
     in_features: int
+    heads: int = 0
 
 
 SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
@@ -180,7 +182,7 @@ def _sizes(found: Mapping[str, Any]) -> list[Any]:
 def _stand_in(entry: Mapping[str, Any]) -> AttentionLayer:
     facts = entry["facts"]
     roles = cast("Sequence[Role]", entry["roles"])
-    weight = cast("HeadWeight", _Elsewhere(facts["width"]))
     heads, key_heads, head_dim, value_dim = (int(facts[name]) for name in SIZES)
-    slices = dict.fromkeys(roles, weight)
+    of_values = int(facts.get("num_value_heads", key_heads))
+    slices = {role: cast("HeadWeight", _Elsewhere(facts["width"], of_values)) for role in roles}
     return AttentionLayer(facts["name"], nn.Module(), heads, key_heads, head_dim, value_dim, facts["kind"], slices)

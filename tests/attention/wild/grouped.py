@@ -35,14 +35,14 @@ class GroupsExpanded(Groups):
         return self.o(join(F.scaled_dot_product_attention(split(self.q(x)), k, v, is_causal=True)))
 
 
-@case(separate(keys=G, groups=(0, 1, 0, 1)), may_refuse="tile|group|order")
+@case(separate(keys=G, groups=(0, 1, 0, 1)))
 class GroupsTiled(Groups):
     def forward(self, x: Tensor) -> Tensor:
         k, v = (split(m(x), G).repeat(1, H // G, 1, 1) for m in (self.k, self.v))
         return self.o(join(attend(split(self.q(x)), k, v)))
 
 
-@case(separate(keys=G, groups=(0, 1, 0, 1)), may_refuse="tile|group|order", call=lambda m, x: m(x, (None, 1)))
+@case(separate(keys=G, groups=(0, 1, 0, 1)), call=lambda m, x: m(x, (None, 1)))
 class GroupsTiledWithAnOddArgument(Groups):
     def forward(self, x: Tensor, cache: tuple[Tensor | None, int]) -> Tensor:
         past, step = cache
@@ -62,7 +62,7 @@ class GroupsByEinsum(Groups):
         return self.o(join(torch.einsum("bgrnm,bgmd->bgrnd", weights, v).flatten(1, 2)))
 
 
-@case(separate(keys=G, groups=(0, 1, 0, 1), scores="b r g q k", head_axes="r g"), may_refuse="tile|group|order")
+@case(separate(keys=G, groups=(0, 1, 0, 1), scores="b r g q k", head_axes="r g"))
 class GroupsTiledByEinsum(Groups):
     def forward(self, x: Tensor) -> Tensor:
         q = split(self.q(x)).unflatten(1, (H // G, G))
@@ -113,10 +113,7 @@ class OneKeyHeadInOneProduct(OneKeyHead):
         return self.o(join(out.unflatten(1, (H, x.shape[1]))))
 
 
-@case(
-    Core(rows("q.weight"), rows("k.weight", h=1), rows("v.weight"), rows("o.weight", "c (h d)")),
-    may_refuse="group|shared|keys|values|key heads",
-)
+@case(Core(rows("q.weight"), rows("k.weight", h=1), rows("v.weight"), rows("o.weight", "c (h d)")))
 class OneKeyHeadManyValues(Four):
     def __init__(self) -> None:
         super().__init__(k=WIDTH)

@@ -471,7 +471,7 @@ class GatedPrompts(Four):
         return self.o(join(weights @ torch.cat([pv, v], 2)))
 
 
-@case(separate(), refused="1 key heads")
+@case(separate(), refused="query heads share features")
 class CollaborativeHeads(nn.Module):
     """All heads share queries and keys, each with gains of its own."""
 
