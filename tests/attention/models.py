@@ -275,6 +275,14 @@ class GroupsTiled(Grouped):
         return self.o_proj(attend(q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)))
 
 
+class GroupsOfTwoSizes(Grouped):
+    """Three query heads take the first key head, and one the second."""
+
+    def forward(self, x):
+        q, k, v = (proj(x).unflatten(-1, (-1, 8)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(q, *(one[:, :, [0, 0, 0, 1]] for one in (k, v))))
+
+
 class LowRankMLA(nn.Module):
     """Latent attention by the short name alone."""
 

@@ -189,7 +189,7 @@ REJECTED = {
     by_hand.KeysIgnored: "shows no queries and keys of tokens",
     by_hand.OverChannels: "its keys are those of features, not of tokens",
     by_hand.DifferentialByConstant: "what several heads give is added up before it reaches the output projection",
-    by_hand.GroupsTiled: "its heads do not share keys and values in groups side by side",
+    by_hand.GroupsOfTwoSizes: "its heads do not share keys in groups of one size side by side",
 }
 
 

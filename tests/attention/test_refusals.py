@@ -31,7 +31,7 @@ LOOK_ALIKES = {
     by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
     by_hand.KeysIgnored: "what its scores are made of shows no queries and keys of tokens",
     by_hand.DifferentialByConstant: "what several heads give is added up before it reaches the output projection",
-    by_hand.GroupsTiled: "do not share keys and values in groups side by side",
+    by_hand.GroupsOfTwoSizes: "do not share keys in groups of one size side by side",
     by_hand.LowRankMLA: NOT_RUN,
     by_hand.HiddenAttention: NOT_RUN,
 }
@@ -89,7 +89,7 @@ def test_families_whose_heads_cannot_be_seen_are_refused_layer_by_layer(name):
 
 
 def test_a_refused_layer_can_be_skipped_by_name():
-    model = nn.ModuleDict({"odd": by_hand.GroupsTiled(), "good": by_hand.Grouped()})
+    model = nn.ModuleDict({"odd": by_hand.GroupsOfTwoSizes(), "good": by_hand.Grouped()})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [layer.name for layer in find_attention(model, exclude=["odd"])] == ["good"]

@@ -137,6 +137,16 @@ def test_what_a_norm_subtracts_is_seen_where_it_is_computed(kind, centring):
     assert torch.allclose(layer.weight("key"), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [by_hand.GroupsTiled, adversarial.TiledWithOption])
+def test_tiled_keys_are_read_with_heads_that_share_one_side_by_side(kind):
+    module = kind()
+    (layer,) = layers_of(module)
+    assert (layer.num_key_heads, layer.head_order) == (2, (0, 2, 1, 3))
+    assert torch.equal(layer.weight("query"), module.q_proj.weight.view(H, 8, D)[[0, 2, 1, 3]])
+    assert torch.equal(layer.weight("key"), module.k_proj.weight.view(2, 8, D))
+    assert torch.equal(layer.weight("output"), module.o_proj.weight.mT.reshape(H, 8, D)[[0, 2, 1, 3]])
+
+
 def test_outputs_in_reversed_order_have_weights_that_can_be_read():
     module = adversarial.ReversedOutputs()
     (layer,) = layers_of(module)
@@ -151,8 +161,7 @@ REFUSED = {
     by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
     by_hand.KeysIgnored: "no queries and keys of tokens",
     by_hand.DifferentialByConstant: "added up before it reaches the output projection",
-    by_hand.GroupsTiled: "do not share keys and values in groups side by side",
-    adversarial.TiledWithOption: "do not share keys and values in groups side by side",
+    by_hand.GroupsOfTwoSizes: "do not share keys in groups of one size side by side",
 }
 
 
