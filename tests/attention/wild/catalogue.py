@@ -6,14 +6,18 @@ from tests.attention.wild import (  # noqa: F401  # noqa: F401
     fields,
     fused,
     grouped,
+    language,
+    lookalikes,
     lying,
     machinery,
+    machines,
     plain,
     positions,
     recent,
     scores,
     several,
     tutorials,
+    vision,
 )
 from tests.attention.wild.truth import CASES, Case
 
