@@ -385,13 +385,107 @@ class Activated(Plain):
         return super().attend(q, F.silu(k), v)
 
 
-class Exclusive(Plain):
-    """What attention gives, less what it has of the token's own value."""
+class MixedOutputs(Plain):
+    """To the outputs of a head those of its neighbour are added."""
 
     def forward(self, x: Tensor) -> Tensor:
-        v = split(self.c(x))
-        out, own = self.attend(split(self.a(x)), split(self.b(x)), v), F.normalize(v, dim=-1)
-        return self.d(joined(out - (out * own).sum(-1, keepdim=True) * own))
+        out = self.attend(split(self.a(x)), split(self.b(x)), split(self.c(x)))
+        return self.d(joined(out + out.roll(1, 1)))
+
+
+class Vectors(Plain):
+    """Point Transformer (Zhao et al. 2021): a weight for each feature, which maps make of differences of two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.a(x)[:, :, None] - self.b(x)[:, None]
+        weights = self.f(self.e(pairs).relu()).softmax(2)  # (batch, queries, keys, features)
+        return self.d(torch.einsum("bijc,bjc->bic", weights, self.c(x)))
+
+
+class OfEachPlace(Plain):
+    """Values of each place are made by a matrix of its own, as those of each codebook in Moshi."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(7, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = (x[:, :, None] @ self.stack.mT[None]).squeeze(2)
+        return self.d(joined(self.attend(split(self.a(x)), split(self.b(x)), split(v))))
+
+
+class Signed(Plain):
+    """Scores are divided by the sum of their sizes, in place of a softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = split(self.a(x)) @ split(self.b(x)).mT
+        return self.d(joined(F.normalize(scores, p=1.0, dim=-1) @ split(self.c(x))))
+
+
+class PartsOfKeys(Plain):
+    """Keys of contents and keys of positions side by side, as in Conditional DETR (Meng et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.roll(1, 1)
+        q = torch.cat([split(self.a(x)), split(self.f(place))], -1)
+        k = torch.cat([split(self.b(x)), split(self.e(place))], -1)
+        return self.d(joined(self.attend(q, k, split(self.c(x)))))
+
+
+class OutputsToExperts(Plain):
+    """Half of the tokens have an output projection of their own, as experts of JetMoe (Shen et al. 2024) have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = joined(self.attend(split(self.a(x)), split(self.b(x)), split(self.c(x))))
+        halves = (out + out.roll(D, -1)).split((3, 4), 1)
+        return torch.cat([F.linear(half, matrix) for half, matrix in zip(halves, self.stack)], 1)
+
+
+class ToExperts(Plain):
+    """Each token is weighed by the two best of its gates, and the forward counts on two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Linear(WIDTH, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.e(x).topk(2, dim=-1).values.unbind(-1)
+        out = self.attend(split(self.a(x)), split(self.b(x)), split(self.c(x)))
+        return self.d(joined(out)) * (first + second)[..., None]
+
+
+def test_a_forward_that_counts_on_its_top_k_is_run_with_them() -> None:
+    layer = find(ToExperts(), torch.randn(3, 7, WIDTH))
+    assert layer is not None
+    assert rows_of(layer, "key") == ("b.weight", blocks())
+
+
+class Blocks(Plain):
+    """Keys come in blocks, whose scores are put together before one softmax, as in BigBird (Zaheer et al. 2020)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(part(x)) for part in (self.a, self.b, self.c))
+        scores = torch.cat([q @ k[:, :, :3].mT, q @ k[:, :, 3:].mT], -1).softmax(-1)
+        return self.d(joined(scores[..., :3] @ v[:, :, :3] + scores[..., 3:] @ v[:, :, 3:]))
+
+
+def test_scores_that_are_put_together_from_blocks_of_keys_are_of_one_head() -> None:
+    layer = find(Blocks(), torch.randn(3, 7, WIDTH))
+    assert layer is not None
+    for role, name in (("query", "a"), ("key", "b"), ("value", "c")):
+        assert rows_of(layer, role) == (f"{name}.weight", blocks())
 
 
 class BothWays(Plain):
@@ -456,7 +550,12 @@ class Fed(Plain):
         (Differential, 1, "made of several softmaxes"),
         (OverFeatures, 1, "features, not of tokens"),
         (Activated, 1, "lies an activation"),
-        (Exclusive, 1, "mixed or normed"),
+        (MixedOutputs, 1, "mixed or normed"),
+        (Vectors, 1, "no products of queries and keys"),
+        (Signed, 1, "scores with their signs, divided by the sum of their sizes"),
+        (PartsOfKeys, 1, "parts side by side of several maps: `b` and `e`"),
+        (OutputsToExperts, 1, "goes to one of several matrices of `stack`"),
+        (OfEachPlace, 1, "each of its tokens has a matrix of its own in `stack`"),
     ],
 )
 def test_what_has_no_heads_of_its_own_is_refused_with_what_was_seen(

@@ -436,9 +436,27 @@ class Exclusive(nn.Module):
         return self.o_proj((out - 0.3 * (out * own).sum(-1, keepdim=True) * own).flatten(2))
 
 
-def test_outputs_that_are_no_average_of_the_values_are_refused():
+def test_where_features_mix_within_the_outputs_of_a_head_no_output_is_claimed():
     torch.manual_seed(0)
-    assert "is mixed or normed before it reaches the output projection" in refusal_of(Exclusive())
+    (layer,) = find_attention(nn.Sequential(Exclusive()))
+    assert {role: (one.parameter, one.index().tolist()) for role, one in layer.slices.items()} == {
+        role: (f"{role[0]}_proj.weight", torch.arange(D).view(H, 8).tolist()) for role in ("query", "key", "value")
+    }
+    assert layer.output_projection is None
+
+
+class MixedHeads(Exclusive):
+    """As many features as heads have, each a sum over two heads."""
+
+    def forward(self, x):
+        q, k, v = (proj(x).unflatten(-1, (H, 8)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out = attend(q, k, v).unflatten(-1, (H, 8))
+        return self.o_proj((out + out.roll(1, 2)).flatten(2))
+
+
+def test_outputs_that_mix_heads_are_refused():
+    torch.manual_seed(0)
+    assert "is mixed or normed before it reaches the output projection" in refusal_of(MixedHeads())
 
 
 class Memory(nn.Module):
@@ -696,7 +714,8 @@ def test_what_a_run_shows_to_mix_is_not_claimed_from_what_attention_received():
     model = nn.Sequential(TwoScores())
     found = survey(model, forward=lambda: model(torch.randn(2, 6, D)))
     assert not found.layers
-    assert [one.reason for one in found.refused] == ["its scores are sums of several products of queries and keys"]
+    (refused,) = found.refused
+    assert refused.reason == "its scores are sums of several terms: a product of `c_attn`, a product of `c_layout`"
 
 
 class OneKeyHead(nn.Module):

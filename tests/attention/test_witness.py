@@ -465,6 +465,27 @@ def test_a_softmax_over_features_is_told_from_one_over_tokens(is_over_tokens):
     assert is_over_features(one, seen, B) is not is_over_tokens
 
 
+def test_normed_values_of_tokens_and_heads_are_no_image_with_tokens_for_channels():
+    """As in Gemma 4's vision tower: what its norm of values gives has four dims, tokens the second of them."""
+
+    class NormedValues(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.back, self.norm = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.RMSNorm(8)
+
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, (H, 8)) for part in self.qkv(x).chunk(3, -1))
+            heads = softly(q.transpose(1, 2), k.transpose(1, 2), self.norm(v).transpose(1, 2))
+            return self.back(heads.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    module = NormedValues()
+    with torch.no_grad(), witness(module) as seen:
+        module(torch.randn(B, T, D))
+    (one,) = seen.computations
+    assert not is_over_features(one, seen, B)
+
+
 def test_heads_as_wide_as_their_input_are_told_apart_by_what_they_receive():
     """Any map of one head's key is a map of another's, for both have all features of the input."""
 

@@ -54,6 +54,7 @@ class GraphCut(TorchFunctionMode):
         mixing: dict[str, bool],
         keeps_means: bool,
         exchange: Exchange,
+        keeps_top: bool = False,
     ) -> None:
         super().__init__()
         self.exchange = exchange
@@ -61,6 +62,7 @@ class GraphCut(TorchFunctionMode):
         self.views, self.mixing = WeightViews(stubs, parameters), HeadMixing(run, mixing)
         self.before: Callable[..., Tensor] | None = None
         self.calls: dict[str, int] = {}
+        self.keeps_top, self.has_all = keeps_top, False  # all were chosen in place of the top k
         self.hidden = 0  # softmaxes that ran where autograd records nothing
 
     def __enter__(self) -> Any:

@@ -35,7 +35,7 @@ from hdi_callback.attention.trace.head_rows import (
 from hdi_callback.attention.trace.ordering import FeatureOrder
 from hdi_callback.attention.trace.parts import CoreParts
 from hdi_callback.attention.trace.role_rows import RoleRows
-from hdi_callback.attention.trace.support import Support, random_weights
+from hdi_callback.attention.trace.support import Support, random_weights, weights_at
 from hdi_callback.attention.trace.tied_rows import TiedRowsReading
 from hdi_callback.attention.trace.unread import is_map_of_scores, is_over_tokens, made_of_leaves
 
@@ -124,6 +124,8 @@ class CoreReading(CoreView):
         has_shared = role_rows.leave_out_shared(of_heads, product, place[0])
         if has_shared:
             remarks.append("without the part that all heads share")
+        if any(len(one) > 1 for one in of_heads["key"]) and self._are_parts(of_heads["key"], product, place[0]):
+            raise NoHeadsError(f"its keys have parts side by side of several maps: {_names(of_heads['key'])}")
         left_out.append(role_rows.leave_out_added(of_heads))
         left_out += [
             f"how `{name}` mixes the weights of all heads after the softmax"
@@ -147,6 +149,17 @@ class CoreReading(CoreView):
         said = " and ".join(filter(None, left_out))
         values = None if tied is None else tied.values
         return HeadRows(heads, members, normed, remarks, said, self.units, row if stream else None, values)
+
+    def _are_parts(self, found: list[list[Rows]], product: int, keys: int) -> bool:
+        """Tell keys whose features are some of one map and some of another from sums of both."""
+        columns = self.columns(self.side(product, keys))
+        by_map: dict[str, set[int]] = {}
+        for one in (one for rows in found for one in rows):
+            for feature in one.features:
+                by_map.setdefault(one.parameter, set()).update(columns.get((one.parameter, feature), {-2}))
+        return -2 not in set().union(*by_map.values()) and sum(map(len, by_map.values())) == len(
+            set().union(*by_map.values())
+        )
 
     def _queries_left_out(
         self, heads: dict[Role, list[Rows]], product: int, side: int, at: int, of_query: Support
@@ -234,10 +247,13 @@ class CoreReading(CoreView):
         made = Support.of(self.core.values, random_weights(self.core.values.shape), list(others.values()))
         names = [list(others)[leaf] for leaf in made.masks]
         if any(name.startswith("input") for name in names):
+            matrix = next((name for name in names if name.startswith("parameter") and _is_matrix(others[name])), None)
+            if matrix is not None and self._has_one_for_each_token(others[matrix]):
+                name = module_of(matrix.removeprefix("parameter "))
+                raise NoHeadsError(f"each of its tokens has a matrix of its own in `{name}`")
             sides = [side for product in self.core.scores for side in (product.left, product.right)]
             if all(Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides):
                 raise UndecidedError("its values are its inputs, and no projection of tokens")
-            matrix = next((name for name in names if name.startswith("parameter") and _is_matrix(others[name])), None)
             if matrix is not None and self.trace.run.convolved:
                 raise UndecidedError(_NO_MAP.format(role="value"))
             if matrix is not None:
@@ -245,6 +261,15 @@ class CoreReading(CoreView):
                 raise UndecidedError(f"its values are made with `{name}` in a way that is not followed")
             raise NoHeadsError("")  # a part of attention whose projections lie around it
         raise NoHeadsError(_NO_MAP.format(role="value"))
+
+    def _has_one_for_each_token(self, stack: Tensor) -> bool:
+        """Tell values of a stack of matrices that are chosen by the place of a token, as for each codebook."""
+        if stack.dim() != 3 or self.core.values.shape[1] < 2:
+            return False
+        places = torch.tensor([[0], [self.core.values.shape[1] - 1]])
+        found = [Support.of(self.core.values, weights_at(self.core.values, at), [stack]) for at in places]
+        used = [{row // stack.shape[1] for row in one.positions(0)} for one in found]
+        return all(len(one) == 1 for one in used) and used[0] != used[1]
 
 
 def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) -> tuple[dict[Role, list[Rows]], str]:
@@ -293,5 +318,8 @@ def _features(support: Support) -> tuple[Any, ...]:
 
 
 def _sums(role: str, found: Iterable[Sequence[Rows]]) -> str:
-    names = sorted({module_of(one.parameter) for rows in found for one in rows})
-    return f"its {role}s are sums of what `{'` and `'.join(names)}` give"
+    return f"its {role}s are sums of what {_names(found)} give"
+
+
+def _names(found: Iterable[Sequence[Rows]]) -> str:
+    return f"`{'` and `'.join(sorted({module_of(one.parameter) for rows in found for one in rows}))}`"

@@ -24,7 +24,7 @@ from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.support import Support, columns_of, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import TracedRun
-from hdi_callback.attention.trace.unread import unread_exponentials, unread_softmaxes
+from hdi_callback.attention.trace.unread import unread_averages, unread_exponentials, unread_softmaxes
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def layers_in(
                     is_undecided = isinstance(error, UndecidedError)
                     found.append(Found(path, None, reason, numbers, _maps_of(trace, numbers[0]), is_undecided))
         reported = {one.path for one in found}
-        unread = [*unread_softmaxes(run, cores), *(() if found else unread_exponentials(run, cores))]
+        unread = [*unread_softmaxes(run, cores), *unread_averages(run, cores)]
+        unread += [] if found else unread_exponentials(run, cores)
         for node, reason in unread:
             path = run.path_of(node)
             if path not in reported and not is_known(path):

@@ -125,6 +125,15 @@ def _outputs_in(
         name = module_of(heads.rows["key"][0].parameter)
         raise NoHeadsError(f"the same rows of `{name}` make the keys of several of its heads, each of other features")
     if (features < 0).any():
+        others = {core.node for core in trace.cores} - {core.node for core in cores}
+        is_last = all(others.isdisjoint(nodes_between([end], core.node)) for core in cores)
+        if receiver is not None and heads.tied is None and is_last and _are_apart(end, cores, heads):
+            return HeadOutputs(receiver, None, False)
+        if receiver is not None:
+            parameter = trace.leaves[receiver].parameter
+            taking = [one for one in trace.leaves if one.parameter == parameter and _depends(one.taken, cores[0])]
+            if len({one.start for one in taking}) > 1:
+                raise NoHeadsError(f"what attention gives goes to one of several matrices of `{module_of(parameter)}`")
         raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
     if len(set(features.flatten().tolist())) < features.numel():
         raise NoHeadsError("what several heads give is added up before it reaches the output projection")
@@ -138,6 +147,43 @@ def _outputs_in(
             raise NoHeadsError("the outputs of its heads do not lie side by side in what it returns")
         return HeadOutputs(-1, None, False)
     return HeadOutputs(receiver, features if is_linear else None, is_side_by_side and is_linear)
+
+
+def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
+    """Tell whether each of several heads has features of a tensor to itself, whatever is done within a head.
+
+    Such as a rotation of its outputs, or what they have in common with a value being taken from them.
+
+    Args:
+        end: made of what cores give.
+        cores: those of the heads: one for all, or one for each.
+        heads: their rows.
+
+    Returns:
+        False of a single head: nothing shows that it is one.
+    """
+    if len(heads.members) < 2:
+        return False
+    unknown = torch.zeros_like(end, requires_grad=True)
+    found = torch.autograd.grad(end, [core.output for core in cores], unknown, create_graph=True, allow_unused=True)
+    owners = torch.zeros(end.shape[-1], dtype=torch.long)
+    for number, of_head in enumerate(heads.members):
+        at = number if len(cores) > 1 else 0
+        derivative = found[at]
+        if derivative is None or not derivative.requires_grad:
+            return False
+        chosen = torch.zeros(derivative.shape)
+        matrices = chosen.view(cores[at].weights.shape[0], -1, chosen.shape[-1])
+        matrices = matrices.mT if cores[at].is_turned else matrices
+        for unit in of_head:
+            matrix = matrices[unit // heads.units.count]
+            rows = heads.units.rows[unit % heads.units.count] if heads.units.rows else slice(None)
+            matrix[rows] = random_weights(matrix[rows].shape)
+        # Derived once more, by the weights of the combination: what a change of the outputs of this head changes.
+        (moved,) = torch.autograd.grad(derivative, [unknown], chosen, retain_graph=True)
+        size = torch.nan_to_num(moved).reshape(-1, moved.shape[-1]).abs().amax(0)
+        owners += size > 1e-7 * size.max()
+    return int(owners.max()) == 1
 
 
 def _is_added_to(end: Tensor, features: Tensor, cores: list[Core]) -> bool:

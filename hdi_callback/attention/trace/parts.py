@@ -113,9 +113,39 @@ class CoreParts(CoreView):
         if len(candidates) > 1:
             kept = [one for one in candidates if self._is_of_columns(n, *one)]
             candidates = kept or candidates
-        if len(candidates) > 1:
-            raise NoHeadsError("its scores are sums of several products of queries and keys")
+        if len(candidates) > 1 and not self._are_alike(where, candidates):
+            raise NoHeadsError(f"its scores are sums of several terms: {self._terms([one for one, _ in candidates])}")
         return int(candidates[0][0])
+
+    def _are_alike(self, where: list[Any], candidates: list[tuple[int, int]]) -> bool:
+        """Tell products of the same features of queries and of keys, as of blocks of tokens that are put together."""
+        numbers = {number for number, _ in candidates}
+        found = set()
+        for number, keys, at_query, at_keys in where:
+            if number in numbers:
+                sides = ((1 - keys, at_query), (keys, at_keys))
+                supports = [self.support(self.side(number, side), at) for side, at in sides]
+                found.add(tuple(self._features(one) for one in supports))
+        return len(found) == 1 and all(found.pop())
+
+    def _features(self, support: Support) -> frozenset[tuple[str, int]]:
+        leaves = self.trace.leaves
+        return frozenset(
+            (self.trace.parameter_of(leaf), leaves[leaf].start + one)
+            for leaf in support.masks
+            for one in support.features(leaf)
+        )
+
+    def _terms(self, products: list[int]) -> str:
+        """Name what each of several products that scores are made of is made of."""
+        terms = []
+        for number in products:
+            sides = (self.side(number, side) for side in (0, 1))
+            found = [Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides]
+            names = dict.fromkeys(module_of(self.trace.parameter_of(leaf)) for one in found for leaf in one.masks)
+            is_product = all(found)
+            terms.append(f"{'a product' if is_product else 'what is made'} of `{'` and `'.join(names)}`")
+        return ", ".join(sorted(set(terms)))
 
     def _refuse_made_weights(self, where: list[Any]) -> None:
         """Refuse keys of tokens whose weights a map makes of something else, as a hypernetwork does."""

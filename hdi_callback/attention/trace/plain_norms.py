@@ -24,7 +24,10 @@ def dropout(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def top(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Choose all in place of the top k."""
+    """Choose all in place of the top k, unless the forward does not run with all."""
+    if cut.keeps_top:
+        return NotImplemented
+    cut.has_all = True
     x, _, dim, is_largest, is_sorted = torch_arguments(args, kwargs, "input", "k", "dim", "largest", "sorted")
     dim = -1 if dim is None else dim
     return func(x, x.shape[dim], dim, is_largest is not False, is_sorted is not False)

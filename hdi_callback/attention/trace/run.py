@@ -59,6 +59,7 @@ class Traceable:
             _to_float(self.trial)
             for part in self.trial.modules():
                 _choose_attention(part, "eager")
+        self.keeps_top = False  # it does not run where all are chosen in place of the top k
         self.mixing: dict[str, bool] = {}  # maps that took weights of attention -> whether those of all heads
         self.stubs = [part for part in self.trial.modules() if isinstance(part, MapStub)]
         self.parameters = {
@@ -98,23 +99,28 @@ class Traceable:
         run.others = {f"parameter {name}": one for name, one in self.parameters.items()}
         inputs = _Inputs(run)
         with isolated(self.module, seed=draw.seed), torch.enable_grad():
-            args, kwargs = inputs.of(args), inputs.of(dict(kwargs))
+            own = inputs.of(args), inputs.of(dict(kwargs))
             for stub in self.stubs:
                 stub.count = 0
             mode = GraphCut(
                 run, draw, stubs=self.stubs, parameters=self.parameters, mixing=self.mixing, keeps_means=keeps_means,
-                exchange=exchange,
+                exchange=exchange, keeps_top=self.keeps_top,
             )  # fmt: skip
             handles = list(_mark_spans(self.trial, run))
             try:
                 # Products in functions that torch.jit.script compiled are in the graph only if it runs them plainly.
                 with plainly(mode), torch.jit.optimized_execution(False), Exchanging(exchange), mode:  # type: ignore[attr-defined]
-                    output = self._called(args, kwargs, mode)
+                    output = self._called(*own, mode)
             except Exception as error:
                 output, run.error = None, error
             finally:
                 for handle in handles:
                     handle.remove()
+            if run.error is not None and mode.has_all:  # as where tokens are sent to k experts
+                self.keeps_top = True
+                again = self._run(args, kwargs, draw, exchange, keeps_means=keeps_means)
+                self.keeps_top = again.error is None
+                return again if self.keeps_top else run
             run.outputs = [one for one in tensors_in(output) if one.requires_grad]
         return run
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hdi_callback.attention.trace.cores import Core, Learned, exponential_behind, made_of, product_at, products_behind
 from hdi_callback.attention.trace.graph_walk import made_from, nodes_behind
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
-from hdi_callback.attention.trace.support import Support, random_weights
+from hdi_callback.attention.trace.support import Support, random_weights, weights_at
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 
 _ADDS_BY_INDEX = ("ScatterAdd", "ScatterReduce", "IndexAdd", "IndexReduce")
@@ -64,6 +64,30 @@ def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any
             scores = [] if behind is None else [product_at(one) for one in made_of(behind, Learned(run))[1]]
             if any(one is not None and all(side.requires_grad for side in one.factors) for one in scores):
                 yield node, "its weights are exponentials that are divided by their sum after values are added up"
+
+
+def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
+    """Find sums over tokens whose weights are scores that are divided by the sum of their sizes, with their signs.
+
+    Args:
+        run: the run.
+        cores: those that were found in it.
+
+    Yields:
+        The node of one, and why it is not read.
+    """
+    read, learned = {core.node for core in cores}, Learned(run)
+    for node in nodes_behind([*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]):
+        product = None if node in read else product_at(node)
+        if product is None or learned.mixes(node) is not None:
+            continue
+        for edge, weights in zip(made_from(node)[-2:], (product.left, product.right)):
+            size = weights.detach().abs().sum(-1)
+            if edge is None or weights.shape[-1] < 2 or not ((size - 1).abs() < 1e-3).all() or weights.min() >= 0:
+                continue
+            scores = [product_at(one) for one in made_of(edge, learned)[1]]
+            if any(one is not None and all(side.requires_grad for side in one.factors) for one in scores):
+                yield node, "its weights are scores with their signs, divided by the sum of their sizes: no averages"
 
 
 def mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> tuple[str, str] | None:
@@ -141,7 +165,20 @@ def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:
         weights = torch.zeros(flat.shape)
         weights[0, rows - 1 if column != rows - 1 else 0, column] = 1.0
         support = Support.of(logits, weights.reshape(logits.shape), run.tensors)
-        met.append(
-            {(run.leaves[leaf].taken.shape[:-1], at) for leaf in support.masks for at in support.positions(leaf)}
-        )
+        met.append(_tokens_of(run, support, columns * columns))
     return len(met[0]) > 1 and met[0] != met[1]
+
+
+def _tokens_of(run: TracedRun, support: Support, pairs: int) -> set[tuple[Any, int]]:
+    """Name the tokens that a score is made of; where maps make it of a pair, those that the first of them takes."""
+    while True:
+        found = {(run.leaves[leaf].taken.shape[:-1], at) for leaf in support.masks for at in support.positions(leaf)}
+        if len(found) != 1 or len(support.masks) != 1:
+            return found
+        ((leaf, mask),) = support.masks.items()
+        taken = run.leaves[leaf].taken
+        if taken.shape[:-1].numel() < pairs:
+            return found
+        support = Support.of(taken, weights_at(taken, mask.any(1).nonzero().flatten()), run.tensors[:leaf])
+        if not support:
+            return found

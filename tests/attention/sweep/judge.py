@@ -753,7 +753,8 @@ def is_over_features(computation: Computation, seen: Witness, batch: int) -> boo
     """Tell whether the softmax runs over features instead of tokens, as in cross-covariance attention.
 
     Each value that is mixed is looked up, by its numbers in all sequences, in what a part of the module gave. In
-    attention a row of the values is one token. Here a column is, and its rows are of many tokens.
+    attention a row of the values is one token. Here a column is, and its rows are of many tokens. What is given as
+    tokens, heads and features may be read as an image with tokens for channels: a reading of tokens outweighs that.
     """
     value = computation.value
     if value.shape[0] % batch or not computation.calls or min(value.shape[-2:]) < 2:
@@ -762,6 +763,7 @@ def is_over_features(computation: Computation, seen: Witness, batch: int) -> boo
     value = value.reshape(batch, -1, *value.shape[-2:])[:, 0]
     rows, columns = (_spread(size, 2) if size > 2 else list(range(size)) for size in value.shape[-2:])
     module = computation.calls[-1]
+    is_so = False
     for call in seen.calls:
         if not (module.start <= call.start and call.end is not None and call.end < computation.time):
             continue
@@ -774,9 +776,10 @@ def is_over_features(computation: Computation, seen: Witness, batch: int) -> boo
                     column = [_token_of(value[:, i, columns[0]], tokens) for i in rows]
                     if None in column:
                         continue
-                    if len(set(column)) == 1 and len(set(row)) == len(row):
-                        return True
-    return False
+                    if len(set(row)) == 1 and len(set(column)) == len(column):
+                        return False
+                    is_so |= len(set(column)) == 1 and len(set(row)) == len(row)
+    return is_so
 
 
 def _token_of(numbers: Tensor, tokens: Tensor) -> int | None:

@@ -111,9 +111,14 @@ def _reason(report: dict[str, Any]) -> str:
         return report["reason"]
     remarks = {"read with `forward=`"} if report.get("forward") else set()
     remarks |= {remark for facts in report["layers"].values() for remark in facts["remarks"]}
-    if report.get("no_attention"):
-        remarks.add("left out, no softmax over tokens: " + ", ".join(report["no_attention"]))
+    remarks |= {f"left out, without an attention that was seen: {one}" for one in _left_out(report)}
     return "; ".join(sorted(remarks))
+
+
+def _left_out(report: dict[str, Any]) -> list[str]:
+    """Name each kind of module that ran, is refused, and was not seen to attend to tokens, with the reason."""
+    reasons = dict(sorted(report.get("said", {}).values()))
+    return [f"{kind} ({reasons[kind]})" if kind in reasons else kind for kind in report.get("no_attention", ())]
 
 
 def _cell(text: str) -> str:
