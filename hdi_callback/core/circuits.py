@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core.pairs import clusters, largest_pair, live_pairs, mean_over_pairs
-from hdi_callback.core.products import HeadProducts, products_of
+from hdi_callback.core.products import HeadProducts, products_of, row_products
 from hdi_callback.core.tensors import may_decide_on_host, require_tensors
 from hdi_callback.core.whitening import DEFAULT_BUDGET, head_chunks, require_rank_tol, whiten_heads
 from hdi_callback.errors import MisconfigurationError, ShapeError
@@ -396,7 +396,7 @@ def _from_grams(
                 # Heads of one group have one block.
                 mine = sorted(set(group[part].tolist()))
                 place = [mine.index(one) for one in group[part].tolist()]
-                other = right.view(G, k, -1)[mine].flatten(0, 1) @ right.T
+                other = row_products(right.view(G, k, -1)[mine].flatten(0, 1), right)
                 other = other.view(len(mine), k, G, k)[place][:, :, group[start:]]
             for side, blocks in zip(size, (product, other)):
                 side[row, part] = torch.linalg.vector_norm(blocks.diagonal(dim1=0, dim2=2), dim=(0, 1))

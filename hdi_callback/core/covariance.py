@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.core.products import HeadProducts, products_of
+from hdi_callback.core.products import HeadProducts, gains_by_layout, laid_out, products_of, row_products
 from hdi_callback.core.tensors import require_tensors
 from hdi_callback.core.whitening import head_chunks
 from hdi_callback.errors import ShapeError
@@ -185,9 +185,11 @@ class HeadSums:
             if output_weight is None:
                 return cls(count, centred.new_zeros(H, H))
             return cls(count, _block_sums(weighted, centred, output_weight.to(wide))[0])
+        features = laid_out(centred.mT)
+        counted = features if weighted is centred else laid_out(weighted.mT)
         scatter = torch.cat(
             [
-                (weighted[:, part.start * width : part.stop * width].mT @ centred[:, part.start * width :]).flatten()
+                row_products(counted[part.start * width : part.stop * width], features[part.start * width :]).flatten()
                 for part in _upper_chunks(H)
             ]
         )
@@ -366,15 +368,22 @@ def _centred(outputs: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, T
     # Centre before multiplying: E[oo'] - mm' in float32 loses 9e-3 with a common mean of 1000.
     if weights is None:
         mean = wide.sum(0) / max(len(wide), 1)
-        centred = weighted = wide - mean
+        centred = weighted = _less(wide, mean)
         count = wide.new_full((), len(wide))
     else:
         wide, weights = _counted(wide, weights)
         count = weights.sum()
         mean = weights @ wide / count.clamp_min(_TINY)
-        centred = wide - mean
+        centred = _less(wide, mean)
         weighted = weights[:, None] * centred
     return count, mean.view(outputs.shape[1:]), centred, weighted
+
+
+def _less(tokens: Tensor, mean: Tensor) -> Tensor:
+    """Take the mean off, and leave the features one after the other where their products are formed faster so."""
+    if not gains_by_layout(tokens.mT):
+        return tokens - mean
+    return torch.sub(tokens.mT, mean[:, None], out=tokens.new_empty(tokens.shape[::-1])).mT
 
 
 def _block_sums(
@@ -388,10 +397,12 @@ def _block_sums(
     mixings = iter(known.parts) if known is not None and flat.dtype == torch.float32 else None
     if mixings is None:
         mixings = products_of(flat, H, _upper_chunks(H))
+    features = laid_out(centred.mT)
+    counted = features if weighted is centred else laid_out(weighted.mT)
     for heads, mixing in mixings:
         start = heads.start
         own = slice(start * width, heads.stop * width)
-        scatter = (weighted[:, own].mT @ centred[:, start * width :]).view_as(mixing)
+        scatter = row_products(counted[own], features[start * width :]).view_as(mixing)
         for matrix, blocks in ((inner, mixing.mul_(scatter)), (shared, scatter.square_())):
             sums = blocks.sum((1, 3))
             matrix[heads, start:] = sums

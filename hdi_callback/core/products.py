@@ -1,11 +1,20 @@
-r"""`HeadProducts`: products of the heads of a layer with each other, which one function leaves for another."""
+r"""Products of the heads of a layer with each other, and `HeadProducts`, which one function leaves for another.
+
+On AMD's CPUs MKL, with which torch multiplies float32, leaves AVX-512 unused; oneDNN, which torch holds as well, uses
+it, and takes less than half of the time. So it multiplies there what is large, by the operator that torch's own
+compiler calls. Its sums are in another order, and are rounded as those of MKL are.
+"""
 
 from __future__ import annotations
 
+import functools
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,102 @@ def products_of(flat: Tensor, heads: int, parts: Iterator[slice]) -> Iterator[tu
         Each slice, and its products with all heads from its first one on, ``(heads, k, others, k)``.
     """
     k = flat.shape[0] // heads
+    flat = laid_out(flat)
     for part in parts:
-        product = flat[part.start * k : part.stop * k] @ flat[part.start * k :].T
+        product = row_products(flat[part.start * k : part.stop * k], flat[part.start * k :])
         yield part, product.view(part.stop - part.start, k, heads - part.start, k)
+
+
+_LARGE = 2**24
+"""Multiplications from which on a product gains more than it takes to choose who forms it."""
+
+_COPIED = 2**24
+"""Numbers that are copied at most so that rows lie one after the other; oneDNN needs that, and MKL does not."""
+
+
+def row_products(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply every row of one matrix with every row of another.
+
+    Args:
+        left: ``(..., m, d)``.
+        right: ``(..., n, d)``.
+
+    Returns:
+        ``left @ right.mT``, ``(..., m, n)``.
+    """
+    if _suit_onednn(left, right) and left.is_contiguous() and right.is_contiguous():
+        d = left.shape[-1]
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(left.view(-1, d), right.view(-1, d), None, "none", [], "")
+        return product.view(*left.shape[:-1], right.shape[-2])
+    return left @ right.mT
+
+
+def laid_out(rows: Tensor) -> Tensor:
+    """Lay rows one after the other where `row_products` of them with each other is faster then.
+
+    Args:
+        rows: ``(..., n, d)``.
+
+    Returns:
+        The same rows; a copy if they lie otherwise, are not too many, and it pays.
+    """
+    return rows.contiguous() if gains_by_layout(rows) else rows
+
+
+def gains_by_layout(rows: Tensor) -> bool:
+    """Tell whether rows are to be laid one after the other for `row_products` of them with each other.
+
+    Args:
+        rows: ``(..., n, d)``.
+
+    Returns:
+        False where they lie so, are too many, or it makes no difference.
+    """
+    return not rows.is_contiguous() and rows.numel() <= _COPIED and _suit_onednn(rows, rows)
+
+
+def _suit_onednn(left: Tensor, right: Tensor) -> bool:
+    """Return whether oneDNN is to multiply one large matrix of float32 with another."""
+    return (
+        all(
+            type(one) in (Tensor, Parameter)
+            and one.device.type == "cpu"
+            and one.dtype == torch.float32
+            and one.shape[:-2].numel() == 1
+            and not (one.requires_grad and torch.is_grad_enabled())
+            and not torch._C._functorch.is_functorch_wrapped_tensor(one)
+            for one in (left, right)
+        )
+        and left.numel() * right.shape[-2] >= _LARGE
+        and _mkl_is_the_slower()
+        and bool(torch.backends.mkldnn.enabled)
+        and not torch.compiler.is_compiling()
+        and _is_float32_kept()
+    )
+
+
+def _is_float32_kept() -> bool:
+    """Return whether nothing was set by which float32 might be rounded before it is multiplied."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # it was set for each backend by itself, which torch from 2.9 on allows
+        return False
+
+
+@functools.cache
+def _mkl_is_the_slower() -> bool:
+    """Return whether this is a CPU with AVX-512 of which MKL makes no use, and torch holds both libraries."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
+        return False
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return "AuthenticAMD" in _maker_of_cpu()
+
+
+def _maker_of_cpu() -> str:
+    """Give what names the CPU's maker, as "AuthenticAMD"; anything else where nothing does."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            return next((line for line in file if line.startswith("vendor_id")), "")
+    except OSError:  # no Linux
+        return platform.processor()

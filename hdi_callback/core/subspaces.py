@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdi_callback.core.products import row_products
 from hdi_callback.core.tensors import require_tensors
 from hdi_callback.core.whitening import DEFAULT_BUDGET, Method, head_chunks, require_arguments, whiten_heads
 
@@ -136,7 +137,7 @@ def block_norms(
     for part in head_chunks(H, each, memory_budget, at_least=4):
         heads, others = part.stop - part.start, H - part.start
         left = flat[..., part.start * k : part.stop * k, :]
-        product = (left if metric is None else left @ metric) @ flat[..., part.start * k :, :].mT
+        product = row_products(left if metric is None else left @ metric, flat[..., part.start * k :, :])
         taken = None
         if back is not None:
             taken = back[..., part, :, :] @ product.reshape(*batch, heads, k, others * k)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdi_callback.core.products import laid_out, row_products
 from hdi_callback.core.tensors import require_tensors
 from hdi_callback.errors import ShapeError
 
@@ -94,13 +95,14 @@ def gram_energy(rows: Tensor) -> Tensor:
     Returns:
         ``(...)``, in the type of the rows.
     """
+    rows = laid_out(rows)
     *batch, n, _ = rows.shape
     # Four chunks leave out 3/8 of the product.
     step = max(1, min(-(-n // 4), _CHUNK_ELEMENTS // max(1, torch.Size(batch).numel() * n)))
     energy = rows.new_zeros(batch)
     for start in range(0, n, step):
         # Pairs of later rows stand on both sides of the diagonal.
-        block = rows[..., start : start + step, :] @ rows[..., start:, :].mT
+        block = row_products(rows[..., start : start + step, :], rows[..., start:, :])
         energy += 2 * block.square().sum((-2, -1)) - block[..., : block.shape[-2]].square().sum((-2, -1))
     return energy
 
@@ -135,7 +137,7 @@ def energy_of_tokens(rows: Tensor, weights: Tensor) -> Tensor:
     blocks, counts = (torch.split(one[order], _BLOCK) for one in (rows, weights.to(rows.dtype)))
     seen, pairs = rows.new_zeros(()), rows.new_zeros(())
     for one, other in zip(range(len(blocks)), [*range(1, len(blocks)), 0]):
-        seen += (blocks[one] @ blocks[other].mT).square().sum()
+        seen += row_products(blocks[one], blocks[other]).square().sum()
         pairs += counts[one].sum() * counts[other].sum()
     total = weights.sum()
     own: Tensor = torch.linalg.vector_norm(rows, dim=-1).pow(4).sum()
