@@ -116,20 +116,25 @@ def gains_by_layout(rows: Tensor) -> bool:
 def _suit_onednn(left: Tensor, right: Tensor) -> bool:
     """Return whether oneDNN is to multiply one large matrix of float32 with another."""
     return (
-        all(
-            type(one) in (Tensor, Parameter)
-            and one.device.type == "cpu"
-            and one.dtype == torch.float32
-            and one.shape[:-2].numel() == 1
-            and not (one.requires_grad and torch.is_grad_enabled())
-            and not torch._C._functorch.is_functorch_wrapped_tensor(one)
-            for one in (left, right)
-        )
-        and left.numel() * right.shape[-2] >= _LARGE
+        left.numel() * right.shape[-2] >= _LARGE
         and _mkl_is_the_slower()
+        and _is_plain_matrix(left)
+        and (right is left or _is_plain_matrix(right))
         and bool(torch.backends.mkldnn.enabled)
         and not torch.compiler.is_compiling()
         and _is_float32_kept()
+    )
+
+
+def _is_plain_matrix(rows: Tensor) -> bool:
+    """Return whether this is one matrix of float32 on a CPU, of which nothing is recorded."""
+    return (
+        type(rows) in (Tensor, Parameter)
+        and rows.dtype == torch.float32
+        and rows.is_cpu
+        and (rows.dim() == 2 or rows.shape[:-2].numel() == 1)
+        and not (rows.requires_grad and torch.is_grad_enabled())
+        and not torch._C._functorch.is_functorch_wrapped_tensor(rows)
     )
 
 
