@@ -23,7 +23,6 @@ class ObservedCore:
         via: what computed it: ``"scaled_dot_product_attention"``, ``"softmax"``, the name of a kernel.
         order: of the calls of the forward.
         axes: which dimensions are sequences and which are heads; None if that is not known.
-        key_heads: heads that the keys came with, before any repetition inside a kernel.
         queries: length of a sequence of queries.
         keys: length of a sequence of keys, of those columns of the weights that have values.
         width: features of a query and key head.
@@ -49,7 +48,6 @@ class ObservedCore:
     via: str
     order: int
     axes: Axes | None = None
-    key_heads: int = 0
     queries: int = 0
     keys: int = 0
     width: int = 0

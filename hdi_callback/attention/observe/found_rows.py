@@ -19,7 +19,6 @@ class FoundRows:
     """Heads that were found by observation alone.
 
     Attributes:
-        role: of the heads.
         map: name of the linear map.
         rows: ``(heads, width)``, features of the map.
         how: ``"as they are"`` or ``"rotated"``; then it is not known which feature of a pair is which.
@@ -27,7 +26,6 @@ class FoundRows:
         call: the call of the map.
     """
 
-    role: Role
     map: str
     rows: Tensor
     how: str
@@ -75,7 +73,7 @@ def find_rows(
                 rows = torch.where(rows < 0, rotated, rows) if bool((rotated >= 0).any()) else rows
                 how = "rotated"
             if are_all_found(rows):
-                return FoundRows(role, call.name, rows + call.rows, how, call.is_transposed, call)
+                return FoundRows(call.name, rows + call.rows, how, call.is_transposed, call)
     return None
 
 
@@ -109,7 +107,7 @@ def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | Non
                 continue
             rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
             if are_all_found(rows):
-                return FoundRows("output", call.name, rows, "as they are", call.is_transposed)
+                return FoundRows(call.name, rows, "as they are", call.is_transposed)
     return None
 
 

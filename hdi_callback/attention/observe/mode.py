@@ -141,7 +141,13 @@ class ObservingMode(TorchFunctionMode):
             self._lineage.follow(name, args, kwargs, result)
             return
         parameter, rows = _parameter(weight)
-        self._recorder.maps.map_ran(parameter, inputs, result, rows=rows)
+        is_transposed = False
+        if weight.dim() == parameter.dim() == 2:
+            is_transposed = weight.stride() == parameter.mT.stride() != parameter.stride()
+            rows = _first_column(weight, parameter) if is_transposed else rows
+            if weight.shape[1] != parameter.shape[0 if is_transposed else 1]:  # of a part of the features that come in
+                return
+        self._recorder.maps.map_ran(parameter, inputs, result, rows=rows, is_transposed=is_transposed)
 
     def _saw_convolution(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -244,9 +250,10 @@ class ObservingMode(TorchFunctionMode):
         elif weight.dim() == 2:
             # A matrix that is multiplied from the right as it is stored has its rows for what comes in; from the left
             # it has its columns for it, and takes the last dim but one: features in front of tokens, or tokens.
+            if parameter.dim() == 2 and weight.stride() not in (parameter.stride(), parameter.mT.stride()):
+                return  # its numbers in another shape
             is_transposed = (weight.stride() == parameter.stride()) != is_left
-            first = int(weight.storage_offset() - parameter.storage_offset()) % max(int(parameter.stride(0)), 1)
-            at = first if is_transposed else rows
+            at = _first_column(weight, parameter) if is_transposed else rows
             dim = -2 if is_left and inputs.dim() > 1 else -1
             self._recorder.maps.map_ran(parameter, inputs, result, dim, rows=at, is_transposed=is_transposed)
 
@@ -340,6 +347,10 @@ def _parameter(tensor: Tensor) -> tuple[Tensor, int]:
     if isinstance(base, nn.Parameter) and base.dim() >= 2 and base.shape[0] and base.is_contiguous():
         return base, (tensor.storage_offset() - base.storage_offset()) // max(base.stride(0), 1)
     return tensor, 0
+
+
+def _first_column(part: Tensor, parameter: Tensor) -> int:
+    return int(part.storage_offset() - parameter.storage_offset()) % max(int(parameter.stride(0)), 1)
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hdi_callback.attention.observe.axes import Axes
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.lineage import Scores
 from hdi_callback.attention.observe.map_log import MapLog
@@ -114,7 +113,6 @@ class Recorder:
             assert scores.key is not None
             core.queries, core.width = int(scores.query.shape[-2]), int(scores.query.shape[-1]) // scores.tied
             core.keys = int(scores.key.shape[-2])
-            core.key_heads = _key_heads(scores.key, core.axes)
         if scores.altered:
             core.rows, core.unread = None, f"its weights go through {', '.join(scores.altered)} after the softmax"
         if self.maps.keeps_samples:
@@ -159,11 +157,3 @@ class Recorder:
         if not self.is_repeated:
             read = self.reader.of_operands(query, key, terms=terms, scale=factor, unread=unread)
         self.core_ran(via, Scores(query.detach(), key.detach(), scale=factor), value, output, read)
-
-
-def _key_heads(key: Tensor, axes: Axes | None) -> int:
-    if axes is None:
-        return 0
-    if key.dim() - 2 != len(axes.lead):
-        return axes.heads
-    return math.prod(int(key.shape[dim]) for dim in axes.heads_dims)

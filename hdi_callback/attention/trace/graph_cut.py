@@ -89,7 +89,6 @@ class GraphCut(TorchFunctionMode):
         module: MapStub | None = None,
         start: int = 0,
         axes: tuple[int, ...] = (),
-        is_called: bool = True,
         is_of_parts: bool = False,
     ) -> Tensor:
         """Give random features for each position of the input of a map.
@@ -101,7 +100,6 @@ class GraphCut(TorchFunctionMode):
             module: the map, where it is a module.
             start: which feature of the matrix is the first of them.
             axes: dims of the parameter that number the features, where it is no module's matrix.
-            is_called: the module was called.
             is_of_parts: a matrix for each head, of a part of its own of the features that come in.
 
         Returns:
@@ -120,5 +118,5 @@ class GraphCut(TorchFunctionMode):
             drawn = self.draw(parameter, call, (*taken.shape[:-1], features)).requires_grad_()
         original = None if module is None else module.original[0]
         taken = taken if torch.is_grad_enabled() else taken.detach()  # a view of what has a gradient claims one
-        self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_called, is_of_parts))
+        self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_of_parts))
         return drawn.clone(memory_format=torch.contiguous_format)

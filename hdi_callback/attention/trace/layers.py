@@ -195,7 +195,9 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     cores = [trace.cores[number] for number in numbers]
     for of_role in heads.rows.values():
         for parameter in {one.parameter for one in of_role} | {one.inner.parameter for one in of_role if one.inner}:
-            leaf = next(leaf for leaf in trace.leaves if leaf.parameter == parameter)
+            leaf, *others = (leaf for leaf in trace.leaves if leaf.parameter == parameter)
+            if any(other.axes != leaf.axes for other in others):
+                raise NoHeadsError(f"it multiplies with `{module_of(parameter)}` and with its transpose")
             if leaf.is_of_parts:
                 role = next(role for role, of in heads.rows.items() if of is of_role)
                 raise NoHeadsError(OWN_INPUTS.format(role=role))

@@ -46,9 +46,7 @@ def _by_rows(cut: GraphCut, x: Tensor, matrix: Any) -> Any:
         rows = cut.views.rows_of(matrix)
     if rows is None:
         return NotImplemented
-    return cut.answer(
-        rows.parameter, x, matrix.shape[0], module=rows.map, start=rows.start, axes=rows.axes, is_called=False
-    )
+    return cut.answer(rows.parameter, x, matrix.shape[0], module=rows.map, start=rows.start, axes=rows.axes)
 
 
 def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:

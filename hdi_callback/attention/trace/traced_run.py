@@ -20,7 +20,6 @@ class Leaf:
         start: the feature of the matrix that the first of them is.
         axes: dims of the parameter that number the features, where it is no module's matrix.
         module: the map in the original, where it is a module.
-        is_called: the module was called; some code uses its weight without.
         is_of_parts: a matrix for each head, of a part of its own of the features that come in.
     """
 
@@ -30,7 +29,6 @@ class Leaf:
     start: int = 0
     axes: tuple[int, ...] = ()
     module: nn.Module | None = None
-    is_called: bool = True
     is_of_parts: bool = False
 
 

@@ -19,7 +19,7 @@ class WeightRows:
         parameter: dotted path.
         start: the first feature, counted over `axes`.
         axes: dims of the parameter that number the features, where it is no module's matrix.
-        map: the map that holds it, if one does.
+        map: the map that holds it, if one does and its matrix is used as the map would use it.
     """
 
     parameter: str
@@ -78,7 +78,10 @@ class WeightViews:
             return None
         if stub is None:
             return WeightRows(str(name), start, axes)
-        return WeightRows(f"{stub.path}.weight", start, (), stub) if is_transposed == stub.is_transposed else None
+        if is_transposed == stub.is_transposed:
+            return WeightRows(f"{stub.path}.weight", start, (), stub)
+        has_matrix = isinstance(stub.original[0]._parameters.get("weight"), nn.Parameter)
+        return WeightRows(f"{stub.path}.weight", start, axes) if has_matrix else None
 
     def stack_of(self, stack: Tensor) -> tuple[str | None, bool]:
         """Recognise a whole parameter of three dims: its path, and whether its last two dims are turned."""

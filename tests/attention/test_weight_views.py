@@ -1,0 +1,78 @@
+"""Maps whose matrix code multiplies with by itself: as it is, turned, or a part of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hdi_callback.attention import survey
+
+WIDTH = 16
+KEYS = {
+    "called": lambda x, m: m.k(x),
+    "linear, turned": lambda x, m: F.linear(x, m.k.weight.t()),
+    "product": lambda x, m: x @ m.k.weight.t(),
+    "product, turned": lambda x, m: x @ m.k.weight,
+    "rows of a parameter": lambda x, m: F.linear(x, m.rows[WIDTH : 2 * WIDTH]),
+    "columns of a parameter": lambda x, m: x @ m.columns[:, WIDTH : 2 * WIDTH],
+    "columns of a parameter, turned": lambda x, m: F.linear(x, m.columns[:, WIDTH : 2 * WIDTH].t()),
+}
+
+
+class ByItsMatrix(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.rows, self.columns = (nn.Parameter(torch.randn(s)) for s in ((3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH)))
+
+    def attend(self, query, key, value):
+        query, key, value = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in (query, key, value))
+        return self.o(((query @ key.mT).softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        return self.attend(self.q(x), KEYS[self.way](x, self), self.v(x))
+
+
+@pytest.mark.parametrize("has_forward", [False, True])
+@pytest.mark.parametrize("way", KEYS)
+def test_keys_are_read_from_the_matrix_that_is_multiplied_with_turned_or_not(way, has_forward):
+    torch.manual_seed(0)
+    module, x = ByItsMatrix(way), torch.randn(2, 5, WIDTH)
+    (layer,) = survey(module, forward=(lambda: module(x)) if has_forward else None).layers
+    keys = KEYS[way](x, module)
+    assert torch.allclose(x @ layer.weight("key").flatten(0, 1).mT, keys, atol=1e-5)
+
+
+class BothWays(ByItsMatrix):
+    def forward(self, x):
+        return self.attend(self.k(x), F.linear(x, self.k.weight.t()), self.v(x))
+
+
+@pytest.mark.parametrize("has_forward", [False, True])
+def test_a_matrix_that_gives_queries_and_turned_gives_keys_is_refused_for_that(has_forward):
+    module, x = BothWays("called"), torch.randn(2, 5, WIDTH)
+    found = survey(module, forward=(lambda: module(x)) if has_forward else None)
+    assert found.layers == ()
+    assert [one.reason for one in found.refused] == ["it multiplies with `k` and with its transpose"]
+
+
+class PartOfTheInput(ByItsMatrix):
+    def forward(self, x):
+        return self.attend(self.q(x), F.linear(x[..., :8], self.k.weight[:, :8]), self.v(x))
+
+
+class InAnotherShape(ByItsMatrix):
+    def forward(self, x):
+        return self.attend(self.q(x), x @ self.rows.view(WIDTH, -1)[:, :WIDTH], self.v(x))
+
+
+@pytest.mark.parametrize("has_forward", [False, True])
+@pytest.mark.parametrize("kind", [PartOfTheInput, InAnotherShape])
+def test_a_matrix_that_takes_a_part_of_the_input_or_is_shaped_anew_is_not_taken_for_the_parameter(kind, has_forward):
+    module, x = kind("called"), torch.randn(2, 5, WIDTH)
+    found = survey(module, forward=(lambda: module(x)) if has_forward else None)
+    assert found.layers == ()
+    assert len(found.refused) == 1
