@@ -12,7 +12,7 @@ Between `arm` and `disarm`, in the first forward of each module, the first that 
   softcap, masks, biases and sinks. Where the model forms them they are taken, where a kernel keeps them they are
   computed from its inputs. What is made of them decides whoever passes `reduce_rows`.
 - **A few tokens** of the inputs and outputs of linear maps and norms and of the inputs of attention, from which
-  `verdicts` says whether heads are where they are said to be, and `accounts` which attention no layer explains.
+  `verdicts` says whether heads are where they are said to be, and `unexplained` which attention no layer explains.
 
 What is not observed, each with its reason in `closed`, `absent` or the core's `unread`
 ---------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.observe.accounts import CoreAccount, Unexplained, account, unexplained
+from hdi_callback.attention.observe.accounts import Unexplained, unexplained
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.judge import judge
 from hdi_callback.attention.observe.mode import ObservingMode
@@ -140,7 +140,7 @@ class AttentionObserver:
         """Observe what runs from now on, and forget what was observed before.
 
         Args:
-            keeps_samples: keep the few tokens that `verdicts` and `accounts` compare.
+            keeps_samples: keep the few tokens that `verdicts` and `proposals` compare.
             without_rows: those of the layers whose attention rows and norms are not read this time.
         """
         self.release()
@@ -218,17 +218,6 @@ class AttentionObserver:
             found[layer.name] = self._verdicts[known][1]
         return found
 
-    def accounts(self, layers: Sequence[AttentionLayer] | None = None) -> list[CoreAccount]:
-        """Attribute every attention that ran to the layer that explains it.
-
-        Args:
-            layers: see `verdicts`.
-
-        Returns:
-            One account for each attention.
-        """
-        return account(self.cores, self.verdicts(layers))
-
     def proposals(self, layers: Sequence[AttentionLayer] | None = None) -> dict[str, AttentionLayer | str]:
         """Describe attention that no layer explains, by the features of its inputs.
 
@@ -238,17 +227,15 @@ class AttentionObserver:
         Returns:
             Path of its module -> the layer, or why there is none; of several in a module the first.
         """
-        return self._proposals(self.accounts(layers))
-
-    def _proposals(self, accounts: Sequence[CoreAccount]) -> dict[str, AttentionLayer | str]:
+        explained = [core for one in self.verdicts(layers).values() for core in (one.core, *one.cores)]
         found: dict[str, AttentionLayer | str] = {}
-        for one in accounts:
-            if one.layer or one.core.module in found:
+        for one in self.cores:
+            if one.module in found or any(one is core for core in explained):
                 continue
-            known = (id(one.core), len(self.cores), len(self._maps))
+            known = (id(one), len(self.cores), len(self._maps))
             if known not in self._proposed:
-                self._proposed[known] = propose(one.core, self._maps, self._model)
-            found[one.core.module] = self._proposed[known]
+                self._proposed[known] = propose(one, self._maps, self._model)
+            found[one.module] = self._proposed[known]
         return found
 
     def unexplained(
@@ -265,8 +252,7 @@ class AttentionObserver:
         """
         layers = self._layers if layers is None else layers
         verdicts = self.verdicts(layers)
-        proposals = self._proposals(account(self.cores, verdicts))
-        reasons = {name: why for name, why in proposals.items() if isinstance(why, str)}
+        reasons = {name: why for name, why in self.proposals(layers).items() if isinstance(why, str)}
         return unexplained(self.cores, self._maps, verdicts, self._paths(layers), reasons, reported=reported)
 
     @property

@@ -69,7 +69,7 @@ def _observed(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     report["verdicts"] = dict(Counter(one.state for one in verdicts.values()))
     report["sentences"] = {name: one.sentence for name, one in verdicts.items() if one.state != "established"}
     report["contradicted"] = [name for name, one in verdicts.items() if one.state == "contradicted"]
-    report["unexplained"] = [one.sentence for one in observer.accounts() if one.part != "wholly"]
+    report["unexplained"] = [one.message for one in observer.unexplained()]
     return report
 
 

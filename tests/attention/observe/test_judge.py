@@ -140,7 +140,6 @@ def test_what_is_no_feature_of_the_map_is_neither_established_nor_contradicted(k
     claim = fused(inner) if kind is models.OverChannels else separate(inner)
     observer = observed(inner, claim)
     assert observer.verdicts()["inner"].state == "undecided"
-    assert [one.part for one in observer.accounts()] != ["wholly"]
 
 
 class Rotary(models.Separate):
@@ -224,9 +223,9 @@ class TwoStreams(nn.Module):
 def test_keys_of_a_second_stream_are_accounted_for_in_part():
     inner = built(TwoStreams)
     observer = observed(inner, separate(inner), torch.randn(B, T, D), torch.randn(B, 4, D))
-    (one,) = observer.accounts()
-    assert (one.layer, one.part) == ("inner", "in part")
-    assert one.sentence.endswith(f"it gives {T} of {T + 4} tokens that are attended")
+    (one,) = observer.unexplained()
+    assert one.layer == "inner"
+    assert one.reason.endswith(f"its projections give {T} of the {T + 4} tokens that are attended")
 
 
 class TwoInOne(Plain):
@@ -245,12 +244,11 @@ class TwoInOne(Plain):
 def test_an_attention_that_no_layer_explains_is_named():
     inner = built(TwoInOne)
     observer = observed(inner, separate(inner))
-    parts = {one.core.via: (one.layer, one.part) for one in observer.accounts()}
-    assert parts == {"einsum": ("", "not at all"), "scaled_dot_product_attention": ("inner", "wholly")}
-    named = next(one.sentence for one in observer.accounts() if not one.layer)
-    assert named == (
-        "attention in `inner` (TwoInOne, 4 heads) is explained by no watched layer; "
-        "`inner` is watched for another attention in it"
+    (one,) = observer.unexplained()
+    assert one.layer == "inner"
+    assert (
+        one.reason
+        == "`inner` explains it in part: it holds another attention as well, whose keys come from `inner.key`"
     )
 
 
@@ -328,7 +326,7 @@ def test_layers_of_transformers_are_established_in_training(family):
     verdicts = observer.verdicts()
     assert {name: one.sentence for name, one in verdicts.items() if one.state != "established"} == {}
     assert len(verdicts) == len(layers) > 0
-    assert {one.part for one in observer.accounts()} == {"wholly"}
+    assert observer.unexplained() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
