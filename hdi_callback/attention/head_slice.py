@@ -15,6 +15,7 @@ from hdi_callback.attention import projections
 from hdi_callback.errors import MisconfigurationError
 
 Centring = Literal["", "head", "layer"]
+NO_MATRIX = "is not a matrix"
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class HeadSlice:
         dims = 1 - projections.feature_dim(owner) if name == "weight" else 2
         shape = self._shape()
         if shape is None or (len(shape) != dims and not self.axes):
-            return "is not a matrix"
+            return NO_MATRIX
         index, count = self.index(), self.features[0 if is_output and not self.axes else 1]
         if int(index.min()) < 0 or int(index.max()) >= count:
             return f"has {count} features, fewer than {self.heads} heads of {self.width}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hdi_callback.attention.head_slice import NO_MATRIX
 from hdi_callback.attention.heads import (
     INPUT_ROLES,
     AttentionLayer,
@@ -64,6 +65,8 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         part = slice_of(model, core.module, one)
         if part is None:
             return f"the rows of its {role} heads in `{one.map}` follow no stride"
+        if part.contradiction(role == "output") == NO_MATRIX:
+            return f"`{one.map}`, from which its {role} heads come, multiplies with a matrix that is no parameter"
         slices[role] = part
     key = slices["key"]
     width = slices["value"].width if "value" in slices else key.width

@@ -78,7 +78,10 @@ class GraphCut(TorchFunctionMode):
         if handler is None and isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             handler = handler_of_ranks(func)
         answer = NotImplemented if handler is None else handler(self, func, args, kwargs)
-        return func(*args, **kwargs) if answer is NotImplemented else answer
+        if answer is not NotImplemented:
+            return answer
+        made = func(*args, **kwargs)
+        return func(*args, **kwargs) if self.views.has_filled((*args, *kwargs.values()), made) else made
 
     def answer(
         self,

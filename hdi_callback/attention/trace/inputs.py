@@ -52,10 +52,13 @@ class Inputs:
     Attributes:
         args: by position.
         kwargs: by name.
+        is_guess: made up of more dims than tokens have, for a module that asks for more than them: what it computes of
+            such inputs may be what nobody would call it for, so that it is no reason to refuse it.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_guess: bool = False
 
 
 def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
@@ -90,7 +93,7 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
             for one in [*required, *more]
             if one not in first and one.kind is not one.POSITIONAL_ONLY
         }
-        yield Inputs((tokens.clone(),), made)
+        yield Inputs((tokens.clone(),), made, is_guess=is_unclear and tokens.dim() > 3)
 
 
 def with_other_tokens(inputs: Inputs) -> Inputs | None:

@@ -231,7 +231,8 @@ def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Ca
             run, found = layers_in(traceable, one.args, one.kwargs, name, is_known=is_known)
         except Exception:  # inputs that do not fit
             continue
-        if run.error is not None and not any(item.layer is not None for item in found):
+        has_layers = any(item.layer is not None for item in found)
+        if not has_layers and (run.error is not None or one.is_guess):
             continue
         traced = _Traced(name, module, one, run, found)
         if best.run is None or traced.worth > best.worth:

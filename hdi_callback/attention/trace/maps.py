@@ -71,6 +71,7 @@ class MapStub(nn.Module):
         answer: what answers for all maps during a traced run, set by `GraphCut`.
         path: dotted path of the map.
         original: the map.
+        holds_numbers: numbers were drawn for its weight, as code reads it.
     """
 
     answer: Callable[..., Tensor] | None = None
@@ -89,7 +90,8 @@ class MapStub(nn.Module):
         self.strides: tuple[int, ...] = tuple(getattr(linear, "stride", ())) if self.dim < -1 else ()
         shape = getattr(linear, "weight", None)
         sizes = tuple(shape.shape) if isinstance(shape, Tensor) else (self.out_features, self.in_features)
-        self.weight = torch.empty(sizes)  # never written, so that it takes no memory
+        self.weight = torch.empty(sizes)  # written only where code reads it, so that it takes no memory
+        self.holds_numbers = False
         self.bias = torch.zeros(self.out_features) if isinstance(getattr(linear, "bias", None), Tensor) else None
         self.is_transposed = projections.is_transposed(linear)
         self.count = 0

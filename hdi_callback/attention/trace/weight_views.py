@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.trace.draw import drawn_parameter
 from hdi_callback.attention.trace.maps import MapStub
 
 
@@ -82,6 +84,30 @@ class WeightViews:
             return WeightRows(f"{stub.path}.weight", start, (), stub)
         has_matrix = isinstance(stub.original[0]._parameters.get("weight"), nn.Parameter)
         return WeightRows(f"{stub.path}.weight", start, axes) if has_matrix else None
+
+    def has_filled(self, arguments: Iterable[Any], made: Any) -> bool:
+        """Draw numbers for weights of maps that a function reads otherwise than in a product that is cut.
+
+        Args:
+            arguments: of the function.
+            made: what it gave, from weights that hold no numbers yet.
+
+        Returns:
+            True if there were such weights, so that it is to be asked again; a view of a weight reads none of it.
+        """
+        has_filled = False
+        for one in arguments:
+            if type(one) in (tuple, list):
+                has_filled |= self.has_filled(one, made)
+            elif isinstance(one, Tensor) and isinstance(made, Tensor):
+                base = _base(one)
+                stub = self.stubs.get(id(base))
+                if stub is not None and not stub.holds_numbers and _base(made) is not base:
+                    stub.holds_numbers = True  # for all runs, as those before this one have its weight in their graph
+                    with torch._C.DisableTorchFunction(), torch.no_grad():
+                        base.copy_(drawn_parameter(f"{stub.path}.weight", base))
+                    has_filled = True
+        return has_filled
 
     def stack_of(self, stack: Tensor) -> tuple[str | None, bool]:
         """Recognise a whole parameter of three dims: its path, and whether its last two dims are turned."""

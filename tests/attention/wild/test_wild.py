@@ -90,6 +90,7 @@ REFUSALS = {
     # Heads whose maps take parts of the input, or inputs of their own: their rows do not compare.
     "OneSmallMapForAllHeads": "the same rows of `keys` make the keys of several of its heads, each of other features",
     "ASmallMapForEachHead": "the query of each of its heads is made of an input of its own",
+    "LatentAbsorbed": "what attention gives is mixed or normed before it reaches the output projection",
     "HeadsInACascade": "the query of each of its heads is made of an input of its own",
     "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
     # What autograd or torch.func hides.
@@ -130,7 +131,7 @@ def test_what_is_called_attention_and_is_none_is_not_claimed(name):
     assert judge(ALL[name], "forward").verdict == RIGHT
 
 
-@pytest.mark.parametrize("name", ["Windows", "KeysOfFewerPixels", "PositionsAddedToKeys"])
+@pytest.mark.parametrize("name", ["Windows", "KeysOfFewerPixels", "PositionsAddedToKeys", "BiasOfEdges"])
 def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
     verdict = judge(ALL[name], "model")
     assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with inputs that are made up")
