@@ -45,16 +45,16 @@ def test_a_name_that_moved_warns_and_is_what_it_was(before, now):
     assert old(before) is getattr(importlib.import_module(module), name)
 
 
-def test_faults_are_contained_told_and_said_as_before():
+def test_faults_are_contained_reported_and_warned_of_as_before():
     faults = old("hdi_callback.monitoring.faults.Faults")()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             with faults.contained("writing the history"):
                 raise OSError("disk full")
             faults.tell("reading", ValueError("odd"))
             faults.say("kind", "a message")
-    assert [item.category for item in seen] == [MonitoringWarning] * 3
+    assert [item.category for item in caught] == [MonitoringWarning] * 3
     assert faults.count == {"writing the history": 2, "reading": 2, "kind": 2}
 
 
@@ -65,11 +65,11 @@ class Follower:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def follow(self, outcome):
         self.steps.append(outcome.record.step)
-        self.told += [alert.rule for alert in outcome.alerts]
+        self.reported += [alert.rule for alert in outcome.alerts]
 
 
 class Always(Rule):
@@ -96,7 +96,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_watch_reads_records_judges_intervenes_and_tells_its_followers_as_before(tmp_path, begins):
+def test_a_session_reads_records_judges_intervenes_and_writes_to_its_sinks_as_before(tmp_path, begins):
     torch.manual_seed(0)
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -121,7 +121,7 @@ def test_a_watch_reads_records_judges_intervenes_and_tells_its_followers_as_befo
         watch.finish(5)
         kept = watch.state_dict()
     assert follower.steps == [record.step for record in read_records(tmp_path / "history.jsonl")] == [0, 2, 4, 5]
-    assert follower.told[0] == "always"
+    assert follower.reported[0] == "always"
     assert loop.stopped == 1
     assert (kept["last_step"], kept["interventions"][0][0]) == (5, "StopTraining")
     assert [alert.rule for alert in watch.alerts.active] == ["always"] * 2

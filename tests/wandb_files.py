@@ -41,8 +41,8 @@ def read_wandb(folder: Path) -> WandbRun:
                 {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             )
         elif kind == "metric":
-            told = MessageToDict(record.metric, preserving_proto_field_name=True)
-            run.metrics.append({"name": "", "glob_name": "", "summary": {}, **told})
+            reported = MessageToDict(record.metric, preserving_proto_field_name=True)
+            run.metrics.append({"name": "", "glob_name": "", "summary": {}, **reported})
         elif kind == "summary":
             for item in record.summary.update:
                 run.summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)

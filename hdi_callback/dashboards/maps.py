@@ -268,8 +268,8 @@ def _labels(names: Sequence[str]) -> tuple[dict[str, str], str]:
         return {name: _short(name) for name in names}, ""
     start = names[0].index(short[0]) if names[0].count(short[0]) == 1 else names[0].rindex(short[0])
     rest = f"{names[0][:start]}*{names[0][start + len(short[0]) :]}"
-    is_told = all(name == rest.replace("*", label) for name, label in zip(names, short))
-    return {name: _short(label) for name, label in zip(names, short)}, _short(rest) if is_told else "layer"
+    is_complete = all(name == rest.replace("*", label) for name, label in zip(names, short))
+    return {name: _short(label) for name, label in zip(names, short)}, _short(rest) if is_complete else "layer"
 
 
 def _of_heads(heads: Sequence[int]) -> str:

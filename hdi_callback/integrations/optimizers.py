@@ -75,7 +75,7 @@ class OptimizerSteps:
         self, optimizers: Sequence[Optimizer], prepare: Callable[[Optimizer], Any], warn_once: WarnOnce
     ) -> None:
         self._optimizers, self._prepare, self._warn_once = optimizers, prepare, warn_once
-        self.is_inside = self._was_compiled = self._has_seen_any = False
+        self.is_inside = self._was_compiled = self._has_stepped = False
         self._prepared: set[int] = set()
         self._count: Counter[int] = Counter()
         self._handles: list[Any] = []
@@ -120,7 +120,7 @@ class OptimizerSteps:
                 "`heads.before_optimizer_step()` before it.",
             )
         has_stepped = bool(self._count) or self._was_compiled
-        self._has_seen_any |= has_stepped
+        self._has_stepped |= has_stepped
         return has_stepped
 
     @property
@@ -130,7 +130,7 @@ class OptimizerSteps:
 
     def warn_if_none(self) -> None:
         """Warn if no optimizer has ever made a step between `begin` and `end`."""
-        if not self._has_seen_any:
+        if not self._has_stepped:
             self._warn_once.warn(
                 "no step",
                 "The optimizer made no step in `with heads.step():`, so that there is one reading at most. "

@@ -72,9 +72,9 @@ def test_a_layer_whose_claim_does_not_hold_is_dropped_with_what_shows_it(claimed
         assert len(monitor.layers) == 3, "names and shapes say nothing against it"
         monitor.arm()
         model(torch.randn(5, 11, D))
-        with pytest.warns(UnsupportedAttentionWarning) as told:
+        with pytest.warns(UnsupportedAttentionWarning) as reported:
             record = monitor.measure(0).record()
-        (message,) = [str(warning.message) for warning in told]
+        (message,) = [str(warning.message) for warning in reported]
         assert "`blocks.1`" in message
         assert "head 0 attends with keys of claimed head 3" in message
         assert set(scalars(record)) == {"blocks.0", "blocks.2"}
@@ -135,7 +135,7 @@ FAMILIES = {
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("length", [6, 32])
-def test_true_heads_are_seen_in_real_inputs(name, length):
+def test_true_heads_are_verified_in_real_inputs(name, length):
     """With masks, rotations and caches of a real forward; and a wrong claim about the same is contradicted."""
     torch.manual_seed(0)
     model = tf.AutoModel.from_config(FAMILIES[name]).train()

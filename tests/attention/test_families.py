@@ -120,7 +120,7 @@ class PooledModel(nn.Module):
         return self.attention(batch["x"], {"scale": torch.ones(1)})
 
 
-def test_what_is_refused_is_looked_at_again_with_the_forward_that_was_run():
+def test_what_is_refused_is_traced_again_with_the_forward_that_was_run():
     torch.manual_seed(0)
     report = examine_model(PooledModel(), 41, lambda model, batch: model({"x": torch.randn(batch, 6, 32)}))
     assert report["verdict"] == "refused"

@@ -139,7 +139,7 @@ def test_whatever_a_forward_does_is_put_back(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_what_a_forward_does_is_seen_without_isolation():
+def test_what_a_forward_does_is_detected_without_isolation():
     module = Restless()
     with isolated(module):
         before = everything(module)

@@ -253,7 +253,7 @@ def test_torch_layers_are_read_right_inside_their_encoder_and_decoder(batch_firs
 
 @pytest.mark.parametrize(("width", "heads"), [(32, 1), (32, 32), (96, 3), (512, 8), (64, 1), (1024, 128)])
 @pytest.mark.parametrize("is_scaled", [True, False])
-def test_heads_of_any_number_and_width_are_seen_in_the_trial(width, heads, is_scaled):
+def test_heads_of_any_number_and_width_are_found_in_the_traced_run(width, heads, is_scaled):
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -356,7 +356,7 @@ def test_a_weight_is_a_live_view_of_its_parameter():
             assert torch.equal(layer.weight(role), 2 * before), role
 
 
-def test_a_projection_that_is_replaced_is_seen():
+def test_a_projection_that_is_replaced_is_noticed():
     module = by_hand.Grouped()
     (layer,) = find_attention(nn.Sequential(module))
     module.k_proj = nn.Linear(D, 16)

@@ -95,7 +95,7 @@ def test_no_file_seeds_or_draws_from_a_generator_of_the_users(path):
         "from torch import nn\nnn.init.zeros_(x)",
     ],
 )
-def test_each_kind_is_seen(line):
+def test_each_kind_is_found(line):
     assert len(trespasses(line)) == 1
 
 

@@ -88,7 +88,7 @@ class BesideAnother(Four):
         return self.o(torch.cat([heads, self.up(x).relu()], -1))
 
 
-def test_what_stands_beside_the_outputs_of_heads_leaves_them_their_weights():
+def test_what_is_concatenated_with_the_outputs_of_heads_leaves_them_their_weights():
     torch.manual_seed(0)
     model = nn.Sequential(BesideAnother())
     (layer,) = survey(model).layers
@@ -351,9 +351,9 @@ def test_weights_that_a_matrix_mixes_over_queries_are_not_said_to_mix_heads():
     torch.manual_seed(0)
     model = nn.Sequential(Mixed("queries"))
     found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
-    told = [layer.left_out for layer in found.layers] + [one.reason for one in found.refused]
-    assert told
-    assert not any("heads" in one for one in told)
+    reported = [layer.left_out for layer in found.layers] + [one.reason for one in found.refused]
+    assert reported
+    assert not any("heads" in one for one in reported)
 
 
 class BehindAGate(Four):

@@ -253,12 +253,12 @@ def test_a_mask_of_the_same_tokens_in_another_order_is_said_once():
 
     model = nn.ModuleDict({"attn": Windows(lambda mask: None)})
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
-        with pytest.warns(MonitoringWarning, match="padding is not known") as seen:
+        with pytest.warns(MonitoringWarning, match="padding is not known") as caught:
             for step in range(3):
                 monitor.arm()
                 model["attn"](torch.randn(3, 8, 32), torch.ones(3, 8))
                 monitor.measure(step)
-        assert len(seen) == 1
+        assert len(caught) == 1
 
 
 @pytest.mark.parametrize("way", ["whole", "in place"])
@@ -303,18 +303,18 @@ class Made(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["module", "function"])
-def test_masks_inside_a_compiled_graph_are_said_not_to_be_seen(way):
+def test_masks_inside_a_compiled_graph_are_reported_as_not_read(way):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, ids = Made(), batch(PADDED)["input_ids"]
     with HeadDiversityMonitor(model, metrics=METRICS, check_heads=False) as monitor:
         run = torch.compile(model if way == "module" else lambda ids: model(ids), backend="aot_eager")
-        with pytest.warns(MonitoringWarning, match="inside a compiled graph are not observed.*padding=None") as seen:
+        with pytest.warns(MonitoringWarning, match="inside a compiled graph are not observed.*padding=None") as caught:
             for step in range(2):
                 monitor.arm()
                 run(ids).sum().backward()
                 monitor.measure(step)
-        assert len(seen) == 1
+        assert len(caught) == 1
     torch._dynamo.reset()
 
 
@@ -368,12 +368,12 @@ def test_a_square_mask_that_may_be_over_tokens_or_over_pairs_is_ambiguous_and_on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     path = tmp_path / "history.jsonl"
     heads = watch_heads(model, optimizer, every_n_steps=1, history=path, verbose=False)
-    with pytest.warns(MonitoringWarning, match="of `attn` are absent: a mask can be read in two") as seen, heads:
+    with pytest.warns(MonitoringWarning, match="of `attn` are absent: a mask can be read in two") as caught, heads:
         for _ in range(4):  # the first shows the layer, whose outputs are captured from the second on
             with heads.step():
                 model["attn"](torch.randn(N, N, 32), form(~RAGGED)).sum().backward()
                 optimizer.step()
-    assert len(seen) == 1
+    assert len(caught) == 1
     for record in read_records(path)[1:4]:
         assert not set(METRICS) & set(record.layers["attn"].values)
         assert "can be read in two ways" in record.absent["head outputs/attn"]

@@ -167,14 +167,14 @@ class RelativeKeys(Plain):
         return self.d(joined(((q + self.u) @ k.mT + by_place).softmax(-1) @ v))
 
 
-def test_keys_of_relative_positions_are_told_from_keys_of_tokens() -> None:
+def test_keys_of_relative_positions_are_distinguished_from_keys_of_tokens() -> None:
     layer = find(RelativeKeys(), torch.randn(3, 6, WIDTH), torch.randn(1, 11, WIDTH))
     assert layer is not None
     assert [rows_of(layer, role)[0] for role in ("query", "key", "value")] == ["a.weight", "b.weight", "c.weight"]
     assert rows_of(layer, "key")[1] == blocks()
 
 
-def test_nothing_is_told_of_relative_positions_from_sequences_of_one_token() -> None:
+def test_nothing_is_concluded_about_relative_positions_from_sequences_of_one_token() -> None:
     assert find(RelativeKeys(), torch.randn(3, 1, WIDTH), torch.randn(1, 1, WIDTH)) is None
 
 
@@ -558,7 +558,7 @@ class Fed(Plain):
         (OfEachPlace, 1, "each of its tokens has a matrix of its own in `stack`"),
     ],
 )
-def test_what_has_no_heads_of_its_own_is_refused_with_what_was_seen(
+def test_what_has_no_heads_of_its_own_is_refused_with_what_was_found(
     kind: type[nn.Module], inputs: int, reason: str
 ) -> None:
     assert find(Plain(), torch.randn(3, 7, WIDTH)) is not None

@@ -121,7 +121,7 @@ class FeatureByFeature(Four):
 
 
 @pytest.mark.parametrize("is_run", [False, True])
-def test_of_attention_feature_by_feature_a_softmax_was_seen(is_run):
+def test_of_attention_feature_by_feature_a_softmax_was_observed(is_run):
     model = nn.Sequential(FeatureByFeature())
     found = survey(model, forward=(lambda: model(torch.randn(2, 7, MODEL))) if is_run else None)
     assert not found.layers
@@ -285,5 +285,5 @@ class Convolutions(nn.Module):
         return ModelOutputWithNoAttention(self.second(self.first(x * sizes["scale"]).relu()))
 
 
-def test_a_module_that_names_its_result_after_attention_is_not_owed_a_word():
+def test_a_module_that_names_its_result_after_attention_is_not_warned_about():
     assert survey(nn.Sequential(Convolutions())).refused == ()

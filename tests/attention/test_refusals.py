@@ -40,10 +40,10 @@ LOOK_ALIKES = {
 @pytest.mark.parametrize("kind", LOOK_ALIKES, ids=lambda kind: kind.__name__)
 def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
     model = nn.ModuleDict({"odd": kind(), "good": by_hand.Grouped()})
-    with pytest.warns(UnsupportedAttentionWarning) as told:
+    with pytest.warns(UnsupportedAttentionWarning) as reported:
         layers = find_attention(model)
     assert [layer.name for layer in layers] == ["good"]
-    (message,) = [str(warning.message) for warning in told]
+    (message,) = [str(warning.message) for warning in reported]
     assert message.startswith(f"The heads of `odd` ({kind.__name__}) cannot be told apart: ")
     assert LOOK_ALIKES[kind] in message
     assert "register_layout" in message
@@ -80,7 +80,7 @@ REFUSED = {  # and how many layers there are
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_families_whose_heads_cannot_be_seen_are_refused_layer_by_layer(name):
+def test_families_whose_heads_cannot_be_read_are_refused_layer_by_layer(name):
     config, layers = REFUSED[name]
     found = survey(tf.AutoModel.from_config(config))
     assert found.layers == ()

@@ -22,14 +22,14 @@ def taken(sample: TokenSample) -> list[int]:
     return sample.rows[:, 0].long().tolist()
 
 
-def test_few_tokens_are_all_kept_and_stand_for_themselves():
+def test_few_tokens_are_all_kept_and_represent_themselves():
     sample = sample_tokens(outputs(), 1000, first_sequence=7)
     assert taken(sample) == list(range(B * T))
     assert sample.sequences.tolist() == [7] * T + [8] * T + [9] * T
     assert torch.equal(sample.weight(), torch.ones(B * T))
 
 
-def test_of_many_tokens_as_many_as_a_prime_are_kept_and_stand_for_all():
+def test_of_many_tokens_as_many_as_a_prime_are_kept_and_represent_all():
     sample = sample_tokens(outputs(), 40)
     assert taken(sample) == [place * B * T // 37 for place in range(37)]
     assert sample.sequences.tolist() == [one // T for one in taken(sample)]
@@ -43,7 +43,7 @@ def test_padding_weighs_nothing_where_all_tokens_are_kept():
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_padding_is_passed_over_and_what_is_kept_stands_for_all_that_is_none(share):
+def test_padding_is_passed_over_and_what_is_kept_represents_all_other_tokens(share):
     padded = torch.rand(B * T, generator=torch.Generator().manual_seed(0)) < share
     sample = sample_tokens(outputs(), 40, padded=padded)
     weight, there = sample.weight(), ~padded[taken(sample)]
@@ -59,7 +59,7 @@ def test_where_padding_is_not_known_no_weight_is_a_number():
     assert bool(sample_tokens(outputs(), 40, padded=torch.full((B * T,), torch.nan)).weight().isnan().all())
 
 
-def test_a_sample_that_is_thinned_stands_for_as_many_tokens_as_before():
+def test_a_sample_that_is_thinned_represents_as_many_tokens_as_before():
     for padded in (None, NUMBERS % 5 == 0):
         sample = sample_tokens(outputs(), 1000, padded=padded)
         thin = sample.thinned(30)

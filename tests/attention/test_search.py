@@ -85,11 +85,11 @@ def test_what_the_first_reading_lacks_of_layers_that_are_found_late_has_its_reas
         assert set(names) <= set(layer.values)
 
 
-def test_without_the_check_nothing_is_looked_for():
+def test_without_the_check_nothing_is_searched():
     model = Model()
-    with pytest.warns(UnsupportedAttentionWarning) as told:
+    with pytest.warns(UnsupportedAttentionWarning) as reported:
         monitor = HeadDiversityMonitor(model, check_heads=False)
-    said = [str(warning.message) for warning in told]
+    said = [str(warning.message) for warning in reported]
     assert [("`first`" in one, "`third`" in one) for one in said] == [(True, False), (False, True)]
     assert all("With check_heads=True the first forward that is read may show them." in one for one in said)
     with monitor:
@@ -120,21 +120,21 @@ def test_what_the_first_forward_does_not_settle_is_said_once_after_it_with_its_r
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         monitor = HeadDiversityMonitor(model, metrics=["hdi"])
-    told = []
+    reported = []
     with monitor:
         for step in range(4):
-            with warnings.catch_warnings(record=True) as seen:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 monitor.arm()
                 model({"x": torch.randn(2, 5, D)})
                 monitor.measure(step)
-            told.append([str(one.message) for one in seen])
-    assert [len(messages) for messages in told] == [1, 0, 0, 0]
-    assert "`first`" in told[0][0]
-    assert "The same holds for `third`." in told[0][0]
+            reported.append([str(one.message) for one in caught])
+    assert [len(messages) for messages in reported] == [1, 0, 0, 0]
+    assert "`first`" in reported[0][0]
+    assert "The same holds for `third`." in reported[0][0]
     assert [refusal.name for refusal in monitor.refused] == ["first", "third"]
     for refusal in monitor.refused:
-        assert refusal.reason in told[0][0]
+        assert refusal.reason in reported[0][0]
         assert "made up" not in refusal.reason
 
 
@@ -144,10 +144,10 @@ def test_a_reading_before_any_forward_says_once_what_awaits_one():
     with monitor:
         with pytest.warns(
             MonitoringWarning, match="first forward that is read may show those of `first`, `third`"
-        ) as told:
+        ) as reported:
             monitor.measure(0)
             monitor.measure(1)
-        assert len(told) == 1
+        assert len(reported) == 1
 
 
 class Lit(L.LightningModule):

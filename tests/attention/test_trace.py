@@ -66,7 +66,7 @@ def test_heads_are_what_attention_receives_whatever_names_say(kind):
     require_right(module, [layer])
 
 
-def test_query_and_key_are_told_by_what_they_do():
+def test_query_and_key_are_distinguished_by_what_they_do():
     module = adversarial.SwappedNames()
     (layer,) = layers_of(module)
     assert torch.equal(layer.weight("query"), module.k_proj.weight.view(H, 8, D))
@@ -126,7 +126,7 @@ def test_of_joint_attention_one_stream_is_read_and_the_other_said():
 
 
 @pytest.mark.parametrize(("kind", "centring"), [("function", "head"), ("ln_k", "head"), ("by hand", "head"), ("", "")])
-def test_what_a_norm_subtracts_is_seen_where_it_is_computed(kind, centring):
+def test_what_a_norm_subtracts_is_found_where_it_is_computed(kind, centring):
     torch.manual_seed(0)
     module = adversarial.NormedByFunction(kind)
     (layer,) = layers_of(module)
@@ -166,7 +166,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_what_has_no_heads_of_its_own_is_refused_with_what_was_seen(kind):
+def test_what_has_no_heads_of_its_own_is_refused_with_what_was_found(kind):
     found = read(kind())
     assert [one.layer for one in found] == [None]
     assert REFUSED[kind] in found[0].reason
@@ -391,7 +391,7 @@ class Turned(by_hand.NanoGPT):
         return self.c_proj(by_hand.attend(*(part.unflatten(-1, (H, 8)) for part in (q, k, v))))
 
 
-def test_modules_that_compute_the_same_are_told_from_those_that_only_look_alike():
+def test_modules_that_compute_the_same_are_distinguished_from_those_that_only_look_alike():
     x = (torch.randn(2, 8, D),)
     one, twin, turned = (
         Traceable(module).run(x, {}, Draw()) for module in (Turned(False), Turned(False), Turned(True))

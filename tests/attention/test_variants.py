@@ -161,7 +161,7 @@ def test_keys_of_several_tokens_are_refused():
 
 
 class NamedAttention(TemporalLatent):
-    """So that it is told of by its name."""
+    """So that it is named in warnings."""
 
 
 class MixedInPairs(nn.Module):
@@ -238,7 +238,7 @@ class UsesTheWeight(nn.Module):
         return self.proj(attend(q, k, v))
 
 
-def test_a_projection_that_is_not_called_is_seen_by_its_weight():
+def test_a_projection_that_is_not_called_is_found_by_its_weight():
     torch.manual_seed(0)
     module = UsesTheWeight()
     (layer,) = find_attention(nn.Sequential(module))
@@ -350,7 +350,7 @@ BETWEEN = [(nn.LayerNorm(D),), (nn.Hardswish(),), (nn.LayerNorm(D), nn.Hardswish
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=["norm", "activation", "both"])
-def test_what_stands_between_heads_and_output_projection_hides_no_keys(between):
+def test_what_comes_between_heads_and_output_projection_hides_no_keys(between):
     torch.manual_seed(0)
     module = NormedOutputs(*between)
     (layer,) = find_attention(nn.Sequential(module))
@@ -686,10 +686,10 @@ class LearnedTokensBeside(by_hand.NanoGPT):
 
 def test_learned_tokens_are_not_said_to_be_given_by_maps():
     model = nn.Sequential(LearnedTokensBeside())
-    with pytest.warns(UnsupportedAttentionWarning) as told:
+    with pytest.warns(UnsupportedAttentionWarning) as reported:
         (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
     assert layer.left_out == "the tokens that its projections do not give"
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 class TwoScores(by_hand.NanoGPT):
@@ -739,7 +739,7 @@ class OneKeyHead(nn.Module):
 
 @pytest.mark.parametrize("mask", ["", "filled", "added"])
 def test_one_key_head_by_einsum_is_read_under_any_mask(mask):
-    """The first query of a causal mask has one key, by which nothing can be told."""
+    """The first query of a causal mask has one key, which shows nothing."""
     module = OneKeyHead(mask)
     (layer,) = find_attention(nn.Sequential(module))
     assert (layer.num_heads, layer.num_key_heads) == (H, 1)

@@ -145,7 +145,7 @@ def test_a_norm_a_bias_a_rotation_and_a_factor_leave_a_head_determined_and_mixin
     assert float(determined(mixed, u).diagonal().min()) > 0.02
 
 
-def test_keys_and_queries_are_seen_however_they_are_multiplied():
+def test_keys_and_queries_are_found_however_they_are_multiplied():
     """A product, a batched one, a sum over letters, and torch's function give the same computation."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, T, 8, generator=g) for _ in range(3))
@@ -230,7 +230,7 @@ class TiedRows(nn.Module):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_scores_that_are_summed_over_rows_are_seen_row_by_row(is_first):
+def test_scores_that_are_summed_over_rows_are_read_row_by_row(is_first):
     torch.manual_seed(0)
     ways = ("rinhd,rjnhd->hnij", "hnij,rjnhd->rinhd"), ("brihd,brjhd->bhij", "bhij,brjhd->brihd")
     module = TiedRows(*ways[not is_first])
@@ -456,7 +456,7 @@ class Features(nn.Module):
 
 
 @pytest.mark.parametrize("is_over_tokens", [True, False], ids=["tokens", "features"])
-def test_a_softmax_over_features_is_told_from_one_over_tokens(is_over_tokens):
+def test_a_softmax_over_features_is_distinguished_from_one_over_tokens(is_over_tokens):
     torch.manual_seed(0)
     module = Features(is_over_tokens)
     with torch.no_grad(), witness(module) as seen:
@@ -486,7 +486,7 @@ def test_normed_values_of_tokens_and_heads_are_no_image_with_tokens_for_channels
     assert not is_over_features(one, seen, B)
 
 
-def test_heads_as_wide_as_their_input_are_told_apart_by_what_they_receive():
+def test_heads_as_wide_as_their_input_are_separated_by_their_inputs():
     """Any map of one head's key is a map of another's, for both have all features of the input."""
 
     class Wide(nn.Module):
@@ -721,7 +721,7 @@ class TimeFirst(nn.Module):
         return torch.einsum("ijbh,jbhd->ibhd", weights, v).transpose(0, 1).flatten(2)
 
 
-def test_queries_and_keys_are_told_apart_where_the_softmax_runs_over_a_dim_in_the_middle():
+def test_queries_and_keys_are_distinguished_where_the_softmax_runs_over_a_dim_in_the_middle():
     torch.manual_seed(0)
     module = TimeFirst()
     rows = thirds(module, "qkv")

@@ -59,11 +59,11 @@ def test_patterns_refusals_and_layers_within_a_wrapped_submodule_have_the_users_
     model.odd = nn.Sequential(wrap(OddAttention()))
     model.blocks[0] = wrap(model.blocks[0])
     model.blocks[1].attn = wrap(model.blocks[1].attn)
-    with pytest.warns(UnsupportedAttentionWarning) as told:
+    with pytest.warns(UnsupportedAttentionWarning) as reported:
         found = find_attention(model)
     assert [layer.name for layer in found] == NAMES
-    assert "`odd.0` (OddAttention)" in str(told[0].message)
-    assert "exclude=['odd.0']" in str(told[0].message)
+    assert "`odd.0` (OddAttention)" in str(reported[0].message)
+    assert "exclude=['odd.0']" in str(reported[0].message)
     assert [layer.name for layer in find_attention(model, include=["blocks.0.attn"])] == NAMES[:1]
     assert [layer.name for layer in find_attention(model, include=["blocks.*"], exclude=["blocks.0.attn"])] == NAMES[1:]
     with HeadDiversityMonitor(model, exclude=["odd.0"]) as monitor:

@@ -218,8 +218,8 @@ def over_ranks(sizes: Sizes, rounds: int) -> list[Point]:
     try:
         for turn in range(-1, rounds):  # the first warms up
             for ranks, pool in pools.items():
-                told = pool(partial(read_on_rank, sizes=sizes, with_memory=0 <= turn < ROUNDS_OF_MEMORY))
-                seconds, products, memory = (max(values) for values in zip(*(one.answer for one in told)))
+                reported = pool(partial(read_on_rank, sizes=sizes, with_memory=0 <= turn < ROUNDS_OF_MEMORY))
+                seconds, products, memory = (max(values) for values in zip(*(one.answer for one in reported)))
                 if turn >= 0:
                     points[ranks].seconds.append(max(seconds, 1e-6))
                     points[ranks].products.append(max(products, 1e-6))

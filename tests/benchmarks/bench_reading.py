@@ -109,8 +109,8 @@ def memory_of(title: str, shape: Shape, device: str) -> str:
     }
     if None in peaks.values():
         return "Not measured: this system does not tell a process its peak."
-    told = ", ".join(f"{peak:.0f} MiB with a budget of {budget} MiB" for budget, peak in peaks.items())
-    return f"{title}, beyond the weight ({size(shape) * 4 / 2**20:.1f} MiB in float32): {told}."
+    reported = ", ".join(f"{peak:.0f} MiB with a budget of {budget} MiB" for budget, peak in peaks.items())
+    return f"{title}, beyond the weight ({size(shape) * 4 / 2**20:.1f} MiB in float32): {reported}."
 
 
 EXPLANATION = """\

@@ -67,7 +67,7 @@ def test_every_command_has_a_help_that_keeps_its_examples_on_lines_of_their_own(
     assert "Examples: hdi" not in shown.output
 
 
-def test_an_audit_ends_with_a_verdict_and_the_exit_code_tells_it():
+def test_an_audit_ends_with_a_verdict_and_the_exit_code_agrees():
     good, bad = (run("audit", f"{__name__}:{name}") for name in ("healthy", "collapsed"))
     assert (good.exit_code, bad.exit_code) == (0, 1)
     assert good.output.splitlines()[-1].startswith("Nothing unusual in 2 layers.")
@@ -134,7 +134,7 @@ def test_alerts_say_last_which_are_active(bad_run, good_run):
     assert good.output.splitlines()[-1] == "No active alert."
 
 
-def test_a_replay_with_other_limits_tells_other_alerts(bad_run):
+def test_a_replay_with_other_limits_raises_other_alerts(bad_run):
     assert run("replay", bad_run).exit_code == 1
     assert run("replay", bad_run, "--threshold", "pair=off", "--threshold", "forecast=off").exit_code == 0
 

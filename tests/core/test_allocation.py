@@ -122,7 +122,7 @@ def test_with_an_exponential_spectrum_the_ranking_agrees_with_the_closed_form():
     assert answer.choices[0].head_dim == allocate_heads(D, n, bias_decay=g, variance_growth=L).head_dim
 
 
-def test_the_participation_ratio_stands_for_an_exponential_spectrum():
+def test_the_participation_ratio_is_that_of_an_exponential_spectrum():
     spectrum = np.array([0.9**i for i in range(2000)])
     rank = spectrum.sum() ** 2 / (spectrum**2).sum()
     measured = {"effective_samples": [100.0], "head_dim": 16}
@@ -132,7 +132,7 @@ def test_the_participation_ratio_stands_for_an_exponential_spectrum():
         assert left.error == pytest.approx(right.error, rel=1e-9)
 
 
-def test_it_tells_where_the_assumptions_agree_within_a_factor_of_two():
+def test_it_says_where_the_assumptions_agree_within_a_factor_of_two():
     answer = rank_allocations(64, 64, effective_samples=[9.0, 11.0], head_dim=8, spectrum=FALLING)
     assert answer.tells
     assert answer.span[1] <= 2 * answer.span[0]

@@ -175,7 +175,7 @@ def test_independent_heads_sit_at_zero():
     assert abs(float(torch.stack(cosines).mean())) < 4 * float(torch.stack(cosines).std()) / 40**0.5
 
 
-def test_query_heads_that_merge_on_one_key_head_are_seen():
+def test_query_heads_that_merge_on_one_key_head_are_detected():
     query, key = gaussian(8, 16, 64), gaussian(1, 16, 64, seed=1)
     apart = qk_circuits(query, key)
     query[1:] = query[:1] * torch.linspace(0.5, 2, 7, dtype=torch.float64)[:, None, None]
@@ -186,7 +186,7 @@ def test_query_heads_that_merge_on_one_key_head_are_seen():
     assert float(merged.distinct) == 1
 
 
-def test_heads_that_merge_where_subspaces_fill_the_space_are_seen():
+def test_heads_that_merge_where_subspaces_fill_the_space_are_detected():
     query, key = gaussian(4, 16, 12), gaussian(4, 16, 12, seed=1)
     A = gaussian(16, 16, seed=2)
     query[3], key[3] = torch.linalg.inv(A).mT @ query[1], A @ key[1]

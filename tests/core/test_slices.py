@@ -86,7 +86,7 @@ def test_the_index_of_a_layer_of_full_size_is_off_by_less_than_1e_6_without_floa
     ("capability", "fast"),
     [((7, 0), True), ((8, 0), True), ((9, 0), True), ((8, 6), False), ((8, 9), False), ((12, 0), False)],
 )
-def test_gpus_are_told_apart_by_what_they_can(capability, fast, monkeypatch):
+def test_gpus_are_distinguished_by_what_they_can_do(capability, fast, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)

@@ -27,7 +27,7 @@ def near_twins(condition: float) -> Tensor:
 
 @pytest.mark.parametrize("condition", [1.0, 3.0, 6.0])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
-def test_one_product_in_single_precision_tells_what_scipy_does(condition, scale):
+def test_one_product_in_single_precision_agrees_with_scipy(condition, scale):
     for weight in (with_spectrum(log_spectrum(condition, 16), 6, 64), near_twins(condition)):
         weight = (scale * weight).float().double()  # to round a weight is to change what it spans
         assert lenses(weight.float()) is not None

@@ -59,7 +59,7 @@ def test_a_table_on_a_terminal(root):
     assert all(name in text for name in LAYERS)
 
 
-def test_what_is_not_watched_is_told_with_the_reason(capsys):
+def test_what_is_not_watched_is_listed_with_the_reason(capsys):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -149,7 +149,7 @@ def test_objects_show_themselves_in_a_notebook_and_names_stay_text():
     assert "no run has begun" in HDICallback()._repr_html_()
 
 
-def test_a_rule_that_is_given_by_its_name_is_told_as_what_to_write():
+def test_a_rule_that_is_given_by_its_name_is_answered_by_what_to_write():
     class WorstPairs(Rule):  # one of the user's own is none of `hdi_callback.rules`
         name = "worst pairs"
 

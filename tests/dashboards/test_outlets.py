@@ -73,9 +73,9 @@ def test_a_line_that_cannot_be_printed_keeps_neither_the_next_one_nor_the_warnin
         if "layer.a" in text:
             raise BrokenPipeError
 
-    told = [alert("layer.a", "critical"), alert("layer.b", rule="worst pair")]
+    reported = [alert("layer.a", "critical"), alert("layer.b", rule="worst pair")]
     with pytest.raises(BrokenPipeError), pytest.warns(HeadCollapseWarning, match=r"layer\.a"):
-        AlertLines(say).write(result({}, told))
+        AlertLines(say).write(result({}, reported))
     assert len(lines) == 2
     assert "layer.b" in lines[1]
 
@@ -123,9 +123,9 @@ def test_a_failure_that_cannot_say_what_it_is_costs_one_warning():
         def __str__(self):
             raise RuntimeError("no words")
 
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with WarnOnce().guard("a thing with \ud800 in its name"):
             raise MuteError
-    (only,) = seen
+    (only,) = caught
     assert str(only.message) == r"a thing with \ud800 in its name failed (MuteError). Training goes on."

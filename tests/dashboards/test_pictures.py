@@ -71,8 +71,8 @@ def test_pictures_come_at_their_cadence_at_alerts_and_at_the_end():
     pictures = Pictures([taken_by(clock, seen)], every=4, clock=clock)
     for step in range(11):
         clock.now += 1000
-        told = (alert(step),) if step == 6 else ()
-        pictures.write(Result(record(step), told, active=told, is_last=step == 10))
+        reported = (alert(step),) if step == 6 else ()
+        pictures.write(Result(record(step), reported, active=reported, is_last=step == 10))
     assert [step for name, step in seen if name == "layers"] == [0, 4, 6, 8, 10]
     assert [step for name, step in seen if name == "heads"] == [0, 4, 6, 8, 10]
 
@@ -151,9 +151,9 @@ def run(tmp_path):
     history = History(tmp_path / "history.jsonl", matrix_every=1)
     history.begin(0, [{"name": f"blocks.{i}.attn", "num_heads": 6} for i in range(3)])
     for step, worst in ((0, 0.1), (50, 0.6), (100, 0.95)):
-        told = [alert(step)] if step == 100 else []
-        history.write(record(step, worst=worst), told)
-        for one in told:
+        reported = [alert(step)] if step == 100 else []
+        history.write(record(step, worst=worst), reported)
+        for one in reported:
             history.note("alert", **one.to_dict())
     return history.path
 

@@ -165,10 +165,10 @@ def test_the_examples_end_with_a_figure(example):
 @pytest.mark.parametrize("name", ["plain_loop", "with_accelerate", "with_transformers"])
 def test_the_loops_say_where_everything_is(name, request):
     example = request.getfixturevalue(name)
-    told = dict(re.findall(r"^(\w[\w ]+?) {3,}(?:tensorboard --logdir )?(\S+)", example.printed, flags=re.M))
-    assert told["every reading"] == str(example.folder / "hdi" / "history.jsonl")
-    assert told["figure"] == str(example.folder / "head_diversity.png")
-    assert told["TensorBoard"] == str(example.folder)
+    reported = dict(re.findall(r"^(\w[\w ]+?) {3,}(?:tensorboard --logdir )?(\S+)", example.printed, flags=re.M))
+    assert reported["every reading"] == str(example.folder / "hdi" / "history.jsonl")
+    assert reported["figure"] == str(example.folder / "head_diversity.png")
+    assert reported["TensorBoard"] == str(example.folder)
 
 
 def test_the_accelerate_example_goes_on_from_its_checkpoint(with_accelerate):
@@ -177,8 +177,8 @@ def test_the_accelerate_example_goes_on_from_its_checkpoint(with_accelerate):
 
 
 def test_the_gpt_learns_more_than_the_frequencies_of_bytes(gpt):
-    told = re.search(r"validation loss ([\d.]+) .* untrained ([\d.]+); .* frequencies give ([\d.]+)", gpt.printed)
-    loss, untrained, unigram = map(float, told.groups())
+    reported = re.search(r"validation loss ([\d.]+) .* untrained ([\d.]+); .* frequencies give ([\d.]+)", gpt.printed)
+    loss, untrained, unigram = map(float, reported.groups())
     assert loss < unigram < untrained
 
 
@@ -203,21 +203,21 @@ def test_the_vit_learns_digits(vit):
     assert accuracy > 0.6, "ten classes, so guessing gives 0.1"
 
 
-def test_the_collapse_is_told_mended_and_drawn_and_the_report_is_named_last(tmp_path, root):
+def test_the_collapse_is_reported_mended_and_drawn_and_the_report_is_named_last(tmp_path, root):
     printed = run(
         root, tmp_path, "train_gpt.py", "--collapse", "--no-wandb", "--steps", "120", "--every-n-steps", "10",
         "--layers", "2", "--heads", "4", "--width", "64", "--length", "64", "--batch-size", "8",
     )  # fmt: skip
     folder = tmp_path / "run" / "version_0"
-    told = [alert for alert in read_alerts(folder / "hdi" / "history.jsonl") if alert.rule == "worst pair"]
-    assert [(alert.layer, alert.finding.heads, alert.is_resolved) for alert in told[:2]] == [
+    reported = [alert for alert in read_alerts(folder / "hdi" / "history.jsonl") if alert.rule == "worst pair"]
+    assert [(alert.layer, alert.finding.heads, alert.is_resolved) for alert in reported[:2]] == [
         ("model.blocks.1.attention", (0, 3), False),
         ("model.blocks.1.attention", (0, 3), True),
     ]
     assert "ReviveHeads assigned fresh key and query weights" in printed
     numbers = re.search(r"heads 0 and 3: alignment ([\d.]+) at step (\d+).*and (-?[\d.]+) at step 120", printed)
     before, step, after = (float(number) for number in numbers.groups())
-    assert step == told[0].step
+    assert step == reported[0].step
     assert before >= 0.8
     assert after < 0.3
     for name in ("alignment.png", "heads.png", "heads_at_the_end.png"):
@@ -231,6 +231,6 @@ def test_the_collapse_is_told_mended_and_drawn_and_the_report_is_named_last(tmp_
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_explain_themselves(root, example):
     command = [sys.executable, str(root / "examples" / example), "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "watch its attention heads" in " ".join(told.split())
-    assert "--every-n-steps" in told
+    reported = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "watch its attention heads" in " ".join(reported.split())
+    assert "--every-n-steps" in reported

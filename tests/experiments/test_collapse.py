@@ -18,7 +18,7 @@ from tests.experiments.collapse.models import Data, Model, Shape
 from tests.experiments.collapse.plan import HEALTHY, draw, plan
 
 
-def test_the_plan_holds_what_is_asked_of_it_and_looked_at_seeds_confirm_nothing():
+def test_the_plan_holds_what_is_asked_of_it_and_examined_seeds_confirm_nothing():
     looked_at, confirming = plan("looked-at"), plan("confirming")
     assert not {spec.seed for spec in looked_at} & {spec.seed for spec in confirming}
     assert len({spec.name for spec in confirming}) == len(confirming)

@@ -24,7 +24,7 @@ from tests.experiments.faults.trainings import BASES, DEEP, LONG, PROVOKED
 PUBLISHED = Path(__file__).parents[2] / "docs" / "benchmarks" / "faults.json.gz"
 
 
-def test_the_plan_holds_what_is_asked_of_it_and_looked_at_seeds_confirm_nothing():
+def test_the_plan_holds_what_is_asked_of_it_and_examined_seeds_confirm_nothing():
     looked_at, confirming, again = plan.plan("looked-at"), plan.plan("confirming", rounds=3), plan.plan("again")
     third, fresh = plan.plan("third"), plan.plan("fresh")
     seeds = [{job.seed for job in part} for part in (looked_at, confirming, again, third, fresh)]
@@ -184,7 +184,7 @@ def test_the_loss_has_left_when_it_is_above_all_twins_twice():
     assert report.departure(twin([6.0, 5.0, 9.0, 9.0, 9.0, 9.0]), twins, 20) == 20
 
 
-def test_faults_are_counted_that_the_rules_told_before_a_loss_spike_and_before_the_gradient():
+def test_faults_are_counted_that_the_rules_reported_before_a_loss_spike_and_before_the_gradient():
     def row(**alarms):
         named = {"ours": report.SHIPPED, "loss": report.LOSS, "gradient": report.GRADIENT}
         return {"alarms": dict.fromkeys(named.values()) | {named[name]: step for name, step in alarms.items()}}
@@ -195,7 +195,7 @@ def test_faults_are_counted_that_the_rules_told_before_a_loss_spike_and_before_t
     assert report.before_both(rows) == [rows[0], rows[2]]
 
 
-def test_of_each_rule_it_is_counted_what_it_told_first_and_alone_once_the_fault_had_begun():
+def test_of_each_rule_it_is_counted_what_it_reported_first_and_alone_once_the_fault_had_begun():
     def one(kind, seed, *alerts):
         return {"kind": kind, "seed": seed, "alerts": [[step, "a", rule, level] for step, rule, level in alerts]}
 

@@ -73,7 +73,7 @@ def test_healthy_runs_are_made_until_it_acted_in_enough_at_their_own_largest_sco
     assert row.endswith(", from +0.005 to +0.005, 0 and 0 |")
 
 
-def test_every_fourth_healthy_run_has_muon_and_no_seed_is_one_that_was_looked_at():
+def test_every_fourth_healthy_run_has_muon_and_no_seed_was_examined_before():
     jobs = list(itertools.islice(growth.healthy_candidates(), 20))
     assert sum("Muon" in job.base for job in jobs) == 5
     seeds = {job.seed for job in jobs} | {job.seed for job in itertools.islice(growth.candidates(), 30)}
@@ -109,20 +109,20 @@ def test_runs_of_one_turn_on_one_training_share_their_healthy_twin():
     assert not {job.seed for job in jobs} & {job.seed for job in further.plan("looked-at")}
 
 
-def test_a_further_fault_is_told_by_its_first_alarm_and_not_by_what_prepares_it():
+def test_a_further_fault_is_dated_by_its_first_alarm_and_not_by_what_prepares_it():
     def one(kind, alerts, warnings=()):
         return {"kind": kind, "alerts": alerts, "warnings": list(warnings)}
 
     kind = "weights of an early step are loaded"
     early, late = (15, "a", "weight jump", "warning"), (45, "a", "worst pair", "warning")
-    assert further.told(one(kind, [early])) is None
-    assert further.told(one(kind, [early, late])) == (45, "worst pair")
-    assert further.told(one("softmax over the queries", [], ["Its heads are not read."])) == (
+    assert further.reported(one(kind, [early])) is None
+    assert further.reported(one(kind, [early, late])) == (45, "worst pair")
+    assert further.reported(one("softmax over the queries", [], ["Its heads are not read."])) == (
         -1,
         "Its heads are not read.",
     )
-    assert further.told(one("cosine restarts", [(50, "a", "trend", "notice")], ["w"])) is None
-    assert further.told(one("cosine restarts", [(50, "a", "weight jump", "warning")])) == (50, "weight jump")
+    assert further.reported(one("cosine restarts", [(50, "a", "trend", "notice")], ["w"])) is None
+    assert further.reported(one("cosine restarts", [(50, "a", "weight jump", "warning")])) == (50, "weight jump")
 
 
 LATE = {"weights of an early step are loaded", "averaged weights are loaded"}

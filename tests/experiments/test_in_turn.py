@@ -49,7 +49,7 @@ def test_what_waits_for_its_turn_is_left_out_with_what_is_kept_of_heads_and_all_
     assert all("circuit_qk_norm" in of for of in run["readings"][1]["arrays"].values()), "the run itself is as it was"
 
 
-def test_a_fault_that_all_layers_show_is_told_at_once_and_counted():
+def test_a_fault_that_all_layers_show_is_reported_in_one_line_and_counted():
     shown = "logits grow"
     runs = [made_up(), made_up(shown, (1.0,) * 5 + (200.0,) * 6)]
     found = count(runs, starts={shown: 25})

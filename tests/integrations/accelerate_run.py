@@ -32,9 +32,9 @@ def main() -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, data = accelerator.prepare(model, optimizer, batches(count=64))
-    given, told = [], []
+    given, reported = [], []
     with watch_heads(
-        model, optimizer, every_n_steps=2, log_dir=folder, on_alert=told.append, tensorboard=True,
+        model, optimizer, every_n_steps=2, log_dir=folder, on_alert=reported.append, tensorboard=True,
         thresholds={"*": {"mean": 0.3}}, save_checkpoint=given.append,
         interventions=[
             interventions.DiversityPenalty(0.1), interventions.SaveCheckpoint(at_most=1), interventions.StopTraining(),
@@ -57,7 +57,7 @@ def main() -> None:
             "latest": heads.latest,
             "standing": standing,
             "saved": given,
-            "told": len(told),
+            "reported": len(reported),
             "history": str(heads.history_path),
         },
         folder / f"rank{accelerator.process_index}.pt",

@@ -124,7 +124,7 @@ def test_both_processes_step_stop_and_save_alike(two_processes):
     assert first["standing"] != []
 
 
-def test_one_process_writes_one_history_one_log_and_tells_alerts_once(two_processes):
+def test_one_process_writes_one_history_one_log_and_reports_alerts_once(two_processes):
     folder, printed, (first, second) = two_processes
     (history,) = folder.rglob("*.jsonl")
     assert (first["history"], second["history"]) == (str(history), "None")
@@ -135,7 +135,7 @@ def test_one_process_writes_one_history_one_log_and_tells_alerts_once(two_proces
     assert [event.step for event in curve] == steps
     alerts = read_alerts(history)
     assert alerts == replay(history, thresholds={"*": {"mean": 0.3}})
-    assert (first["told"], second["told"]) == (len(alerts), 0)
+    assert (first["reported"], second["reported"]) == (len(alerts), 0)
     for alert in alerts:
         if alert.level != "notice":
             assert printed.count(alert.message) == 1

@@ -75,27 +75,27 @@ def collapsed(tmp_path_factory):
 
 
 def test_the_history_holds_the_alerts_that_a_replay_of_it_gives(collapsed):
-    told = read_alerts(collapsed["callback"].history_path)
-    assert told == replay(collapsed["callback"].history_path)
-    assert [(alert.rule, alert.level, alert.layer) for alert in told] == [
+    reported = read_alerts(collapsed["callback"].history_path)
+    assert reported == replay(collapsed["callback"].history_path)
+    assert [(alert.rule, alert.level, alert.layer) for alert in reported] == [
         ("mean alignment", "warning", FIRST),
         ("mean alignment", "critical", FIRST),
     ]
 
 
 def test_the_function_of_the_user_gets_every_alert(collapsed):
-    told = read_alerts(collapsed["callback"].history_path)
-    assert [alert.message for alert in collapsed["seen"]] == [alert.message for alert in told]
+    reported = read_alerts(collapsed["callback"].history_path)
+    assert [alert.message for alert in collapsed["seen"]] == [alert.message for alert in reported]
     assert [alert.level for alert in collapsed["callback"].active_alerts] == ["critical"]
 
 
 def test_the_console_shows_alerts_and_what_was_done(collapsed):
-    told = read_alerts(collapsed["callback"].history_path)
+    reported = read_alerts(collapsed["callback"].history_path)
     lines = [line for line in collapsed["printed"] if "hdi_callback" in line]
     more = [". More: hdi explain mean-alignment", ""]  # once for each rule
-    assert [f"hdi_callback {alert.level}: {alert.message}{where}" for alert, where in zip(told, more, strict=True)] == [
-        line for line in lines if ": step" in line.split(", ")[0]
-    ]
+    assert [
+        f"hdi_callback {alert.level}: {alert.message}{where}" for alert, where in zip(reported, more, strict=True)
+    ] == [line for line in lines if ": step" in line.split(", ")[0]]
     assert any(f"{FIRST}: Call called" in line for line in lines)
     assert any("StopTraining would have stopped the training" in line for line in lines)
 
@@ -108,26 +108,28 @@ def test_a_critical_alert_is_a_python_warning_once(collapsed):
 
 def test_tensorboard_has_the_text_and_a_mark_that_lies_on_the_curve(collapsed):
     events = EventAccumulator(collapsed["board"].log_dir, size_guidance={"tensors": 0}).Reload()
-    told = read_alerts(collapsed["callback"].history_path)
+    reported = read_alerts(collapsed["callback"].history_path)
     texts = {
         event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("hdi_alerts/text_summary")
     }
-    assert {alert.step: alert.message in texts[alert.step] for alert in told} == {alert.step: True for alert in told}
+    assert {alert.step: alert.message in texts[alert.step] for alert in reported} == {
+        alert.step: True for alert in reported
+    }
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(f"alert/hdi/{FIRST}")]
-    assert len(tags) == len(told), "each mark is a curve of one point, which no smoothing moves"
+    assert len(tags) == len(reported), "each mark is a curve of one point, which no smoothing moves"
     marks = {event.step: event.value for tag in tags for event in events.Scalars(tag)}
     curve = {event.step: event.value for event in events.Scalars(f"hdi/{FIRST}")}
-    assert marks == {alert.step: curve[alert.step] for alert in told}
+    assert marks == {alert.step: curve[alert.step] for alert in reported}
     acted = events.Tensors("hdi_interventions/text_summary")
     assert "StopTraining would have stopped" in acted[-1].tensor_proto.string_val[0].decode()
 
 
 def test_wandb_gets_the_alerts_offline(collapsed):
-    told = read_alerts(collapsed["callback"].history_path)
+    reported = read_alerts(collapsed["callback"].history_path)
     alerts = read_wandb(collapsed["folder"]).alerts
     by_level = {item["level"]: item for item in alerts if item["title"] == "Attention heads: mean alignment"}
-    assert by_level["WARN"]["text"] == told[0].message
-    assert by_level["ERROR"]["text"] == told[1].message
+    assert by_level["WARN"]["text"] == reported[0].message
+    assert by_level["ERROR"]["text"] == reported[1].message
     assert float(by_level["WARN"]["wait_duration"]) >= 60
     assert any(item["title"] == "Attention heads: StopTraining" and item["level"] == "INFO" for item in alerts)
 
@@ -168,9 +170,9 @@ def test_an_exception_in_the_function_of_the_user_costs_one_warning(tmp_path):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(lit(), batches(count=24))
-    told = [str(item.message) for item in warned if issubclass(item.category, MonitoringWarning)]
-    assert len(told) == 1
-    assert "on_alert (broken) failed (RuntimeError: no network)" in told[0]
+    reported = [str(item.message) for item in warned if issubclass(item.category, MonitoringWarning)]
+    assert len(reported) == 1
+    assert "on_alert (broken) failed (RuntimeError: no network)" in reported[0]
     assert trainer.global_step == 24
     assert len(read_alerts(callback.history_path)) == 2
 
@@ -203,9 +205,9 @@ def test_a_checkpoint_is_saved_at_the_warning_and_training_resumes_from_it(tmp_p
         trainer.fit(lit(), batches(count=24), ckpt_path=path)
     assert len(list((tmp_path / "hdi").glob("*.ckpt"))) == 1, "it had acted as often as it may"
     assert resumed.history_path == callback.history_path
-    told = read_alerts(resumed.history_path)
-    assert told == replay(resumed.history_path)
-    assert [alert.level for alert in told] == ["warning", "critical"], "the warning is not told again"
+    reported = read_alerts(resumed.history_path)
+    assert reported == replay(resumed.history_path)
+    assert [alert.level for alert in reported] == ["warning", "critical"], "the warning is not reported again"
 
 
 def keys(module) -> torch.Tensor:
@@ -271,14 +273,14 @@ def test_a_head_is_revived_in_the_middle_of_a_run(tmp_path):
     trainer_for(tmp_path, Collapse(stop=5, heads=[1, 2], rate=0.9), callback, max_epochs=2).fit(
         module, batches(count=16)
     )
-    told = read_alerts(callback.history_path)
-    assert [(alert.rule, alert.finding.heads, alert.is_resolved) for alert in told] == [
+    reported = read_alerts(callback.history_path)
+    assert [(alert.rule, alert.finding.heads, alert.is_resolved) for alert in reported] == [
         ("worst pair", (1, 2), False),
         ("worst pair", (1, 2), True),
     ]
     # Judged again, with what the intervention did between two readings: its fresh weights are no weights that vanish.
     assert [(alert.step, alert.rule) for alert in replay(callback.history_path)] == [
-        (alert.step, alert.rule) for alert in told
+        (alert.step, alert.rule) for alert in reported
     ]
     (line,) = [line for line in read_lines(callback.history_path) if line["kind"] == "intervention"]
     assert line["intervention"] == "ReviveHeads"
@@ -307,14 +309,14 @@ def test_a_loaded_checkpoint_with_heads_alike_is_not_written_to_at_step_zero(tmp
     )
     trainer_for(tmp_path, callback, max_steps=1).fit(loaded, batches(count=1))
     lines = list(read_lines(callback.history_path))
-    (told,) = [line for line in lines if line["kind"] == "alert" and line["step"] == 0]
-    assert told["rule"] == "tied heads"
-    assert "heads 1 and 2 are equal in their key weights" in told["message"]
+    (reported,) = [line for line in lines if line["kind"] == "alert" and line["step"] == 0]
+    assert reported["rule"] == "tied heads"
+    assert "heads 1 and 2 are equal in their key weights" in reported["message"]
     assert [line for line in lines if line["kind"] == "intervention" and line["step"] == 0] == []
 
 
 @pytest.mark.slow
-def test_interventions_compose_and_what_stands_is_undone_when_it_is_over(tmp_path):
+def test_interventions_compose_and_what_is_active_is_undone_when_the_alert_is_resolved(tmp_path):
     callback = HDICallback(
         every_n_steps=2,
         interventions=[SaveCheckpoint(), ScaleLearningRate(0.5), DiversityPenalty(5.0)],
@@ -336,7 +338,7 @@ def test_interventions_compose_and_what_stands_is_undone_when_it_is_over(tmp_pat
     assert not optimizer._optimizer_step_pre_hooks, "nothing is left behind"
 
 
-def test_what_stands_goes_on_after_a_resumption(tmp_path):
+def test_active_interventions_go_on_after_a_resumption(tmp_path):
     def make():
         return HDICallback(
             every_n_steps=2, interventions=[ScaleLearningRate(0.5, at_most=1)], thresholds={"*": {"critical": None}}

@@ -1,4 +1,4 @@
-"""Alerts and interventions on two processes: told once, and done alike on both."""
+"""Alerts and interventions on two processes: reported once, and done alike on both."""
 
 from __future__ import annotations
 

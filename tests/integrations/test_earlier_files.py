@@ -44,16 +44,16 @@ def values(path: Path) -> list[dict[str, dict[str, float]]]:
 
 
 def shows_one_run(path: Path | None, before: Path) -> None:
-    """The readings go on without a gap or a double point, and what was told before is not told again."""
+    """The readings go on without a gap or a double point, and what was reported before is not reported again."""
     assert path is not None
     assert [record.step for record in read_records(path)] == [0, 2, 4, 6, 8]
     assert values(path)[:3] == values(before)[:3]
     assert [alert for alert in read_alerts(path) if alert.step <= 4] == [
         alert for alert in read_alerts(before) if alert.step <= 4
     ]
-    told = [(alert.layer, alert.rule, alert.level) for alert in read_alerts(path) if not alert.is_resolved]
+    reported = [(alert.layer, alert.rule, alert.level) for alert in read_alerts(path) if not alert.is_resolved]
     begun = [line for line in read_lines(path) if line["kind"] == "intervention"]
-    assert len(told) == len(set(told)), "an alert that is active is not raised again"
+    assert len(reported) == len(set(reported)), "an alert that is active is not raised again"
     assert begun[0] == next(line for line in read_lines(before) if line["kind"] == "intervention")
 
 

@@ -43,10 +43,10 @@ def read_all(rank: int | None, wrapper: str = "") -> dict[str, Any]:
 @pytest.mark.some_slow(quick=0)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_metric_over_two_ranks_is_that_of_one_process_on_the_joined_batch(two_ranks, wrapper):  # noqa: F811
-    alone, told = read_all(None), two_ranks(read_all, wrapper)
+    alone, reported = read_all(None), two_ranks(read_all, wrapper)
     names = {tag.partition("/")[0] for tag in alone["tags"][1]}
     assert names == set(NAMES), "each is in the second reading of one process"
-    for rank in told:
+    for rank in reported:
         for mine, whole in zip(rank.answer["tags"], alone["tags"]):
             expected = {tag: value for tag, value in whole.items() if tag.partition("/")[0] not in ALONE}
             assert mine == pytest.approx(expected, rel=1e-3, abs=1e-4)
@@ -54,7 +54,9 @@ def test_every_metric_over_two_ranks_is_that_of_one_process_on_the_joined_batch(
             line for line in rank.warnings if "are not computed over several ranks; they are absent" not in line
         ] == []
         assert sum("Standard errors" in line for line in rank.warnings) == 1
-    assert repr(told[0].answer) == repr(told[1].answer), "every rank has the whole reading, and the same reasons"
+    assert repr(reported[0].answer) == repr(reported[1].answer), (
+        "every rank has the whole reading, and the same reasons"
+    )
 
 
 def read_parts_of_heads(rank: int) -> list[Any]:
@@ -79,13 +81,13 @@ def read_parts_of_heads(rank: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_attention_of_which_each_rank_has_a_part_is_absent_with_the_reason_which_is_said_once(two_ranks):  # noqa: F811
-    for told in two_ranks(read_parts_of_heads):
-        assert [len(layers) for _, layers in told.answer] == [len(classifier().blocks)] * 2, "two readings"
-        for absent, layers in told.answer:
+    for reported in two_ranks(read_parts_of_heads):
+        assert [len(layers) for _, layers in reported.answer] == [len(classifier().blocks)] * 2, "two readings"
+        for absent, layers in reported.answer:
             assert {key for key in absent if key.startswith("attention rows/")} == {
                 f"attention rows/{name}" for name in layers
             }
             for values in layers.values():
                 assert "hdi" in values
                 assert set(ROWS).isdisjoint(values), "never 0"
-        assert sum("attention rows" in line for line in told.warnings) == 1
+        assert sum("attention rows" in line for line in reported.warnings) == 1

@@ -200,7 +200,7 @@ def test_a_history_path_of_ones_own_is_used_and_none_is_written_when_declined(tm
     assert list(tmp_path.glob("none/**/*.jsonl")) == []
 
 
-def test_the_history_tells_the_layers_of_the_run(tmp_path):
+def test_the_history_names_the_layers_of_the_run(tmp_path):
     callback = HDICallback(every_n_steps=2)
     trainer_for(tmp_path, callback).fit(LitClassifier(), batches(count=2))
     run = next(read_lines(callback.history_path))
@@ -447,10 +447,10 @@ class Hangs(Remember):
 
 def test_a_logger_that_raises_costs_one_warning_and_no_data(tmp_path):
     callback, good = HDICallback(every_n_steps=2), Remember()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_for(tmp_path, callback, logger=[Hangs(), good]).fit(LitClassifier(), batches(count=6))
-    said = [str(warning.message) for warning in seen if issubclass(warning.category, MonitoringWarning)]
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, MonitoringWarning)]
     assert said == ["logging to Hangs failed (ConnectionError: the server hung up). Training goes on."]
     assert list(good.readings()) == [0, 2, 4, 6]
     assert [record.step for record in read_records(callback.history_path)] == [0, 2, 4, 6]

@@ -89,8 +89,8 @@ def test_the_summary_of_wandb_holds_the_extremes_of_every_layer(run):
 
 def layout(board) -> dict[str, dict[str, list[str]]]:
     proto = EventAccumulator(board.log_dir).Reload().Tensors("custom_scalars__config__")[0].tensor_proto
-    told = layout_pb2.Layout.FromString(proto.string_val[0])
-    return {one.title: {chart.title: list(chart.multiline.tag) for chart in one.chart} for one in told.category}
+    reported = layout_pb2.Layout.FromString(proto.string_val[0])
+    return {one.title: {chart.title: list(chart.multiline.tag) for chart in one.chart} for one in reported.category}
 
 
 def test_tensorboard_gets_one_chart_per_metric_with_all_layers(run):
@@ -113,9 +113,9 @@ def test_the_page_of_tensorboard_begins_with_what_is_over_all_layers(run):
     tags = [
         tag for tag in events.Tags()["scalars"] for pattern in charts[next(iter(charts))] if re.search(pattern, tag)
     ]
-    told = {alert.layer for alert in read_alerts(callback.history_path) if alert.level != "notice"}
-    assert told
-    marks = {f"alert/worst_alignment/{name}" for name in told}
+    reported = {alert.layer for alert in read_alerts(callback.history_path) if alert.level != "notice"}
+    assert reported
+    marks = {f"alert/worst_alignment/{name}" for name in reported}
     tags = [tag.split("/step ")[0] for tag in tags]
     assert set(tags) == {"attention_heads/worst_alignment", "scale/chance", "scale/same head", *marks}
     worst = [
@@ -165,8 +165,8 @@ def test_wandb_gets_a_table_of_the_alerts_and_one_of_the_layers(run):
         (path,) = folder.rglob(last.split("/")[-1])
         tables[name] = json.loads(path.read_text())
     alerts = read_alerts(callback.history_path)
-    told = [dict(zip(tables["alert_table"]["columns"], row)) for row in tables["alert_table"]["data"]]
-    assert [(row["step"], row["layer"], row["rule"], row["message"]) for row in told] == [
+    reported = [dict(zip(tables["alert_table"]["columns"], row)) for row in tables["alert_table"]["data"]]
+    assert [(row["step"], row["layer"], row["rule"], row["message"]) for row in reported] == [
         (alert.step, alert.layer, alert.rule, alert.message) for alert in alerts
     ]
     layers = [dict(zip(tables["layer_table"]["columns"], row)) for row in tables["layer_table"]["data"]]
@@ -246,11 +246,11 @@ def test_comet_gets_the_curves_the_alerts_and_the_pictures(tmp_path, monkeypatch
             if message["type"] == "metric_msg":
                 metric = payload["metric"]
                 curves.setdefault(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
-            told = payload.get("additional_params") or {}
-            if told.get("type") == "text-sample":
-                texts[told["step"]] = written.read(payload["file_path"]).decode()
+            reported = payload.get("additional_params") or {}
+            if reported.get("type") == "text-sample":
+                texts[reported["step"]] = written.read(payload["file_path"]).decode()
             elif payload.get("upload_type") == "visualization":
-                pictures.setdefault(told["figName"], []).append(told["step"])
+                pictures.setdefault(reported["figName"], []).append(reported["step"])
                 assert written.read(payload["file_path"]).startswith(b"\x89PNG")
     check_curves(curves, callback)
     check_alerts(texts, callback)
@@ -286,11 +286,11 @@ def check_curves(curves: dict[str, list[tuple[int, float]]], callback: HDICallba
 
 
 def check_alerts(texts: dict[int, str], callback: HDICallback) -> None:
-    told: dict[int, list[str]] = {}
+    reported: dict[int, list[str]] = {}
     for alert in read_alerts(callback.history_path):
-        told.setdefault(alert.step, []).append(alert.message)
-    assert told
-    assert {step: [line.split(": ", 1)[1] for line in text.splitlines()] for step, text in texts.items()} == told
+        reported.setdefault(alert.step, []).append(alert.message)
+    assert reported
+    assert {step: [line.split(": ", 1)[1] for line in text.splitlines()] for step, text in texts.items()} == reported
 
 
 def test_the_history_is_plain_json_lines(run):

@@ -187,14 +187,14 @@ def test_wandb_loses_no_row_of_the_user(tmp_path):
             run.log({"rate": 0.1 * step}, step=step)  # after the reading, in the same row
     run.finish()
     wandb.teardown()  # waits until the file is written, which `finish` does not
-    told = read_wandb(tmp_path)
+    reported = read_wandb(tmp_path)
     for tag in ("loss", "rate"):
-        assert [row["_step"] for row in told.history if tag in row] == list(range(8))
-    assert [row["hdi_step"] for row in told.history if "hdi/mean" in row] == [0, 2, 4, 6, 8]
-    axes = {metric["glob_name"] or metric["name"]: metric.get("step_metric") for metric in told.metrics}
+        assert [row["_step"] for row in reported.history if tag in row] == list(range(8))
+    assert [row["hdi_step"] for row in reported.history if "hdi/mean" in row] == [0, 2, 4, 6, 8]
+    axes = {metric["glob_name"] or metric["name"]: metric.get("step_metric") for metric in reported.metrics}
     assert {"hdi/*", "head_correlation/*", rf"hdi/{LAYERS[0]}".replace(".", r"\.")} <= set(axes), axes
-    assert told.summary[f"hdi/{LAYERS[0]}"]["min"] == min(
-        row[f"hdi/{LAYERS[0]}"] for row in told.history if "hdi/mean" in row
+    assert reported.summary[f"hdi/{LAYERS[0]}"]["min"] == min(
+        row[f"hdi/{LAYERS[0]}"] for row in reported.history if "hdi/mean" in row
     )
 
 
@@ -299,12 +299,12 @@ def test_evaluation_between_steps_is_neither_read_nor_touched(tmp_path):
 def test_an_error_in_the_watch_costs_one_warning_and_training_goes_on_as_without_it(tmp_path, broken):
     plain = train(None, fresh()).state()
     trained = fresh()
-    with warnings.catch_warnings(record=True) as seen, mock.patch(broken, side_effect=RuntimeError("broken")):
+    with warnings.catch_warnings(record=True) as caught, mock.patch(broken, side_effect=RuntimeError("broken")):
         warnings.simplefilter("always")
         with watch_heads(trained.model, trained.optimizer, every_n_steps=3, log_dir=tmp_path, **QUIET) as heads:
             train(heads, trained)
     assert same(plain, trained.state())
-    ours = [str(item.message) for item in seen if issubclass(item.category, HDIWarning)]
+    ours = [str(item.message) for item in caught if issubclass(item.category, HDIWarning)]
     assert len(ours) == 1, ours
     assert "broken" in ours[0]
     assert not any(module._forward_pre_hooks for module in trained.model.modules())
@@ -382,8 +382,10 @@ def test_a_compiled_model_is_read_at_every_due_step_with_evaluations_between(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_compiled_optimizer_is_read_before_its_step_if_it_is_told_and_says_so_if_not(tmp_path, dynamo, is_told):
+@pytest.mark.parametrize("prepares", [True, False])
+def test_a_compiled_optimizer_is_read_if_the_loop_calls_before_its_step_and_a_warning_says_so_if_not(
+    tmp_path, dynamo, prepares
+):
     def run(heads, trained):
         step_of = torch.compile(trained.optimizer.step, backend="eager")
         for step in range(6):
@@ -391,7 +393,7 @@ def test_a_compiled_optimizer_is_read_before_its_step_if_it_is_told_and_says_so_
                 loss = loss_of(trained.model, *batch(step))
                 loss.backward()
                 trained.losses.append(loss.detach())
-                if heads is not None and is_told:
+                if heads is not None and prepares:
                     heads.before_optimizer_step()
                 step_of()
                 trained.optimizer.zero_grad()
@@ -402,27 +404,27 @@ def test_a_compiled_optimizer_is_read_before_its_step_if_it_is_told_and_says_so_
     dynamo.clear()
     trained = fresh()
     options = {"every_n_steps": 2, "log_dir": tmp_path, **QUIET}
-    expected = nullcontext() if is_told else pytest.warns(MonitoringWarning, match="step is compiled")
+    expected = nullcontext() if prepares else pytest.warns(MonitoringWarning, match="step is compiled")
     with expected, watch_heads(trained.model, trained.optimizer, **options) as heads:
         watched, graphs_watched = run(heads, trained)
     assert same(plain, watched)
     assert graphs_watched == graphs
     assert heads.global_step == 6
-    assert readings(heads.history_path) == ([0, 2, 4, 6] if is_told else [6])
+    assert readings(heads.history_path) == ([0, 2, 4, 6] if prepares else [6])
 
 
 # --- interventions
 
 
 def test_training_is_asked_to_stop_and_the_alerts_are_those_of_the_history(tmp_path, capsys):
-    trained, told = fresh(), []
-    options = {"every_n_steps": 2, "log_dir": tmp_path, "interventions": [StopTraining()], "on_alert": told.append}
+    trained, reported = fresh(), []
+    options = {"every_n_steps": 2, "log_dir": tmp_path, "interventions": [StopTraining()], "on_alert": reported.append}
     with pytest.warns(HeadCollapseWarning), watch_heads(trained.model, trained.optimizer, **options) as heads:
         train(heads, trained, steps=60, collapses=True)
         standing = heads.active_alerts
     kept = read_alerts(heads.history_path)
     assert kept == replay(heads.history_path)
-    assert [alert.message for alert in kept] == [alert.message for alert in told] != []
+    assert [alert.message for alert in kept] == [alert.message for alert in reported] != []
     (critical,) = [alert for alert in kept if alert.level == "critical"]
     assert heads.global_step == critical.step + 1 < 60
     assert [alert.layer for alert in standing] == [LAYERS[0]]
@@ -635,7 +637,7 @@ def after_the_end(heads, trained):
     train(heads, trained, start=1, steps=2)
 
 
-def told_outside(heads, trained):
+def called_outside(heads, trained):
     heads.before_optimizer_step()
     train(heads, trained, steps=1)
 
@@ -648,17 +650,17 @@ def told_outside(heads, trained):
         (around_the_loop, r"several steps within one `with heads.step\(\):`"),
         (without_a_step, "The optimizer made no step"),
         (after_the_end, "after the watch was closed"),
-        (told_outside, r"`heads.before_optimizer_step\(\)` does nothing outside"),
+        (called_outside, r"`heads.before_optimizer_step\(\)` does nothing outside"),
     ],
 )
-def test_misuse_in_the_loop_is_told_once(tmp_path, misuse, says):
+def test_misuse_in_the_loop_is_reported_once(tmp_path, misuse, says):
     trained = fresh()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with watch_heads(trained.model, trained.optimizer, log_dir=tmp_path, **QUIET) as heads:
             misuse(heads, trained)
             misuse(heads, trained)
-    ours = [item for item in seen if issubclass(item.category, HDIWarning)]
+    ours = [item for item in caught if issubclass(item.category, HDIWarning)]
     with pytest.warns(MonitoringWarning, match=says):
         warnings.warn_explicit(ours[0].message, None, ours[0].filename, ours[0].lineno)
     assert len(ours) == 1

@@ -138,11 +138,11 @@ def test_tensorboard_gets_curves_text_and_marks(tmp_path):
     (folder,) = {path.parent for path in tmp_path.rglob("events*") if path.parent.name == "hdi"}
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
     assert [event.step for event in events.Scalars("hdi/mean")] == [0, 2, 4, 6, 8, 10, 12]
-    told = read_alerts(callback.history_path)
-    assert told == replay(callback.history_path)
+    reported = read_alerts(callback.history_path)
+    assert reported == replay(callback.history_path)
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(f"alert/hdi/{LAYERS[0]}")]
-    assert [event.step for tag in tags for event in events.Scalars(tag)] == [alert.step for alert in told]
-    assert told[0].message in events.Tensors("hdi_alerts/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert [event.step for tag in tags for event in events.Scalars(tag)] == [alert.step for alert in reported]
+    assert reported[0].message in events.Tensors("hdi_alerts/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
 def test_training_is_stopped(tmp_path):
@@ -162,9 +162,9 @@ def test_a_run_resumes_its_history_and_its_alerts(tmp_path):
     train(tmp_path, Collapse(), second, resume=str(checkpoint))
     assert second.history_path == first.history_path
     assert steps(second.history_path) == [0, 2, 4, 6, 8, 10, 12]
-    told = read_alerts(second.history_path)
-    assert told == replay(second.history_path)
-    assert [alert.level for alert in told] == ["warning", "critical"]
+    reported = read_alerts(second.history_path)
+    assert reported == replay(second.history_path)
+    assert [alert.level for alert in reported] == ["warning", "critical"]
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 

@@ -35,13 +35,15 @@ def heads(step: int, number: float) -> Record:
     return record(step, attn={"hdi_effective_heads": number})
 
 
-def told(alerts: Alerts, records) -> list[tuple[int, bool]]:
+def reported(alerts: Alerts, records) -> list[tuple[int, bool]]:
     return [(alert.step, alert.is_resolved) for item in records for alert in alerts.judge(item)]
 
 
-def test_a_rule_of_ones_own_is_told_once_and_over_once():
+def test_a_rule_of_ones_own_is_reported_once_and_resolved_once():
     alerts = Alerts([FewEffectiveHeads()])
-    assert told(alerts, [heads(step, n) for step, n in ((0, 3), (1, 1.9), (2, 1.5), (3, 2.2), (4, 2.6), (5, 1))]) == [
+    assert reported(
+        alerts, [heads(step, n) for step, n in ((0, 3), (1, 1.9), (2, 1.5), (3, 2.2), (4, 2.6), (5, 1))]
+    ) == [
         (1, False),
         (4, True),
         (5, False),
@@ -59,7 +61,9 @@ def test_layers_are_judged_apart():
 
 def test_what_was_not_measured_neither_begins_nor_ends_an_alert():
     alerts = Alerts([FewEffectiveHeads()])
-    assert told(alerts, [record(0, attn={}), heads(1, 1), record(2, attn={}), record(3), heads(4, 1), heads(5, 9)]) == [
+    assert reported(
+        alerts, [record(0, attn={}), heads(1, 1), record(2, attn={}), record(3), heads(4, 1), heads(5, 9)]
+    ) == [
         (1, False),
         (5, True),
     ]
@@ -81,9 +85,9 @@ def test_an_exception_in_a_rule_costs_one_warning_and_leaves_the_others_at_work(
             raise ZeroDivisionError("no heads")
 
     alerts = Alerts([Broken(), FewEffectiveHeads()], warn_once=WarnOnce())
-    with pytest.warns(MonitoringWarning, match="alert rule 'broken' failed .ZeroDivisionError: no heads") as seen:
-        assert told(alerts, [heads(1, 1), heads(2, 1), heads(3, 3)]) == [(1, False), (3, True)]
-    assert len(seen) == 1
+    with pytest.warns(MonitoringWarning, match="alert rule 'broken' failed .ZeroDivisionError: no heads") as caught:
+        assert reported(alerts, [heads(1, 1), heads(2, 1), heads(3, 3)]) == [(1, False), (3, True)]
+    assert len(caught) == 1
     with pytest.raises(ZeroDivisionError):
         Alerts([Broken()]).judge(heads(1, 1))
 
@@ -106,9 +110,9 @@ def odd_rule(name: str, answer=None, **attributes) -> Rule:
 )
 def test_a_rule_that_is_wrong_in_itself_silences_no_rule_after_it(odd):
     alerts = Alerts([odd, FewEffectiveHeads()], warn_once=WarnOnce())
-    with pytest.warns(MonitoringWarning, match="the alert rule 'odd' failed") as seen:
-        assert told(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
-    assert len(seen) == 1
+    with pytest.warns(MonitoringWarning, match="the alert rule 'odd' failed") as caught:
+        assert reported(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(
@@ -123,9 +127,9 @@ def test_a_rule_that_is_wrong_in_itself_silences_no_rule_after_it(odd):
 )
 def test_a_finding_that_cannot_be_costs_one_warning_and_silences_no_rule(finding, said):
     alerts = Alerts([odd_rule("odd", finding), FewEffectiveHeads()], [{"name": "attn", "num_heads": 4}], WarnOnce())
-    with pytest.warns(MonitoringWarning, match=f"the alert rule 'odd' failed.*{said}") as seen:
-        assert told(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
-    assert len(seen) == 1
+    with pytest.warns(MonitoringWarning, match=f"the alert rule 'odd' failed.*{said}") as caught:
+        assert reported(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -137,7 +141,7 @@ def test_a_number_that_is_not_finite_is_left_out_of_the_alert(number):
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_resumed_run_tells_what_an_uninterrupted_one_tells(cut):
+def test_a_resumed_run_raises_the_alerts_of_an_uninterrupted_one(cut):
     values = [0.1, 0.2, 0.45, 0.55, 0.52, 0.45, 0.3, 0.6, 0.91, 0.95, 0.2, 0.1]
     records = [record(step, attn={"hdi_alignment": a, "hdi_energy_alignment": a}) for step, a in enumerate(values, 1)]
     rules = choose_rules("default")

@@ -104,7 +104,7 @@ class Mixing(nn.Module):
         return self.d((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-def told(model: nn.Module, **options) -> tuple[list[str], HeadDiversityMonitor]:
+def reported(model: nn.Module, **options) -> tuple[list[str], HeadDiversityMonitor]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with HeadDiversityMonitor(model, **options) as monitor:
@@ -114,7 +114,7 @@ def told(model: nn.Module, **options) -> tuple[list[str], HeadDiversityMonitor]:
 
 
 def test_attention_that_is_not_watched_is_named_once_with_its_module():
-    messages, monitor = told(Model(Attention(D, H), Mixing()))
+    messages, monitor = reported(Model(Attention(D, H), Mixing()))
     assert [layer.name for layer in monitor.layers] == ["blocks.0"]
     (message,) = messages
     assert "blocks.1" in message
@@ -123,7 +123,7 @@ def test_attention_that_is_not_watched_is_named_once_with_its_module():
 
 @pytest.mark.parametrize("patterns", [{"include": ["blocks.0"]}, {"exclude": ["blocks.1*"]}])
 def test_nothing_is_said_of_attention_that_was_left_out(patterns):
-    messages, _ = told(Model(Attention(D, H), Mixing()), **patterns)
+    messages, _ = reported(Model(Attention(D, H), Mixing()), **patterns)
     assert messages == []
 
 
@@ -156,13 +156,13 @@ def test_attention_of_the_models_own_forward_is_named_without_an_empty_name():
     with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
         monitor.arm()
         model(torch.randn(B, T, D))
-        with pytest.warns(UnsupportedAttentionWarning, match="in the model's own forward") as told:
+        with pytest.warns(UnsupportedAttentionWarning, match="in the model's own forward") as reported:
             monitor.measure(0)
-    assert [word for one in told for word in ("``", "exclude=") if word in str(one.message)] == []
+    assert [word for one in reported for word in ("``", "exclude=") if word in str(one.message)] == []
 
 
 def test_nothing_is_said_where_all_attention_is_watched():
-    messages, monitor = told(Model(Attention(D, H), nn.Sequential(Attention(D, H))))
+    messages, monitor = reported(Model(Attention(D, H), nn.Sequential(Attention(D, H))))
     assert messages == []
     assert len(monitor.layers) == 2
 
@@ -203,7 +203,7 @@ class Mlp(nn.Module):
         return self.b(self.a(states.tensor).relu())
 
 
-def test_a_model_that_attends_nowhere_is_told_of_at_the_first_forward():
+def test_a_model_that_attends_nowhere_is_reported_at_the_first_forward():
     model = Mlp()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

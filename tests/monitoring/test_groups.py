@@ -50,7 +50,7 @@ def test_heads_of_one_direction_can_be_one_and_dead_heads_and_heads_that_fill_th
 
 
 @pytest.mark.parametrize("lens", LENSES)
-def test_where_no_more_is_known_the_closest_pair_stands_for_all(lens):
+def test_where_no_more_is_known_the_closest_pair_represents_all(lens):
     prefix = LENSES[lens][2]
     worst, pair = f"hdi_{prefix}worst_alignment", f"{prefix}worst_alignment_pair"
     row = Row(10, {worst: 0.91}, {pair: [2, 0]})
@@ -73,7 +73,7 @@ def test_chains_of_pairs_are_one_group_in_whatever_order_they_come():
     assert groups_of([]) == ()
 
 
-def test_similar_heads_are_joined_at_the_limit_and_their_pair_stands_for_them_without_a_matrix():
+def test_similar_heads_are_joined_at_the_limit_and_their_pair_represents_them_without_a_matrix():
     row = Row(10, {}, {}, matrices={"circuit_qk": overlaps({(0, 4): 0.95, (1, 2): 0.949})})
     assert similar_groups(row, "circuit_qk", float(torch.tensor(0.95))) == ((0, 4),)
     alone = Row(10, {"circuit_qk_worst": 0.93}, {"circuit_qk_worst_pair": [3, 1]})
@@ -94,8 +94,10 @@ def test_a_head_that_lost_directions_is_reported_until_it_has_twice_of_what_was_
     def reading(step: int, flatness: float) -> Record:
         return record(step, flatness=[0.4, flatness], rank=[8.0, 8.0], effective_rank=[6.0, 6.0])
 
-    told = judge(FallingRank(), [reading(place, one) for place, one in enumerate([0.4, 0.041, 0.039, 0.079, 0.081])])
-    assert steps_of(told) == [(2, False), (4, True)]  # a tenth of what it was at first
+    reported = judge(
+        FallingRank(), [reading(place, one) for place, one in enumerate([0.4, 0.041, 0.039, 0.079, 0.081])]
+    )
+    assert steps_of(reported) == [(2, False), (4, True)]  # a tenth of what it was at first
     small = [reading(place, one) for place, one in enumerate([1.0, 0.051, 0.049])]
     assert steps_of(judge(FallingRank(), small)) == [(2, False)], "five hundredths, where a tenth would be more"
 
@@ -105,9 +107,9 @@ def test_a_head_is_dead_at_a_hundredth_of_what_it_was_and_alive_again_at_twice_t
         return record(step, head_norm=[1.0, norm, 1.0, 1.0], rank=[8.0] * 4)
 
     values = [1.0, 0.011, 0.0099, 0.019, 0.021]
-    told = judge(DeadHeads(), [reading(place, one) for place, one in enumerate(values)])
-    assert steps_of(told) == [(2, False), (4, True)]
-    assert told[0].finding.heads == (1,)
+    reported = judge(DeadHeads(), [reading(place, one) for place, one in enumerate(values)])
+    assert steps_of(reported) == [(2, False), (4, True)]
+    assert reported[0].finding.heads == (1,)
 
 
 def test_keys_that_a_norm_divides_by_their_size_are_dead_at_zero_alone():
@@ -124,10 +126,10 @@ def test_heads_that_began_at_zero_have_time_to_come_alive():
     def reading(step: int, norm: float) -> Record:
         return record(step, head_norm=[0.0, norm, norm, norm], rank=[0.0, 8.0, 8.0, 8.0])
 
-    told = judge(DeadHeads(), [reading(step, 1.0 + 0.1 * step) for step in range(8)])
-    assert [one.step for one in told] == [DeadHeads.moved]
-    assert told[0].finding.heads == (0,)
-    assert not math.isnan(told[0].finding.value)
+    reported = judge(DeadHeads(), [reading(step, 1.0 + 0.1 * step) for step in range(8)])
+    assert [one.step for one in reported] == [DeadHeads.moved]
+    assert reported[0].finding.heads == (0,)
+    assert not math.isnan(reported[0].finding.value)
 
 
 def test_heads_that_attend_alike_are_named_at_the_third_reading_in_a_row_and_said_to_be_so_since_the_first():
@@ -136,7 +138,7 @@ def test_heads_that_attend_alike_are_named_at_the_third_reading_in_a_row_and_sai
         return Record(step, {"attn": LayerRecord({"attention_alike_worst": value}, arrays)}, {})
 
     values = [0.5, 0.99, 0.5, 0.99, 0.985, 0.99, 0.97, 0.95]
-    told = judge(AttendAlike(), [reading(10 * place, one) for place, one in enumerate(values)])
-    assert steps_of(told) == [(50, False), (70, True)]
-    assert told[0].finding.heads == (1, 2)
-    assert told[0].finding.since == 30
+    reported = judge(AttendAlike(), [reading(10 * place, one) for place, one in enumerate(values)])
+    assert steps_of(reported) == [(50, False), (70, True)]
+    assert reported[0].finding.heads == (1, 2)
+    assert reported[0].finding.since == 30

@@ -195,16 +195,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_line_is_told_with_its_number_and_skipped(tmp_path, hostile):
+def test_a_hostile_line_is_reported_with_its_number_and_skipped(tmp_path, hostile):
     history = History(tmp_path / "history.jsonl")
     history.begin(0, [{"name": "attn"}])
     history.write(record_at(0))
     with history.path.open("ab") as file:
         file.write(hostile + b"\n")
     history.write(record_at(10))
-    with pytest.warns(MonitoringWarning, match=r"cannot be read, and that are skipped: line 3 \(") as seen:
+    with pytest.warns(MonitoringWarning, match=r"cannot be read, and that are skipped: line 3 \(") as caught:
         frame = load_history(history.path)
-    assert len(seen) == 1
+    assert len(caught) == 1
     assert frame[["step", "hdi"]].to_numpy().tolist() == [[0, 0.5], [10, 0.5]]
     with pytest.warns(MonitoringWarning):
         assert replay(history.path) == []
@@ -229,7 +229,7 @@ def test_a_line_that_is_merely_odd_is_read(tmp_path, odd):
     assert all(isinstance(name, str) and name.encode() for name in frame["layer"])
 
 
-def test_a_line_that_is_far_too_long_is_told_and_skipped(tmp_path, monkeypatch):
+def test_a_line_that_is_far_too_long_is_reported_and_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr("hdi_callback.monitoring.history.scan._LONGEST", 500)
     path = tmp_path / "history.jsonl"
     path.write_bytes(reading_line(step=1) + b"\n" + b"x" * 5000 + b"\n" + reading_line(step=2) + b"\n")
@@ -273,7 +273,7 @@ def steps_of(path) -> list[int]:
 def test_a_second_run_with_the_path_of_another_gets_a_file_of_its_own(tmp_path, is_path):
     choice, said = (tmp_path / "hdi" / "history.jsonl" if is_path else True), []
     first, second = histories = [
-        start(place_history(choice, tmp_path, say=lambda *told: said.append(told)), 0, 10, hdi=hdi)
+        start(place_history(choice, tmp_path, say=lambda *reported: said.append(reported)), 0, 10, hdi=hdi)
         for hdi in (0.1, 0.9)
     ]
     assert (first.path.name, second.path.name) == ("history.jsonl", "history-1.jsonl")
@@ -293,7 +293,7 @@ def test_runs_that_begin_at_the_same_moment_get_a_file_each(tmp_path):
 
 def test_of_two_live_writers_of_one_run_the_later_has_the_file_and_the_other_a_copy_of_its_own(tmp_path):
     said: list[tuple[str, str]] = []
-    first = start(place_history(True, tmp_path, say=lambda *told: said.append(told)), 0, 10, hdi=0.1)
+    first = start(place_history(True, tmp_path, say=lambda *reported: said.append(reported)), 0, 10, hdi=0.1)
     path, state = first.path, state_of(first, 10)
     second = start(place_history(True, tmp_path, state=state), 20, hdi=0.9, last=10)
     assert second.path == path
@@ -325,7 +325,7 @@ def test_a_history_that_is_deleted_while_it_is_written_begins_again_as_one_of_it
 
 
 def test_a_file_that_takes_the_place_of_a_history_is_left_alone(tmp_path):
-    history = start(place_history(True, tmp_path, say=lambda *told: None), 0, 10)
+    history = start(place_history(True, tmp_path, say=lambda *reported: None), 0, 10)
     history.path.rename(tmp_path / "kept.jsonl")
     history.path.write_text("a shopping list\n")
     place = history.path
@@ -343,7 +343,7 @@ def test_a_file_that_is_no_history_is_not_written_to(tmp_path, content, is_named
     file.parent.mkdir()
     file.write_text(content)
     state = {"last_step": 10, "history": str(file), "run": "ab" * 16} if is_named else None
-    history = start(place_history(True, tmp_path, state=state, say=lambda *told: None), 20)
+    history = start(place_history(True, tmp_path, state=state, say=lambda *reported: None), 20)
     assert file.read_text() == content
     assert steps_of(history.path) == [20]
 
@@ -396,7 +396,7 @@ def test_a_history_without_an_id_is_taken_up_if_its_last_reading_agrees(tmp_path
     as_written_before_ids(history.path)
     before = history.path.read_bytes()
     state = {**state_of(history, 10), "run": None, **change}
-    resumed = start(place_history(True, tmp_path, state=state, say=lambda *told: None), 20, last=10)
+    resumed = start(place_history(True, tmp_path, state=state, say=lambda *reported: None), 20, last=10)
     assert (resumed.path == history.path) == is_ours
     assert (history.path.read_bytes() == before) != is_ours
     assert steps_of(resumed.path) == ([0, 10, 20] if is_ours else [20])

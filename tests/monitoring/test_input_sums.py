@@ -31,7 +31,7 @@ def in_double(tokens: Tensor, weights: Tensor) -> InputSums:
 
 @pytest.mark.parametrize("kind", list(TOKENS))
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_single_precision_tells_of_tokens_what_double_precision_does(kind, is_weighted):
+def test_single_precision_says_of_tokens_what_double_precision_does(kind, is_weighted):
     tokens = TOKENS[kind].float()
     weights = torch.arange(len(tokens)).remainder(4).double() if is_weighted else torch.ones(len(tokens)).double()
     sums, exact = InputSums.in_single(tokens, weights), in_double(tokens, weights)

@@ -66,7 +66,7 @@ def test_a_rise_after_readings_that_did_not_move_at_all_cannot_be_held_against_t
 
 
 @pytest.mark.parametrize("readings", [1, 2, 21])
-def test_no_trend_is_told_before_the_spread_of_twenty_changes_is_known(readings):
+def test_no_trend_is_reported_before_the_spread_of_twenty_changes_is_known(readings):
     assert judge(AlignmentTrend(), curve([0.1 + 0.03 * place + 0.001 * (place % 2) for place in range(readings)])) == []
 
 
@@ -74,8 +74,8 @@ def alert(step: int, layer: str, level: str, rule: str = "worst pair", is_resolv
     return Alert(step, layer, rule, level, "...", Finding("...", level), is_resolved)
 
 
-def test_active_alerts_are_those_that_are_not_over_as_they_were_told_last_the_most_serious_first():
-    told = [
+def test_active_alerts_are_those_not_resolved_as_last_reported_the_most_serious_first():
+    reported = [
         alert(10, "a", "warning"),
         alert(10, "b", "critical"),
         alert(20, "a", "critical"),
@@ -84,14 +84,14 @@ def test_active_alerts_are_those_that_are_not_over_as_they_were_told_last_the_mo
         alert(30, "d", "notice"),
         alert(40, "c", "warning", rule="mean alignment"),
     ]
-    assert [(one.step, one.layer, one.rule) for one in active_alerts(told)] == [
+    assert [(one.step, one.layer, one.rule) for one in active_alerts(reported)] == [
         (20, "a", "worst pair"), (20, "c", "worst pair"), (40, "c", "mean alignment")
     ]  # fmt: skip
-    assert [one.layer for one in active_alerts(told, "notice")] == ["a", "c", "c", "d"]
-    assert [one.layer for one in active_alerts(told, "critical")] == ["a"]
+    assert [one.layer for one in active_alerts(reported, "notice")] == ["a", "c", "c", "d"]
+    assert [one.layer for one in active_alerts(reported, "critical")] == ["a"]
 
 
 def test_an_alert_that_has_become_less_than_what_is_asked_for_is_not_active():
-    told = [alert(10, "a", "critical"), alert(20, "a", "warning")]
-    assert active_alerts(told, "critical") == []
-    assert [one.step for one in active_alerts(told)] == [20]
+    reported = [alert(10, "a", "critical"), alert(20, "a", "warning")]
+    assert active_alerts(reported, "critical") == []
+    assert [one.step for one in active_alerts(reported)] == [20]

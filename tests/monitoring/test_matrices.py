@@ -112,7 +112,7 @@ def test_a_run_stays_within_its_budget_and_keeps_its_alerts(tmp_path):
 
 def test_a_budget_that_the_numbers_alone_exceed_costs_one_warning(tmp_path):
     said = []
-    history = History(tmp_path / "history.jsonl", budget=500, say=lambda *told: said.append(told))
+    history = History(tmp_path / "history.jsonl", budget=500, say=lambda *reported: said.append(reported))
     for step in range(20):
         history.write(record_at(step))
     assert [kind for kind, _ in said] == ["history budget"]

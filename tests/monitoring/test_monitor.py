@@ -78,11 +78,11 @@ def test_without_arming_the_covariance_is_absent_and_nothing_is_said(model):
 
 
 def test_an_armed_forward_that_captures_nothing_is_said_once(model):
-    with HeadDiversityMonitor(model) as monitor, pytest.warns(MonitoringWarning, match="compiled") as seen:
+    with HeadDiversityMonitor(model) as monitor, pytest.warns(MonitoringWarning, match="compiled") as caught:
         for step in range(3):
             monitor.arm()  # and no forward at all
             monitor.measure(step)
-    assert len(seen) == 1
+    assert len(caught) == 1
 
 
 def test_nothing_captured_outlives_its_reading(model):
@@ -193,7 +193,7 @@ def test_measuring_under_the_users_autocast_changes_nothing(model):
     assert mixed == plain
 
 
-def test_a_single_key_head_has_no_index_and_the_reason_is_told():
+def test_a_single_key_head_has_no_index_and_the_reason_is_given():
     class MultiQuery(nn.Module):
         def __init__(self):
             super().__init__()
@@ -216,9 +216,9 @@ def test_a_single_key_head_has_no_index_and_the_reason_is_told():
 def test_a_layer_that_fails_costs_one_warning_and_not_the_others(model):
     with HeadDiversityMonitor(model) as monitor:
         model.blocks[0].attn.k_proj = nn.Identity()  # replaced behind the monitor's back
-        with pytest.warns(MonitoringWarning, match=LAYERS[0]) as seen:
+        with pytest.warns(MonitoringWarning, match=LAYERS[0]) as caught:
             records = [monitor.measure(step).record() for step in range(3)]
-    assert len(seen) == 1
+    assert len(caught) == 1
     for record in records:
         assert LAYERS[0] in record.absent
         assert set(record.scalars(["hdi"])) == {f"hdi/{LAYERS[1]}", "hdi/mean", "hdi/min"}
@@ -247,7 +247,7 @@ def test_no_hook_is_installed_when_no_metric_needs_it(model):
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_a_model_without_attention_lists_what_was_seen():
+def test_a_model_without_attention_lists_what_was_found():
     with pytest.warns(MonitoringWarning, match=r"Sequential.*Linear, ReLU, Sequential.*register_layout"):
         HeadDiversityMonitor(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     with pytest.raises(MisconfigurationError, match="nothing to watch"):

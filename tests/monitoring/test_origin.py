@@ -1,4 +1,4 @@
-"""Fresh weights are told from trained ones."""
+"""Fresh weights are distinguished from trained ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_copied_or_dead_heads_do_not_make_a_fresh_layer_a_trained_one():
 
 
 @pytest.mark.slow
-def test_a_model_that_has_learned_is_told_by_its_weights_and_is_quiet_where_it_is_trained_on():
+def test_a_model_that_has_learned_is_recognised_by_its_weights_and_is_quiet_where_it_is_trained_on():
     torch.manual_seed(0)
     model, data = Model(Shape(layers=2, width=48)), Data("text", 0, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)

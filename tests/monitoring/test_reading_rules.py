@@ -149,16 +149,16 @@ def test_heads_that_attend_alike_are_named():
 
 
 @pytest.mark.parametrize(
-    ("rule", "metric", "healthy", "broken", "over", "told"),
+    ("rule", "metric", "healthy", "broken", "over", "reported"),
     [
         (EntropyCollapse(), "attention_entropy", [0.9, 0.8, 0.6, 0.05], 0.005, 0.4, 40),
         (LogitGrowth(), "attention_logit", [1.0, 3.0, 8.0, 20.0], 90.0, 10.0, 40),
         (TokensAlike(), "token_cosine", [0.0, 0.1, 0.2, 0.98], 0.999, 0.3, 60),
     ],
 )
-def test_a_level_is_told_once_and_over_below_its_hysteresis(rule, metric, healthy, broken, over, told):
+def test_a_level_is_reported_once_and_resolved_below_its_hysteresis(rule, metric, healthy, broken, over, reported):
     alerts = judge(rule, curve(metric, [*healthy, broken, broken, broken, over]))
-    assert [(alert.step, alert.is_resolved) for alert in alerts] == [(told, False), (70, True)]
+    assert [(alert.step, alert.is_resolved) for alert in alerts] == [(reported, False), (70, True)]
     assert alerts[0].finding.metric == metric
 
 
@@ -184,7 +184,7 @@ def test_what_a_run_has_been_from_its_start_is_its_own_and_no_alarm(rule, metric
     assert judge(rule, curve(metric, [value] * 20)) == []
 
 
-def test_a_sink_is_told_where_all_heads_have_it_and_not_where_one_has():
+def test_a_sink_is_reported_where_all_heads_have_it_and_not_where_one_has():
     def arrays(value):
         return {"attention_sink": [value, value if value < 0.95 else 0.3]}
 
@@ -220,7 +220,7 @@ def test_heads_that_begin_without_an_output_are_given_twenty_readings():
     assert judge(NoContribution(), record, loaded=True) == []
 
 
-def test_a_head_that_stands_still_beside_others_is_frozen():
+def test_a_head_that_does_not_move_while_others_do_is_frozen():
     layer = Layer(key_heads=8)
     held = {name: heads_of(layer, name)[3].clone() for name in ("q", "k", "v")}
     out = heads(layer, "out")[3].clone()
@@ -239,16 +239,16 @@ def heads_of(layer: Layer, name: str) -> torch.Tensor:
     return getattr(layer.attn, f"{name}_proj").weight.data.unflatten(0, (8, -1))
 
 
-def test_a_layer_that_stands_still_is_told_if_it_should_train_and_others_move():
+def test_a_layer_that_does_not_move_is_reported_if_it_should_train_and_others_move():
     def row(moves):
         return LayerRecord({"head_movement_min": min(moves)}, {"head_movement": moves})
 
     records = [Record(step, {"still": row([0.0, 0.0]), "moves": row([0.1, 0.2])}) for step in range(5)]
     resting = [Record(step, {"still": row([0.0, 0.0]), "moves": row([0.0, 0.0])}) for step in range(5)]
-    for trains, items, told in ((True, records, ["still"]), (False, records, []), (True, resting, [])):
+    for trains, items, reported in ((True, records, ["still"]), (False, records, []), (True, resting, [])):
         facts = [{"name": name, "trains": trains} for name in ("still", "moves")]
         alerts = Alerts([FrozenHeads()], facts)
-        assert [alert.layer for item in items for alert in alerts.judge(item)] == told
+        assert [alert.layer for item in items for alert in alerts.judge(item)] == reported
 
 
 @pytest.mark.parametrize(
@@ -260,18 +260,20 @@ def test_a_layer_that_stands_still_is_told_if_it_should_train_and_others_move():
     ids=["frozen heads", "rounded away"],
 )
 @pytest.mark.parametrize(
-    ("has_stood", "told"),
+    ("has_stood", "reported"),
     [
         ("m.ss.s", [(5, False, 2)]),  # the third that is known; since the first of them
         ("mm.ss", []),
         ("mss.ms", []),
-        ("msss..ssm", [(3, False, 1), (8, True, 1)]),  # told once, and over once it moves
+        ("msss..ssm", [(3, False, 1), (8, True, 1)]),  # reported once, and resolved once it moves
         ("msss.m", [(3, False, 1), (5, True, 1)]),
         ("msss...", [(3, False, 1)]),
         ("m......", []),
     ],
 )
-def test_a_movement_that_is_not_known_after_a_resumption_neither_begins_nor_ends_an_alert(rule, still, has_stood, told):
+def test_a_movement_that_is_not_known_after_a_resumption_neither_begins_nor_ends_an_alert(
+    rule, still, has_stood, reported
+):
     """Each reading of which it is not known (`.`) comes first after a resumption."""
 
     def layer(kind, heads):
@@ -286,7 +288,7 @@ def test_a_movement_that_is_not_known_after_a_resumption_neither_begins_nor_ends
             state, alerts = alerts.state_dict(), Alerts([rule], facts, loaded=False)
             alerts.load_state_dict(state)
         seen += alerts.judge(Record(step, {"attn": layer(kind, 2), "moves": layer("." if kind == "." else "m", 2)}))
-    assert [(alert.step, alert.is_resolved, alert.finding.since) for alert in seen] == told
+    assert [(alert.step, alert.is_resolved, alert.finding.since) for alert in seen] == reported
     assert {alert.layer for alert in seen} <= {"attn"}
 
 
@@ -351,18 +353,18 @@ def test_an_intervention_that_makes_queries_smaller_is_no_sudden_shrink():
 
 
 def test_noisy_inputs_of_the_first_layer_that_fall_to_another_level_are_reported_and_slow_ones_are_not():
-    def told(values, layer="first"):
+    def reported(values, layer="first"):
         facts = [{"name": "first", "num_heads": 2, "is_first": True}, {"name": "second", "num_heads": 2}]
         alerts = Alerts([InputsLoseRank()], facts, loaded=False)
         records = [Record(10 * at, {layer: LayerRecord({"token_rank": value})}) for at, value in enumerate(values)]
         return [(one.step, one.finding.since) for record in records for one in alerts.judge(record)]
 
     noisy, fallen = [18.4, 19.5, 18.9, 18.4, 20.3, 19.1, 18.6, 17.1], [12.3, 12.2, 12.0, 12.5]
-    assert told([*noisy, *fallen]) == [(110, 80)]
-    assert told([*noisy, *fallen], layer="second") == [], "what a later layer is given is made by training"
-    assert told([*noisy, 16.5, 15.0, 13.5, 12.0]) == [], "it goes on falling"
-    assert told([*noisy, 12.3, 12.2, 18.0, 12.5]) == [], "it came back"
-    assert told([21.0, 20.0, 19.0, 18.0, 17.0, 16.0, 15.0, *fallen]) == [], "it had been falling"
+    assert reported([*noisy, *fallen]) == [(110, 80)]
+    assert reported([*noisy, *fallen], layer="second") == [], "what a later layer is given is made by training"
+    assert reported([*noisy, 16.5, 15.0, 13.5, 12.0]) == [], "it goes on falling"
+    assert reported([*noisy, 12.3, 12.2, 18.0, 12.5]) == [], "it came back"
+    assert reported([21.0, 20.0, 19.0, 18.0, 17.0, 16.0, 15.0, *fallen]) == [], "it had been falling"
 
 
 def test_a_jump_is_held_against_the_movements_before_a_resumption_and_one_that_is_not_known_against_none():
@@ -389,8 +391,8 @@ def test_weights_that_are_no_numbers_are_critical_whatever_their_role(name):
 def test_a_layer_that_is_trained_raises_none_of_these_alerts():
     layer = Layer()
     alerts = Alerts(default_rules(), [{"name": "attn", "num_heads": 8}])
-    told = [alert for item in readings(layer, move, steps=range(0, 250, 10)) for alert in alerts.judge(item)]
-    assert told == []
+    reported = [alert for item in readings(layer, move, steps=range(0, 250, 10)) for alert in alerts.judge(item)]
+    assert reported == []
 
 
 def test_what_is_not_measured_is_not_asked_and_null_in_a_history_is_no_number():
@@ -464,7 +466,7 @@ def test_attention_to_later_tokens_is_what_the_softmax_gives_them():
     assert layer.values["attention_keys"] == 12
 
 
-def test_a_mask_that_is_lost_is_told_and_one_that_was_never_there_is_not():
+def test_a_mask_that_is_lost_is_reported_and_one_that_was_never_there_is_not():
     def lose(step, model):
         model.mask = "none" if step >= 30 else "causal"
 
@@ -475,7 +477,7 @@ def test_a_mask_that_is_lost_is_told_and_one_that_was_never_there_is_not():
     assert asked([LaterTokens()], watched(Masked("causal"))) == []
 
 
-def test_a_mask_that_leaves_each_token_itself_is_told_from_the_first_step():
+def test_a_mask_that_leaves_each_token_itself_is_reported_from_the_first_step():
     rows = ["hdi", "attention_keys"]
     (alert,) = asked([OneKey()], watched(Masked("self"), metrics=rows))
     assert (alert.step, alert.level) == (0, "critical")
@@ -483,7 +485,7 @@ def test_a_mask_that_leaves_each_token_itself_is_told_from_the_first_step():
     assert asked([OneKey()], watched(Masked(), length=1, metrics=rows)) == [], "there is one token alone"
 
 
-def test_a_wrong_scale_is_told_at_step_0_of_fresh_weights_alone():
+def test_a_wrong_scale_is_reported_at_step_0_of_fresh_weights_alone():
     records = watched(Masked(scale=8.0))
     (alert,) = asked([SharpFromStart()], records)
     assert alert.step == 0
@@ -492,7 +494,7 @@ def test_a_wrong_scale_is_told_at_step_0_of_fresh_weights_alone():
     assert asked([SharpFromStart()], watched(Masked())) == []
 
 
-def test_attention_that_stays_uniform_is_told_after_fifteen_readings():
+def test_attention_that_stays_uniform_is_reported_after_fifteen_readings():
     (alert,) = asked([FlatAttention()], watched(Masked(scale=0.01), steps=range(0, 200, 10)))
     assert (alert.step, alert.finding.since) == (140, 0)
 
@@ -530,7 +532,7 @@ def test_a_layer_whose_scores_have_grown_is_still_learning_and_not_flat():
     assert "largest score 0.083" in alert.message
 
 
-def test_updates_that_round_away_are_told_and_small_ones_that_do_not_are_not():
+def test_updates_that_round_away_are_reported_and_small_ones_that_do_not_are_not():
     def train(kind):
         def act(step, model):
             for parameter in model.parameters():
@@ -546,7 +548,7 @@ def test_updates_that_round_away_are_told_and_small_ones_that_do_not_are_not():
     assert asked([RoundedAway()], watched(Masked(), train(torch.float32))) == []
 
 
-def test_the_share_of_weights_that_stand_still_is_counted():
+def test_the_share_of_weights_that_do_not_move_is_counted():
     def act(step, model):
         if step:
             model.qkv.weight[:8] += 0.1  # the queries of the first of four heads, a third of its own rows of qkv
@@ -556,7 +558,7 @@ def test_the_share_of_weights_that_stand_still_is_counted():
     assert layer.values["head_unchanged"] == 1
 
 
-def test_weights_that_are_rewritten_at_once_are_told_and_a_schedule_is_not():
+def test_weights_that_are_rewritten_at_once_are_reported_and_a_schedule_is_not():
     def rewrite(step, model):
         for parameter in model.parameters():
             parameter += 1e-4 * step * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
@@ -630,7 +632,7 @@ def asked_of(rules, model, breaks, steps=range(0, 60, 10)):
 
 
 @pytest.mark.parametrize("rule", [VanishingWeights, DeadHeads])
-def test_keys_that_shrink_before_a_norm_lose_nothing_and_are_not_told(rule):
+def test_keys_that_shrink_before_a_norm_lose_nothing_and_are_not_reported(rule):
     def shrink(step, model):
         model.k_proj.weight *= 0.3 if step else 1.0
 
@@ -656,7 +658,7 @@ def move_all_but(*left):
     ("left", "said"),
     [(("k",), "one of the query"), (("q", "k"), "two of the query"), (("q", "k", "v"), "three of the query")],
 )
-def test_weights_that_no_step_changes_are_told_by_their_share(left, said):
+def test_weights_that_no_step_changes_are_reported_by_their_share(left, said):
     steps = range(0, 80, 10)
     (alert,) = asked_of([UntrainedWeights()], Normed(False), move_all_but(*left), steps)
     assert alert.step == 50, "at five readings that know what the one before was"
@@ -678,7 +680,7 @@ def keys(*numbers):
     return curve("attention_keys", numbers)
 
 
-def test_fewer_keys_than_ever_are_told_once_they_stay():
+def test_fewer_keys_than_ever_are_reported_once_they_stay():
     (alert,) = judge(FewerKeys(), keys(*[22.0] * 7, 8.0, 8.0, 8.0))
     assert (alert.step, alert.finding.since, alert.finding.value) == (80, 70, 8)
     assert "a query sees 8 keys, and saw 22 at every reading until step 60" in alert.message
@@ -708,7 +710,7 @@ def test_a_head_of_zeros_is_dead_behind_a_norm_too():
     assert (alert.step, alert.finding.heads) == (30, (0,))
 
 
-def test_values_that_fade_are_told_where_a_norm_follows_queries_and_keys():
+def test_values_that_fade_are_reported_where_a_norm_follows_queries_and_keys():
     def fade(step, model):
         model.v_proj.weight[:8] *= 0.4 if step else 1.0
 
@@ -716,7 +718,7 @@ def test_values_that_fade_are_told_where_a_norm_follows_queries_and_keys():
     assert (alert.finding.heads, alert.finding.metric) == ((0,), "circuit_ov_norm")
 
 
-def test_inputs_that_lose_directions_at_once_are_told_and_those_that_lose_them_slowly_are_not():
+def test_inputs_that_lose_directions_at_once_are_reported_and_those_that_lose_them_slowly_are_not():
     def tokens(ranks):
         values = [{"token_rank": rank} for rank in ranks]
         return [Record(10 * place, {"attn": LayerRecord(value)}) for place, value in enumerate(values)]
@@ -800,7 +802,7 @@ def test_a_layer_that_is_frozen_or_thawed_in_the_middle_of_a_run_is_no_fault():
     model = nn.ModuleDict({name: Attention(Shape(heads=2, key_heads=2, width=16)) for name in ("a", "b")})
     x = torch.randn(2, 6, 16)
 
-    def told(frozen):
+    def reported(frozen):
         optimizer, news = torch.optim.SGD(model.parameters(), lr=0.1), []
         with HeadDiversityMonitor(model, metrics=["head_movement_min"]) as monitor:
             alerts = Alerts([FrozenHeads(), RoundedAway()], monitor.facts, loaded=False)
@@ -815,5 +817,5 @@ def test_a_layer_that_is_frozen_or_thawed_in_the_middle_of_a_run_is_no_fault():
                 optimizer.zero_grad()
         return [(one.step, one.layer, one.rule) for one in news]
 
-    assert told(lambda step: step >= 5) == []
-    assert told(lambda step: step < 5) == []
+    assert reported(lambda step: step >= 5) == []
+    assert reported(lambda step: step < 5) == []

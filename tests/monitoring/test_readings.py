@@ -75,7 +75,7 @@ def test_on_a_gpu_the_readout_does_not_wait_and_brings_the_same_numbers():
     assert readout.record().scalars(["hdi"]) == pytest.approx(reading().record().scalars(["hdi"]), abs=1e-6)
 
 
-def test_the_worst_layer_stands_first_and_is_named():
+def test_the_worst_layer_comes_first_and_is_named():
     layers = {
         name: LayerRecord({"hdi": 1 - align, "hdi_alignment": align, "attention_entropy_min": align})
         for name, align in (("a", 0.1), ("b", 0.4), ("c", 0.2))

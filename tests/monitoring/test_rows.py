@@ -129,17 +129,17 @@ def test_a_forward_that_does_not_train_is_not_read(model):
     assert f"attention rows/{LAYERS[0]}" in record.absent
 
 
-def test_padding_that_is_told_is_left_out(model):
+def test_padding_that_is_passed_is_left_out(model):
     padded = torch.zeros(4, LENGTH, dtype=torch.bool)
     padded[2, -3:] = True
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
         monitor.arm(padding_mask=padded)
         model(tokens())
-        told = monitor.measure(0).record().layers[LAYERS[0]]
+        reported = monitor.measure(0).record().layers[LAYERS[0]]
     plain = read(model, lambda: model(tokens())).layers[LAYERS[0]]
     by_token = read(model, lambda: model(tokens()), padding=99).layers[LAYERS[0]]
-    assert told.values["query_norm"] != pytest.approx(plain.values["query_norm"], rel=1e-6)
-    assert told.values["attention_entropy"] != pytest.approx(plain.values["attention_entropy"], rel=1e-6)
+    assert reported.values["query_norm"] != pytest.approx(plain.values["query_norm"], rel=1e-6)
+    assert reported.values["attention_entropy"] != pytest.approx(plain.values["attention_entropy"], rel=1e-6)
     assert by_token.values == pytest.approx(plain.values)
 
 
@@ -305,12 +305,12 @@ def test_weights_that_a_kernel_keeps_to_itself_are_absent_with_the_reason_which_
     said, records = [], []
     with HeadDiversityMonitor(model, metrics=["hdi", *METRICS]) as monitor, torch.no_grad():
         for step in range(3):
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as reported:
                 warnings.simplefilter("always")
                 monitor.arm()
                 model(torch.randn(2, 6, 32))
                 records.append(monitor.measure(step).record())
-            said += [str(one.message) for one in told]
+            said += [str(one.message) for one in reported]
     why = "its kernel `flash_attn.default` keeps its weights to itself, and what it takes for a mask is not known"
     for record in records:
         assert record.absent == {f"{ROWS}/{name}": f"they are not known: {why}" for name in ("0", "1")}

@@ -88,7 +88,7 @@ def test_either_lens_is_enough_and_is_named(lens):
     assert (alert.level, alert.finding.value, alert.finding.threshold) == ("warning", value, limit)
 
 
-def test_a_critical_alert_that_eases_does_not_warn_again_and_one_that_worsens_twice_is_told_once():
+def test_a_critical_alert_that_eases_does_not_warn_again_and_one_that_worsens_twice_is_reported_once():
     alerts = judge(MeanAlignment(), curve([0.95, 0.7, 0.95, 0.7]))
     assert [(alert.level, alert.is_resolved) for alert in alerts] == [("critical", False)]
 
@@ -158,7 +158,7 @@ def test_all_heads_that_have_merged_are_named_and_all_groups_of_them():
     assert "heads 0 and 5 are nearly one head, and so are heads 2 and 7" in alert.message
 
 
-def test_a_second_pair_is_told_while_the_alert_of_the_first_stands_and_so_is_a_third_head():
+def test_a_second_pair_is_reported_while_the_alert_of_the_first_is_active_and_so_is_a_third_head():
     model = attention(heads=8, width=64)
     records = [merged(model, 10, (0, 5)), measured(model, 20), merged(model, 30, (2, 7)), measured(model, 40),
                merged(model, 50, (0, 5, 3))]  # fmt: skip
@@ -170,7 +170,7 @@ def test_a_second_pair_is_told_while_the_alert_of_the_first_stands_and_so_is_a_t
     ]
 
 
-def test_a_head_that_wavers_about_the_limit_is_not_told_again_and_again():
+def test_a_head_that_wavers_about_the_limit_is_not_reported_again_and_again():
     model = attention(heads=8, width=64)
     noises = [0.03, 0.047, 0.04, 0.048, 0.039, 0.047]
     records = []
@@ -262,7 +262,7 @@ def test_a_rise_in_the_energy_lens_is_not_forecast():
     assert judge(AlignmentForecast(), curve(rising(40, 0.02), lens=1)) == []
 
 
-def test_nothing_is_forecast_where_the_mean_has_been_told_already():
+def test_nothing_is_forecast_where_the_mean_has_been_reported_already():
     assert judge(AlignmentForecast(), curve([0.55 + 0.3 * value for value in rising(40, 0.02)])) == []
 
 
@@ -315,12 +315,12 @@ def energy(values) -> list[Record]:
     return [record(10 * place, hdi_energy_alignment=value) for place, value in enumerate(values)]
 
 
-def test_a_late_sudden_rise_of_the_energy_alignment_is_told_and_over_when_it_falls():
+def test_a_late_sudden_rise_of_the_energy_alignment_is_reported_and_resolved_when_it_falls():
     values = [0.1] * 40 + [0.1 + 0.0501 * place for place in range(16)] + [0.65, 0.65]
     alerts = judge(SharedDirection(), energy(values))
     assert [(alert.step, alert.is_resolved) for alert in alerts] == [(540, False), (560, True)]
-    told = "have taken over all heads (mean alignment 0.80 weighed by energy, at most 0.10 until step 390)"
-    assert told in alerts[0].message
+    reported = "have taken over all heads (mean alignment 0.80 weighed by energy, at most 0.10 until step 390)"
+    assert reported in alerts[0].message
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_what_healthy_training_does_in_the_energy_lens_is_left_alone(values):
 # --- the trend
 
 
-def test_a_notice_tells_of_a_rise_and_noise_alone_is_silent():
+def test_a_notice_reports_a_rise_and_noise_alone_is_silent():
     quiet = [value - 0.05 for value in rising(60, 0.0, noise=0.01, seed=3)]
     assert judge(AlignmentTrend(), curve(quiet)) == []
     draw = random.Random(1)
@@ -407,7 +407,7 @@ def test_dead_heads_are_named_and_over_when_they_live_again():
     assert [alert.is_resolved for alert in alerts] == [False, True]
 
 
-def test_keys_that_begin_at_zero_are_told_only_when_they_stay_there_while_others_move():
+def test_keys_that_begin_at_zero_are_reported_only_when_they_stay_there_while_others_move():
     model = attention()
     keys(model).zero_()
     resting = [measured(model, step) for step in range(20)]
@@ -422,7 +422,7 @@ def test_keys_that_begin_at_zero_are_told_only_when_they_stay_there_while_others
     assert alert.finding.heads == (2,)
 
 
-def test_keys_that_leave_zero_are_not_told():
+def test_keys_that_leave_zero_are_not_reported():
     model = attention()
     keys(model).zero_()
     records = [measured(model, step) for step in range(3)]
@@ -443,17 +443,17 @@ def test_a_head_at_a_hundredth_of_its_norm_is_dead_for_practical_purposes_and_on
     assert "at most 0.7 % of what it was, or of the heads beside" in alert.message or "0.8 %" in alert.message
 
 
-@pytest.mark.parametrize(("shrinks", "told"), [(1.0, 1), (0.99, 1), (0.9, 0)])
-def test_keys_that_vanish_are_not_said_to_be_moving_together(shrinks, told):
+@pytest.mark.parametrize(("shrinks", "reported"), [(1.0, 1), (0.99, 1), (0.9, 0)])
+def test_keys_that_vanish_are_not_said_to_be_moving_together(shrinks, reported):
     rising_curve = rising(40, 0.02)
     records = [
         record(10 * place, hdi_alignment=value, hdi_worst_alignment=0.0, hdi_head_norm=shrinks**place)
         for place, value in enumerate(rising_curve, 1)
     ]
-    assert len(judge(AlignmentForecast(), records)) == told
+    assert len(judge(AlignmentForecast(), records)) == reported
 
 
-def test_keys_that_vanish_together_are_told_as_dead():
+def test_keys_that_vanish_together_are_reported_as_dead():
     model = attention()
     records = [measured(model, 0)]
     for step in (10, 20):
@@ -573,7 +573,7 @@ def test_two_hundred_fresh_layers_are_not_called_tied():
     assert [seed for seed in range(200) if judge(TiedHeads(), [measured(attention(seed), 0)], FACTS)] == []
 
 
-def test_equal_heads_are_told_once_and_as_close_ones_once_they_differ():
+def test_equal_heads_are_reported_once_and_as_close_ones_once_they_differ():
     model = attention()
     keys(model)[:] = keys(model)[:1].clone()
     facts = [layer.facts() for layer in HeadDiversityMonitor(model, metrics=["hdi"]).layers]
@@ -599,13 +599,13 @@ def test_close_heads_that_were_loaded_are_left_alone_until_others_join_them():
     keys(model)[2] = keys(model)[0] + 0.02 * torch.randn(8, 32)
     joined = measured(model, 20)
 
-    def told(loaded):
+    def reported(loaded):
         alerts = Alerts(default_rules(), FACTS, loaded=loaded)
         return [(alert.step, alert.rule, alert.finding.heads) for item in (first, later, joined)
                 for alert in alerts.judge(item)]  # fmt: skip
 
-    assert told(True) == [(20, "worst pair", (0, 1, 2))]
-    assert told(False)[:2] == [(0, "tied heads", (0, 1)), (10, "worst pair", (0, 1))]
+    assert reported(True) == [(20, "worst pair", (0, 1, 2))]
+    assert reported(False)[:2] == [(0, "tied heads", (0, 1)), (10, "worst pair", (0, 1))]
 
 
 def test_a_model_that_was_loaded_aligned_is_quiet_for_as_long_as_it_stays_so():

@@ -76,13 +76,13 @@ def malformed(draw, good):
 
 
 @contextmanager
-def told_at_most_once():
-    with warnings.catch_warnings(record=True) as seen:
+def warned_at_most_once():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    told = [str(item.message) for item in seen if issubclass(item.category, HDIWarning)]
-    about_state = [text for text in told if "state of" in text and "not sound" in text]
-    assert len(about_state) <= 1, told
+    reported = [str(item.message) for item in caught if issubclass(item.category, HDIWarning)]
+    about_state = [text for text in reported if "state of" in text and "not sound" in text]
+    assert len(about_state) <= 1, reported
 
 
 def small(**options) -> dict:
@@ -117,10 +117,10 @@ SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 @settings(max_examples=300, **SLOW)
 def test_whatever_is_taken_from_a_state_is_sound(loop_state, data):
     state = data.draw(malformed(loop_state))
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sound = sound_state(state, step=5, warn_once=WarnOnce())
-    assert len(seen) <= 1
+    assert len(caught) <= 1
     if sound is None:
         return
     for name in ("last_step", "step"):
@@ -141,7 +141,7 @@ def test_a_loop_goes_on_from_any_state_and_reads(loop_state, tmp_path_factory, d
     model = classifier()
     optimizer = adam(model)
     folder = tmp_path_factory.mktemp("again")
-    with told_at_most_once(), watch_heads(model, optimizer, log_dir=folder, **small()) as heads:
+    with warned_at_most_once(), watch_heads(model, optimizer, log_dir=folder, **small()) as heads:
         heads.load_state_dict(state)
         began = heads.global_step
         steps(heads, model, optimizer, 3)
@@ -184,7 +184,7 @@ def test_lightning_goes_on_from_any_state_and_reads(lightning_checkpoint, tmp_pa
     torch.save({**lightning_checkpoint, "callbacks": {}}, folder / "five.ckpt")
     callback = HDICallback(**small())
     trainer = trainer_for(folder, callback, Puts(callback, state), max_epochs=2)
-    with told_at_most_once():
+    with warned_at_most_once():
         trainer.fit(Module(), batches(count=5), ckpt_path=folder / "five.ckpt")
     assert trainer.global_step == 10
     assert readings(callback.history_path)[-3:] == [6, 8, 10]
@@ -223,13 +223,13 @@ def test_a_torn_or_odd_state_file_costs_one_warning_and_the_run_goes_on(trainer_
     callback = HDITrainerCallback(**small())
     try:
         file.write_bytes(tear(whole))
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train_with_transformers(trainer_folder, callback, max_steps=8, resume=str(file.parent))
     finally:
         file.write_bytes(whole)
-    told = [str(item.message) for item in seen if item.category.__name__ == "MonitoringWarning"]
-    assert len(told) == 1, told
+    reported = [str(item.message) for item in caught if item.category.__name__ == "MonitoringWarning"]
+    assert len(reported) == 1, reported
     read = readings(callback.history_path)
     assert read[-2:] == [6, 8]
     for path in histories:
@@ -238,15 +238,15 @@ def test_a_torn_or_odd_state_file_costs_one_warning_and_the_run_goes_on(trainer_
 
 
 @pytest.mark.parametrize("number", [10**9, -1, math.nan, True, "5", [5], 2.0])
-def test_a_last_step_that_cannot_be_is_told_and_the_next_forward_is_read(loop_state, tmp_path, number):
+def test_a_last_step_that_cannot_be_is_reported_and_the_next_forward_is_read(loop_state, tmp_path, number):
     model = classifier()
     optimizer = adam(model)
-    with pytest.warns(HDIWarning, match="`last_step`") as seen, watch_heads(
+    with pytest.warns(HDIWarning, match="`last_step`") as caught, watch_heads(
         model, optimizer, log_dir=tmp_path, **{**small(), "interventions": None}
     ) as heads:  # fmt: skip
         heads.load_state_dict({**loop_state, "last_step": number})
         steps(heads, model, optimizer, 2)
-    assert len([item for item in seen if "not sound" in str(item.message)]) == 1
+    assert len([item for item in caught if "not sound" in str(item.message)]) == 1
     assert heads.global_step == 7
     assert readings(heads.history_path) == [0, 2, 4, 5, 6, 7], "what the history holds by then counts"
 

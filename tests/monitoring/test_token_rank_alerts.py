@@ -18,7 +18,7 @@ from hdi_callback.monitoring.rules.jumps import InputsLoseRank
 from tests.skips import NEEDS_ENCODER
 
 N, D, READINGS, FALL = 640, 544, 16, 9  # more tokens, and more features, than are all paired
-Told = list[tuple[str, int, int | None, bool]]
+Reported = list[tuple[str, int, int | None, bool]]
 
 
 def of_all_pairs(tokens: Tensor) -> float:
@@ -32,9 +32,9 @@ def of_some_pairs(tokens: Tensor) -> float:
     return float(InputSums.in_single(tokens, torch.ones(len(tokens)).double()).spread().rank)
 
 
-def told(series: dict[str, Sequence[float]]) -> Told:
+def reported(series: dict[str, Sequence[float]]) -> Reported:
     alerts = Alerts([InputsLoseRank()], [{"name": name, "num_heads": 2} for name in series], loaded=False)
-    news: Told = []
+    news: Reported = []
     for place, ranks in enumerate(zip(*series.values())):
         layers = {name: LayerRecord({"token_rank": rank}) for name, rank in zip(series, ranks)}
         news += [(one.layer, one.step, one.finding.since, one.is_resolved)
@@ -59,15 +59,15 @@ SERIES: dict[str, Callable[[int], Tensor]] = {
 }  # fmt: skip
 
 
-def test_the_rule_tells_of_the_estimate_what_it_tells_of_all_pairs_of_tokens():
-    news: dict[str, Told] = {}
+def test_the_rule_judges_the_estimate_as_it_judges_all_pairs_of_tokens():
+    news: dict[str, Reported] = {}
     for name, tokens_at in SERIES.items():
         batches = [tokens_at(at) for at in range(READINGS)]
         exact, estimate = ([rank(one) for one in batches] for rank in (of_all_pairs, of_some_pairs))
         assert estimate != exact, "nothing was estimated"
         assert estimate == pytest.approx(exact, rel=0.02)
-        news[name] = told({"first": estimate, "second": estimate})
-        assert news[name] == told({"first": exact, "second": exact}), name
+        news[name] = reported({"first": estimate, "second": estimate})
+        assert news[name] == reported({"first": exact, "second": exact}), name
     fallen = {name for name, one in news.items() if one}
     assert fallen == {
         "few tokens again and again", "features that are cut off", "a fall that is made up for",
@@ -102,6 +102,6 @@ def test_so_it_does_of_what_the_layers_of_a_trained_encoder_are_given(monkeypatc
     )
     assert len(given) == 6
     assert estimate != exact
-    news = told(estimate)
-    assert news == told(exact)
+    news = reported(estimate)
+    assert news == reported(exact)
     assert {since for *_, since, _ in news} == {120}

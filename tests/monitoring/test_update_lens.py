@@ -72,7 +72,7 @@ def test_every_curve_is_that_of_the_difference_of_two_readings(model):
         assert second.values[f"update_circuit_{name}_worst"] == pytest.approx(float(truth.max()), abs=1e-4)
 
 
-def test_heads_that_learn_the_same_are_seen_before_their_weights_are_alike(model):
+def test_heads_that_learn_the_same_are_detected_before_their_weights_are_alike(model):
     change = changes(32)
     for one in change.values():
         one[3] = one[1]

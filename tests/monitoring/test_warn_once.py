@@ -10,25 +10,25 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 def test_a_failure_that_repeats_is_said_once_and_counted():
     warn_once = WarnOnce()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):
             with warn_once.guard("writing the history"):
                 raise OSError("disk full")
-    assert [str(warning.message) for warning in seen] == [
+    assert [str(warning.message) for warning in caught] == [
         "writing the history failed (OSError: disk full). Training goes on."
     ]
-    assert seen[0].category is MonitoringWarning
+    assert caught[0].category is MonitoringWarning
     assert warn_once.count == {"writing the history": 5}
 
 
 def test_two_kinds_of_failure_are_said_each():
     warn_once = WarnOnce()
-    with pytest.warns(MonitoringWarning) as seen:
+    with pytest.warns(MonitoringWarning) as caught:
         for work in ("a", "b"):
             with warn_once.guard(work):
                 raise ValueError(work)
-    assert len(seen) == 2
+    assert len(caught) == 2
 
 
 def test_an_interrupt_is_not_contained():

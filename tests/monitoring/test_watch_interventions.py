@@ -61,16 +61,16 @@ class Fails(Intervention):
 
 
 def train(*interventions, state=None):
-    """Train a few steps; give the weights, the state in the middle, the warnings and what the good one was told."""
+    """Train a few steps; give the weights, the state in the middle, the warnings and the alerts of the good one."""
     torch.manual_seed(0)
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told: list[str] = []
-    with warnings.catch_warnings(record=True) as seen:
+    reported: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with watch_heads(
             model, optimizer, every_n_steps=1, history=False, verbose=False, alerts=[Always()],
-            interventions=[*interventions, Call(lambda alert: told.append(alert.layer))],
+            interventions=[*interventions, Call(lambda alert: reported.append(alert.layer))],
         ) as heads:  # fmt: skip
             if state is not None:
                 heads.load_state_dict(state)
@@ -81,27 +81,27 @@ def train(*interventions, state=None):
                     optimizer.step()
                 optimizer.zero_grad()
             kept = heads.state_dict()
-    about = [str(item.message) for item in seen if issubclass(item.category, MonitoringWarning)]
-    return [parameter.detach().clone() for parameter in model.parameters()], kept, about, told
+    about = [str(item.message) for item in caught if issubclass(item.category, MonitoringWarning)]
+    return [parameter.detach().clone() for parameter in model.parameters()], kept, about, reported
 
 
 @pytest.mark.parametrize("at", ["attach", "detach", "act", "before_optimizer_step", "state_dict"])
 def test_an_intervention_that_raises_costs_one_warning_and_neither_the_run_nor_the_others(at):
     plain, *_ = train()
-    weights, kept, seen, told = train(Fails(at))
+    weights, kept, seen, reported = train(Fails(at))
     assert len(seen) == 1
     assert "Fails" in seen[0]
     assert "RuntimeError: broken" in seen[0]
-    assert told == ["blocks.0.attn", "blocks.1.attn"]
+    assert reported == ["blocks.0.attn", "blocks.1.attn"]
     assert all(torch.equal(left, right) for left, right in zip(weights, plain))
     json.dumps(kept)
 
 
 def test_a_state_that_cannot_be_loaded_costs_one_warning_and_the_others_resume():
     *_, kept, _, _ = train(Fails())
-    _, _, seen, told = train(Fails("load_state_dict"), state=kept)
+    _, _, seen, reported = train(Fails("load_state_dict"), state=kept)
     assert [("resuming the intervention Fails" in message) for message in seen] == [True]
-    assert told == [], "the alerts stand, as the state says"
+    assert reported == [], "the alerts stand, as the state says"
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_an_intervention_that_refuses_the_model_is_an_error_and_leaves_no_hook_o
 def test_an_intervention_begins_anew_in_a_second_run():
     scale, fails = ScaleLearningRate(0.5), Fails()
     for _ in range(2):
-        _, kept, seen, told = train(scale, fails)
+        _, kept, seen, reported = train(scale, fails)
         assert seen == []
-        assert told == ["blocks.0.attn", "blocks.1.attn"]
+        assert reported == ["blocks.0.attn", "blocks.1.attn"]
         counts = {name: state["count"] for name, state in kept["interventions"]}
         assert counts == {"ScaleLearningRate": 2, "Fails": 1, "Call": 2}
 

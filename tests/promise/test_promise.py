@@ -33,13 +33,13 @@ _SEEN = [
 
 
 @pytest.mark.parametrize("fault", _SEEN)
-def test_a_monitor_that_breaks_the_promise_is_seen(fault: Fault):
+def test_a_monitor_that_breaks_the_promise_is_caught(fault: Fault):
     with broken(fault.act):
         result = compare(Training.parse(fault.training))
     assert any(fault.seen in one for one in result.differences), report(result)
 
 
-def test_a_hook_that_stays_is_seen():
+def test_a_hook_that_stays_is_detected():
     with leaving_hooks():
         result = compare(PLAINEST)
     assert any(one.startswith("hooks of modules: head None alone, 1 watched") for one in result.differences)

@@ -236,13 +236,13 @@ def spying() -> Iterator[Counter[str]]:
 @contextmanager
 def listening(trace: Trace) -> Iterator[None]:
     """Collect warnings: those of the package apart from all others."""
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    trace.said = [str(item.message) for item in seen if issubclass(item.category, HDIWarning)]
+    trace.said = [str(item.message) for item in caught if issubclass(item.category, HDIWarning)]
     others = Counter(
         f"{item.category.__name__}: {re.sub(r'0x[0-9a-f]+|/tmp/[^ ]*|[0-9.]+', '', str(item.message))[:200]}"
-        for item in seen
+        for item in caught
         if not issubclass(item.category, HDIWarning)
     )
     trace.keep("warnings of others", sorted(others))

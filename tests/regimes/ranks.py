@@ -17,7 +17,7 @@ START = 300  # seconds; a busy machine takes its time to import what two process
 
 
 @dataclass
-class Told:
+class Reported:
     """What one rank has to tell of a function.
 
     Attributes:
@@ -37,16 +37,16 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Told]:
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Reported]:
         """Run a function of a module on all ranks, as ``function(rank, *args)``."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        told: dict[int, Told] = {}
+        reported: dict[int, Reported] = {}
         end = time.monotonic() + PATIENCE
-        while len(told) < self._size:  # a rank that failed is told of rather than those that wait for it
-            waiting = [rank for rank in range(self._size) if rank not in told]
+        while len(reported) < self._size:  # a rank that failed is reported rather than those that wait for it
+            waiting = [rank for rank in range(self._size) if rank not in reported]
             ready = [rank for rank in waiting if self._pipes[rank].poll(0.01)]
             for rank in ready:
                 try:
@@ -57,11 +57,11 @@ class RankPool:
                 if isinstance(answer, str):
                     self.stop()
                     raise AssertionError(f"rank {rank} failed in {function.__name__}:\n{answer}")
-                told[rank] = answer
+                reported[rank] = answer
             if not ready and time.monotonic() > end:
                 self.stop()
                 raise AssertionError(f"rank {waiting[0]} hangs in {function.__name__}")
-        return [told[rank] for rank in range(self._size)]
+        return [reported[rank] for rank in range(self._size)]
 
     def stop(self) -> None:
         for process in self._processes:
@@ -97,9 +97,9 @@ def _serve(rank: int, size: int, store: Path, pipe: Any) -> None:
     while True:
         function, args = pipe.recv()
         try:
-            with warnings.catch_warnings(record=True) as seen:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 answer = function(rank, *args)
-            pipe.send(Told(answer, [str(item.message) for item in seen if "hdi" in item.category.__module__]))
+            pipe.send(Reported(answer, [str(item.message) for item in caught if "hdi" in item.category.__module__]))
         except BaseException:
             pipe.send(traceback.format_exc())

@@ -145,7 +145,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
 
 def answers(rank: int) -> dict[str, tuple[Any, Any]]:
     """What the ranks answer each other, and what one of them is answered while its code is run apart."""
-    told: dict[str, tuple[Any, Any]] = {}
+    reported: dict[str, tuple[Any, Any]] = {}
     for name, call in CALLS.items():
         try:
             sent: Any = call().tolist()
@@ -156,10 +156,10 @@ def answers(rank: int) -> dict[str, tuple[Any, Any]]:
                 answered: Any = call().tolist()
         except Exception as error:
             answered = f"{type(error).__name__}: {error}"
-        told[name] = sent, answered
+        reported[name] = sent, answered
     with isolated():
-        told["gradient"] = _own(6).chunk(2)[rank].tolist(), _gradient().tolist()
-    return told
+        reported["gradient"] = _own(6).chunk(2)[rank].tolist(), _gradient().tolist()
+    return reported
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def train_in_a_ring(rank: int, is_watched: bool) -> dict[str, Any]:
     model = ring_model()
     share = sequences().chunk(dist.get_world_size(), 1)[rank] if dist.is_initialized() else sequences()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told: dict[str, Any] = {"losses": []}
+    reported: dict[str, Any] = {"losses": []}
     with HeadDiversityMonitor(model if is_watched else nn.Linear(2, 2), metrics=["hdi", "head_correlation"]) as monitor:
         for step in range(3):
             monitor.arm()
@@ -238,11 +238,11 @@ def train_in_a_ring(rank: int, is_watched: bool) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            told["losses"].append(float(loss.detach()))
+            reported["losses"].append(float(loss.detach()))
             record = monitor.measure(step).record()
-        told |= {"tags": record.scalars(["hdi"]), "heads": [layer.num_heads for layer in monitor.layers],
+        reported |= {"tags": record.scalars(["hdi"]), "heads": [layer.num_heads for layer in monitor.layers],
                  "refused": [str(one) for one in monitor.refused]}  # fmt: skip
-    return told
+    return reported
 
 
 def find_on_one_rank(rank: int, kind: str) -> list[int] | None:

@@ -160,14 +160,14 @@ def test_a_monitor_that_rests_during_evaluation_sees_training_again(dynamo):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_ran_compiled_before_the_monitor_came_is_told_once_with_a_remedy_that_helps(way):
+def test_a_model_that_ran_compiled_before_the_monitor_came_is_reported_once_with_a_remedy_that_helps(way):
     model = classifier()
     compiled = way(model)
     compiled(tokens()).sum().backward()
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
-        with pytest.warns(MonitoringWarning, match=r"torch\.compiler\.reset\(\)") as seen:
+        with pytest.warns(MonitoringWarning, match=r"torch\.compiler\.reset\(\)") as caught:
             readings = [read(monitor, compiled, tokens()) for _ in range(3)]
-        assert len(seen) == 1
+        assert len(caught) == 1
         for tags in readings:
             assert set(tags) == {*(f"hdi/{name}" for name in LAYERS), "hdi/mean", "hdi/min"}
         torch.compiler.reset()

@@ -346,13 +346,13 @@ def test_padded_batches_of_different_lengths_add_up_to_the_joined_batch(two_rank
 
 
 def test_a_reading_over_ranks_is_that_of_the_joined_batch(two_ranks):
-    alone, told = reading_alone(), two_ranks(read_under_ddp, False)
-    for rank in told:
+    alone, reported = reading_alone(), two_ranks(read_under_ddp, False)
+    for rank in reported:
         assert rank.warnings == []
         for tags in rank.answer["tags"]:
             assert tags == pytest.approx(alone, abs=1e-6)
             assert set(tags) == set(alone)
-    assert told[0].answer == told[1].answer | {"layers measured": told[0].answer["layers measured"]}
+    assert reported[0].answer == reported[1].answer | {"layers measured": reported[0].answer["layers measured"]}
 
 
 def test_updates_over_ranks_are_those_of_one_process(two_ranks):
@@ -364,11 +364,11 @@ def test_updates_over_ranks_are_those_of_one_process(two_ranks):
 
 
 def test_each_layer_is_measured_once_and_three_sums_make_a_reading(two_ranks):
-    told = two_ranks(read_under_ddp, False)
+    reported = two_ranks(read_under_ddp, False)
     # Three layers, two roles, two readings: the first rank has layers 0 and 2, the second has layer 1.
-    assert [rank.answer["layers measured"] for rank in told] == [[2] * 4, [1] * 4]
+    assert [rank.answer["layers measured"] for rank in reported] == [[2] * 4, [1] * 4]
     # The ranks agree on the layers in the store, not by a collective call.
-    assert [rank.answer["collectives"] for rank in told] == [6, 6]
+    assert [rank.answer["collectives"] for rank in reported] == [6, 6]
 
 
 def test_the_shapes_of_what_is_added_up_are_computed_once(two_ranks):
@@ -393,14 +393,14 @@ def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):
         monitor.arm()
         model(batch()[SHARES[0]]).sum().backward()
         alone = monitor.measure(0).record().scalars(METRICS)
-    told = two_ranks(read_under_ddp, True)
-    for rank in told:
+    reported = two_ranks(read_under_ddp, True)
+    for rank in reported:
         assert rank.answer["tags"][-1] == pytest.approx(alone, abs=1e-6)
 
 
 def test_what_fails_on_one_rank_does_not_hold_up_the_other(two_ranks):
-    told = two_ranks(read_with_a_layer_that_one_rank_lacks)
-    first, second = (rank.answer for rank in told)
+    reported = two_ranks(read_with_a_layer_that_one_rank_lacks)
+    first, second = (rank.answer for rank in reported)
     # The second rank had to measure layer 1 and could not, so that nobody has it; all the rest is there.
     of_keys = ("hdi", "hdi_worst_pair", "hdi_worst_pair_importance_both", "circuit_qk", "weights_not_finite")
     lost = {f"{metric}/blocks.1.attn" for metric in of_keys}
@@ -438,10 +438,10 @@ def test_a_rank_that_never_arms_takes_part_and_nobody_waits(two_ranks):
 
 def test_a_rank_that_misses_a_reading_costs_one_warning_and_not_the_run(two_ranks):
     first, second = two_ranks(miss_a_reading)
-    assert [len(told.answer) for told in (first, second)] == [3, 2]
-    assert all(f"hdi/{name}" in tags for told in (first, second) for tags in told.answer for name in LAYERS)
-    for told in (first, second):
-        (warning,) = told.warnings
+    assert [len(reported.answer) for reported in (first, second)] == [3, 2]
+    assert all(f"hdi/{name}" in tags for reported in (first, second) for tags in reported.answer for name in LAYERS)
+    for reported in (first, second):
+        (warning,) = reported.warnings
         assert "taken no reading within" in warning
 
 
@@ -451,9 +451,9 @@ def test_readings_leave_no_growing_heap_in_the_store(two_ranks):
 
 
 def test_ranks_with_different_models_say_so_and_read_alone(two_ranks):
-    for rank, told in enumerate(two_ranks(read_different_models)):
-        assert len(told.answer) == 1 + rank + 2
-        assert ["do not watch the same layers" in line for line in told.warnings] == [True]
+    for rank, reported in enumerate(two_ranks(read_different_models)):
+        assert len(reported.answer) == 1 + rank + 2
+        assert ["do not watch the same layers" in line for line in reported.warnings] == [True]
 
 
 @pytest.mark.some_slow(quick=1)
@@ -471,13 +471,13 @@ def test_layers_that_only_the_forward_of_one_rank_shows_hold_up_no_rank(two_rank
 
 
 def test_a_collective_that_fails_costs_one_warning(two_ranks):
-    for told in two_ranks(read_over_a_collective_that_fails):
-        assert {f"hdi/{name}" for name in LAYERS} < set(told.answer)
-        assert ["over several ranks failed" in line for line in told.warnings] == [True]
+    for reported in two_ranks(read_over_a_collective_that_fails):
+        assert {f"hdi/{name}" for name in LAYERS} < set(reported.answer)
+        assert ["over several ranks failed" in line for line in reported.warnings] == [True]
 
 
 def test_measuring_alone_can_be_asked_for(two_ranks):
-    assert [told.answer for told in two_ranks(read_alone_on_request)] == [0, 0]
+    assert [reported.answer for reported in two_ranks(read_alone_on_request)] == [0, 0]
     with pytest.raises(MisconfigurationError, match='write "auto"'):
         HeadDiversityMonitor(classifier(), process_group="gloo")
 

@@ -32,12 +32,12 @@ class Run:
     def step(self, x: torch.Tensor | None = None) -> None:
         x = torch.randint(16, (4, LENGTH)) if x is None else x
         optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.monitor.arm()
             self.model(x).sum().backward()
             self.records.append(self.monitor.measure(len(self.records)).record())
-        self.warnings += [str(item.message) for item in seen if issubclass(item.category, MonitoringWarning)]
+        self.warnings += [str(item.message) for item in caught if issubclass(item.category, MonitoringWarning)]
         optimizer.step()
         optimizer.zero_grad()
 

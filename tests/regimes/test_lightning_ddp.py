@@ -113,12 +113,12 @@ def joined(first: dict, second: dict) -> Witness:
 )
 def test_two_ranks_write_one_history_of_all_tokens_and_train_as_without_it(tmp_path, two_ranks, kind, options):
     """The batches are uneven; in the third case a layer is unused on one of the ranks, now and then."""
-    alone = [told.answer for told in two_ranks(fit_on_rank, tmp_path / "alone", kind, False, options)]
-    told = two_ranks(fit_on_rank, tmp_path / "watched", kind, True, options)
-    watched = [one.answer for one in told]
-    assert told[0].warnings == []
-    assert len(told[1].warnings) == (kind is Skips)
-    assert kind is not Skips or f"No head outputs of `{LIT_LAYERS[1]}`" in told[1].warnings[0]
+    alone = [reported.answer for reported in two_ranks(fit_on_rank, tmp_path / "alone", kind, False, options)]
+    reported = two_ranks(fit_on_rank, tmp_path / "watched", kind, True, options)
+    watched = [one.answer for one in reported]
+    assert reported[0].warnings == []
+    assert len(reported[1].warnings) == (kind is Skips)
+    assert kind is not Skips or f"No head outputs of `{LIT_LAYERS[1]}`" in reported[1].warnings[0]
     for without, with_it in zip(alone, watched, strict=True):
         pairs = list(itertools.zip_longest(without["left"], with_it["left"]))
         assert len(pairs) > 100
@@ -144,8 +144,8 @@ def test_two_ranks_write_one_history_of_all_tokens_and_train_as_without_it(tmp_p
 
 
 def test_early_stopping_decides_alike_on_both_ranks(tmp_path, two_ranks):
-    told = two_ranks(fit_on_rank, tmp_path, Classifier, True, {"max_epochs": 4})
-    assert [one.answer["epochs"] for one in told] == [1, 1]
+    reported = two_ranks(fit_on_rank, tmp_path, Classifier, True, {"max_epochs": 4})
+    assert [one.answer["epochs"] for one in reported] == [1, 1]
 
 
 # --- weights that are spread over ranks
@@ -204,10 +204,10 @@ def fit_spread(rank: int, folder: Path, kind: type[Module], sizes: tuple[int, in
         return None if callback.history_path is None else str(callback.history_path)
 
 
-def records_of(told: list) -> list[Record]:
-    assert [one.warnings for one in told] == [[], []]
-    assert told[1].answer is None
-    return read_records(told[0].answer)
+def records_of(reported: list) -> list[Record]:
+    assert [one.warnings for one in reported] == [[], []]
+    assert reported[1].answer is None
+    return read_records(reported[0].answer)
 
 
 def check_alike(records: list[Record], truth: list[Record], absent: Collection[str] = ()) -> None:
@@ -233,16 +233,16 @@ def test_tensor_parallel_weights_are_read_as_those_of_one_process(tmp_path, two_
     """Ranks that hold parts of one layer get the same batches."""
     callback = HDICallback(every_n_steps=2)
     trainer_for(tmp_path / "one", callback).fit(Module(), DataLoader(Batches(4), batch_size=None))
-    told = two_ranks(fit_spread, tmp_path / "two", Parallel, (4, 4), False)
+    reported = two_ranks(fit_spread, tmp_path / "two", Parallel, (4, 4), False)
     rows = {"attention rows"}  # every rank attends with its own heads
-    check_alike(records_of(told), read_records(callback.history_path), rows)
+    check_alike(records_of(reported), read_records(callback.history_path), rows)
 
 
 @pytest.mark.slow
 def test_a_sharded_run_resumes_without_a_gap_or_a_double_point(tmp_path, two_ranks):
     """Lightning restores callbacks later here than elsewhere."""
-    told = two_ranks(fit_spread, tmp_path, Sharded, SIZES, True)
-    records, history = records_of(told), told[0].answer
+    reported = two_ranks(fit_spread, tmp_path, Sharded, SIZES, True)
+    records, history = records_of(reported), reported[0].answer
     assert Path(history).is_relative_to(tmp_path / "resumed"), "resumed in a folder of its own"
     steps = [line["step"] for line in read_lines(history) if line["kind"] == "reading"]
     assert steps[:5] == [0, 2, 4, 5, 6]

@@ -22,7 +22,7 @@ from hdi_callback.monitoring.alerts import Finding
 from hdi_callback.monitoring.history import load_history, read_lines, read_records, writer
 from hdi_callback.monitoring.interventions import Call, Intervention, SaveCheckpoint, ScaleLearningRate
 from tests.models import CLASSES, LIT_LAYERS, WIDTH, Block, batches
-from tests.regimes.trainings import Module, in_a_process, told, trainer_for
+from tests.regimes.trainings import Module, in_a_process, reported, trainer_for
 from tests.wandb_files import read_wandb
 
 STEPS = [0, 2, 4, 6, 8]
@@ -40,7 +40,7 @@ class Always(Rule):
 def fit(folder: Path, callback: HDICallback, *others: L.Callback, module: Module | None = None, **options):
     """Train eight steps, and give what the package warned of."""
     trainer = trainer_for(folder, *others, callback, **options)
-    with told() as said:
+    with reported() as said:
         trainer.fit(Module() if module is None else module, batches(count=8))
     assert trainer.global_step == 8
     assert {f"hdi/{name}" for name in LIT_LAYERS} < set(trainer.callback_metrics)
@@ -302,7 +302,7 @@ def test_a_lone_surrogate_in_a_name_reaches_every_outlet_as_its_escape(tmp_path,
     callback, board = HDICallback(every_n_steps=2, alerts=[Always()]), TensorBoardLogger(tmp_path)
     run = WandbLogger(save_dir=tmp_path, offline=True, project="hdi")
     trainer = trainer_for(tmp_path, callback, logger=[board, run])
-    with told() as said:
+    with reported() as said:
         trainer.fit(Module(OddlyNamed()), batches(count=8))
     run.experiment.finish()
     assert said == []
@@ -317,7 +317,7 @@ def test_a_lone_surrogate_in_a_name_reaches_every_outlet_as_its_escape(tmp_path,
     assert f"step 0, {layers[0]}: as ever" in capsys.readouterr().out
 
 
-# --- misuse, told before the first step
+# --- misuse, reported before the first step
 
 
 @pytest.mark.parametrize(

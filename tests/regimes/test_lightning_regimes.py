@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hdi_callback import HDICallback
 from hdi_callback.monitoring.history import read_records
 from tests.models import LAYERS, LIT_LAYERS, Block, Classifier, batches
-from tests.regimes.trainings import Module, Witness, told, trainer_for
+from tests.regimes.trainings import Module, Witness, reported, trainer_for
 
 
 def check_readings(callback: HDICallback, witness: Witness, steps: list[int], *, names=LIT_LAYERS, abs_tol=1e-6):
@@ -107,13 +107,15 @@ def test_a_second_fit_of_a_compiled_module_is_read_too(tmp_path, dynamo):
 
 
 @pytest.mark.parametrize("resets", [False, True])
-def test_a_module_that_was_compiled_and_called_before_is_told_once_with_a_remedy_that_helps(tmp_path, dynamo, resets):
+def test_a_module_that_was_compiled_and_called_before_is_reported_once_with_a_remedy_that_helps(
+    tmp_path, dynamo, resets
+):
     lit = within(Module(), "eager")
     # Lightning takes the callbacks out while it looks for a learning rate.
     lit.learning_rate = 0.01
     callback = HDICallback(every_n_steps=2)
     trainer = trainer_for(tmp_path, callback)
-    with told() as warnings:
+    with reported() as warnings:
         Tuner(trainer).lr_find(lit, batches(count=7), num_training=6, update_attr=False)
         if resets:
             torch.compiler.reset()
@@ -201,9 +203,9 @@ class UnusedInTurn(TwoInTurn):
         optimizer.step()
 
 
-def test_a_network_that_rests_is_told_once(tmp_path):
+def test_a_network_that_rests_is_reported_once(tmp_path):
     callback = HDICallback(every_n_steps=2)
-    with told() as warnings:
+    with reported() as warnings:
         trainer_for(tmp_path, callback).fit(UnusedInTurn(), batches(count=6))
     assert len(warnings) == 1
     assert "No head outputs of `b.blocks.0.attn`" in warnings[0]

@@ -230,8 +230,8 @@ def assert_same(found: Any, truth: Any) -> None:
 @pytest.mark.parametrize("cuts", [[0, 2, 4], [0, 1, 4], [0, 0, 4]])
 def test_two_stages_give_one_reading_of_the_whole_model_on_both_ranks(two_ranks, cuts):
     whole = read_whole()
-    told = two_ranks(read_pipeline, cuts, 1)
-    for rank, one in enumerate(told):
+    reported = two_ranks(read_pipeline, cuts, 1)
+    for rank, one in enumerate(reported):
         assert one.answer["absent"] == {}
         assert one.answer["tags"] == pytest.approx(whole["tags"], rel=1e-4, abs=1e-5)
         assert list(one.answer["tags"]) == list(whole["tags"])
@@ -252,9 +252,9 @@ def read_alone(metrics: list[str]) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tensor parallel"])
 def test_a_pipeline_of_copies_in_one_mesh_gives_one_reading_of_the_whole_model_on_all_ranks(four_ranks, kind):
-    told = four_ranks(read_stages_of_copies, kind)
+    reported = four_ranks(read_stages_of_copies, kind)
     whole = read_alone(_metrics_of(kind))
-    for one in told:
+    for one in reported:
         assert one.warnings == []
         assert one.answer["absent"] == {}
         assert one.answer["tags"] == pytest.approx(whole, rel=1e-4, abs=1e-5)
@@ -286,12 +286,12 @@ def test_microbatches_of_a_pipeline_count_as_the_whole_batch(two_ranks):
 @pytest.mark.parametrize("kind", ["ScheduleInterleaved1F1B", pytest.param("ScheduleInterleavedZeroBubble", marks=SLOW)])
 def test_two_stages_on_each_rank_give_one_reading_of_the_whole_model(two_ranks, kind):
     whole = read_whole()["tags"]
-    told = two_ranks(read_interleaved, kind)
-    assert [one.answer["held"] for one in told] == [
+    reported = two_ranks(read_interleaved, kind)
+    assert [one.answer["held"] for one in reported] == [
         ["blocks.0.attn", "blocks.2.attn"],
         ["blocks.1.attn", "blocks.3.attn"],
     ]
-    for one in told:
+    for one in reported:
         for name in METRICS:  # attention rows are of the first microbatch
             for place in range(BLOCKS):
                 tag = f"{name}/blocks.{place}.attn"
@@ -327,10 +327,10 @@ def test_the_first_rank_writes_a_history_of_all_stages_and_resumes_it_on_all_ran
     assert [record.step for record in records] == [0, 2, 4]
     assert all(list(record.layers) == names for record in records)
     assert all(len(layer.values) > 3 for record in records for layer in record.layers.values())
-    told = two_ranks(watch_pipeline, str(tmp_path), True)
-    assert [one.warnings for one in told] == [[], []]
-    assert told[0].answer["latest"] == told[1].answer["latest"]
-    assert [record.step for record in read_records(told[0].answer["path"])] == [0, 2, 4, 6, 8]
+    reported = two_ranks(watch_pipeline, str(tmp_path), True)
+    assert [one.warnings for one in reported] == [[], []]
+    assert reported[0].answer["latest"] == reported[1].answer["latest"]
+    assert [record.step for record in read_records(reported[0].answer["path"])] == [0, 2, 4, 6, 8]
 
 
 def test_layers_of_stages_come_in_the_order_of_the_model():

@@ -41,11 +41,11 @@ def refused(rank: int) -> str:
 
 @pytest.mark.slow
 def test_ranks_that_leave_at_different_steps_do_not_wait_for_each_other(two_ranks, tmp_path):
-    told = two_ranks(leaves_early, str(tmp_path))
-    assert [one.answer[0] for one in told] == [2, 5]
-    assert all(one.answer[1] > 0 for one in told)
+    reported = two_ranks(leaves_early, str(tmp_path))
+    assert [one.answer[0] for one in reported] == [2, 5]
+    assert all(one.answer[1] > 0 for one in reported)
     assert [record.step for record in read_records(tmp_path / "rank0.jsonl")] == [0, 1, 2]
-    assert [one.warnings for one in told] == [[], []]
+    assert [one.warnings for one in reported] == [[], []]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from hdi_callback.monitoring.rules.replay import read_alerts, replay
 from tests.histories import readings
 from tests.models import HEADS, LIT_LAYERS, Classifier, batches
 from tests.regimes.killed_run import LIMITS, STEPS, Moment, run
-from tests.regimes.trainings import Module, in_a_process, told, trainer_for
+from tests.regimes.trainings import Module, in_a_process, reported, trainer_for
 
 DUE = list(range(0, STEPS + 1, 2))
 MOVEMENT = {"head_movement", "head_movement_min", "head_unchanged"}
@@ -232,7 +232,7 @@ def only(*names: str):
     [
         lambda state: {"format": 1, **only("last_step", "history")(state)},  # as the first version wrote it
         only("last_step", "history"),
-        only("format", "last_step", "history", "alerts", "interventions"),  # before layers were told
+        only("format", "last_step", "history", "alerts", "interventions"),  # before states named layers
     ],
 )
 def test_a_state_of_an_earlier_format_goes_on(tmp_path, saved, change):
@@ -268,7 +268,7 @@ def test_a_broken_state_costs_one_warning(tmp_path, saved):
     checkpoint, _ = saved
     put_state(checkpoint, lambda state: {**state, "alerts": {"active": [{"layer": 3}]}})
     callback = HDICallback(every_n_steps=2)
-    with told() as warnings:
+    with reported() as warnings:
         trainer = fit(tmp_path / "first", callback, epochs=2, checkpoint=checkpoint)
     assert len(warnings) == 1
     assert "state of head diversity is not sound: the active alerts are [{'layer': 3}]" in warnings[0]
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_a_model_with_other_heads_starts_anew_with_one_warning(t
     checkpoint, history = saved
     before = history.read_bytes()
     callback = HDICallback(every_n_steps=2)
-    with told() as warnings:
+    with reported() as warnings:
         trainer = fit(tmp_path / "second", callback, other_heads(), epochs=2, checkpoint=checkpoint)
     assert len(warnings) == 1
     assert all(f"`{name}`" in warnings[0] for name in LIT_LAYERS)
@@ -321,7 +321,7 @@ def test_a_second_fit_with_another_model_starts_anew(tmp_path):
     trainer = fit(tmp_path, callback)
     history = callback.history_path
     trainer.fit_loop.max_epochs = 2
-    with told() as warnings:
+    with reported() as warnings:
         trainer.fit(other_heads(), batches(count=5))
     assert len(warnings) == 1
     assert readings(history) == [0, 2, 4, 5]
@@ -383,7 +383,7 @@ def test_a_file_that_a_checkpoint_names_and_that_is_no_history_is_never_written_
     letter.write_text("Dear Mr Vernon,\n\n")
     put_state(checkpoint, lambda state: {**state, "run": "0" * 32, "history": str(letter)})
     before = history.read_bytes()
-    with told() as warnings:
+    with reported() as warnings:
         fit(tmp_path / "first", HDICallback(every_n_steps=2), epochs=2, checkpoint=checkpoint)
     assert ["is of another" in one or "of another run" in one for one in warnings] == [True]
     assert letter.read_text() == "Dear Mr Vernon,\n\n"

@@ -191,33 +191,33 @@ def test_sharded_weights_read_as_whole_ones(two_ranks, sharder, maker):
         monitor.arm()
         model(batch()).sum().backward()
         whole = monitor.measure(0).record().scalars(METRICS)
-    for told in two_ranks(read_sharded, sharder, maker, False):
-        assert told.warnings == []
-        assert told.answer["absent"] == {}
-        assert told.answer["tags"] == pytest.approx(whole, abs=1e-6)
-        assert told.answer["at first"] == pytest.approx(
+    for reported in two_ranks(read_sharded, sharder, maker, False):
+        assert reported.warnings == []
+        assert reported.answer["absent"] == {}
+        assert reported.answer["tags"] == pytest.approx(whole, abs=1e-6)
+        assert reported.answer["at first"] == pytest.approx(
             {tag: value for tag, value in whole.items() if tag.startswith("hdi/")}, abs=1e-6
         )
-        assert told.answer["facts"] == [WIDTH] * 3
-        assert told.answer["is untouched"]
-        assert told.answer["largest at once"] == 1, "the weights are gathered layer by layer"
+        assert reported.answer["facts"] == [WIDTH] * 3
+        assert reported.answer["is untouched"]
+        assert reported.answer["largest at once"] == 1, "the weights are gathered layer by layer"
 
 
 def test_a_monitor_from_before_the_sharding_reads_the_same(two_ranks):
-    for told in two_ranks(read_sharded, "fsdp2", "separate", True):
-        assert told.warnings == []
-        assert told.answer["tags"] == pytest.approx(reading_alone(), abs=1e-6)
+    for reported in two_ranks(read_sharded, "fsdp2", "separate", True):
+        assert reported.warnings == []
+        assert reported.answer["tags"] == pytest.approx(reading_alone(), abs=1e-6)
 
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_heads_that_are_spread_over_ranks_are_read_together(two_ranks, is_early):
-    for told in two_ranks(read_tensor_parallel, is_early, "with a width"):
-        assert told.warnings == []
-        assert told.answer["heads"] == [HEADS] * 3
-        assert told.answer["tokens"] == [[batch().numel()] * 3], "the ranks of a layer have the same tokens"
-        assert told.answer["heads of the rank"] == [HEADS // 2] * 3
+    for reported in two_ranks(read_tensor_parallel, is_early, "with a width"):
+        assert reported.warnings == []
+        assert reported.answer["heads"] == [HEADS] * 3
+        assert reported.answer["tokens"] == [[batch().numel()] * 3], "the ranks of a layer have the same tokens"
+        assert reported.answer["heads of the rank"] == [HEADS // 2] * 3
         whole = {tag: value for tag, value in reading_alone().items() if "importance" not in tag}
-        assert told.answer["tags"] == pytest.approx(whole, abs=1e-6)
+        assert reported.answer["tags"] == pytest.approx(whole, abs=1e-6)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason=NEEDS_PEAK)
@@ -229,15 +229,15 @@ def test_finding_heads_of_sharded_weights_copies_not_even_the_part_that_a_rank_h
 
 def test_a_rank_that_may_count_its_own_heads_alone_is_refused(two_ranks):
     """Half the heads, each twice as wide, would fit all shapes."""
-    for told in two_ranks(read_tensor_parallel, False, "without a width"):
-        assert told.answer["heads"] == []
-        assert sum("head_dim" in line for line in told.warnings) == 3
+    for reported in two_ranks(read_tensor_parallel, False, "without a width"):
+        assert reported.answer["heads"] == []
+        assert sum("head_dim" in line for line in reported.warnings) == 3
 
 
 def test_a_rank_that_reads_alone_does_not_wait_for_the_parts_of_others(two_ranks):
-    for told in two_ranks(read_sharded_alone):
-        assert [f"blocks.{place}.attn" in told.answer for place in range(3)] == [True] * 3
-        assert "take no readings with this one" in told.answer["blocks.0.attn"]
+    for reported in two_ranks(read_sharded_alone):
+        assert [f"blocks.{place}.attn" in reported.answer for place in range(3)] == [True] * 3
+        assert "take no readings with this one" in reported.answer["blocks.0.attn"]
 
 
 # --- DeepSpeed, which is not installed here: a stand-in that keeps parameters as ZeRO-3 does
@@ -307,7 +307,9 @@ def test_looking_for_layers_gathers_nothing_and_leaves_nothing(monkeypatch):
         (["copies", "rows", "copies"], True, 1),
     ],
 )
-def test_rows_that_fully_shard_stores_apart_are_told_from_rows_that_ranks_compute_apart(splits, is_managed, degree):
+def test_rows_that_fully_shard_stores_apart_are_distinguished_from_rows_that_ranks_compute_apart(
+    splits, is_managed, degree
+):
     """In a mesh of both, FSDP's dims come first; `_StridedShard` splits rows that are split already."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -151,10 +151,10 @@ def expected() -> dict[str, float]:
     return {tag: value for tag, value in read_alone().items() if tag.partition("/")[0] not in of_rows}
 
 
-def assert_reads_as_one_process(told: list[Any]) -> None:
+def assert_reads_as_one_process(reported: list[Any]) -> None:
     whole = expected()
     assert len(whole) > 20
-    for one in told:
+    for one in reported:
         assert one.answer["refused"] == []
         assert one.answer["heads"] == [HEADS] * 3
         assert one.answer["tags"] == pytest.approx(whole, rel=1e-4, abs=1e-5)

@@ -42,12 +42,12 @@ def read_within(rank: int, budget: int) -> dict:
 
 def test_what_would_outgrow_the_budget_over_ranks_is_left_out_with_a_reason_and_nothing_else(two_ranks):
     needed = 3 * 4 * HeadSums.scatter_size(HEADS, WIDTH // HEADS)
-    for told, less in zip(two_ranks(read_within, needed), two_ranks(read_within, needed - 1)):
-        assert told.answer["absent"] == {}
-        assert told.warnings == []
-        lost = {tag for tag in told.answer["tags"] if tag.startswith("head_output_overlap/")}
+    for reported, less in zip(two_ranks(read_within, needed), two_ranks(read_within, needed - 1)):
+        assert reported.answer["absent"] == {}
+        assert reported.warnings == []
+        lost = {tag for tag in reported.answer["tags"] if tag.startswith("head_output_overlap/")}
         assert len(lost) == 4
-        assert set(told.answer["tags"]) - set(less.answer["tags"]) == lost
+        assert set(reported.answer["tags"]) - set(less.answer["tags"]) == lost
         assert set(less.answer["absent"]) == {f"head_output_overlap/blocks.{place}.attn" for place in range(3)}
         (warning,) = less.warnings
         assert f"memory_budget={needed - 1}" in warning
@@ -56,8 +56,8 @@ def test_what_would_outgrow_the_budget_over_ranks_is_left_out_with_a_reason_and_
 def test_the_bytes_of_a_reading_are_those_that_the_plan_computes(two_ranks):
     model = Model(layers=3, heads=HEADS, key_heads=HEADS, value_dim=WIDTH // HEADS, width=WIDTH)
     expected = bytes_of_weights(model) + bytes_of_outputs(model)
-    for told in two_ranks(count_bytes, METRICS):
-        assert told.answer == [expected] * 3
+    for reported in two_ranks(count_bytes, METRICS):
+        assert reported.answer == [expected] * 3
     tokens = bytes_of_tokens(model)  # of which nothing is sent where no forward was to be captured
-    for told in two_ranks(count_bytes, [*METRICS, "token_cosine"]):
-        assert told.answer == [expected, expected + tokens, expected + tokens]
+    for reported in two_ranks(count_bytes, [*METRICS, "token_cosine"]):
+        assert reported.answer == [expected, expected + tokens, expected + tokens]

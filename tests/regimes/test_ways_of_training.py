@@ -260,9 +260,9 @@ def test_a_rank_that_has_no_batch_left_keeps_no_other_waiting(two_ranks):
     assert "alone: rank 1 takes no further reading" in first.warnings[0]
 
 
-def assert_same(told: Any, alone: dict[str, Any]) -> None:
+def assert_same(reported: Any, alone: dict[str, Any]) -> None:
     assert len(alone["tags"]) > 10
-    for one in told:
+    for one in reported:
         assert one.warnings == []
         assert one.answer["absent"] == alone["absent"]
         assert one.answer["refused"] == []

@@ -146,10 +146,10 @@ def in_a_process(function: Callable[..., None], *args: Any) -> int:
 
 
 @contextmanager
-def told() -> Iterator[list[str]]:
+def reported() -> Iterator[list[str]]:
     """Collect the warnings of the package, which are errors elsewhere in the tests."""
     messages: list[str] = []
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield messages
-    messages += [str(item.message) for item in seen if issubclass(item.category, HDIWarning)]
+    messages += [str(item.message) for item in caught if issubclass(item.category, HDIWarning)]

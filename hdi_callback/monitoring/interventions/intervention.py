@@ -116,7 +116,7 @@ class Intervention(ABC):
         """Answer an alert.
 
         Args:
-            alert: an alert that begins, gets worse or is over.
+            alert: an alert that begins, gets worse or is resolved.
 
         Returns:
             What was done, or `None`.
@@ -192,10 +192,10 @@ class Intervention(ABC):
         """
 
     def undo(self, alert: Alert) -> Action | None:
-        """Undo, when an alert is over, what lasts.
+        """Undo, when an alert is resolved, what lasts.
 
         Args:
-            alert: the alert that is over.
+            alert: the alert that is resolved.
 
         Returns:
             What was done, or `None`.

@@ -81,7 +81,7 @@ class Call(Intervention):
 
 
 class ScaleLearningRate(WhileActive):
-    """Take smaller steps while an alert is active; undone when it is over.
+    """Take smaller steps while an alert is active; undone when it is resolved.
 
     The factor is applied around each optimizer step and taken back after it, so that schedulers and checkpoints see the
     learning rate that they set. For one layer alone its parameters are moved by that share of the step, which for every

@@ -21,7 +21,7 @@ class DeadHeads(Rule):
     norm follows the keys only a weight of zeros is dead, as the norm takes its size away again.
 
     Args:
-        share: of the norm, that is a warning; the alert is over at twice as much.
+        share: of the norm, that is a warning; the alert is resolved at twice as much.
     """
 
     name = "dead heads"

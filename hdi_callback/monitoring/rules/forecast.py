@@ -44,7 +44,7 @@ class AlignmentForecast(Rule):
             assert active.finding.metric is not None
             steps, curve = series.curve(active.finding.metric)
             fit = fit_line(steps, curve, self.readings)
-            # It is over when the rise has ended, not when the alignment has arrived.
+            # It is resolved when the rise has ended, not when the alignment has arrived.
             is_rising = fit is not None and fit.slope > fit.error and not self._vanishes(series)
             return active.finding if is_rising or curve[-1] >= self.limit - HYSTERESIS else None
         found = []

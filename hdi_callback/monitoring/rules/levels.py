@@ -128,7 +128,7 @@ class SharpFromStart(Rule):
     needs = ("attention_entropy",)
     margin: ClassVar[float] = 0.1
     down: ClassVar[float] = 0.8
-    """Share of the largest score below which the alert is over."""
+    """Share of the largest score below which the alert is resolved."""
 
     def __init__(self, limit: float = 0.5, score: float = 12.0) -> None:
         self.limit = number("limit of SharpFromStart", limit, above=0, below=1, example=0.5)

@@ -19,8 +19,8 @@ class NarrowingHeads(Rule):
 
     Args:
         share: of the spectral flatness, that is a warning: both of the least in the layer twelve readings before (of
-            the first reading where there are fewer) and of the head's own at the first reading. The alert is over half
-            way back.
+            the first reading where there are fewer) and of the head's own at the first reading. The alert is resolved
+            half way back.
     """
 
     name = "narrowing heads"

@@ -39,8 +39,8 @@ class SharedDirection(Rule):
             return active.finding if now >= self.limit - HYSTERESIS else None
         steps, curve = series.curve(MEAN["energy"])
         before = curve[-(self.quiet + self.recent) - 1 : -self.recent]
-        is_told = series.latest.values.get(MEAN["subspace"], 0) >= TOGETHER
-        if now < self.limit or len(before) <= self.quiet or is_told:
+        has_mean_alert = series.latest.values.get(MEAN["subspace"], 0) >= TOGETHER
+        if now < self.limit or len(before) <= self.quiet or has_mean_alert:
             return None
         if max(before) - min(before) > self.calm or now - max(before) < self.rise:
             return None

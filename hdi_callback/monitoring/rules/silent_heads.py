@@ -17,7 +17,7 @@ class NoContribution(Rule):
     were loaded they are left alone.
 
     Args:
-        share: of the RMS of all heads together, that is a warning; the alert is over at twice as much.
+        share: of the RMS of all heads together, that is a warning; the alert is resolved at twice as much.
     """
 
     name = "no contribution"

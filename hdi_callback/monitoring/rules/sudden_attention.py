@@ -24,7 +24,7 @@ class SuddenSharpening(Rule):
 
     Args:
         fall: factor by which the mean entropy has fallen within eight readings, that is a warning, where it is four
-            times as far (in logarithms) as it ever changed before; the alert is over half way back.
+            times as far (in logarithms) as it ever changed before; the alert is resolved half way back.
     """
 
     name = "sudden sharpening"
@@ -76,7 +76,7 @@ class SuddenFlattening(Rule):
 
     Args:
         factor: by which the distance from uniform attention at each of the last four readings lies below the least of
-            the twelve before, that is a warning; the alert is over half way back.
+            the twelve before, that is a warning; the alert is resolved half way back.
     """
 
     name = "sudden flattening"

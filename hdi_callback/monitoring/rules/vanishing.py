@@ -21,7 +21,7 @@ class VanishingWeights(Rule):
     and decay shrinks them in healthy runs: the circuit that they are part of is not asked about.
 
     Args:
-        share: of the norm at the first reading, that is a warning; the alert is over at twice as much.
+        share: of the norm at the first reading, that is a warning; the alert is resolved at twice as much.
     """
 
     name = "vanishing weights"

@@ -12,8 +12,6 @@ from tests.attention.wild.catalogue import cases
 from tests.attention.wild.proof import make_inputs, randomize, run
 from tests.attention.wild.truth import Case, Core, weight_of
 
-pytestmark = pytest.mark.slow  # `make slow` runs these
-
 ALL = cases()
 # Not observed are products that are written as `(q * k).sum(-1)` or have other keys for each query, a softmax over
 # queries, and weights of two softmaxes side by side; what TorchScript runs or is compiled is named as closed.
@@ -64,7 +62,7 @@ def is_right(core: Core, layer: AttentionLayer, model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if not case.none and name not in ELSEWHERE])
-def test_attention_is_seen_and_no_proposed_head_is_wrong(name):
+def test_attention_is_observed_and_no_proposed_head_is_wrong(name):
     observer = observed(name)
     assert observer.failures == []
     assert bool(observer.cores) == (name not in NOT_SEEN)

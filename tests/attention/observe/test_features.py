@@ -1,4 +1,4 @@
-"""Which map gave what attention received: told from one feature in most cases, and never ruled out wrongly."""
+"""Which map gave what attention received: found from one feature in most cases, and never ruled out wrongly."""
 
 from __future__ import annotations
 

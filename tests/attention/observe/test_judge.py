@@ -15,8 +15,6 @@ from hdi_callback.attention.observe import AttentionObserver
 from tests.attention import models
 from tests.attention.sweep.architectures import variants
 
-pytestmark = pytest.mark.slow  # `make slow` runs these
-
 B, T, D, H = 3, 7, 32, 4
 
 
@@ -126,7 +124,7 @@ class Plain(models.Separate):
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_heads_that_are_elsewhere_are_contradicted_by_what_was_seen(case):
+def test_heads_that_are_elsewhere_are_contradicted_by_what_was_observed(case):
     kind, claim, said = WRONG[case]
     inner = built(Plain if kind is models.Separate else kind)
     verdict = observed(inner, claim(inner)).verdicts()["inner"]
@@ -314,6 +312,7 @@ def test_heads_that_nobody_claims_are_found(kind, claim):
         assert torch.equal(found.weight(role), expected.weight(role)), role
 
 
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma2", "deepseek_v3", "gpt_bigcode", "bart", "gpt2"])
 def test_layers_of_transformers_are_established_in_training(family):
     torch.manual_seed(0)
@@ -347,7 +346,7 @@ def test_heads_that_became_one_are_still_where_they_are():
     assert observed(inner, separate(inner)).verdicts()["inner"].state == "established"
 
 
-def test_a_layer_that_did_not_run_is_not_seen_and_says_so():
+def test_a_layer_that_did_not_run_is_not_observed_and_says_so():
     model = Around(nn.ModuleDict({"one": Plain(), "other": Plain()}))
     model.forward = lambda x: model.inner["one"](x)
     claims = [replace(separate(model.inner[name]), name=f"inner.{name}") for name in ("one", "other")]

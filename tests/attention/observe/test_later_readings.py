@@ -43,7 +43,7 @@ def seen(model: nn.Module, *, keeps_samples: bool) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("where", ["kernel", "nowhere", "scores", "normed scores", "weights"])
-def test_what_is_seen_of_attention_does_not_depend_on_samples(where):
+def test_what_is_observed_of_attention_does_not_depend_on_samples(where):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(16), Mixing(where))
     later = seen(model, keeps_samples=False)
@@ -53,7 +53,7 @@ def test_what_is_seen_of_attention_does_not_depend_on_samples(where):
         assert (later[0][3] is None) == (where == "scores")
 
 
-def test_maps_and_norms_are_not_looked_at_where_no_samples_are_kept(monkeypatch):
+def test_maps_and_norms_are_not_observed_where_no_samples_are_kept(monkeypatch):
     looked_at = []
     for name in ("map_ran", "norm_ran", "module_ran"):
         monkeypatch.setattr(map_log.MapLog, name, lambda *args, name=name, **options: looked_at.append(name))

@@ -167,7 +167,7 @@ def test_a_number_that_is_added_to_all_scores_moves_their_bound_by_as_much(sign)
 
 
 @pytest.mark.parametrize("way", ways(Changed))
-def test_where_scores_are_changed_in_another_way_all_keys_are_seen_and_no_bound_is_claimed(way):
+def test_where_scores_are_changed_in_another_way_all_keys_are_taken_as_attended_and_no_bound_is_claimed(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(Changed(way)), torch.randn(B, T, 16)
     (core,) = observed(model, lambda: model(x)).cores

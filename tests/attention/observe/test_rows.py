@@ -15,8 +15,6 @@ from hdi_callback.core.kernels import AttentionSums, logit_bound
 from tests.attention.observe.oracle import Rows, against_eager, observed, observed_sums
 from tests.attention.sweep.architectures import config_of, variants
 
-pytestmark = pytest.mark.slow  # `make slow` runs these
-
 B, T, S = 3, 11, 7
 ENCODERS = ["bert", "albert", "roberta", "modernbert", "deberta-v2", "mpnet"]
 DECODERS = [
@@ -41,6 +39,7 @@ def inputs_of(family: str, padding: str) -> dict[str, torch.Tensor]:
     return inputs if family in ENCODERS else {**inputs, "use_cache": False}
 
 
+@pytest.mark.some_slow(quick=25)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *BOTH])

@@ -23,8 +23,6 @@ from tests.attention.observe.oracle import Rows
 from tests.attention.sweep.architectures import variants
 from tests.models import Attention, Block
 
-pytestmark = pytest.mark.slow  # `make slow` runs these
-
 WIDTH, LENGTH, CLASSES, STEPS = 32, 12, 5, 3
 
 
@@ -214,6 +212,7 @@ def train(body: Any, *, is_observed: bool, autocast: bool = False) -> tuple[list
     )
 
 
+@pytest.mark.some_slow(quick=11)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("body", BODIES)
 def test_losses_gradients_weights_and_random_states_are_bit_identical(body, autocast):

@@ -34,12 +34,12 @@ def _versions() -> str:
     import torch
     import transformers
 
-    told = [f"torch {torch.__version__.split('+')[0]}", f"transformers {transformers.__version__}"]
+    reported = [f"torch {torch.__version__.split('+')[0]}", f"transformers {transformers.__version__}"]
     if vision.is_here():
         import timm
 
-        told.append(f"timm {timm.__version__}")
-    return ", ".join(told)
+        reported.append(f"timm {timm.__version__}")
+    return ", ".join(reported)
 
 
 def _key() -> str:

@@ -396,9 +396,9 @@ def _compare(
             is_found, remarks = True, (f"{role}: sums over tokens",)
         failed += not is_found
     if not checked:
-        told = f"the {role} is the same in all sequences"
+        reported = f"the {role} is the same in all sequences"
         is_it = role == "query" and _is_one_vector(weight, bias, received, candidates)
-        return Finding(True, remarks=(told,)) if is_it else Finding(None, told)
+        return Finding(True, remarks=(reported,)) if is_it else Finding(None, reported)
     lengths = sorted({tokens.shape[1] for tokens in candidates if tokens.shape[1] < positions}, reverse=True)
     for length in lengths if failed and may_be_some else ():
         # Keys and values of a cache come from another layer, before or after this one's own; so does a second stream.

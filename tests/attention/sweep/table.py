@@ -57,11 +57,11 @@ def summary(reports: list[dict[str, Any]]) -> str:
     counts = Counter(verdict_of(report) for report in reports)
     total = sum(counts[verdict] for verdict in ATTENTION)
     share = f"{100 * counts['right'] / total:.1f} %" if total else "none"
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ATTENTION)
+    reported = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ATTENTION)
     given = sum(report["verdict"] == "right" and report.get("forward", False) for report in reports)
     if given:
-        told = told.replace(" right", f" right ({given} of them read with `forward=`)", 1)
-    return f"Of {total} architectures that have multi-head attention and run, {share} are right: {told}."
+        reported = reported.replace(" right", f" right ({given} of them read with `forward=`)", 1)
+    return f"Of {total} architectures that have multi-head attention and run, {share} are right: {reported}."
 
 
 def table(reports: list[dict[str, Any]], versions: str) -> str:

@@ -122,20 +122,20 @@ class StudentAndTeacher(nn.Module):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        told = self.student(x)
+        reported = self.student(x)
         with torch.no_grad():
             true = self.teacher(x)
-        return torch.cat([told, true], -1)
+        return torch.cat([reported, true], -1)
 
 
 @case(separate("student.q", "student.k", "student.v", "student.o"),
       separate("teacher.q", "teacher.k", "teacher.v", "teacher.o", number=1, proved=()))  # fmt: skip
 class TeacherInInferenceMode(StudentAndTeacher):
     def forward(self, x: Tensor) -> Tensor:
-        told = self.student(x)
+        reported = self.student(x)
         with torch.inference_mode():
             true = self.teacher(x)
-        return told + true.clone()
+        return reported + true.clone()
 
 
 class _Two(nn.Module):

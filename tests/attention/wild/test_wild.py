@@ -119,10 +119,10 @@ def test_modules_by_hand_that_are_not_read_are_refused_with_what_is_true_of_them
 def test_what_is_added_to_keys_or_values_is_left_out_and_named(name, left_out):
     holder, case = Holder(ALL[name]), ALL[name]
     inputs = make_inputs(case, case.cast)
-    with pytest.warns(UnsupportedAttentionWarning) as told:
+    with pytest.warns(UnsupportedAttentionWarning) as reported:
         (layer,) = find_attention(holder, forward=lambda: holder(*inputs))
     assert layer.left_out == left_out
-    assert [str(one.message).endswith(f"is read in part: without {left_out}.") for one in told] == [True]
+    assert [str(one.message).endswith(f"is read in part: without {left_out}.") for one in reported] == [True]
     assert judge(case, "forward").verdict == RIGHT  # the rows that are claimed
 
 

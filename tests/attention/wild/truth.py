@@ -1,7 +1,8 @@
 """What is true of a module that was written by hand: where each role of each head lies, as data.
 
-A part of a parameter is told by a pattern in the manner of einops: ``"(r h d) c"`` with ``r=1`` are the rows of a fused
-projection that come second. Of an axis `c` the features are told that the projection takes, or, of an output, gives.
+A part of a parameter is given by a pattern in the manner of einops: ``"(r h d) c"`` with ``r=1`` are the rows of a
+fused projection that come second. Of an axis `c` the features are named that the projection takes, or, of an output,
+gives.
 """
 
 from __future__ import annotations

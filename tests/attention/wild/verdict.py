@@ -53,17 +53,17 @@ class Holder(nn.Module):
 def judge(case: Case, way: str, folder: Path | None = None) -> Verdict:
     """Let the package read a case in one way, and judge what it says."""
     holder = Holder(case)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         try:
             layers = _read(case, holder, way, folder)
         except Exception as error:
             return Verdict(case.name, way, WRONG, f"it ends with {type(error).__name__}: {error}")
-    refusals = [str(one.message) for one in told if issubclass(one.category, UnsupportedAttentionWarning)]
+    refusals = [str(one.message) for one in reported if issubclass(one.category, UnsupportedAttentionWarning)]
     if way == "model":  # which is true, and the two other ways must say more
-        told_all = {_reason(one) for one in refusals}
-        if told_all and not layers and all(_NOT_RUN in one for one in told_all):
-            return Verdict(case.name, way, REFUSED, next(iter(told_all)))
+        reported_all = {_reason(one) for one in refusals}
+        if reported_all and not layers and all(_NOT_RUN in one for one in reported_all):
+            return Verdict(case.name, way, REFUSED, next(iter(reported_all)))
     return Verdict(case.name, way, *verdict_of(case, holder.written[0], layers, refusals))
 
 
@@ -113,14 +113,14 @@ def verdict_of(
     case: Case, block: nn.Module, layers: Sequence[AttentionLayer], refusals: Sequence[str]
 ) -> tuple[str, str]:
     """Judge claims and refusals."""
-    told = " | ".join(_reason(one) for one in refusals)
+    reported = " | ".join(_reason(one) for one in refusals)
     if case.none:
         claimed = [layer.name for layer in layers]
-        return (WRONG, f"claims {claimed}, and no softmax runs over tokens") if claimed else (RIGHT, told)
+        return (WRONG, f"claims {claimed}, and no softmax runs over tokens") if claimed else (RIGHT, reported)
     if case.refused:
         if layers:
             return WRONG, f"claims {[layer.kind for layer in layers]}"
-        return _of_refusal(told, case.refused)
+        return _of_refusal(reported, case.refused)
     left = list(layers)
     worst: tuple[str, str] = (RIGHT, "")
     if len(left) > 1 and all(layer.num_heads == 1 for layer in left):
@@ -134,8 +134,8 @@ def verdict_of(
         if found is not None and (found[0] in (RIGHT, REFUSED, PART) or len(left) >= len(case.cores)):
             left.remove(found[2])
             verdict = found[:2]
-        elif told:
-            verdict = _of_refusal(told, case.may_refuse)
+        elif reported:
+            verdict = _of_refusal(reported, case.may_refuse)
         else:
             verdict = (MISSED, "nothing is said")
         worst = max(worst, verdict, key=lambda one: VERDICTS.index(one[0]))
@@ -144,10 +144,10 @@ def verdict_of(
     return worst
 
 
-def _of_refusal(told: str, reasons: str) -> tuple[str, str]:
-    if not told:
+def _of_refusal(reported: str, reasons: str) -> tuple[str, str]:
+    if not reported:
         return MISSED, "nothing is said"
-    return (REFUSED if reasons and re.search(reasons, told, re.IGNORECASE) else UNTRUE), told
+    return (REFUSED if reasons and re.search(reasons, reported, re.IGNORECASE) else UNTRUE), reported
 
 
 def _reason(message: str) -> str:
@@ -155,7 +155,7 @@ def _reason(message: str) -> str:
 
 
 def _compare(core: Core, block: nn.Module, layer: AttentionLayer) -> tuple[str, str]:
-    """Compare a claim with a core, head by head; heads may be told in another order, the same for all roles."""
+    """Compare a claim with a core, head by head; heads may be named in another order, the same for all roles."""
     if layer.num_heads != core.heads:
         return WRONG, f"{layer.num_heads} heads, not {core.heads}"
     orders: dict[str, list[int]] = {}
@@ -184,10 +184,10 @@ def _compare(core: Core, block: nn.Module, layer: AttentionLayer) -> tuple[str, 
     for role in ("key", "value"):
         if role in orders:
             count = len(orders[role])
-            told = [orders[role][head // (core.heads // count)] for head in range(core.heads)]
+            reported = [orders[role][head // (core.heads // count)] for head in range(core.heads)]
             true = [core.group(head, count) for head in heads]
-            if told != true:
-                return WRONG, f"heads go with the {role} heads {true}, told are {told}"
+            if reported != true:
+                return WRONG, f"heads go with the {role} heads {true}, reported are {reported}"
     return verdict
 
 
@@ -215,7 +215,7 @@ def _matched(truth: Tensor, claimed: Tensor, is_output: bool) -> tuple[list[int]
             missing = [i for i, true in enumerate(truth) if _is_part(head, true)]
             return None, "some rows of a head are missing" if missing else "rows of several heads, or of another role"
         order.append(same[0])
-    return (order, "") if len(set(order)) == len(order) else (None, "one head is told twice")
+    return (order, "") if len(set(order)) == len(order) else (None, "one head is named twice")
 
 
 def _same_rows(one: Tensor, other: Tensor) -> bool:

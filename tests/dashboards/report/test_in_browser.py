@@ -103,7 +103,7 @@ def test_the_check_of_texts_notices_what_is_wrong(browser, pages):
 @pytest.mark.parametrize(
     ("name", "layer", "pair"), [("small", 2, (1, 3)), ("deep", 17, (3, 21)), ("deepest", 61, (7, 90))]
 )
-def test_the_layer_and_the_pair_are_seen_at_once(browser, pages, name, layer, pair, width):
+def test_the_layer_and_the_pair_are_shown_at_once(browser, pages, name, layer, pair, width):
     show(browser, pages[name], width)
     at_once = browser.value("document.querySelector('.verdict').getBoundingClientRect().bottom")
     assert at_once < 500

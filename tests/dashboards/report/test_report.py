@@ -94,7 +94,7 @@ def test_the_map_of_a_layer_is_what_was_measured(runs):
     assert max(packed) / 250 > 0.98
 
 
-def test_two_runs_stand_side_by_side_with_what_differs_first(runs, tmp_path):
+def test_two_runs_are_shown_side_by_side_with_what_differs_first(runs, tmp_path):
     found = report(runs / "bad", runs / "good", path=tmp_path / "both.html")
     assert list(found.verdicts) == ["bad", "good"]
     text = read(found.path).text

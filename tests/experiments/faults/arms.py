@@ -71,7 +71,7 @@ class GoBack(Intervention):
         for optimizer in training.optimizers:
             optimizer.register_step_pre_hook(self._slow)
 
-    def follow(self, record: Record, told: Any) -> Action | None:
+    def follow(self, record: Record, reported: Any) -> Action | None:
         weights = [
             parameter.detach().clone()
             for optimizer in self.training.optimizers

@@ -227,7 +227,7 @@ ONSET = {
 """Steps from which an alarm counts, of those that prepare something before."""
 
 
-def told(run: Result) -> tuple[int, str] | None:
+def reported(run: Result) -> tuple[int, str] | None:
     """Give the step of the first alarm, and its rule; -1 and the beginning of a warning before training."""
     if run["kind"] in FAULTY and run["warnings"]:
         return -1, run["warnings"][0]
@@ -239,7 +239,7 @@ def told(run: Result) -> tuple[int, str] | None:
 
 
 def report(part: Part, folder: Path, turns: int | None = None, *, only_made: bool = False) -> list[str]:
-    """Make the runs and write what was told."""
+    """Make the runs and write what was reported."""
     lines = [
         "| fault or healthy change | training | cost | told |",
         "|---|---|---|---|",
@@ -251,7 +251,7 @@ def report(part: Part, folder: Path, turns: int | None = None, *, only_made: boo
         run, twin = make(job, folder), make(replace(job, kind=HEALTHY), folder)
         final, usual = run["validation"][-1], twin["validation"][-1]
         cost = "not finite" if final is None else f"{final - usual:+.2f}"
-        alarm = told(run)
+        alarm = reported(run)
         is_fault = job.kind in FAULTY
         shows = is_fault and FAULTY[job.kind].shows
         shown, found = shown + shows, found + (shows and alarm is not None)

@@ -1,4 +1,4 @@
-"""What came out: which monitor told which fault, how early, and how often it told of none.
+"""What came out: which monitor detected which fault, how early, and how often it alarmed without one.
 
 python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz \\
     --rules docs/benchmarks/faults-by-rule.md
@@ -113,7 +113,7 @@ def judge(healthy: Sequence[Result], faulty: Sequence[Result], looked_at: Sequen
 
 
 def order(rows: Sequence[dict], name: str) -> tuple[int, int]:
-    """Count the faults that the rules told before a monitor did, if it did, and the other way round."""
+    """Count the faults that the rules reported before a monitor did, if it did, and the other way round."""
     earlier = later = 0
     for row in rows:
         ours, theirs = (math.inf if row["alarms"][one] is None else row["alarms"][one] for one in (SHIPPED, name))
@@ -122,7 +122,7 @@ def order(rows: Sequence[dict], name: str) -> tuple[int, int]:
 
 
 def before_both(rows: Sequence[dict]) -> list[dict]:
-    """Give the faults that the rules told before a loss spike and before the gradient norm, if these told at all."""
+    """Give the faults that the rules reported before a loss spike and before the gradient norm, if these did at all."""
     return [row for row in rows if all(order([row], name)[0] for name in (LOSS, GRADIENT))]
 
 
@@ -159,16 +159,16 @@ def report(found: dict, looked_at: int) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
-        told = [row for row in shown if row["alarms"][name] is not None]
+        reported = [row for row in shown if row["alarms"][name] is not None]
         of_costly = [row for row in costly if row["alarms"][name] is not None]
         leads = [row["left"] - row["alarms"][name] for row in of_costly]
         early = sum(lead > 0 for lead in leads)
         lead = f"{statistics.median(leads):+.0f}" if leads else "-"
         earlier, later = ("-", "-") if name == SHIPPED else order(shown, name)
-        told_of_fresh = f"{sum(row['seed'] >= FRESH for row in told)}/{len(fresh)}" if fresh else "-"
+        reported_of_fresh = f"{sum(row['seed'] >= FRESH for row in reported)}/{len(fresh)}" if fresh else "-"
         false_of_fresh = bound(found["of_fresh"][name], found["fresh"]) if found["fresh"] else "-"
         lines.append(
-            f"| {name} | {told_of_fresh} | {len(told)}/{len(shown)} | {earlier} | {later} | "
+            f"| {name} | {reported_of_fresh} | {len(reported)}/{len(shown)} | {earlier} | {later} | "
             f"{len(of_costly)}/{len(costly)} | {early}/{len(costly)} | {lead} | {false_of_fresh} | "
             f"{bound(found['false'][name], found['healthy'])} |"
         )
@@ -195,19 +195,19 @@ def report(found: dict, looked_at: int) -> list[str]:
 
 
 def of_rules(healthy: Sequence[Result], faulty: Sequence[Result]) -> list[str]:
-    """Write of each rule how many shown faults it told, alone and first, and how many healthy runs it alarmed."""
+    """Write of each rule how many shown faults it reported, alone and first, and how many healthy runs it alarmed."""
     shown = [run for run in faulty if FAULTS[run["kind"]].shows]
     counts = {}
     for rule in [rule.name for rule in default_rules()]:
-        alone = first = told = of_fresh = 0
+        alone = first = reported = of_fresh = 0
         for run in shown:
             steps = _first_by_rule(run, FAULTS[run["kind"]].start)
             if rule in steps:
-                told, of_fresh = told + 1, of_fresh + (run["seed"] >= FRESH)
+                reported, of_fresh = reported + 1, of_fresh + (run["seed"] >= FRESH)
                 alone += len(steps) == 1
                 first += steps[rule] == min(steps.values())
         false = sum(rule in _first_by_rule(run, 0) for run in healthy)
-        counts[rule] = (of_fresh, told, first, alone, false)
+        counts[rule] = (of_fresh, reported, first, alone, false)
     lines = [
         f"Of the {len(shown)} shown runs (*fresh*: of those on seeds that nothing had used) how many a rule detected, "
         "how many it detected first (or at the same reading as the first), and how many it detected alone; and of "
@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
         "--published", type=Path, default=PUBLISHED, help="runs that were made before, kept in one file"
     )
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--rules", type=Path, help="where to write what each rule told")
+    parser.add_argument("--rules", type=Path, help="where to write what each rule reported")
     parser.add_argument("--raw", type=Path, help="where to keep what every run came to, compressed")
     options = parser.parse_args(argv)
     here = [condensed(run) for part in PARTS for run in read(options.results / part)]

@@ -596,7 +596,7 @@ def test_query_heads_that_score_alike_under_one_key_get_queries_of_their_own():
     assert float(qk_circuits(layer.weight("query"), layer.weight("key")).worst) < 0.5
 
 
-def test_it_goes_on_while_an_alert_stands_and_not_where_it_was_refused():
+def test_it_goes_on_while_an_alert_is_active_and_not_where_it_was_refused():
     torch.manual_seed(0)
     model = nn.Sequential(GroupedAttention(Shape(heads=8, key_heads=8, width=64)))
     (layer,) = find_attention(model)
@@ -605,15 +605,15 @@ def test_it_goes_on_while_an_alert_stands_and_not_where_it_was_refused():
             layer.weight(role)[1] = layer.weight(role)[0]
     revive = ReviveHeads()
     revive.attach(Open(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    told = grouped_alert(layer.name, ((0, 1),))
-    assert not revive.answer(told).is_refusal
+    reported = grouped_alert(layer.name, ((0, 1),))
+    assert not revive.answer(reported).is_refusal
     with torch.no_grad():  # training has pulled them together again
         for role in ("query", "key", "value"):
             layer.weight(role)[1] = layer.weight(role)[0]
-    assert not revive.go_on(told).is_refusal
+    assert not revive.go_on(reported).is_refusal
     assert revive.count == 2
     with torch.no_grad():
         for role in ("query", "key", "value", "output"):
             layer.weight(role)[:2] = torch.randn_like(layer.weight(role)[:2])
-    assert revive.go_on(told).is_refusal
-    assert revive.go_on(told) is None
+    assert revive.go_on(reported).is_refusal
+    assert revive.go_on(reported) is None

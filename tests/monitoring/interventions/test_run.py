@@ -88,9 +88,9 @@ def test_a_function_is_called_with_the_alert():
     seen = []
     call = Call(seen.append, on="notice")
     attached(call)
-    told = alert(level="notice")
-    action = call.answer(told)
-    assert seen == [told]
+    reported = alert(level="notice")
+    action = call.answer(reported)
+    assert seen == [reported]
     assert "called append" in action.message
 
 
@@ -132,7 +132,7 @@ def copies(number: int):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_learning_rate_of_all_is_scaled_while_the_alert_stands_and_no_longer(kind):
+def test_the_learning_rate_of_all_is_scaled_while_the_alert_is_active_and_no_longer(kind):
     touched, by_hand = copies(2)
     optimizer, reference = kind(touched.parameters(), lr=0.1), kind(by_hand.parameters(), lr=0.1)
     scale = ScaleLearningRate(0.25)
@@ -196,7 +196,7 @@ def test_two_rules_of_one_layer_count_once():
 
 @pytest.mark.some_slow(quick=2)
 @pytest.mark.parametrize("make", [StopTraining, SaveCheckpoint, ScaleLearningRate, DiversityPenalty])
-def test_what_stands_and_how_often_it_acted_survive_a_resumption(make):
+def test_active_interventions_and_how_often_they_acted_survive_a_resumption(make):
     first, second = make(on="warning", at_most=2), make(on="warning", at_most=2)
     model = Classifier()
     for intervention in (first, second):
@@ -246,7 +246,7 @@ def test_a_failure_around_an_optimizer_step_costs_one_warning_and_the_step_is_ma
 
 @pytest.mark.parametrize("kind", [DiversityPenalty, ReviveHeads])
 def test_clones_that_were_loaded_are_left_alone_until_the_run_changes_something(kind):
-    def told(curve, intervention):
+    def reported(curve, intervention):
         attached(intervention)
         alerts = Alerts([WorstPair()], {})
         news = []
@@ -258,8 +258,8 @@ def test_clones_that_were_loaded_are_left_alone_until_the_run_changes_something(
         return [one.step for one in begun], [intervention._is_for(one) for one in begun]
 
     loaded = [(0, 0.95), (10, 0.95), (20, 0.95)]
-    assert told(loaded, kind()) == ([10], [False])
-    assert told(loaded, kind(rules=["worst pair"])) == ([10], [True])
-    assert told([(0, 0.2), (10, 0.95)], kind()) == ([10], [True])
-    assert told([*loaded, (30, 0.3), (40, 0.95)], kind()) == ([10, 40], [False, True])
-    assert told(loaded, StopTraining(on="warning")) == ([10], [True])
+    assert reported(loaded, kind()) == ([10], [False])
+    assert reported(loaded, kind(rules=["worst pair"])) == ([10], [True])
+    assert reported([(0, 0.2), (10, 0.95)], kind()) == ([10], [True])
+    assert reported([*loaded, (30, 0.3), (40, 0.95)], kind()) == ([10, 40], [False, True])
+    assert reported(loaded, StopTraining(on="warning")) == ([10], [True])
