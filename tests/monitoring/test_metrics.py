@@ -7,6 +7,7 @@ from hdi_callback.attention import ROLES
 from hdi_callback.core import head_covariance, head_diversity, ov_circuits, qk_circuits
 from hdi_callback.core.tokens import token_spread
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.chosen_metrics import choose_metrics
 from hdi_callback.monitoring.metrics import (
     CONTRIBUTION,
     COVARIANCE,
@@ -23,7 +24,6 @@ from hdi_callback.monitoring.metrics import (
     UPDATES,
     UPDATES_OV,
     UPDATES_QK,
-    choose_metrics,
 )
 from hdi_callback.monitoring.monitor.contributions import HeadContribution
 from hdi_callback.monitoring.monitor.importance import HeadImportance

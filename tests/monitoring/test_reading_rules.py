@@ -758,7 +758,7 @@ def test_layers_that_look_fresh_count_as_loaded_where_most_of_the_model_was():
 
 
 def test_the_default_rules_have_what_they_need_with_the_default_metrics():
-    from hdi_callback.monitoring.metrics import check_needs
+    from hdi_callback.monitoring.chosen_metrics import check_needs
     from hdi_callback.monitoring.session.settings import Settings
 
     settings = Settings()

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from hdi_callback.arguments import flag, number, one_of, shown, whole_number, words
 from hdi_callback.core.whitening import Method
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.monitoring.metrics import choose_metrics
+from hdi_callback.monitoring.chosen_metrics import choose_metrics
 from hdi_callback.monitoring.ranks import check_process_group
 
 METHODS: tuple[Method, ...] = get_args(Method)

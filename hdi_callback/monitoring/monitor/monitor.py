@@ -18,6 +18,7 @@ from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.core.whitening import Method
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.absent import Absent, absence_of
+from hdi_callback.monitoring.chosen_metrics import choose_metrics
 from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers
 from hdi_callback.monitoring.metrics import (
     COVARIANCE,
@@ -28,7 +29,6 @@ from hdi_callback.monitoring.metrics import (
     UPDATES,
     UPDATES_OV,
     UPDATES_QK,
-    choose_metrics,
 )
 from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.monitor.inputs import LayerInputs

@@ -16,8 +16,9 @@ from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.core.whitening import Method
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Rule
+from hdi_callback.monitoring.chosen_metrics import check_needs, has_default
 from hdi_callback.monitoring.interventions import Intervention, check_interventions
-from hdi_callback.monitoring.metrics import RULE_METRICS, check_needs, has_default
+from hdi_callback.monitoring.metrics import RULE_METRICS
 from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, MEASURING
 from hdi_callback.monitoring.rules import check_thresholds, choose_rules
 
