@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, HEADS, LENGTH, CLASSES = 32, 4, 12, 5
@@ -54,6 +57,20 @@ class Classifier(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.blocks(self.embed(tokens)).mean(1))
+
+
+class Checkpointed(Classifier):
+    """Recomputes its blocks in the backward."""
+
+    def __init__(self, *, reentrant: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x.mean(1))
 
 
 LAYERS = ["blocks.0.attn", "blocks.1.attn"]

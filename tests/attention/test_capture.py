@@ -11,14 +11,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hdi_callback.attention import Taps, find_attention
 from hdi_callback.attention.sampling import sample_tokens
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
 from tests.attention.witness import witness
-from tests.models import LAYERS, Classifier
+from tests.models import LAYERS, Checkpointed, Classifier
 
 
 def tap(model: nn.Module, **options) -> Taps:
@@ -96,14 +95,7 @@ def test_arming_again_captures_anew():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_captured_once(reentrant):
-    class Checkpointed(Classifier):
-        def forward(self, x):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return self.head(x.mean(1))
-
-    model = Checkpointed(dropout=0.5)
+    model = Checkpointed(reentrant=reentrant, dropout=0.5)
     with tap(model) as taps:
         runs = []
         model.blocks[0].attn.register_forward_hook(lambda *_: runs.append(1))

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import Taps, find_attention
 from hdi_callback.attention.sampling import shared_out
 from tests.attention.test_capture import received_by, tap, tokens
-from tests.models import LAYERS, Classifier
+from tests.models import LAYERS, Checkpointed, Classifier
 
 
 def model_of(**options) -> Classifier:
@@ -127,15 +126,8 @@ def test_layers_that_are_frozen_are_read_where_autograd_is_on():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_accumulated_batches_are_all_read_under_checkpointing(reentrant):
-    class Checkpointed(Classifier):
-        def forward(self, x):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return self.head(x.mean(1))
-
     torch.manual_seed(0)
-    model, first, second = Checkpointed(), tokens(3, seed=1), tokens(2, seed=2)
+    model, first, second = Checkpointed(reentrant=reentrant), tokens(3, seed=1), tokens(2, seed=2)
     with tap(model) as taps:
         taps.arm(training_only=True)
         for x in (first, second):

@@ -30,6 +30,7 @@ from hdi_callback import find_attention
 from hdi_callback.attention import AttentionLayer, Role
 from hdi_callback.core import head_diversity
 from tests.experiments.collapse.models import Data, Model, Shape
+from tests.experiments.pages import publish
 
 RESULTS = Path("runs/low-diversity")
 SEEDS = {"looked-at": (1,), "confirming": (11, 12, 13, 14, 15, 16, 17, 18)}
@@ -317,11 +318,7 @@ def main(argv: list[str] | None = None) -> None:
             if number % 10 == 0:
                 print(f"{number}/{len(jobs)}", flush=True)
     results = [json.loads(path.read_text()) for path in sorted(options.results.glob("*.json"))]
-    text = "\n".join(report(results, SEEDS[options.part])) + "\n"
-    print(text)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    publish(report(results, SEEDS[options.part]), options.output)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.errors import MonitoringWarning
-from tests.models import LAYERS, LENGTH, Classifier
+from tests.models import LAYERS, LENGTH, Checkpointed, Classifier
 
 METRICS = ["hdi", "head_covariance", "head_correlation"]
 
@@ -112,16 +111,6 @@ def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make):
         return dynamo["stats"]["unique_graphs"]
 
     assert graphs(is_armed=True) <= graphs(is_armed=False)
-
-
-class Checkpointed(Classifier):
-    """Recomputes its blocks in the backward."""
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x.mean(1))
 
 
 @pytest.mark.some_slow(quick=1)

@@ -22,6 +22,7 @@ from hdi_callback.monitoring.interventions import DiversityPenalty, Intervention
 from hdi_callback.monitoring.rules import default_rules
 from tests.experiments.collapse.plan import HEALTHY, Spec, draw
 from tests.experiments.collapse.run import RESULTS, train
+from tests.experiments.pages import publish
 
 SEEDS = tuple(range(20_000, 20_004))
 ARMS: dict[str, Callable[[], list[Intervention]]] = {
@@ -138,11 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         for number, _ in enumerate(pool.imap_unordered(run, planned), 1):
             if number % 10 == 0:
                 print(f"{number}/{len(planned)}", flush=True)
-    text = "\n".join(report(options.results)) + "\n"
-    print(text)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    publish(report(options.results), options.output)
 
 
 if __name__ == "__main__":

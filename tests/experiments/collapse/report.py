@@ -23,6 +23,7 @@ from hdi_callback.monitoring.rules.replay import replay
 from tests.experiments.collapse.forces import KINDS
 from tests.experiments.collapse.plan import EVERY, HEALTHY, PARTS
 from tests.experiments.collapse.run import RESULTS
+from tests.experiments.pages import publish
 
 # The alignment whose 0.9 is the collapse, for each kind; the first that is reached counts.
 _SUBSPACE = ("hdi_alignment", "hdi_worst_alignment")
@@ -239,11 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
-    text = "\n".join(report(options.results, options.part)) + "\n"
-    print(text)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    publish(report(options.results, options.part), options.output)
 
 
 if __name__ == "__main__":
