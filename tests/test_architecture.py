@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,7 @@ def folder_of(path: Path, package: Path) -> str:
     return path.relative_to(package).parent.as_posix()
 
 
+@cache
 def imports_between(package: Path) -> dict[Path, set[Path]]:
     """Give the files that each file imports, when it is loaded or when its functions are called.
 

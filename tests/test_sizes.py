@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 
 import pytest
@@ -46,6 +47,14 @@ def test_a_shell_is_about_a_hundred_lines_of_code_a_file(root, shell):
     sizes = {name: lines_of_code((root / "hdi_callback" / "integrations" / name).read_text()) for name in SHELLS[shell]}
     assert all(size <= 110 for size in sizes.values()), sizes
     assert sum(sizes.values()) <= 210, sizes
+
+
+def test_the_sizes_that_the_decision_names_are_those_of_today(root):
+    page = (root / "docs" / "decisions" / "one-session.md").read_text()
+    named = {name: int(size) for size, name in re.findall(r"(\d+) \(`(\w+\.py)`\)", page)}
+    folder = root / "hdi_callback" / "integrations"
+    sizes = {name: lines_of_code((folder / name).read_text()) for names in SHELLS.values() for name in names}
+    assert named == sizes
 
 
 def test_the_arguments_that_all_shells_share_are_written_once(root):
