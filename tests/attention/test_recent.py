@@ -270,6 +270,13 @@ def test_what_cannot_be_run_with_recorded_inputs_is_not_said_to_have_no_softmax(
     assert len(search.found({"block": [Inputs((torch.randn(2, 7, MODEL), {"scale": torch.ones(1)}))]})) == 1
 
 
+def test_what_takes_too_long_with_recorded_inputs_is_not_said_to_be_impossible_to_run(monkeypatch):
+    search = RuntimeFinder([Place("block", NeedsTables(), None)])
+    monkeypatch.setattr("hdi_callback.attention.trace.kinds.MOST_SECONDS", 0.0)
+    assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL), None))]}) == []
+    assert "takes too long" in search.reasons["block"]
+
+
 class ModelOutputWithNoAttention(NamedTuple):
     hidden: Tensor
 

@@ -250,3 +250,18 @@ def test_a_backward_after_the_reading_is_none_of_the_next_one(model):
         mixed = monitor.measure(step=1).record().layers[NAME]
     model.zero_grad()
     assert mixed.arrays["head_slope"] == read(model, batch(seed=1)).layers[NAME].arrays["head_slope"]
+
+
+def test_nothing_is_read_where_the_backward_is_compiled(model, monkeypatch):
+    from torch._dynamo import compiled_autograd
+
+    with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
+        monitor.arm()
+        with pytest.warns(MonitoringWarning, match="the backward is compiled"):
+            with monkeypatch.context() as while_forward:
+                while_forward.setattr(compiled_autograd, "compiled_autograd_enabled", True)
+                loss = one(model, *batch())
+            loss.backward()
+            record = monitor.measure(step=0).record()
+    assert "the backward is compiled" in record.absent[f"head importance/{NAME}"]
+    assert not set(METRICS) & set(record.layers[NAME].values)

@@ -113,6 +113,17 @@ class Cross(nn.Module):
         return self.attn(query, memory, memory, need_weights=False)[0]
 
 
+class Calling(nn.Module):
+    """Call attention with some arguments."""
+
+    def __init__(self, attn: nn.Module, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.attn, self.args, self.kwargs = attn, args, kwargs
+
+    def forward(self):
+        return self.attn(*self.args, **self.kwargs, need_weights=False)[0]
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_keys_of_torchs_attention_are_made_of_what_it_attends_to(batch_first):
     torch.manual_seed(1)
@@ -122,6 +133,19 @@ def test_keys_of_torchs_attention_are_made_of_what_it_attends_to(batch_first):
     weight = model.attn.in_proj_weight.detach()[WIDTH : 2 * WIDTH].unflatten(0, (HEADS, -1))
     values = read(model, *inputs)["attn"]
     truth = truth_of(memory.flatten(0, 1), weight)
+    assert {metric: values[metric] for metric in METRICS} == pytest.approx(truth, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("by_name", [("value",), ("key", "value"), ("query", "key", "value")])
+def test_keys_of_torchs_attention_are_found_whichever_of_its_arguments_are_given_by_name(by_name):
+    torch.manual_seed(1)
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    streams = {name: torch.randn(3, length, WIDTH) for name, length in (("query", 7), ("key", 20), ("value", 20))}
+    placed = [stream for name, stream in streams.items() if name not in by_name]
+    model = Calling(attention, placed, {name: streams[name] for name in by_name})
+    weight = attention.in_proj_weight.detach()[WIDTH : 2 * WIDTH].unflatten(0, (HEADS, -1))
+    values = read(model)["attn"]
+    truth = truth_of(streams["key"].flatten(0, 1), weight)
     assert {metric: values[metric] for metric in METRICS} == pytest.approx(truth, rel=1e-5, abs=1e-6)
 
 

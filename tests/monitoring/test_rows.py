@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hdi_callback import HeadDiversityMonitor
+from hdi_callback import HeadDiversityMonitor, find_attention
+from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.monitoring.metrics import ROWS
 from tests.attention.sweep.architectures import variants
 from tests.models import HEADS, LAYERS, LENGTH, Attention, Classifier
@@ -149,6 +150,33 @@ def test_a_compiled_model_says_that_its_rows_cannot_be_read(model):
         record = read(compiled, lambda: compiled(tokens()))
     assert record.scalars(METRICS) == {}
     assert all("cannot be observed" in record.absent[f"attention rows/{name}"] for name in LAYERS)
+
+
+@pytest.mark.parametrize("path", [LAYERS[0], LAYERS[0].rpartition(".")[0]])
+def test_of_a_model_with_a_compiled_part_that_part_alone_is_not_read_and_says_why(model, path):
+    model.get_submodule(path).compile(backend="eager")
+    with pytest.warns(match="its graph cannot be observed"):
+        record = read(model, lambda: model(tokens()))
+    torch._dynamo.reset()
+    assert "its graph cannot be observed" in record.absent[f"attention rows/{LAYERS[0]}"]
+    assert f"attention rows/{LAYERS[1]}" not in record.absent
+    assert "attention_entropy" in record.layers[LAYERS[1]].values
+
+
+@pytest.mark.parametrize("path", [LAYERS[0], LAYERS[0].rpartition(".")[0]])
+def test_the_heads_of_a_compiled_part_stay_undecided_with_that_reason(model, path):
+    layers = find_attention(model)
+    model.get_submodule(path).compile(backend="eager")
+    observer = AttentionObserver(model, layers, reduce_rows=lambda chunk: chunk.weights.sum())
+    observer.arm()
+    model(tokens())
+    observer.disarm()
+    torch._dynamo.reset()
+    verdicts, reasons = observer.verdicts(layers), observer.absent
+    assert verdicts[LAYERS[0]].state == "undecided"
+    assert "its graph cannot be observed" in verdicts[LAYERS[0]].sentence
+    assert verdicts[LAYERS[1]].state == "established"
+    assert "its graph cannot be observed" in reasons[LAYERS[0]]
 
 
 def test_nothing_is_observed_that_nobody_asks_for(model):

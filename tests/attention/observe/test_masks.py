@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.observe.axes import Axes
 from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.core.kernels import NormSums, logit_bound
 from tests.attention.observe.oracle import observed, observed_sums
@@ -201,3 +202,13 @@ def test_masks_follow_scores_whose_leading_dimensions_are_joined_or_split(shape,
     mask = torch.arange(math.prod(shape)).view(shape)
     term = MaskTerm(mask, "added").viewed(before, after)
     assert torch.equal(term.tensor.expand(*after, 3, 3), mask.expand(*before, 3, 3).reshape(*after, 3, 3))
+
+
+@pytest.mark.parametrize("shape", [(B, 1, 1, T), (B, 4, 1, T), (B, 1, T, T)])
+def test_keys_that_no_query_of_a_sequence_sees_are_marked_by_sequence(shape):
+    padded = torch.zeros(B, T, dtype=torch.bool)
+    padded[1, -2:] = True
+    term = MaskTerm(torch.zeros(shape).masked_fill(padded[:, None, None], -torch.inf), "added")
+    found = term.seen_by_none(Axes(lead=(B, 4), batch=(0,)), torch.arange(B), T, T)
+    assert found.shape == padded.shape
+    assert torch.equal(found, padded)

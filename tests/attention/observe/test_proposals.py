@@ -1,0 +1,21 @@
+"""Rows of heads that were observed, written down as strides of a parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention.observe.found_rows import FoundRows
+from hdi_callback.attention.observe.proposals import slice_of
+
+
+@pytest.mark.parametrize("pairs", [[0, 1, 2, 3], [0, 2, 1, 3], [2, 0, 3, 1]])
+@pytest.mark.parametrize("start", [0, 8])
+def test_rotated_rows_are_those_of_their_heads_whatever_the_order_of_the_pairs(pairs, start):
+    model = nn.ModuleDict({"qk": nn.Linear(6, 16)})
+    rows = start + torch.tensor([pairs, [4 + place for place in pairs]])
+    found = slice_of(model, "", FoundRows("query", "qk.weight", rows, "rotated"))
+    assert torch.equal(found.rows(), model["qk"].weight[start : start + 8].view(2, 4, 6))
+    # No view reads heads backwards: that is refused, and never turned round.
+    assert slice_of(model, "", FoundRows("query", "qk.weight", rows.flip(0), "rotated")) is None

@@ -1,0 +1,40 @@
+"""Weights of heads that are products of two maps: what is multiplied, and which shapes do not go together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention.head_maps import HeadProduct
+from hdi_callback.attention.head_slice import HeadSlice
+
+
+def latent(inner: int = 6, rows: int = 8) -> HeadProduct:
+    """Two heads of four features from a latent of six, which a map makes of sixteen."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"down": nn.Linear(16, inner), "up": nn.Linear(6, rows), "norm": nn.LayerNorm(6)})
+    nn.init.uniform_(module["norm"].weight, 0.5, 2)
+    outer, below = HeadSlice(module["up"], "weight", 2, 4), HeadSlice(module["down"], "weight", 1, inner)
+    return HeadProduct(module, outer, below, gain="norm.weight")
+
+
+def test_the_weight_of_a_head_is_the_product_of_its_maps_with_the_gain_between():
+    product = latent()
+    down, up, gain = (product.module[name].weight.detach().double().numpy() for name in ("down", "up", "norm"))
+    expected = np.stack([up[:4] @ np.diag(gain) @ down, up[4:] @ np.diag(gain) @ down])
+    assert product.rows().detach().numpy() == pytest.approx(expected, abs=1e-6)
+    assert product.contradiction(is_output=False) is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "why"),
+    [
+        ({"inner": 5}, "takes 6 features of 1 x 5"),
+        ({"rows": 7}, "has 7 features, fewer than 2 heads of 4"),
+        ({"inner": 5, "rows": 7}, "has 7 features, fewer than 2 heads of 4"),
+    ],
+)
+def test_maps_that_do_not_fit_each_other_or_their_heads_say_so(shapes, why):
+    assert latent(**shapes).contradiction(is_output=False) == why
