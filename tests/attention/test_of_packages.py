@@ -458,6 +458,6 @@ def test_exponentials_that_no_softmax_divides_are_named():
     graph, blocks, linear = (nn.Sequential(kind()) for kind in (OverEdges, InBlocks, LinearAttention))
     (over_edges,) = survey(graph, forward=lambda: graph[0](x, source, target)).refused
     assert "added up by an index, as over the edges of a graph" in over_edges.reason
-    (in_blocks,) = survey(blocks, forward=lambda: blocks(x[None, :8])).refused
-    assert "divided by their sum after values are added up" in in_blocks.reason
+    (in_blocks,) = survey(blocks, forward=lambda: blocks(x[None, :8])).layers  # together they add up to one
+    assert (in_blocks.num_heads, in_blocks.head_dim) == (H, WIDTH)
     assert not any("exponentials" in one.reason for one in survey(linear).refused)

@@ -36,7 +36,7 @@ def answered_locally() -> Iterator[None]:
     if _count_of_ranks() == 1:
         yield
         return
-    with _LocalAnswers():
+    with LocalAnswers():
         yield
 
 
@@ -118,7 +118,7 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below autograd, so also the collectives of backward functions and of DTensor."""
 
     def __init__(self) -> None:
@@ -127,13 +127,27 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._awaited: list[Tensor] = []  # received before they are sent
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace not in _NAMESPACES:
-            return func(*args, **(kwargs or {}))
+        return self.answer(func, args, kwargs or {}) if func.namespace in _NAMESPACES else func(*args, **(kwargs or {}))
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer an operator that asks other ranks.
+
+        Args:
+            func: the operator.
+            args: by position.
+            kwargs: by name.
+
+        Returns:
+            What it would return.
+
+        Raises:
+            CollectiveError: if there is no answer.
+        """
         name = func._schema.name.partition("::")[2]
         answer = getattr(self, f"_{func.namespace.strip('_')}_{name}", None)
         if answer is None:
             raise CollectiveError(f"{func.namespace}::{name} asks other ranks, which do not run this copy")
-        return answer(*args, **(kwargs or {}))
+        return answer(*args, **kwargs)
 
     # --- calls that write into tensors
 
@@ -216,7 +230,7 @@ class _LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             place = next((place for place, one in enumerate(self._awaited) if _are_alike(one, tensor)), None)
             if place is None:
-                self._sent.append(tensor.detach().clone())
+                self._sent.append(tensor.clone())
             else:
                 self._awaited.pop(place).copy_(tensor)
         return _done(tensors)

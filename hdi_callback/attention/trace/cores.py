@@ -1,8 +1,8 @@
 """Attention cores in the graph of a traced run.
 
 A core is a product of weights and values. The weights come from a softmax, or are not negative and add up to one over
-what is averaged; and they are made of scores, which are a product of two tensors, queries and keys. No name of a
-module, a parameter or a function is asked for.
+what is averaged, by themselves or together with those of other products (`softmax_parts`); and they are made of scores,
+which are a product of two tensors, queries and keys. No name of a module, a parameter or a function is asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.trace.graph_walk import made_from, nodes_behind, walk
+from hdi_callback.attention.trace.softmax_parts import parts_that_add_up
 from hdi_callback.attention.trace.traced_run import TracedRun
 
 # Node of a product -> the names under which it keeps its factors: `left (N, rows, inner) @ right (N, inner, columns)`.
@@ -82,6 +83,8 @@ class Core:
         logits: the input of each softmax.
         nodes: of the softmaxes.
         path: the module in whose forward it was computed.
+        is_part: its weights are exponentials that add up to one only together with those of other cores, or once they
+            are divided by their sum.
     """
 
     node: Any
@@ -94,6 +97,7 @@ class Core:
     logits: tuple[Tensor, ...]
     nodes: tuple[Any, ...]
     path: str
+    is_part: bool = False
 
     @property
     def given(self) -> Tensor:
@@ -114,7 +118,10 @@ def cores_of(run: TracedRun) -> list[Core]:
     ends = [*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]
     learned = Learned(run)
     found = [core for node in nodes_behind(ends) if (core := _core_at(node, run, learned)) is not None]
-    return sorted(found, key=lambda core: core.node._sequence_nr())
+    parts = [core for core in found if core.is_part]
+    whole = parts_that_add_up(parts, ends) if parts else set()
+    kept = [core for core in found if not core.is_part or core in whole]
+    return sorted(kept, key=lambda core: core.node._sequence_nr())
 
 
 class Learned:
@@ -152,7 +159,8 @@ def _core_at(node: Any, run: TracedRun, learned: Learned) -> Core | None:
         # (N, rows, columns) and (N, columns, width)
         values = values.mT
         softmaxes, products = made_of(edge, learned)
-        if not softmaxes and not (products and (_are_averages(weights) or _are_exponentials(edge, weights))):
+        is_whole = bool(softmaxes) or (bool(products) and (_are_averages(weights) or _are_exponentials(edge, weights)))
+        if not is_whole and not (products and _may_be_parts(edge, weights)):
             continue
         logits = tuple(run.scores[one] for one in softmaxes if one in run.scores)
         scores = [one for one in map(product_at, products) if one is not None]
@@ -162,7 +170,19 @@ def _core_at(node: Any, run: TracedRun, learned: Learned) -> Core | None:
         output = torch.autograd.graph.GradientEdge(node, 0)
         path = run.path_of(node)
         nodes = tuple(softmaxes)
-        return Core(node, output, bool(is_turned), weights, values, len(softmaxes), tuple(scores), logits, nodes, path)
+        return Core(
+            node,
+            output,
+            bool(is_turned),
+            weights,
+            values,
+            len(softmaxes),
+            tuple(scores),
+            logits,
+            nodes,
+            path,
+            not is_whole,
+        )
     return None
 
 
@@ -200,6 +220,28 @@ def _are_exponentials(edge: Any, weights: Tensor) -> bool:
     if one.min() < -1e-6 or one.sum(-1).max() > 1 + _SUMS_TO_ONE or one.shape[-1] < 2:
         return False
     return exponential_behind(edge) is not None
+
+
+def _may_be_parts(edge: Any, weights: Tensor) -> bool:
+    """Recognise exponentials of scores that are not divided by their sum yet."""
+    return bool((weights.detach() > -1e-6).all()) and exponential_behind(edge) is not None
+
+
+def are_scores(tensor: Tensor) -> bool:
+    """Tell what is made of products, none of which averages anything.
+
+    Args:
+        tensor: made in the run.
+
+    Returns:
+        True of scores; False of what attention gives, and of what maps give.
+    """
+    products = products_behind(tensor) if tensor.requires_grad else []
+    weighing = (*_SOFTMAX, "ExpBackward0")
+    edges = (edge for product in products for edge in made_from(product)[-2:] if edge is not None)
+    return bool(products) and not any(
+        node.name() in weighing for edge in edges for node in walk([edge], _up_to_products)
+    )
 
 
 def exponential_behind(edge: Any) -> Any | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback.attention.isolation.collectives import finished_call, rank_in, size_of
+from hdi_callback.attention.isolation.collectives import LocalAnswers, finished_call, rank_in, size_of
 from hdi_callback.attention.trace.torch_arguments import torch_arguments
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 
@@ -28,11 +28,13 @@ class Exchange:
         rank: the one that it plays, within the group that swaps; its own if `None`.
         ranks: what the runs of all ranks sent; every rank sends what this one does if that is empty.
         sent: for each call the parts for each rank.
+        calls: how many calls wrote what ranks hold into tensors.
     """
 
     rank: int | None = None
     ranks: Sequence[Exchange] = ()
     sent: list[list[Tensor]] = field(default_factory=list)
+    calls: int = 0
 
     @property
     def size(self) -> int:
@@ -62,27 +64,32 @@ class Exchange:
         return torch.cat(self.received(parts, group))
 
 
+_MOVING = ("alltoall", "allgather", "send", "recv")  # what one rank has is what another gets
+
+
 class Exchanging(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers all-to-all calls that write into tensors, so that what they write is made of what is sent."""
+    """Answers calls that write into tensors, so that what they write is made of what is sent, in the graph."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._exchange = exchange
+        self._exchange, self._answers = exchange, LocalAnswers()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name if func.namespace == "c10d" else ""
-        if name == "c10d::alltoall_base_":
-            output, own, group, _, sent = args[:5]
-            with enable_reentrant_dispatch():
+        kwargs = kwargs or {}
+        if func.namespace != "c10d" or not any(kind in func._schema.name for kind in _MOVING):
+            return func(*args, **kwargs)
+        self._exchange.calls += 1
+        with enable_reentrant_dispatch():
+            if func._schema.name == "c10d::alltoall_base_":
+                output, own, group, _, sent = args[:5]
                 output.copy_(self._exchange.swapped(own, group, sent).view_as(output))
-            return finished_call()
-        if name == "c10d::alltoall_":
-            outputs, parts, group = args[:3]
-            with enable_reentrant_dispatch():
+                return finished_call()
+            if func._schema.name == "c10d::alltoall_":
+                outputs, parts, group = args[:3]
                 for output, part in zip(outputs, self._exchange.received(parts, group)):
                     output.copy_(part.view_as(output))
-            return list(outputs), finished_call()
-        return func(*args, **(kwargs or {}))
+                return list(outputs), finished_call()
+            return self._answers.answer(func, args, kwargs)
 
 
 def handler_of_ranks(func: Any) -> Callable[..., Any] | None:

@@ -64,6 +64,8 @@ class GraphCut(TorchFunctionMode):
         self.calls: dict[str, int] = {}
         self.keeps_top, self.has_all = keeps_top, False  # all were chosen in place of the top k
         self.hidden = 0  # softmaxes that ran where autograd records nothing
+        self.exponentials = 0  # and exponentials
+        self.of_scores = 0  # exponentials of scores, where it records
 
     def __enter__(self) -> Any:
         self.before, MapStub.answer = MapStub.answer, self.answer

@@ -14,7 +14,7 @@ from hdi_callback.attention.heads import INPUT_ROLES, AttentionLayer, HeadWeight
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.cores import Core, cores_of
 from hdi_callback.attention.trace.draw import Draw
-from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError, module_of
+from hdi_callback.attention.trace.head_rows import SINGLE_KEYS, HeadRows, NoHeadsError, Rows, UndecidedError, module_of
 from hdi_callback.attention.trace.head_weights import is_whole, kind_of, output_weight, weight_of
 from hdi_callback.attention.trace.heads import CoreReading
 from hdi_callback.attention.trace.maps import objection_to
@@ -307,7 +307,11 @@ def _named_apart(found: list[Found], name: str) -> list[Found]:
         )
         if twin is None:
             kept.append(one)
-        elif layer is None:  # what holds in one of its calls and not in another is not established
+        elif kept[twin].reason == SINGLE_KEYS:  # a block of one key tells nothing of the others
+            kept[twin] = one
+        elif (
+            layer is None and one.reason != SINGLE_KEYS
+        ):  # what holds in one of its calls and not in another is not established
             kept[twin] = one
     layers = [one for one in kept if one.layer is not None]
     shared = {

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hdi_callback.attention.dot_product import dot_product_scores, repeated_for_queries
+from hdi_callback.attention.trace.cores import are_scores
 
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
@@ -44,6 +45,15 @@ def torch_attention(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
         return _WITHIN(*args, **kwargs)
 
 
+def exponential(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Note an exponential, which may be that of a softmax that is written out."""
+    if not torch.is_grad_enabled():
+        cut.exponentials += 1
+    elif args and isinstance(args[0], Tensor) and are_scores(args[0]):
+        cut.of_scores += 1
+    return NotImplemented
+
+
 def _note(cut: GraphCut, scores: Any, answer: Any) -> None:
     """Keep the input of a softmax, with what it adds up last."""
     cut.hidden += not torch.is_grad_enabled()
@@ -76,6 +86,7 @@ def _attend(
 
 HANDLERS = {
     softmax: (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax),
+    exponential: (torch.exp, Tensor.exp, torch.exp_, Tensor.exp_, torch.exp2, Tensor.exp2),
     attention: (F.scaled_dot_product_attention,),
     torch_attention: (F.multi_head_attention_forward,),
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hdi_callback.attention.trace.cores import are_scores
 from hdi_callback.attention.trace.torch_arguments import torch_arguments
 
 if TYPE_CHECKING:
@@ -39,8 +40,13 @@ def factor(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def largest(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """The largest of all, which is taken from all scores, moves none of them against another."""
-    return factor(cut, func, args, kwargs) if len(args) == 1 and not kwargs else NotImplemented
+    """The largest of all, or of a row of scores, is taken from all of them: it moves none against another."""
+    if len(args) == 1 and not kwargs:
+        return factor(cut, func, args, kwargs)
+    if (len(args) > 1 and isinstance(args[1], Tensor)) or not are_scores(args[0]):
+        return NotImplemented
+    answer = func(*args, **kwargs)
+    return type(answer)((answer.values.detach(), answer.indices))
 
 
 def rounded(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -60,6 +66,8 @@ def statistic(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     dim = kwargs.get("dim", next((one for one in args[1:] if isinstance(one, (int, tuple, list))), None))
     if func in (Tensor.norm, torch.norm):
         dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+    if func in (torch.amax, Tensor.amax) and are_scores(args[0]):
+        return answer.detach()
     dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     last = {-1, args[0].dim() - 1}
     if not kwargs.get("keepdim", answer.dim() == args[0].dim()) or not set(dims) & last:

@@ -87,18 +87,25 @@ def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
             return apply(cls, *args, **kwargs)
         if (cls.__module__, cls.__name__) == _BY_SCATTERS:
             return tuple(mode.exchange.received(args[2:], args[0]))
-        before, sent = (mode.hidden, len(mode.run.leaves), dict(mode.calls)), mode.exchange.sent
-        count = len(sent)
+        leaves, exchange = mode.run.leaves, mode.exchange
+        known, calls, sent = len(leaves), dict(mode.calls), len(exchange.sent)
+        hidden, moved, exponentials = mode.hidden, exchange.calls, mode.exponentials
         answer = apply(cls, *args, **kwargs)
-        if mode.hidden == before[0] and len(sent) == count:
+        is_open = mode.hidden == hidden and exchange.calls == moved
+        if is_open and mode.exponentials == exponentials:
             return answer
-        del mode.run.leaves[before[1] :], sent[count:]
-        mode.calls = before[2]
+        kept = leaves[known:], dict(mode.calls)
+        del leaves[known:], exchange.sent[sent:]
+        mode.calls, of_scores = calls, mode.of_scores
         is_split = cls.setup_context is not torch.autograd.Function.setup_context
         try:
-            return cls.forward(*args, **kwargs) if is_split else cls.forward(_Context(), *args, **kwargs)
+            plain = cls.forward(*args, **kwargs) if is_split else cls.forward(_Context(), *args, **kwargs)
         except Exception:
             return answer
+        if is_open and mode.of_scores == of_scores:  # an activation, say
+            leaves[known:], mode.calls = kept
+            return answer
+        return plain
 
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign,assignment]
     try:

@@ -43,7 +43,7 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
 
 
 def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
-    """Find exponentials that are divided by their sums elsewhere than in a softmax.
+    """Find exponentials of scores that are no weights of averages, alone or together.
 
     Args:
         run: the run.
@@ -63,7 +63,7 @@ def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any
             behind = exponential_behind(edge)
             scores = [] if behind is None else [product_at(one) for one in made_of(behind, Learned(run))[1]]
             if any(one is not None and all(side.requires_grad for side in one.factors) for one in scores):
-                yield node, "its weights are exponentials that are divided by their sum after values are added up"
+                yield node, "its weights are exponentials that do not add up to one, whatever is made of their sums"
 
 
 def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:

@@ -1,0 +1,53 @@
+"""Which products are parts of one softmax: their weights add up to one once their sums are put together.
+
+Attention in blocks, and round the ranks, multiplies values with exponentials of scores block by block, and divides by
+the sum of all of them at the end. Whatever it does in between, its outputs are averages of values: had all values been
+one, so would be the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hdi_callback.attention.trace.cores import Core
+
+_SUMS_TO_ONE = 1e-3
+
+
+def parts_that_add_up(parts: Collection[Core], ends: Iterable[Tensor]) -> set[Core]:
+    """Choose the products whose weights are those of averages, by what is made of them.
+
+    Args:
+        parts: products of exponentials and values.
+        ends: what may be made of their sums.
+
+    Returns:
+        Those that are averages together.
+    """
+    found: set[Core] = set()
+    for end in ends:
+        edges = [core.output for core in parts]
+        # The weights of a sum that is derived have a derivative as well: what the sum is if all values are one.
+        which = torch.ones_like(end).requires_grad_()
+        acting = torch.autograd.grad(end, edges, which, create_graph=True, retain_graph=True, allow_unused=True)
+        mine = [(core, one) for core, one in zip(parts, acting) if one is not None and bool(one.any())]
+        sums = [(torch.nan_to_num(one) * _of_ones(core, one)).sum() for core, one in mine]
+        if not sums or not sums[0].requires_grad:
+            continue
+        (made,) = torch.autograd.grad(torch.stack(sums).sum(), which, retain_graph=True)
+        # Beside what attention gives there may be something else.
+        is_average = (made - 1).abs() < _SUMS_TO_ONE
+        if bool(is_average.any()) and bool((is_average | (made.abs() < _SUMS_TO_ONE)).all()):
+            found |= {core for core, _ in mine}
+    return found
+
+
+def _of_ones(core: Core, like: Tensor) -> Tensor:
+    """Give what a product gives where all values are one."""
+    sums = core.weights.detach().sum(-1, keepdim=True).expand(-1, -1, core.values.shape[-1])  # (N, rows, width)
+    return (sums.mT if core.is_turned else sums).reshape(like.shape)
