@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -91,3 +92,33 @@ def test_keys_of_two_maps_that_a_real_forward_alone_shows_are_not_read_from_the_
     assert found.layers == ()
     (refusal,) = found.refused
     assert "`down.weight` and `k.weight`, one after the other" in refusal.reason
+
+
+class NormedOverAllHeads(Attention):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        query, key = (self.in_heads(self.how(one(x))) for one in (self.q, self.k))
+        return self.o(self.sums(query, key, self.in_heads(self.v(x))))
+
+
+BY_HAND = {
+    "normalize": lambda x: nn.functional.normalize(x, dim=-1),
+    "the root of a mean without its dim": lambda x: x * torch.rsqrt(x.square().mean(-1)).unsqueeze(-1),
+}
+
+
+@pytest.mark.parametrize("how", BY_HAND)
+def test_a_norm_over_all_heads_that_is_written_by_hand_hides_no_head(how):
+    module = NormedOverAllHeads(BY_HAND[how])
+    (layer,) = survey(module).layers
+    assert torch.equal(layer.weight("key").flatten(0, 1), module.k.weight)
+    assert layer.normed == {"query", "key"}
+
+
+def test_products_of_half_precision_hide_no_head():
+    module = NormedOverAllHeads(lambda x: x.half())
+    (layer,) = survey(module).layers
+    assert torch.equal(layer.weight("key").flatten(0, 1), module.k.weight)
