@@ -91,7 +91,8 @@ class HeadOutputs(OutputCapture):
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         closest = closest_pairs(weights)
         for layer in self._layers.all:
-            capture = None if self._captures is None else self._captures.get(layer.name)
+            # Taken out, so that the next layer is measured in the memory that this one leaves.
+            capture = None if self._captures is None else self._captures.pop(layer.name, None)
             if capture is None:
                 continue
             sequences = (capture.sequences, capture.num_sequences) if self._wants_errors else None
