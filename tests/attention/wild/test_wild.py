@@ -90,7 +90,6 @@ REFUSALS = {
     # Heads whose maps take parts of the input, or inputs of their own: their rows do not compare.
     "OneSmallMapForAllHeads": "the same rows of `keys` make the keys of several of its heads, each of other features",
     "ASmallMapForEachHead": "the query of each of its heads is made of an input of its own",
-    "LatentAbsorbed": "what attention gives is mixed or normed before it reaches the output projection",
     "HeadsInACascade": "the query of each of its heads is made of an input of its own",
     "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
     # What autograd or torch.func hides.
