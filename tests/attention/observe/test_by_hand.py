@@ -12,6 +12,8 @@ from tests.attention.wild.catalogue import cases
 from tests.attention.wild.proof import make_inputs, randomize, run
 from tests.attention.wild.truth import Case, Core, weight_of
 
+pytestmark = pytest.mark.slow  # `make slow` runs these
+
 ALL = cases()
 # Not observed are products that are written as `(q * k).sum(-1)` or have other keys for each query, a softmax over
 # queries, and weights of two softmaxes side by side; what TorchScript runs or is compiled is named as closed.
