@@ -15,7 +15,7 @@ from hdi_callback.attention.observe.proposals import slice_of
 def test_rotated_rows_are_those_of_their_heads_whatever_the_order_of_the_pairs(pairs, start):
     model = nn.ModuleDict({"qk": nn.Linear(6, 16)})
     rows = start + torch.tensor([pairs, [4 + place for place in pairs]])
-    found = slice_of(model, "", FoundRows("query", "qk.weight", rows, "rotated"))
+    found = slice_of(model, "", FoundRows("qk.weight", rows, "rotated"))
     assert torch.equal(found.rows(), model["qk"].weight[start : start + 8].view(2, 4, 6))
     # No view reads heads backwards: that is refused, and never turned round.
-    assert slice_of(model, "", FoundRows("query", "qk.weight", rows.flip(0), "rotated")) is None
+    assert slice_of(model, "", FoundRows("qk.weight", rows.flip(0), "rotated")) is None
