@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hdi_callback.attention import computed_maps
+from hdi_callback.attention.changing_hooks import changing_hook
 from hdi_callback.attention.hooks import has_own_forward
 from hdi_callback.attention.isolation import IsolationError, isolated, isolated_copy
 from hdi_callback.attention.weight_reading import read_tensor, shape_of
@@ -192,6 +193,9 @@ def objection(module: nn.Module) -> str | None:
         return f"a {name} with a quantised weight ({type(weight.data).__name__})"
     if has_own_forward(module) and not hasattr(module, "_hf_hook"):  # that of accelerate only moves tensors
         return f"a {name} whose forward was replaced"
+    hook = changing_hook(module)
+    if hook is not None:
+        return f"a {name} with the forward hook `{hook}`, which may give something else than its weight does"
     # Its weight is the one that is trained; a rounded copy of it is multiplied with.
     is_known = type(module).forward is nn.Linear.forward or name == "Float8Linear" or is_transposed(module)
     if is_known or _convolves(module) or _multiplies(module, weight):

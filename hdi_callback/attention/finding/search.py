@@ -23,6 +23,7 @@ from hdi_callback.attention.names import containers, is_inside, is_within, print
 from hdi_callback.attention.observe import AttentionObserver, Verdict
 from hdi_callback.attention.projections import is_map
 from hdi_callback.attention.registry import Place, is_known_kind, known_layer
+from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
 from hdi_callback.attention.trace.layers import Found
@@ -112,6 +113,10 @@ class Search:
             found = self._traced(name, recorded[name]) if recorded[name] else None
             if found is None:
                 self._failed.add(name)
+            else:  # it is known by now what several keys show
+                for other in [one for one in self._open if is_within(one, {name})]:
+                    if self.reasons.get(other, ("",))[0] == SINGLE_KEYS:
+                        self._settle(other)
             self._take(name, found, is_of_forward=True)
 
     def _traced(self, name: str, recorded: Sequence[Inputs] | None) -> Sequence[Found] | None:

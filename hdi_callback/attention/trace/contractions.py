@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.trace.stacks import by_each_matrix
+from hdi_callback.attention.trace.torch_arguments import torch_arguments
 
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
@@ -33,6 +34,16 @@ def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     return _Contraction(
         cut, str(names[which]), operands[1 - which], operands[which], terms[1 - which], terms[which], out
     )()
+
+
+def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Answer in place of a contraction of the last dims of a tensor with the first of a parameter."""
+    x, other, dims = torch_arguments(args, kwargs, "a", "b", "dims")
+    if not isinstance(x, Tensor) or not isinstance(other, Tensor) or type(dims) is not int or dims < 1:
+        return NotImplemented
+    letters = "abcdefghijklmnop"
+    taken, made = letters[: x.dim()], letters[x.dim() : x.dim() + other.dim() - dims]
+    return einsum(cut, torch.einsum, (f"{taken},{taken[-dims:]}{made}->{taken[:-dims]}{made}", x, other), {})
 
 
 def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor], which: int, out: str) -> Any:

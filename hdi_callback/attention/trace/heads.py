@@ -62,6 +62,9 @@ class CoreReading(CoreView):
             self._refuse_other_scores()
         if core.softmaxes > 1 and len(core.scores) > 1:
             raise NoHeadsError("the weights of a head are made of several softmaxes")
+        if any(side.is_complex() for product in core.scores for side in product.factors):
+            raise NoHeadsError("its scores are products of complex numbers")
+        self._refuse_sums_of_single_tokens()
         values = Support.of(core.values, random_weights(core.values.shape), self.trace.tensors)
         if not values:
             return self._of_no_map()
@@ -227,6 +230,23 @@ class CoreReading(CoreView):
             if is_over_tokens(self.trace.run, logits) or self._weighs_tokens(logits):
                 raise UndecidedError("its scores are no products of queries and keys")
         raise NoHeadsError
+
+    def _refuse_sums_of_single_tokens(self) -> None:
+        """Refuse scores that add what learned vectors make of the query to what they make of the key (graphs: GAT)."""
+        core = self.core
+        if len(core.scores) < 2 or len(core.logits) != 1 or not core.logits[0].requires_grad:
+            return
+        if any(self._is_of_maps(product.left) and self._is_of_maps(product.right) for product in core.scores):
+            return
+        (logits,) = core.logits
+        gradient = torch.zeros(logits.shape).flatten()
+        gradient[int(logits.detach().argmax())] = 1.0
+        acting = [one.acting_on(logits, gradient.view(logits.shape)) for one in core.scores]
+        if sum(any(len(side) for side in sides) for sides in acting) > 1:
+            raise NoHeadsError("its scores are sums of what single tokens give, and no products of queries and keys")
+
+    def _is_of_maps(self, tensor: Tensor) -> bool:
+        return bool(Support.of(tensor, random_weights(tensor.shape), self.trace.tensors))
 
     def _weighs_tokens(self, logits: Tensor) -> bool:
         """Tell scores that each token gives to others by itself; a router gives them to what is made of itself."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hdi_callback.attention.trace.contractions import einsum
+from hdi_callback.attention.trace.contractions import einsum, tensordot
 from hdi_callback.attention.trace.stacks import by_each_matrix
 from hdi_callback.attention.trace.torch_arguments import torch_arguments
 
@@ -80,6 +80,7 @@ HANDLERS = {
     linear: (F.linear,),
     matmul: (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm),
     einsum: (torch.einsum,),
+    tensordot: (torch.tensordot,),
     embedding: (F.embedding, torch.embedding),
     convolution: (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
 }

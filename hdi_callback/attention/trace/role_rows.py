@@ -56,6 +56,8 @@ class RoleRows(CoreView):
             return ()
         if all(self._takes_attention(source) for source in sources):  # which makes tokens of what heads gave
             return ()
+        if self._adds_by_token(leaf):  # positions, say: what it takes are tokens, and no rows of another map alone
+            return ()
         name = module_of(trace.parameter_of(leaf))
         reason = f"its projection `{name}` takes the output of another one"
         taken = trace.leaves[leaf].taken
@@ -84,6 +86,15 @@ class RoleRows(CoreView):
         start = trace.leaves[source].start
         inner = Rows(trace.parameter_of(source), tuple(start + feature for feature in features))
         return inner, tuple((gain / gain.abs().max()).tolist())
+
+    def _adds_by_token(self, leaf: int) -> bool:
+        """Return whether a map takes something that differs by token where other maps answer nothing."""
+        run, _ = self.trace.without_maps
+        if len(run.leaves) != len(self.trace.leaves) or run.leaves[leaf].taken.dim() < 3:
+            return False
+        taken = torch.nan_to_num(run.leaves[leaf].taken.detach())
+        first = taken[..., :1, :]
+        return bool((taken - first).abs().max() > 1e-4 * taken.abs().max())
 
     def _is_in_front(self, sources: Sequence[int]) -> bool:
         """Return whether a map in front of all projections is of this attention, and does not make its tokens."""

@@ -171,6 +171,7 @@ def derivatives(output: Any, gradient: Tensor, leaves: Sequence[Any]) -> dict[in
     """
     if not leaves or not getattr(output, "requires_grad", True):
         return {}
+    gradient = gradient.to(output.dtype) if isinstance(output, Tensor) and output.is_complex() else gradient
     found = torch.autograd.grad(output, list(leaves), gradient, retain_graph=True, allow_unused=True)
     return {
         number: torch.nan_to_num(one).reshape(-1, one.shape[-1] if one.dim() else 1)

@@ -207,7 +207,7 @@ class TokenByToken(Four):
         return self.o(join(torch.cat(out, 2)))
 
 
-@case(separate(proved=()), may_refuse="vmap|not followed")
+@case(separate(proved=()), may_refuse="could not be run by itself")
 class MappedOverTheBatch(Four):
     """A function of one sequence, mapped over the batch."""
 

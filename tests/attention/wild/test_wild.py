@@ -78,6 +78,8 @@ READ = [
     "GroupedConvolutions", "HeadsInAListOfLists",
     # What recent models do.
     "HeadsApartUntilTheEnd", "GatesBesideQueries", "PooledByAQuestion", "CappedScores", "LatentsThatLearn",
+    # Positions between two maps, kernels of three dims, a first step that sees one key.
+    "SeriesInPatches", "FromFlax", "TokenByToken",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
@@ -87,6 +89,11 @@ REFUSALS = {
     "Distances": "its scores are no products of queries and keys",
     "ProductByHand": "its values are weighted by no matrix product",
     "DenseSynthesizer": "its scores are no products of queries and keys",
+    "DenseGraph": "its scores are sums of what single tokens give, and no products of queries and keys",
+    "VectorsOfPoints": "its scores are no products of queries and keys",
+    "EfficientAttention": "its scores are no products of queries and keys",
+    "ComplexHeads": "its scores are products of complex numbers",
+    "LoRAByHooks": "its projection `k` is a Linear with the forward hook `<lambda>`",
     # Heads whose maps take parts of the input, or inputs of their own: their rows do not compare.
     "OneSmallMapForAllHeads": "the same rows of `keys` make the keys of several of its heads, each of other features",
     "ASmallMapForEachHead": "the query of each of its heads is made of an input of its own",
