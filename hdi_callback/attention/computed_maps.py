@@ -119,10 +119,11 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
     """Return whether all matrices beside a map are narrow, some made for what it takes and some for what it gives."""
-    own = {id(one) for one in base.parameters()}
-    if is_lazy(base.weight) or base.weight.dim() != 2:
+    weight = base._parameters.get("weight")  # where it is computed, asking for it would run the user's code
+    if weight is None or is_lazy(weight) or weight.dim() != 2:
         return False
-    rows, columns = base.weight.shape
+    own = {id(one) for one in base.parameters()}
+    rows, columns = weight.shape
     takes = gives = count = 0
     for one in module.parameters():
         count += 1
