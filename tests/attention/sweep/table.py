@@ -35,6 +35,11 @@ well; where a filter or a matrix over tokens follows a projection, the rows of a
 A layer of which a part is not read counts as right where all that is claimed of it is: "read without" names the part,
 as the warning of `find_attention` does.
 
+Some models are run as their documentation calls them (`tests/attention/sweep/documented/`), the others with inputs that
+are made up from what their forward takes. Where a layer is refused without a forward, the model is examined once more
+with `forward=`; that result counts unless more is refused with it. What could not be examined because of time or memory
+(`sweep failed`) is listed and not counted.
+
 A layer whose heads cannot be established is refused with a warning and left out; `register_layout` describes it.
 
 {summary}
