@@ -9,6 +9,8 @@ import sys
 import types
 
 import pytest
+import torch
+from torch import nn
 
 from hdi_callback.attention.isolation.user_data import UserData
 
@@ -128,3 +130,24 @@ def test_what_a_module_registers_when_it_is_imported_stays_registered(tmp_path, 
     data.restore()
     del sys.modules["registered_late"]
     assert registry.known == {*before, late.Output}
+
+
+CALLS = collections.Counter()
+
+
+class Counted(nn.Linear):
+    def forward(self, x):
+        CALLS["forward"] += 1
+        return super().forward(x)
+
+
+def test_what_a_module_counts_is_put_back_though_torch_made_a_class_of_its_class():
+    module = nn.utils.parametrizations.weight_norm(Counted(2, 2))
+    assert type(module).__module__.partition(".")[0] == "torch"  # a subclass, which torch made
+    CALLS["forward"] = 3
+    data = UserData()
+    data.note([module])
+    module(torch.zeros(1, 2))
+    assert CALLS["forward"] == 4
+    data.restore()
+    assert CALLS["forward"] == 3

@@ -228,7 +228,8 @@ class UserData:
                 yield before
 
     def _class(self, one: type) -> Iterator[Any]:
-        if self._is_foreign(one.__module__):
+        if self._is_foreign(one.__module__):  # torch makes classes of the user's: parametrized ones, sharded ones
+            yield from (base for base in one.__mro__[1:] if not self._is_foreign(base.__module__))
             return
         before = {name: value for name, value in vars(one).items() if not _is_dunder(name)}
 
