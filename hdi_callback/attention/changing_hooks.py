@@ -20,13 +20,8 @@ def changing_hook(module: nn.Module) -> str | None:
         module: any module.
 
     Returns:
-        The name of the hook; `None` if no hook does, as far as their code shows.
-
-    Example:
-        >>> linear = nn.Linear(2, 2)
-        >>> handle = linear.register_forward_hook(lambda module, args, output: output * 2)
-        >>> changing_hook(linear)
-        '<lambda>'
+        The name of the hook; `None` if no hook does, as far as their code shows: a call whose answer is handed on
+        counts as something.
     """
     for hook in module._forward_hooks.values():
         function = _function_of(hook)

@@ -16,9 +16,11 @@ pytestmark = pytest.mark.slow  # `make slow` runs these
 
 ALL = cases()
 # Not observed are products that are written as `(q * k).sum(-1)` or have other keys for each query, a softmax over
-# queries, and weights of two softmaxes side by side; what TorchScript runs or is compiled is named as closed.
+# queries, weights of two softmaxes side by side, weights that are normed a second time, a weight for each feature,
+# values that are sampled, and weights that weigh nothing; what TorchScript runs or is compiled is named as closed.
 NOT_SEEN = {
     "ProductByHand", "Neighbourhoods", "SlotsOfObjects", "GatedPrompts", "Scripted", "Compiled", "CompiledInPlace",
+    "WordsOfADocument", "PointCloud", "VectorsOfPoints", "Deformable", "WeightsAreTheAnswer", "TracedByTorch",
 }  # fmt: skip
 # Attention beside the one that is written down: keys that are averaged with themselves, weights of another module.
 OTHERS = {"StatesOfAHopfieldNetwork", "WeightsUsedTwice"}
