@@ -6,6 +6,7 @@ formed: everything follows from the covariance of the output projection's input,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -174,7 +175,7 @@ class HeadSums:
             Their sums, in float32 or wider.
         """
         wide = torch.promote_types(outputs.dtype, torch.float32)
-        centred = (outputs.to(wide) - mean.to(wide)).flatten(1)
+        centred = _less(outputs.to(wide).flatten(1), mean.to(wide).flatten())
         if weights is None:
             weighted, count = centred, centred.new_full((), outputs.shape[0])
         else:
@@ -214,11 +215,11 @@ class HeadSums:
         H = self.products.shape[-1]
         flat = output_weight.to(self.scatter.dtype).flatten(0, 1)
         inner = flat.new_empty(H, H)
-        parts = list(_upper_chunks(H))
-        is_known = products is not None and [part for part, _ in products.parts] == parts
+        parts = _upper_chunks(H)
+        is_known = products is not None and tuple(part for part, _ in products.parts) == parts
         mixings = iter(products.parts) if products is not None and is_known else products_of(flat, H, iter(parts))
         for (part, scatter), (_, mixing) in zip(self._chunks(self.scatter), mixings):
-            sums = (mixing.to(scatter.dtype) * scatter).sum((1, 3))
+            sums = mixing.to(scatter.dtype).mul_(scatter).sum((1, 3))
             inner[part, part.start :] = sums
             inner[part.start :, part] = sums.mT
         return HeadSums(self.count, inner, self.scatter)
@@ -267,9 +268,10 @@ class HeadSums:
         return _summarise(self.count, self.products / self.count, shared)
 
 
-def _upper_chunks(heads: int) -> Iterator[slice]:
+@functools.cache
+def _upper_chunks(heads: int) -> tuple[slice, ...]:
     """Part the heads so that 3/8 of the products of every two are left out, as the others tell the same."""
-    return head_chunks(heads, 1, heads, at_least=4)
+    return tuple(head_chunks(heads, 1, heads, at_least=4))
 
 
 def count_and_total(outputs: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -396,7 +398,7 @@ def _block_sums(
     inner, shared = flat.new_empty(H, H), flat.new_empty(H, H)
     mixings = iter(known.parts) if known is not None and flat.dtype == torch.float32 else None
     if mixings is None:
-        mixings = products_of(flat, H, _upper_chunks(H))
+        mixings = products_of(flat, H, iter(_upper_chunks(H)))
     features = laid_out(centred.mT)
     counted = features if weighted is centred else laid_out(weighted.mT)
     for heads, mixing in mixings:
