@@ -53,7 +53,7 @@ def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any
         The node of one, and why the attention that it is of is not read.
     """
     read = {core.node for core in cores}
-    nodes = list(nodes_behind([*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]))
+    nodes = list(_nodes_of(run))
     by_index = any(node.name().startswith(_ADDS_BY_INDEX) for node in nodes)
     for node in nodes:
         if by_index and node.name() == "ExpBackward0":
@@ -77,7 +77,7 @@ def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, st
         The node of one, and why it is not read.
     """
     read, learned = {core.node for core in cores}, Learned(run)
-    for node in nodes_behind([*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]):
+    for node in _nodes_of(run):
         product = None if node in read else product_at(node)
         if product is None or learned.mixes(node) is not None:
             continue
@@ -182,3 +182,8 @@ def _tokens_of(run: TracedRun, support: Support, pairs: int) -> set[tuple[Any, i
         support = Support.of(taken, weights_at(taken, mask.any(1).nonzero().flatten()), run.tensors[:leaf])
         if not support:
             return found
+
+
+def _nodes_of(run: TracedRun) -> Iterator[Any]:
+    """Every node behind what a run gave, and behind what its linear maps took."""
+    return nodes_behind([*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)])
