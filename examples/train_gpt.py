@@ -229,14 +229,16 @@ def print_layers(history) -> None:
 
 def describe_collapse(history: Path) -> str:
     """Say what the first two heads that an alert named were then, and what they are at the end."""
-    told = next((one for one in read_alerts(history) if one.level != "notice" and len(one.finding.heads) == 2), None)
-    if told is None:
+    first_alert = next(
+        (one for one in read_alerts(history) if one.level != "notice" and len(one.finding.heads) == 2), None
+    )
+    if first_alert is None:
         return "No pair of heads was named by an alert: the run was too short for the collapse."
-    run, (a, b) = read_history(history), told.finding.heads
-    steps = [told.step, run.matrix_steps(told.layer)[-1]]
-    before, after = (float(run.matrices(step, told.layer)["pair_alignment"][a, b]) for step in steps)
+    run, (a, b) = read_history(history), first_alert.finding.heads
+    steps = [first_alert.step, run.matrix_steps(first_alert.layer)[-1]]
+    before, after = (float(run.matrices(step, first_alert.layer)["pair_alignment"][a, b]) for step in steps)
     return (
-        f"{told.layer}, heads {a} and {b}: alignment {before:.2f} at step {steps[0]}, when the alert came, "
+        f"{first_alert.layer}, heads {a} and {b}: alignment {before:.2f} at step {steps[0]}, when the alert came, "
         f"and {after:.2f} at step {steps[1]} (0 is chance, 1 the same head)"
     )
 

@@ -74,8 +74,8 @@ def train(options: argparse.Namespace, model: nn.Module, train_batches: DataLoad
                     optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            told = f"loss {float(loss.detach()):.3f}, accuracy {accuracy(model, val_batches):.3f}"
-            print(f"epoch {epoch + 1}: {told}, smallest HDI {heads.latest['hdi/min']:.3f}")
+            progress = f"loss {float(loss.detach()):.3f}, accuracy {accuracy(model, val_batches):.3f}"
+            print(f"epoch {epoch + 1}: {progress}, smallest HDI {heads.latest['hdi/min']:.3f}")
     return heads.history_path
 
 

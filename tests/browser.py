@@ -123,14 +123,14 @@ class Browser:
 
     def _note(self, message: dict[str, Any]) -> None:
         """Keep what a person would see as an error of the page, and every request that leaves the machine."""
-        given = message.get("params", {})
+        params = message.get("params", {})
         if message.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(given["exceptionDetails"].get("exception", {}).get("description", "an exception"))
-        elif message.get("method") == "Runtime.consoleAPICalled" and given["type"] in ("error", "warning"):
-            self.errors.append(" ".join(str(one.get("value", one.get("description"))) for one in given["args"]))
-        elif message.get("method") == "Log.entryAdded" and given["entry"]["level"] == "error":
-            self.errors.append(given["entry"]["text"])
+            self.errors.append(params["exceptionDetails"].get("exception", {}).get("description", "an exception"))
+        elif message.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
+            self.errors.append(" ".join(str(one.get("value", one.get("description"))) for one in params["args"]))
+        elif message.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(params["entry"]["text"])
         elif message.get("method") == "Network.requestWillBeSent":
-            url = given["request"]["url"]
+            url = params["request"]["url"]
             if not url.startswith(("file:", "data:", "about:", "blob:", "http://127.0.0.1", "http://localhost")):
                 self.errors.append(f"asks for {url}")

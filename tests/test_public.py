@@ -119,8 +119,8 @@ def test_type_checkers_see_the_public_names_where_they_are_loaded_from(root):
 
     tree = ast.parse((root / "hdi_callback" / "__init__.py").read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name: node.module for node in block.body for alias in node.names}  # type: ignore[attr-defined]
-    rooms = {name for name, module in seen.items() if module == "hdi_callback"}
-    assert set(seen) == set(hdi_callback.__all__)
-    assert {name: module for name, module in seen.items() if name not in rooms} == hdi_callback._MODULES
+    sources = {alias.name: node.module for node in block.body for alias in node.names}  # type: ignore[attr-defined]
+    rooms = {name for name, module in sources.items() if module == "hdi_callback"}
+    assert set(sources) == set(hdi_callback.__all__)
+    assert {name: module for name, module in sources.items() if name not in rooms} == hdi_callback._MODULES
     assert all(getattr(hdi_callback, name).__name__ == f"hdi_callback.{name}" for name in rooms)

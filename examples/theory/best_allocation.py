@@ -37,12 +37,12 @@ def closed_form_gap(draws: int) -> tuple[float, int]:
 
 def measured(layer) -> AllocationRanking:
     """What the constants of one layer say."""
-    samples, seen = effective_samples(layer)
+    samples, visible = effective_samples(layer)
     width = layer.key.out_features
     return rank_allocations(
         width,
-        seen,
-        effective_samples=samples.clamp_max(seen).tolist(),
+        visible,
+        effective_samples=samples.clamp_max(visible).tolist(),
         head_dim=width // layer.heads,
         spectrum=spectrum(layer).tolist(),
     )

@@ -89,7 +89,7 @@ def run(size: Size) -> Claim:
             runs[kind].append(train(seed, after, None if kind == "healthy" else kind, model)[1])
     names = list(runs["healthy"][0][0])
     ends = {kind: {name: [run[-1][name] for run in of] for name in names} for kind, of in runs.items()}
-    numbers, seen = [], {}
+    numbers, detected = [], {}
     for name in names:
         healthy = np.array(ends["healthy"][name])
         half = stats.t.ppf(0.975, seeds - 1) * healthy.std(ddof=1) * math.sqrt(1 + 1 / seeds)  # of one further run
@@ -100,7 +100,7 @@ def run(size: Size) -> Claim:
         for fault in FAULTS:
             values = ends[fault][name]
             outside = sum(not low <= value <= high for value in values)
-            seen[fault, name] = outside / seeds
+            detected[fault, name] = outside / seeds
             numbers.append(
                 Number(
                     f"{name}, {fault}",
@@ -114,13 +114,15 @@ def run(size: Size) -> Claim:
     def caught(fault: str) -> bool:
         name, sign = NAMED[fault]
         middle = np.mean(ends["healthy"][name])
-        return seen[fault, name] == 1 and all(sign * (value - middle) > 0 for value in ends[fault][name])
+        return detected[fault, name] == 1 and all(sign * (value - middle) > 0 for value in ends[fault][name])
 
     table = ["| reading | " + " | ".join(FAULTS) + " |", "|---" * (1 + len(FAULTS)) + "|"]
-    table += [f"| `{name}` | " + " | ".join(f"{seen[fault, name]:.0%}" for fault in FAULTS) + " |" for name in names]
-    blind = {fault: [name for name in names if seen[fault, name] < 0.5] for fault in FAULTS}
-    hdi = {fault: seen[fault, "hdi"] for fault in FAULTS}
-    behind = seen["same heads", "head_correlation"]
+    table += [
+        f"| `{name}` | " + " | ".join(f"{detected[fault, name]:.0%}" for fault in FAULTS) + " |" for name in names
+    ]
+    blind = {fault: [name for name in names if detected[fault, name] < 0.5] for fault in FAULTS}
+    hdi = {fault: detected[fault, "hdi"] for fault in FAULTS}
+    behind = detected["same heads", "head_correlation"]
     correlation = "holds" if behind > 0.9 else "fails" if behind < 0.5 else "open"
 
     shown = ["hdi", "head_correlation", "head_output_overlap", "attention_entropy", "attention_alike", "token_rank"]
@@ -151,7 +153,7 @@ def run(size: Size) -> Claim:
                 "entropy collapse, and `head_output_overlap` rises in every one of same heads, all outside the "
                 "interval of healthy runs",
                 "holds" if all(caught(fault) for fault in FAULTS) else "fails",
-                ", ".join(f"{fault}: {seen[fault, NAMED[fault][0]]:.0%} of runs" for fault in FAULTS),
+                ", ".join(f"{fault}: {detected[fault, NAMED[fault][0]]:.0%} of runs" for fault in FAULTS),
             ),
             Part(
                 "the index of the key weights sees all three",

@@ -53,7 +53,7 @@ def run(size: Size) -> Claim:
     for recorded in measured.values():
         for layer in recorded:
             rows = layer.scores().softmax(-1)[..., 16:, :]  # early causal queries see too little to average
-            seen = (
+            visible = (
                 torch.arange(17, rows.shape[-1] + 1).double()
                 if layer.is_causal
                 else torch.full((rows.shape[-2],), rows.shape[-1]).double()
@@ -64,7 +64,7 @@ def run(size: Size) -> Claim:
             cosine = product.mean(-1) / (norm.mean(-1)[:, :, None] * norm.mean(-1)[:, None]).sqrt()
             omega = (cosine.sum((1, 2)) - H) / (H * (H - 1))
             # what independent heads of these rows would have: 1 / n in place of the product, for each query
-            floor = (1 / seen).mean() / norm.mean(-1).mean(-1)
+            floor = (1 / visible).mean() / norm.mean(-1).mean(-1)
             of = f"{len(omega)} sequences"
             overlap = bootstrap(f"row overlap, {layer.name}", omega, np.mean, of)
             layers.append((layer.name, overlap, bootstrap(f"ESS / n, {layer.name}", floor, np.mean, of)))

@@ -73,15 +73,15 @@ def pairs_of(layer: Recorded) -> list[dict[str, float]]:
     """Every pair of heads: errors on sequences that the merging did not see, and what was known before."""
     half = layer.inputs.shape[0] // 2
     q, k = (layer.features(role).transpose(0, 1) for role in (layer.query, layer.key))  # (H, sequences, n, d_k)
-    seen = [x[:, :half].flatten(1, 2) for x in (q, k)]
+    halves = [x[:, :half].flatten(1, 2) for x in (q, k)]
     held = [x[:, half:].flatten(1, 2) for x in (q, k)]
-    centre = seen[1].mean(1, keepdim=True)
+    centre = halves[1].mean(1, keepdim=True)
     diversity = head_diversity(weights_of(layer, "key"))
     circuits = qk_circuits(weights_of(layer, "query"), weights_of(layer, "key")).cosine
     found = []
     for pair in combinations(range(layer.heads), 2):
         index = list(pair)
-        mapped, tail = merge((seen[1] - centre)[index], seen[0][index])
+        mapped, tail = merge((halves[1] - centre)[index], halves[0][index])
         keys = (held[1] - centre)[index]
         found.append(
             {

@@ -164,10 +164,10 @@ def recorded_encoder(sequences: int, length: int = LENGTH) -> list[Recorded]:
 
 
 def _inputs(linears: list[nn.Linear], run) -> list[Tensor]:
-    seen: dict[nn.Module, Tensor] = {}
-    handles = [linear.register_forward_pre_hook(lambda m, args: seen.__setitem__(m, args[0])) for linear in linears]
+    recorded: dict[nn.Module, Tensor] = {}
+    handles = [linear.register_forward_pre_hook(lambda m, args: recorded.__setitem__(m, args[0])) for linear in linears]
     with torch.no_grad():
         run()
     for handle in handles:
         handle.remove()
-    return [seen[linear] for linear in linears]
+    return [recorded[linear] for linear in linears]

@@ -163,11 +163,11 @@ def as_heads(linear: nn.Linear, heads: int = H) -> Tensor:
 
 def how_read(module: nn.Module, key: Tensor | None = None) -> str:
     """What `find_attention` makes of the module: the heads, if their keys are those that we know, or why not."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         layers = find_attention(nn.Sequential(module))
     if not layers:
-        return "left out, with a warning" if told else "left out, in silence"
+        return "left out, with a warning" if warned else "left out, in silence"
     found = layers[0].weight("key").detach()
     right = key is None or (found.shape == key.shape and torch.allclose(found, key))
     return f"{layers[0].num_heads} heads on {layers[0].num_key_heads}" if right else "misread"

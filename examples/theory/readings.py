@@ -33,8 +33,8 @@ def effective_samples(layer: Recorded, first: int = 16) -> tuple[Tensor, float]:
     """Effective sample size of each head, (H,), and the mean number of keys of a query; first queries are left out."""
     rows = layer.scores().softmax(-1)[..., first:, :]
     n = rows.shape[-1]
-    seen = torch.arange(first + 1, n + 1).double().mean() if layer.is_causal else torch.tensor(float(n))
-    return (1 / rows.square().sum(-1)).mean((0, 2)), float(seen)
+    sees = torch.arange(first + 1, n + 1).double().mean() if layer.is_causal else torch.tensor(float(n))
+    return (1 / rows.square().sum(-1)).mean((0, 2)), float(sees)
 
 
 def spectrum(layer: Recorded) -> Tensor:

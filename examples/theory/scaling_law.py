@@ -68,11 +68,11 @@ def in_trained_models(sizes: list[int], seeds: int, steps: int) -> list[dict]:
             trained = {width: trained_loss(train[:n], validation, 64 // width, seed, steps) for width in WIDTHS}
             losses = {width: loss for width, (loss, _) in trained.items()}
             layer = recorded_gpt(trained[16][1], 8)[0]
-            samples, seen = effective_samples(layer)
+            samples, visible = effective_samples(layer)
             ranking = rank_allocations(
                 64,
-                seen,
-                effective_samples=samples.clamp_max(seen).tolist(),
+                visible,
+                effective_samples=samples.clamp_max(visible).tolist(),
                 head_dim=16,
                 spectrum=spectrum(layer).tolist(),
                 multiple_of=4,

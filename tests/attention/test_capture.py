@@ -28,7 +28,7 @@ def tokens(batch: int = 3, seed: int = 0) -> torch.Tensor:
     return torch.randint(16, (batch, 12), generator=torch.Generator().manual_seed(seed))
 
 
-def received_by(model: Classifier, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def inputs_of_projections(model: Classifier, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """What the output projections get in a forward, by a hook of the test's own."""
     got = {}
     handles = [
@@ -49,11 +49,11 @@ def received_by(model: Classifier, x: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("module", [by_hand.NanoGPT, by_hand.Einops, by_hand.Grouped, by_hand.EinopsCross])
 def test_captured_outputs_are_those_of_the_attention(module):
     model = nn.Sequential(module()).eval()
-    with tap(model) as taps, witness(model) as seen:
+    with tap(model) as taps, witness(model) as observed:
         taps.arm()
         model(torch.randn(3, 6, D))
         capture = taps.captures["0"]
-    really = seen.computations[0].output.transpose(1, 2)  # (batch, length, heads, width)
+    really = observed.computations[0].output.transpose(1, 2)  # (batch, length, heads, width)
     assert torch.equal(capture.outputs, really.flatten(0, 1))
     assert capture.lengths == (6, 6, 6)
     assert capture.num_tokens == 18
@@ -70,7 +70,7 @@ def test_nothing_is_captured_unless_armed():
 def test_all_forwards_of_an_armed_step_are_captured():
     model = Classifier()
     first, second = tokens(seed=1), tokens(batch=2, seed=2)
-    truth = [received_by(model, x) for x in (first, second)]
+    truth = [inputs_of_projections(model, x) for x in (first, second)]
     with tap(model) as taps:
         taps.arm()
         model(first)
@@ -86,7 +86,7 @@ def test_arming_again_captures_anew():
     model = Classifier()
     with tap(model) as taps:
         for seed in (1, 2):
-            truth = received_by(model, tokens(seed=seed))
+            truth = inputs_of_projections(model, tokens(seed=seed))
             taps.arm()
             model(tokens(seed=seed))
             assert torch.equal(taps.captures[LAYERS[1]].outputs.flatten(1), truth[LAYERS[1]].flatten(0, 1))

@@ -20,9 +20,9 @@ D, H, R = 24, 4, 3
 class InLoralib(nn.Linear):
     """Factors as parameters of a subclass, beside the product with the weight."""
 
-    def __init__(self, taken, given):
-        super().__init__(taken, given)
-        self.lora_A, self.lora_B = nn.Parameter(torch.randn(R, taken)), nn.Parameter(torch.zeros(given, R))
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.lora_A, self.lora_B = nn.Parameter(torch.randn(R, in_features)), nn.Parameter(torch.zeros(out_features, R))
         self.dropout, self.scaling = nn.Dropout(0.5), 0.25
 
     def forward(self, x):
@@ -35,10 +35,10 @@ class InLoralib(nn.Linear):
 class Around(nn.Module):
     """A frozen map in a module with factors as bare parameters, stored the other way round."""
 
-    def __init__(self, taken, given):
+    def __init__(self, in_features, out_features):
         super().__init__()
-        self.linear = nn.Linear(taken, given).requires_grad_(False)
-        self.A, self.B = nn.Parameter(torch.randn(taken, R)), nn.Parameter(torch.zeros(R, given))
+        self.linear = nn.Linear(in_features, out_features).requires_grad_(False)
+        self.A, self.B = nn.Parameter(torch.randn(in_features, R)), nn.Parameter(torch.zeros(R, out_features))
 
     def forward(self, x):
         return self.linear(x) + (x @ self.A @ self.B) * 2
@@ -50,11 +50,11 @@ class Around(nn.Module):
 class TwoUpdates(nn.Module):
     """Two updates, one of which is switched off."""
 
-    def __init__(self, taken, given):
+    def __init__(self, in_features, out_features):
         super().__init__()
-        self.base = nn.Linear(taken, given, bias=False)
-        self.down = nn.ModuleDict({name: nn.Linear(taken, R, bias=False) for name in "ab"})
-        self.up = nn.ModuleDict({name: nn.Linear(R, given, bias=False) for name in "ab"})
+        self.base = nn.Linear(in_features, out_features, bias=False)
+        self.down = nn.ModuleDict({name: nn.Linear(in_features, R, bias=False) for name in "ab"})
+        self.up = nn.ModuleDict({name: nn.Linear(R, out_features, bias=False) for name in "ab"})
         self.active = "b"
 
     def forward(self, x):
@@ -67,10 +67,10 @@ class TwoUpdates(nn.Module):
 class Weighted(nn.Linear):
     """Directions and sizes apart (DoRA)."""
 
-    def __init__(self, taken, given):
-        super().__init__(taken, given)
-        self.size = nn.Parameter(torch.rand(given, 1) + 0.5)
-        self.a, self.b = nn.Parameter(torch.randn(R, taken)), nn.Parameter(torch.randn(given, R))
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.size = nn.Parameter(torch.rand(out_features, 1) + 0.5)
+        self.a, self.b = nn.Parameter(torch.randn(R, in_features)), nn.Parameter(torch.randn(out_features, R))
 
     def forward(self, x):
         return F.linear(x, self.matrix(), self.bias)
@@ -94,9 +94,9 @@ class RoundedInputs(nn.Linear):
 
     calls = 0
 
-    def __init__(self, taken, given):
-        super().__init__(taken, given, bias=False)
-        self.norm = nn.RMSNorm(taken)
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features, bias=False)
+        self.norm = nn.RMSNorm(in_features)
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x):
@@ -152,10 +152,10 @@ def test_the_weight_of_a_computed_map_is_what_it_multiplies_with(kind):
 def test_the_bias_of_a_computed_map_is_what_it_gives_of_nothing(kind):
     model = trained(kind)
     (layer,) = find_attention(model)
-    given, bias = model[0].q(torch.zeros(1, 1, D)).flatten(), layer.slices["query"].bias()
-    assert (bias is None) == (not given.any())
+    out_features, bias = model[0].q(torch.zeros(1, 1, D)).flatten(), layer.slices["query"].bias()
+    assert (bias is None) == (not out_features.any())
     if bias is not None:
-        torch.testing.assert_close(bias.flatten(), given)
+        torch.testing.assert_close(bias.flatten(), out_features)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -230,8 +230,8 @@ def test_another_setting_of_the_same_class_is_tried_by_itself():
 class Switched(Around):
     is_bent = False
 
-    def __init__(self, taken, given):
-        super().__init__(taken, given)
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
         self.is_bent = False
 
     def forward(self, x):

@@ -41,7 +41,7 @@ NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_p
 METRICS = ["hdi", "hdi_query", "hdi_output", "head_covariance", "head_correlation", "head_output_overlap"]
 
 
-def given_by(module: nn.Module, taken: int, dims: int) -> Tensor:
+def matrix_of(module: nn.Module, taken: int, dims: int) -> Tensor:
     """The matrix of a map, from what it gives for the unit vectors, each at one position."""
     units = torch.eye(taken).double().view(taken, taken, *[1] * dims)
     precise = copy.deepcopy(module).double().eval()
@@ -76,7 +76,7 @@ class Multiplied(nn.Module):
         for name in NAMES.values():
             linear, convolution = nn.Linear(D, D), getattr(twin, name)
             with torch.no_grad():
-                linear.weight.copy_(given_by(convolution, D, twin.dims))
+                linear.weight.copy_(matrix_of(convolution, D, twin.dims))
                 linear.bias.copy_(convolution.bias)
             setattr(self, name, linear)
 
@@ -130,7 +130,7 @@ def test_the_matrix_is_what_each_position_is_multiplied_with(dims, groups):
     assert objection(convolution) is None
     assert features(convolution) == (8, 12)
     assert feature_dim(convolution) == -1 - dims
-    assert torch.equal(effective_weight(convolution, "weight"), given_by(convolution, 8, dims))
+    assert torch.equal(effective_weight(convolution, "weight"), matrix_of(convolution, 8, dims))
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
@@ -139,7 +139,7 @@ def test_the_matrix_of_a_convolution_without_groups_is_a_view(memory):
     matrix = effective_weight(convolution, "weight")
     with torch.no_grad():
         matrix[3, 5] = 7
-    assert float(given_by(convolution, 8, 2)[3, 5]) == pytest.approx(7, abs=1e-6)
+    assert float(matrix_of(convolution, 8, 2)[3, 5]) == pytest.approx(7, abs=1e-6)
 
 
 def test_a_stride_leaves_positions_out_and_maps_the_others():
@@ -199,7 +199,7 @@ def test_a_parametrised_convolution_is_read_as_it_multiplies():
     with torch.no_grad():
         convolution.parametrizations.weight.original0.uniform_(0.5, 2)
     assert objection(convolution) is None
-    torch.testing.assert_close(effective_weight(convolution, "weight"), given_by(convolution, 8, 2))
+    torch.testing.assert_close(effective_weight(convolution, "weight"), matrix_of(convolution, 8, 2))
 
 
 @pytest.mark.parametrize("dims", [1, 2])
@@ -210,7 +210,7 @@ def test_the_weight_of_a_lora_convolution_is_base_and_update(dims):
     assert type(adapted).__module__.startswith("peft")
     assert objection(adapted) is None
     assert features(adapted) == (D, D)
-    really = given_by(adapted, D, dims)
+    really = matrix_of(adapted, D, dims)
     torch.testing.assert_close(effective_weight(adapted, "weight"), really)
     assert not torch.allclose(really, adapted.base_layer.weight.flatten(1), atol=1e-3)
 
@@ -243,7 +243,7 @@ def test_heads_are_the_same_rows_and_columns(dims, groups):
 def test_heads_that_do_not_lie_side_by_side_are_read_from_a_convolution(groups):
     convolution = nn.Conv2d(16, 24, 1, groups=groups)
     keys = HeadSlice(convolution, "weight", heads=2, width=4, start=4, stride=12)
-    really = given_by(convolution, 16, 2)
+    really = matrix_of(convolution, 16, 2)
     assert torch.equal(keys.rows(), torch.stack([really[4:8], really[16:20]]))
     features_in = HeadSlice(convolution, "weight", heads=4, width=2, stride=1, step=8)
     assert torch.equal(features_in.columns()[1], really.mT[[1, 9]])
@@ -258,9 +258,9 @@ def test_a_gradient_of_what_is_read_reaches_the_convolution(groups):
     dense = multiplied[0].k_proj.weight.grad
     width = D // groups
     blocks = [dense[start : start + width, start : start + width] for start in range(0, D, width)]
-    given = convolved[0].k_proj.weight.grad.flatten(1)
-    torch.testing.assert_close(given, torch.cat(blocks))
-    assert groups > 1 or given.abs().max() > 0
+    result = convolved[0].k_proj.weight.grad.flatten(1)
+    torch.testing.assert_close(result, torch.cat(blocks))
+    assert groups > 1 or result.abs().max() > 0
 
 
 def test_heads_of_different_groups_share_nothing():
@@ -307,11 +307,11 @@ def test_readings_are_those_of_the_linear_twin(dims, groups):
 @every_shape
 def test_an_image_is_captured_as_one_sequence_of_its_positions(dims, groups):
     model = twins(dims, groups)[0]
-    with Taps(find_attention(model)) as taps, witness(model) as seen:
+    with Taps(find_attention(model)) as taps, witness(model) as observed:
         taps.arm()
         model(image(dims))
         capture = taps.captures["0"]
-    really = seen.computations[0].output.transpose(1, 2)  # (batch, positions, heads, width)
+    really = observed.computations[0].output.transpose(1, 2)  # (batch, positions, heads, width)
     assert torch.equal(capture.outputs, really.flatten(0, 1))
     assert capture.lengths == (6, 6, 6)
     assert capture.num_tokens == 18
@@ -321,10 +321,10 @@ def test_the_sample_of_many_positions_is_that_of_as_many_tokens():
     samples = []
     convolved, multiplied = twins()
     x = torch.randn(4, D, 9, 11)
-    for model, given in ((convolved, x), (multiplied, tokens_of(x))):
+    for model, result in ((convolved, x), (multiplied, tokens_of(x))):
         with Taps(find_attention(model), max_tokens=64) as taps:
             taps.arm()
-            model(given)
+            model(result)
             samples.append(taps.captures["0"])
     torch.testing.assert_close(samples[0].outputs, samples[1].outputs)
     assert samples[0].lengths == samples[1].lengths
@@ -484,13 +484,13 @@ def normed(kind: str) -> tuple[nn.Module, Tensor]:
     return module, x * torch.linspace(0.3, 3, D).view(D, *[1] * (x.dim() - 2))
 
 
-def rows_seen(module: nn.Module, x: Tensor) -> np.ndarray:
+def fitted_rows(module: nn.Module, x: Tensor) -> np.ndarray:
     """The matrix of an affine map, by least squares from what it takes and gives."""
     with torch.no_grad():
-        given = module(x)
-    taken, given = (tensor.movedim(1, -1).flatten(0, -2).double().numpy() for tensor in (x, given))
+        result = module(x)
+    taken, result = (tensor.movedim(1, -1).flatten(0, -2).double().numpy() for tensor in (x, result))
     taken = np.concatenate([taken, np.ones((len(taken), 1))], 1)
-    solved, residual, _, _ = scipy.linalg.lstsq(taken, given)
+    solved, residual, _, _ = scipy.linalg.lstsq(taken, result)
     assert residual.max() < 1e-6, "it is affine"
     return solved[:-1].T
 
@@ -499,7 +499,7 @@ def rows_seen(module: nn.Module, x: Tensor) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["convolution", "linear"])
 def test_a_norm_over_the_batch_leaves_principal_angles_as_they_are(kind, is_training):
     module, x = normed(kind)
-    really = rows_seen(copy.deepcopy(module).train(is_training), x).reshape(H, D // H, D)
+    really = fitted_rows(copy.deepcopy(module).train(is_training), x).reshape(H, D // H, D)
     owner = "linear" if kind == "linear" else "0"
     read = HeadSlice(module, f"{owner}.weight", H, D // H).rows().detach().double().numpy()
     assert not np.allclose(really, read, atol=1e-2), "the norm does scale"

@@ -116,10 +116,10 @@ class NormedOverAll(nn.Module):
 def judged(module: nn.Module, width: int = D) -> Finding:
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(module))
-    with torch.no_grad(), witness(module.eval()) as seen:
+    with torch.no_grad(), witness(module.eval()) as observed:
         module(torch.randn(B, T, width))
-    (computation,) = merged(seen.computations, B)
-    return judge(claim_of(layer), seen, computation, B)
+    (computation,) = merged(observed.computations, B)
+    return judge(claim_of(layer), observed, computation, B)
 
 
 FOUND = {
@@ -178,8 +178,8 @@ def test_what_a_layer_norm_subtracts_is_subtracted_from_the_rows(width):
     assert finding.is_right, finding.reason
     (layer,) = find_attention(nn.Sequential(module))
     # Keys before the gain, from the weight alone: what the norm really gives for an input is along them.
-    given = layer.weight("key").detach() @ torch.randn(D, 100)  # (H, 8, 100)
-    mean = given.mean(1) if width == 8 else given.mean((0, 1))
+    of_tokens = layer.weight("key").detach() @ torch.randn(D, 100)  # (H, 8, 100)
+    mean = of_tokens.mean(1) if width == 8 else of_tokens.mean((0, 1))
     assert mean.abs().max() < 1e-5
 
 
@@ -278,10 +278,10 @@ def test_a_real_forward_shows_what_made_up_inputs_cannot():
     (layer,) = find_attention(model, forward=lambda: model(batch))
     assert torch.equal(torch.get_rng_state(), state)
     assert not model.attn._forward_pre_hooks
-    with torch.no_grad(), witness(model) as seen:
+    with torch.no_grad(), witness(model) as observed:
         model({"x": torch.randn(B, T, D)})
-    (computation,) = merged(seen.computations, B)
-    assert judge(claim_of(layer), seen, computation, B).is_right
+    (computation,) = merged(observed.computations, B)
+    assert judge(claim_of(layer), observed, computation, B).is_right
 
 
 def test_a_forward_that_is_given_is_run_once_and_without_gradients():

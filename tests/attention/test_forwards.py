@@ -13,7 +13,7 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import Taps, find_attention
 from hdi_callback.attention.sampling import shared_out
-from tests.attention.test_capture import received_by, tap, tokens
+from tests.attention.test_capture import inputs_of_projections, tap, tokens
 from tests.models import LAYERS, Checkpointed, Classifier
 
 
@@ -27,7 +27,7 @@ def captured(taps: Taps, name: str = LAYERS[0]) -> torch.Tensor:
 
 
 def truth(model: nn.Module, *batches: torch.Tensor, name: str = LAYERS[0]) -> torch.Tensor:
-    return torch.cat([received_by(model, x)[name].flatten(0, 1) for x in batches])
+    return torch.cat([inputs_of_projections(model, x)[name].flatten(0, 1) for x in batches])
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])

@@ -35,10 +35,10 @@ STEPS = 0
 class Settings:
     """A plain object of the user's."""
 
-    __slots__ = ("seen",)
+    __slots__ = ("counted",)
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.counted = 0
 
 
 SETTINGS = Settings()
@@ -85,7 +85,7 @@ class Restless(nn.Module):
         STEPS += 1
         Restless.calls += 1
         TALLY["forward"] += 1
-        SETTINGS.seen += 1
+        SETTINGS.counted += 1
         TABLE.add_(1)
         DEPTH.set(DEPTH.get() + 1)
         os.environ["HDI_TEST_DEPTH"] = str(DEPTH.get())
@@ -117,7 +117,7 @@ def numpy_state() -> str:
 def everything(module: Restless) -> list:
     return [
         DEPTH.get(), os.environ.get("HDI_TEST_DEPTH"),
-        STEPS, Restless.calls, Root.calls, dict(TALLY), SETTINGS.seen, TABLE.tolist(), repr(NUMBERS["next"]),
+        STEPS, Restless.calls, Root.calls, dict(TALLY), SETTINGS.counted, TABLE.tolist(), repr(NUMBERS["next"]),
         GENERATOR.get_state().tolist(), module.generator.get_state().tolist(), module.mean.tolist(), module.count,
         [id(loss) for loss in LOSSES], [id(loss) for loss in module.losses], random.getstate(),
         numpy_state(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
@@ -264,9 +264,9 @@ def test_a_parametrization_is_computed_and_neither_draws_nor_iterates():
 def test_the_older_weight_norm_can_be_copied_after_a_forward():
     module = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
     x = torch.randn(2, 4)
-    given = module(x)
+    output = module(x)
     trial = isolated_copy(module)
-    assert torch.equal(trial(x), given)
+    assert torch.equal(trial(x), output)
     assert trial[0].weight.grad_fn is None
 
 

@@ -22,19 +22,19 @@ def linear_of(layer: AttentionLayer, role: str) -> nn.Module:
     return part.module.get_submodule(part.parameter.rpartition(".")[0])
 
 
-def assert_right(layer: AttentionLayer, seen: Witness, really: Computation, *, scaled: bool = False) -> None:
+def assert_right(layer: AttentionLayer, observed: Witness, really: Computation, *, scaled: bool = False) -> None:
     """Each head's weight, on the real input of its projection, gives what attention received for that head.
 
     `scaled`: a norm or a factor follows the projection, so that a token's vector is compared up to its length.
     """
-    for role, received in (("query", really.query), ("key", really.key), ("value", really.value)):
-        x = seen.inputs[linear_of(layer, role)]
-        x = x if x.dim() == 3 else x.unflatten(0, (received.shape[0], -1))
+    for role, actual in (("query", really.query), ("key", really.key), ("value", really.value)):
+        x = observed.inputs[linear_of(layer, role)]
+        x = x if x.dim() == 3 else x.unflatten(0, (actual.shape[0], -1))
         claimed = torch.einsum("bti,hki->bhtk", x, layer.weight(role).detach())
-        repeat = received.shape[1] // claimed.shape[1]
+        repeat = actual.shape[1] // claimed.shape[1]
         claimed = claimed.repeat_interleave(repeat, 1)
         # Position 0 alone: there a rotary embedding is the identity.
-        got, expected = received[:, :, 0], claimed[:, :, 0]
+        got, expected = actual[:, :, 0], claimed[:, :, 0]
         if scaled and role != "value":
             got, expected = F.normalize(got, dim=-1), F.normalize(expected, dim=-1)
         assert got.shape == expected.shape
@@ -44,7 +44,7 @@ def assert_right(layer: AttentionLayer, seen: Witness, really: Computation, *, s
             assert float((got - expected.roll(1, 1)).abs().max()) > 1e-2 * scale, "heads are told apart"
     output = layer.weight("output").detach()
     heads = really.output.transpose(1, 2)  # (batch, length, heads, width)
-    assert torch.allclose(seen.inputs[layer.output_projection].view_as(heads), heads, atol=1e-6)
+    assert torch.allclose(observed.inputs[layer.output_projection].view_as(heads), heads, atol=1e-6)
     projected = layer.output_projection(heads.flatten(2)).detach()
     assert torch.allclose(torch.einsum("bthi,hid->btd", heads, output), projected, atol=1e-5)
 
@@ -67,9 +67,9 @@ def test_attention_written_by_hand_is_read_right(name):
     model = without_biases(nn.Sequential(module))
     (layer,) = find_attention(model)
     x = torch.randn(3, 6, D, generator=torch.Generator().manual_seed(0))
-    with witness(model) as seen:
+    with witness(model) as observed:
         model(x)
-    (really,) = seen.computations
+    (really,) = observed.computations
     assert (layer.num_heads, layer.num_key_heads, layer.head_dim) == (heads, key_heads, width)
     if normed:  # a LayerNorm shifts the vector as well
         keys = torch.einsum("bti,hki->bhtk", x, layer.weight("key").detach())
@@ -77,7 +77,7 @@ def test_attention_written_by_hand_is_read_right(name):
         queries = torch.einsum("bti,hki->bhtk", x, layer.weight("query").detach())
         assert torch.allclose(F.layer_norm(queries, (8,)), really.query, atol=1e-5)
     else:
-        assert_right(layer, seen, really)
+        assert_right(layer, observed, really)
 
 
 SMALL = {
@@ -154,15 +154,15 @@ def test_transformers_are_read_right(name):
     torch.manual_seed(0)
     model = without_biases(tf.AutoModel.from_config(config, attn_implementation="sdpa"))
     layers = find_attention(model)
-    with torch.no_grad(), witness(model) as seen:
+    with torch.no_grad(), witness(model) as observed:
         forward(name, model)
     assert [layer.num_heads for layer in layers] == heads
-    assert [computation.query.shape[1] for computation in seen.computations] == heads
-    for layer, really in zip(layers, seen.computations, strict=True):
+    assert [computation.query.shape[1] for computation in observed.computations] == heads
+    for layer, really in zip(layers, observed.computations, strict=True):
         if width is not None:
             assert (layer.num_key_heads, layer.head_dim) == (key_heads, width)
         assert really.query.shape[-1] == layer.head_dim
-        assert_right(layer, seen, really, scaled=normed)
+        assert_right(layer, observed, really, scaled=normed)
 
 
 @pytest.mark.parametrize("kind", [by_hand.LengthFirst, by_hand.ThreeInputs, by_hand.AlwaysDrops])
@@ -170,13 +170,13 @@ def test_unusual_forwards_are_seen_through(kind):
     model = without_biases(nn.Sequential(kind()))
     (layer,) = find_attention(model)
     x = torch.randn(3, 6, D, generator=torch.Generator().manual_seed(0))
-    with witness(model) as seen:
+    with witness(model) as observed:
         model[0](x, x, x, None) if kind is by_hand.ThreeInputs else model(x)
-    (really,) = seen.computations
+    (really,) = observed.computations
     x = x.transpose(0, 1) if kind is by_hand.LengthFirst else x
-    for role, received in (("query", really.query), ("key", really.key), ("value", really.value)):
+    for role, actual in (("query", really.query), ("key", really.key), ("value", really.value)):
         claimed = torch.einsum("bti,hki->bhtk", x, layer.weight(role).detach())
-        assert torch.allclose(claimed, received, atol=1e-5), role
+        assert torch.allclose(claimed, actual, atol=1e-5), role
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -189,12 +189,12 @@ def test_clip_is_read_right(tower, attention):
         else tf.CLIPVisionModel(tf.CLIPVisionConfig(**IMAGE, attn_implementation=attention))
     )
     layers = find_attention(without_biases(model))
-    with torch.no_grad(), witness(model) as seen:
+    with torch.no_grad(), witness(model) as observed:
         model(torch.randint(3, 99, (3, 6))) if tower == "text" else model(torch.randn(3, 3, 16, 16))
-    assert len(layers) == len(seen.computations) == 2
-    for layer, really in zip(layers, seen.computations, strict=True):
+    assert len(layers) == len(observed.computations) == 2
+    for layer, really in zip(layers, observed.computations, strict=True):
         assert layer.num_heads == really.query.shape[1] == 4
-        assert_right(layer, seen, really)
+        assert_right(layer, observed, really)
 
 
 def test_biases_are_what_a_weight_leaves_out():
@@ -204,17 +204,17 @@ def test_biases_are_what_a_weight_leaves_out():
         for parameter in model.parameters():
             parameter.normal_()
     layer = find_attention(model)[0]
-    with torch.no_grad(), witness(model) as seen:
+    with torch.no_grad(), witness(model) as observed:
         model(torch.randint(3, 99, (3, 6)))
     c_attn = model.h[0].attn.c_attn
-    for role, start, received in (
-        ("query", 0, seen.computations[0].query),
-        ("key", 32, seen.computations[0].key),
-        ("value", 64, seen.computations[0].value),
+    for role, start, actual in (
+        ("query", 0, observed.computations[0].query),
+        ("key", 32, observed.computations[0].key),
+        ("value", 64, observed.computations[0].value),
     ):
         bias = c_attn.bias[start : start + 32].view(4, 1, 8)
-        claimed = torch.einsum("bti,hki->bhtk", seen.inputs[c_attn], layer.weight(role)) + bias
-        assert torch.allclose(claimed, received, rtol=1e-4, atol=1e-3), role
+        claimed = torch.einsum("bti,hki->bhtk", observed.inputs[c_attn], layer.weight(role)) + bias
+        assert torch.allclose(claimed, actual, rtol=1e-4, atol=1e-3), role
 
 
 def test_t5_is_read_right():
@@ -222,12 +222,12 @@ def test_t5_is_read_right():
     torch.manual_seed(0)
     model = without_biases(tf.T5Model(config))
     layers = find_attention(model)
-    with torch.no_grad(), witness(model) as seen:
+    with torch.no_grad(), witness(model) as observed:
         model(torch.randint(3, 99, (3, 6)), decoder_input_ids=torch.randint(3, 99, (3, 5)))
-    assert len(seen.computations) == 3
-    for layer, really in zip(layers, seen.computations, strict=True):
+    assert len(observed.computations) == 3
+    for layer, really in zip(layers, observed.computations, strict=True):
         assert layer.num_heads == really.query.shape[1]
-        assert_right(layer, seen, really)
+        assert_right(layer, observed, really)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -235,19 +235,19 @@ def test_torch_layers_are_read_right_inside_their_encoder_and_decoder(batch_firs
     torch.manual_seed(0)
     model = without_biases(nn.Transformer(D, H, 1, 1, 64, batch_first=batch_first))
     x, y = torch.randn(3, 6, D), torch.randn(3, 5, D)
-    received: dict[nn.Module, list[torch.Tensor]] = {}
+    actual: dict[nn.Module, list[torch.Tensor]] = {}
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
-            module.register_forward_pre_hook(lambda module, args: received.update({module: list(args[:3])}))
-    with witness(model) as seen:
+            module.register_forward_pre_hook(lambda module, args: actual.update({module: list(args[:3])}))
+    with witness(model) as observed:
         model(x, y) if batch_first else model(x.transpose(0, 1), y.transpose(0, 1))
     layers = find_attention(model)
-    assert len(layers) == len(seen.computations) == 3
-    for layer, really in zip(layers, seen.computations, strict=True):
+    assert len(layers) == len(observed.computations) == 3
+    for layer, really in zip(layers, observed.computations, strict=True):
         roles = ("query", "key", "value")
-        for role, given, got in zip(roles, received[layer.module], (really.query, really.key, really.value)):
-            given = given if batch_first else given.transpose(0, 1)
-            claimed = torch.einsum("bti,hki->bhtk", given, layer.weight(role))
+        for role, source, got in zip(roles, actual[layer.module], (really.query, really.key, really.value)):
+            source = source if batch_first else source.transpose(0, 1)
+            claimed = torch.einsum("bti,hki->bhtk", source, layer.weight(role))
             assert torch.allclose(claimed, got, atol=1e-5), role
 
 
@@ -282,9 +282,9 @@ def test_a_layer_is_found_before_its_weights_exist():
 def test_the_witness_sees_the_same_whichever_way_attention_is_computed(need_weights):
     torch.manual_seed(0)
     module, x = nn.MultiheadAttention(D, H, batch_first=True).eval(), torch.randn(3, 6, D)
-    with torch.no_grad(), witness(module) as seen:
+    with torch.no_grad(), witness(module) as observed:
         answer, _ = module(x, x, x, need_weights=need_weights)
-    (really,) = seen.computations
+    (really,) = observed.computations
     by_softmax = (really.query @ really.key.mT / 8**0.5).softmax(-1) @ really.value
     assert torch.allclose(by_softmax, really.output, atol=1e-6)
     assert torch.allclose(module.out_proj(by_softmax.transpose(1, 2).flatten(2)), answer, atol=1e-6)
@@ -321,12 +321,12 @@ def test_torch_attention_is_read_right(widths, batch_first):
         torch.randn(3, 6, width, generator=generator) for width in (D, widths.get("kdim", D), widths.get("vdim", D))
     )
     inputs = [tensor if batch_first else tensor.transpose(0, 1) for tensor in (query, key, value)]
-    with witness(module) as seen:  # with gradients on, so that torch does not take its fused path
+    with witness(module) as observed:  # with gradients on, so that torch does not take its fused path
         module(*inputs, need_weights=False)
-    (really,) = seen.computations
-    for role, x, received in (("query", query, really.query), ("key", key, really.key), ("value", value, really.value)):
+    (really,) = observed.computations
+    for role, x, actual in (("query", query, really.query), ("key", key, really.key), ("value", value, really.value)):
         claimed = torch.einsum("bti,hki->bhtk", x, layer.weight(role).detach())
-        assert torch.allclose(claimed, received, atol=1e-5), role
+        assert torch.allclose(claimed, actual, atol=1e-5), role
     heads = really.output.transpose(1, 2)
     projected = torch.einsum("bthi,hid->btd", heads, layer.weight("output").detach())
     assert torch.allclose(projected, module.out_proj(heads.flatten(2)), atol=1e-5)
@@ -433,10 +433,10 @@ def test_a_registered_layout_describes_its_class_and_subclasses(registry):
     model = without_biases(nn.Sequential(Mine()))
     (layer,) = find_attention(model)
     x = torch.randn(3, 6, D)
-    with witness(model) as seen:
+    with witness(model) as observed:
         model(x)
     claimed = torch.einsum("bti,hki->bhtk", x, layer.weight("key").detach())
-    assert torch.allclose(claimed[:, 0], seen.computations[0].key[:, 0], atol=1e-5)
+    assert torch.allclose(claimed[:, 0], observed.computations[0].key[:, 0], atol=1e-5)
 
 
 def test_a_registered_layout_comes_before_the_built_in_ones(registry):

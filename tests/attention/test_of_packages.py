@@ -237,9 +237,9 @@ def test_keys_and_values_that_a_matrix_mixes_over_tokens_are_read_and_said_to_be
         assert torch.equal(layer.weight(role), part.weight.view(H, WIDTH, D)), role
     # What attention receives as keys of a head is what these rows give, and the mixture of it over tokens.
     x = torch.randn(2, 8, D)
-    received = torch.einsum("bnd,hkd,nm->bhmk", x, layer.weight("key"), model[0].fewer)
+    fewer_keys = torch.einsum("bnd,hkd,nm->bhmk", x, layer.weight("key"), model[0].fewer)
     biases = model[0].k.bias.view(H, 1, WIDTH) * model[0].fewer.sum(0)[:, None]
-    scores = split(model[0].q(x)) @ (received + biases).mT
+    scores = split(model[0].q(x)) @ (fewer_keys + biases).mT
     values = split(torch.einsum("bnd,nk->bkd", model[0].v(x), model[0].fewer_values))
     expected = model[0].o((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
     assert torch.allclose(model(x), expected, atol=1e-4)

@@ -32,7 +32,7 @@ def expected(outputs: torch.Tensor, layer, padded: torch.Tensor) -> dict[str, fl
     }
 
 
-def received(module: nn.Module, run) -> torch.Tensor:
+def recorded(module: nn.Module, run) -> torch.Tensor:
     """What a projection really gets."""
     got = []
     handle = module.register_forward_pre_hook(lambda _, args: got.append(args[0].detach().clone()))
@@ -53,7 +53,7 @@ def read(model: nn.Module, run, **options):
 
 def require(model: nn.Module, run, projections: dict[str, str], padded: dict[str, torch.Tensor], **options) -> None:
     """Every layer reads as its unpadded tokens alone."""
-    truth = {name: received(model.get_submodule(path), run) for name, path in projections.items()}
+    truth = {name: recorded(model.get_submodule(path), run) for name, path in projections.items()}
     monitor, record = read(model, run, **options)
     layers = {layer.name: layer for layer in monitor.layers}
     assert set(projections) <= set(layers)
@@ -76,10 +76,10 @@ def test_padding_of_torchs_encoder_is_left_out(padded, kind, batch_first):
     model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
     x = torch.randn(3, 7, 32)
     mask = padded if kind == "bool" else torch.zeros(3, 7).masked_fill(padded, -torch.inf)
-    given = x if batch_first else x.transpose(0, 1)
-    outputs = truth_of(model.layers[0].self_attn, given, given, given, key_padding_mask=mask)
+    arguments = x if batch_first else x.transpose(0, 1)
+    outputs = truth_of(model.layers[0].self_attn, arguments, arguments, arguments, key_padding_mask=mask)
     outputs = outputs if batch_first else outputs.transpose(0, 1)
-    monitor, record = read(model, lambda: model(given, src_key_padding_mask=mask))
+    monitor, record = read(model, lambda: model(arguments, src_key_padding_mask=mask))
     values = record.layers["layers.0.self_attn"].values
     truth = expected(outputs, monitor.layers[0], padded)
     assert {tag: values[tag] for tag in METRICS} == pytest.approx(truth, rel=1e-3, abs=1e-6)
@@ -144,13 +144,13 @@ def test_queries_of_cross_attention_have_the_padding_of_the_decoder():
         "decoder.block.0.layer.1.EncDecAttention": PADDED,
     }
     # Encoder and decoder of equal length, so that nothing but its name tells whose a mask is.
-    given = {**batch(LEFT), "decoder_input_ids": batch(PADDED)["input_ids"]}
+    arguments = {**batch(LEFT), "decoder_input_ids": batch(PADDED)["input_ids"]}
     paths = {name: f"{name}.o" for name in layers}
-    require(model, lambda: model(**given, decoder_attention_mask=(~PADDED).long()), paths, layers)
+    require(model, lambda: model(**arguments, decoder_attention_mask=(~PADDED).long()), paths, layers)
     unpadded = {
         name: padded if name.startswith("encoder") else PADDED[:1].repeat(3, 1) for name, padded in layers.items()
     }
-    require(model, lambda: model(**given), paths, unpadded)
+    require(model, lambda: model(**arguments), paths, unpadded)
 
 
 # --- modules written by hand
@@ -237,7 +237,7 @@ def test_padding_can_be_said_by_the_token_or_by_a_function(padding):
 def test_padding_can_be_said_when_arming():
     torch.manual_seed(0)
     model, x = nn.ModuleDict({"attn": ByHand(lambda mask: None)}), torch.randn(3, 7, 32)
-    outputs = received(model["attn"].out_proj, lambda: model["attn"](x))
+    outputs = recorded(model["attn"].out_proj, lambda: model["attn"](x))
     with HeadDiversityMonitor(model, metrics=METRICS, check_heads=False) as monitor:
         monitor.arm(padding_mask=PADDED)
         model["attn"](x)
@@ -276,7 +276,7 @@ def test_padding_of_a_compiled_model_is_left_out(way):
             return self.attn(x, padding_mask)
 
     outer, x = Outer(), torch.randn(3, 7, 32)
-    outputs = received(outer.attn.out_proj, lambda: outer(x, PADDED))
+    outputs = recorded(outer.attn.out_proj, lambda: outer(x, PADDED))
     with HeadDiversityMonitor(outer, metrics=METRICS, check_heads=False) as monitor:
         compiled = torch.compile(outer, backend="aot_eager")
         if way == "in place":

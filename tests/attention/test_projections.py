@@ -26,13 +26,13 @@ class Linear(nn.Module, LoraLayer):
     def __init__(self, base_layer: nn.Module, is_transposed: bool = False):
         super().__init__()
         rows, columns = base_layer.weight.shape
-        taken, given = (rows, columns) if is_transposed else (columns, rows)
+        in_features, out_features = (rows, columns) if is_transposed else (columns, rows)
         self.base_layer, self.is_transposed = base_layer, is_transposed
         self.lora_A = nn.ModuleDict(
-            {"first": nn.Linear(taken, 2, bias=False), "second": nn.Linear(taken, 2, bias=False)}
+            {"first": nn.Linear(in_features, 2, bias=False), "second": nn.Linear(in_features, 2, bias=False)}
         )
         self.lora_B = nn.ModuleDict(
-            {"first": nn.Linear(2, given, bias=False), "second": nn.Linear(2, given, bias=False)}
+            {"first": nn.Linear(2, out_features, bias=False), "second": nn.Linear(2, out_features, bias=False)}
         )
         self.scaling = {"first": 2.0, "second": 0.5}
         self.active_adapters, self.disable_adapters, self.merged = ["first"], False, False
@@ -55,10 +55,10 @@ class Linear(nn.Module, LoraLayer):
         return y
 
 
-def given_by(module: nn.Module, taken: int) -> Tensor:
+def matrix_of(module: nn.Module, in_features: int) -> Tensor:
     """The matrix of a linear map, from what it gives for the unit vectors."""
     with torch.no_grad():
-        return (module(torch.eye(taken)) - module(torch.zeros(1, taken))).mT
+        return (module(torch.eye(in_features)) - module(torch.zeros(1, in_features))).mT
 
 
 @pytest.mark.parametrize("active", [[], ["first"], ["second"], ["first", "second"]])
@@ -71,7 +71,7 @@ def test_the_weight_of_a_lora_layer_is_base_and_update(kind, active):
     projection.active_adapters = active
     (layer,) = find_attention(nn.Sequential(module))
     start = D if kind is by_hand.NanoGPT else 0
-    really = given_by(projection, D)[start : start + layer.num_key_heads * 8]
+    really = matrix_of(projection, D)[start : start + layer.num_key_heads * 8]
     assert torch.allclose(layer.weight("key").flatten(0, 1), really, atol=1e-5)
     is_base = torch.allclose(really, projection.base_layer.weight[start : start + len(really)], atol=1e-5)
     assert is_base == (active == []), "an active update is seen"
@@ -141,7 +141,7 @@ def test_peft_is_read_as_it_multiplies_or_refused(kind):
     (layer,) = found.layers
     for role in ("query", "key"):
         projection = layer.module.get_submodule(f"{role[0]}_proj")
-        really = given_by(projection.eval(), D)
+        really = matrix_of(projection.eval(), D)
         assert torch.allclose(layer.weight(role).flatten(0, 1), really, atol=1e-5)
         assert not torch.allclose(really, projection.base_layer.weight, atol=1e-3)
 
@@ -159,9 +159,9 @@ class Casts(nn.Linear):
 class AddsBent(nn.Linear):
     """An update with an activation inside, which adds nothing at first."""
 
-    def __init__(self, taken, given):
-        super().__init__(taken, given)
-        self.a, self.b = nn.Parameter(torch.randn(2, taken)), nn.Parameter(torch.zeros(given, 2))
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.a, self.b = nn.Parameter(torch.randn(2, in_features)), nn.Parameter(torch.zeros(out_features, 2))
 
     def forward(self, x):
         return super().forward(x) + F.gelu(x @ self.a.mT) @ self.b.mT
@@ -177,9 +177,11 @@ class Gated(nn.Linear):
 class Int8(nn.Linear):
     """Weights of one byte, decoded in the forward."""
 
-    def __init__(self, taken, given):
-        super().__init__(taken, given)
-        self.weight = nn.Parameter(torch.randint(-128, 127, (given, taken), dtype=torch.int8), requires_grad=False)
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.weight = nn.Parameter(
+            torch.randint(-128, 127, (out_features, in_features), dtype=torch.int8), requires_grad=False
+        )
 
     def forward(self, x):
         return F.linear(x, self.weight / 127, self.bias)
@@ -360,9 +362,9 @@ def test_counts_that_contradict_the_config_are_settled_by_a_run(config):
     assert (refusal.name, refusal.reason) == ("0", "it could not be run with inputs that are made up")
     layers = find_attention(model, forward=lambda: clear(unclear(x, {"position": 0})))
     for layer, run in zip(layers, (lambda: unclear(x, {"position": 0}), lambda: clear(x)), strict=True):
-        with witness(layer.module) as seen:
+        with witness(layer.module) as observed:
             run()
-        (really,) = seen.computations
+        (really,) = observed.computations
         assert (layer.num_heads, layer.head_dim) == (really.query.shape[1], really.query.shape[-1])
 
 

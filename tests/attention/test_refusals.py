@@ -190,7 +190,7 @@ class RunsOnce(by_hand.Separate):
         return self.out_proj(by_hand.attend(*self.heads(x)))
 
 
-def test_what_cannot_be_run_by_itself_is_read_from_what_attention_received():
+def test_what_cannot_be_run_by_itself_is_read_by_observation():
     model = nn.ModuleDict({"odd": RunsOnce()})
     model.forward = lambda x: model["odd"](x)
     found = survey(model, forward=lambda: model(torch.randn(3, 9, D)))

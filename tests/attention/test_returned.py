@@ -46,9 +46,9 @@ video_llama_3_vision vitmatte vitpose vits voxtral_encoder voxtral_realtime_text
 def test_a_model_runs_as_its_documentation_calls_it(name):
     model = architectures.build(name)
     for batch in (2, 3):
-        given = documented(model, batch)
-        assert given is not None
-        first, again = (tree_leaves(model(**given)) for _ in range(2))
+        arguments = documented(model, batch)
+        assert arguments is not None
+        first, again = (tree_leaves(model(**arguments)) for _ in range(2))
         kept = [(one, other) for one, other in zip(first, again, strict=True) if isinstance(one, torch.Tensor)]
         assert kept
         assert all(torch.equal(one, other) for one, other in kept)

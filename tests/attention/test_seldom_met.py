@@ -58,8 +58,8 @@ class OutputsOfHeadsNormed(Attention):
         self.norm = nn.GroupNorm(HEADS, WIDTH)
 
     def forward(self, x):
-        given = self.sums(*(self.in_heads(one(x)) for one in (self.q, self.k, self.v)))
-        return self.o(self.norm(given.flatten(0, 1)).view_as(x))
+        mixed = self.sums(*(self.in_heads(one(x)) for one in (self.q, self.k, self.v)))
+        return self.o(self.norm(mixed.flatten(0, 1)).view_as(x))
 
 
 def test_a_group_norm_of_head_outputs_leaves_queries_keys_and_values_to_be_read():

@@ -26,7 +26,7 @@ def torchvision():
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_heads_are_those_that_attention_received(name):
+def test_heads_are_those_that_attention_computes_with(name):
     from tests.attention.sweep.examine import examine
 
     report = examine(f"timm.{name}")

@@ -41,12 +41,12 @@ def layers_of(module: nn.Module, *args: object) -> list[AttentionLayer]:
 def require_right(module: nn.Module, layers: list[AttentionLayer], *args: torch.Tensor) -> None:
     """Each layer is what attention received, judged without the tracer, by values of a forward."""
     args = args or (torch.randn(B, T, D),)
-    with torch.no_grad(), witness(module.eval()) as seen:
+    with torch.no_grad(), witness(module.eval()) as observed:
         module(*args)
-    computations = merged(seen.computations, B)
+    computations = merged(observed.computations, B)
     assert len(computations) == len(layers)
     for layer, computation in zip(layers, computations):
-        finding = judge(claim_of(layer), seen, computation, B)
+        finding = judge(claim_of(layer), observed, computation, B)
         assert finding.is_right, finding.reason
 
 

@@ -104,10 +104,10 @@ class TemporalLatent(nn.Module):
 
 def require_right(module: nn.Module) -> None:
     (layer,) = find_attention(nn.Sequential(module))
-    with torch.no_grad(), witness(module.eval()) as seen:
+    with torch.no_grad(), witness(module.eval()) as observed:
         module(torch.randn(B, T, D))
-    (computation,) = merged(seen.computations, B)
-    finding = judge(claim_of(layer), seen, computation, B)
+    (computation,) = merged(observed.computations, B)
+    finding = judge(claim_of(layer), observed, computation, B)
     assert finding.is_right, finding.reason
 
 
@@ -505,10 +505,10 @@ def test_groups_of_tokens_are_no_contradiction():
     (layer,) = find_attention(nn.Sequential(module))
     x = torch.randn(B, 2, T, D)
     assert checked(layer, x, x, x) == {}
-    with torch.no_grad(), witness(module.eval()) as seen:
+    with torch.no_grad(), witness(module.eval()) as observed:
         module(x, x, x)
-    (computation,) = merged(seen.computations, B)
-    finding = judge(claim_of(layer), seen, computation, B)
+    (computation,) = merged(observed.computations, B)
+    finding = judge(claim_of(layer), observed, computation, B)
     assert finding.is_right, finding.reason
     assert "which tells nothing of keys" in refusal_of(InGroups(is_twin=True))
 
@@ -574,8 +574,8 @@ class QueriesInPieces(by_hand.NanoGPT):
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
-        given = [(piece @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v for piece in q.split(self.length, 2)]
-        return self.c_proj(torch.cat(given, 2).transpose(1, 2).flatten(2))
+        attended = [(piece @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v for piece in q.split(self.length, 2)]
+        return self.c_proj(torch.cat(attended, 2).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("length", [3, 4, 8])
@@ -709,7 +709,7 @@ class TwoScores(by_hand.NanoGPT):
         return self.c_proj(out[0]) + self.layout_proj(out[1])
 
 
-def test_what_a_run_shows_to_mix_is_not_claimed_from_what_attention_received():
+def test_what_a_run_shows_to_mix_is_not_claimed_from_observation():
     torch.manual_seed(0)
     model = nn.Sequential(TwoScores())
     found = survey(model, forward=lambda: model(torch.randn(2, 6, D)))
@@ -733,8 +733,8 @@ class OneKeyHead(nn.Module):
             scores = scores.masked_fill(hidden, -torch.finfo(scores.dtype).max)
         elif self.mask == "added":
             scores = scores + torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
-        given = torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v)
-        return self.to_out(given.transpose(1, 2).flatten(2)) + nn.functional.gelu(beside)
+        attended = torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v)
+        return self.to_out(attended.transpose(1, 2).flatten(2)) + nn.functional.gelu(beside)
 
 
 @pytest.mark.parametrize("mask", ["", "filled", "added"])
@@ -766,8 +766,8 @@ class FilteredAttention(nn.Module):
             one.flatten(2).unflatten(1, (H, -1)).transpose(2, 3)
             for one in (self.to_q(x), *self.to_kv(x).chunk(2, dim=1))
         )
-        given = (q @ k.mT / 8**0.5).softmax(-1) @ v
-        return self.to_out(given.transpose(2, 3).reshape(x.shape))
+        attended = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        return self.to_out(attended.transpose(2, 3).reshape(x.shape))
 
 
 def test_keys_and_values_of_filters_are_not_called_learned():

@@ -34,7 +34,7 @@ class Noise(nn.Module):
     """Noise on a weight in training, and all kinds of counting."""
 
     calls = 0
-    seen: ClassVar[list[float]] = []
+    drawn: ClassVar[list[float]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Noise(nn.Module):
 
     def forward(self, weight):
         Noise.calls += 1
-        Noise.seen.append(1.0)
+        Noise.drawn.append(1.0)
         self.steps += 1
         self.count += 1
         random.random()
@@ -73,7 +73,7 @@ def state(module: nn.Module) -> list:
     return [
         *(value.clone() for value in module.state_dict().values()),
         torch.get_rng_state(),
-        torch.tensor([Noise.calls, len(Noise.seen), Drawn.reads, hash(random.getstate())]),
+        torch.tensor([Noise.calls, len(Noise.drawn), Drawn.reads, hash(random.getstate())]),
         torch.tensor([part.steps for part in module.modules() if isinstance(part, Noise)]),
         torch.tensor([part.training for part in module.modules()]),
     ]

@@ -28,9 +28,9 @@ def claimed_by_rows(module: nn.Module, rows: dict[str, torch.Tensor], heads: int
 
 
 def judged(module: nn.Module, claim: Claim) -> Finding:
-    with torch.no_grad(), witness(module) as seen:
+    with torch.no_grad(), witness(module) as observed:
         module(torch.randn(B, T, D, generator=torch.Generator().manual_seed(0)))
-    findings = [judge(claim, seen, computation, B) for computation in merged(seen.computations, B)]
+    findings = [judge(claim, observed, computation, B) for computation in merged(observed.computations, B)]
     return max(findings, key=lambda finding: {True: 0, None: 1, False: 2}[finding.is_right])  # the worst of its parts
 
 
@@ -137,8 +137,8 @@ def test_a_norm_a_bias_a_rotation_and_a_factor_leave_a_head_determined_and_mixin
     turn = torch.linalg.qr(torch.randn(8, 8, generator=g, dtype=torch.float64)).Q
     factor = torch.rand(B, 1, 1, generator=g, dtype=torch.float64) + 0.1
     normed = (u + bias) / (u + bias).square().mean(-1, keepdim=True).sqrt() * torch.rand(8, dtype=torch.float64)
-    for received in (u @ turn + bias, normed @ turn, factor * (u @ turn)):
-        residual = determined(received, u)
+    for actual in (u @ turn + bias, normed @ turn, factor * (u @ turn)):
+        residual = determined(actual, u)
         assert float(residual.diagonal().max()) < 1e-6
         assert float((residual + 9 * torch.eye(H)).min()) > 0.05
     mixed = u + 0.1 * u.roll(1, 1)
@@ -174,9 +174,9 @@ def test_keys_and_queries_are_found_however_they_are_multiplied():
 
     for way in ("matmul", "bmm", "einsum", "dots", "turned", "sdpa"):
         module = Attend(way)
-        with witness(module) as seen:
+        with witness(module) as observed:
             module(q, k, v)
-        (one,) = seen.computations
+        (one,) = observed.computations
         for expected, got in ((q, one.query), (k, one.key), (v, one.value)):
             assert torch.equal(got.reshape(expected.shape), expected), way
         expected = (q @ k.mT).softmax(-1) @ v
@@ -195,9 +195,9 @@ def test_queries_of_several_heads_that_meet_one_key_head_are_counted():
             return torch.einsum("bhij,bjd->bhid", weights, v)
 
     module = OneKeyHead()
-    with witness(module) as seen:
+    with witness(module) as observed:
         module(q, k, v)
-    (one,) = seen.computations
+    (one,) = observed.computations
     assert heads_of(one, B, T + 1) == H
 
 
@@ -235,17 +235,17 @@ def test_scores_that_are_summed_over_rows_are_read_row_by_row(is_first):
     ways = ("rinhd,rjnhd->hnij", "hnij,rjnhd->rinhd"), ("brihd,brjhd->bhij", "bhij,brjhd->brihd")
     module = TiedRows(*ways[not is_first])
     x = torch.randn(3, T, B, D) if is_first else torch.randn(B, 3, T, D)
-    with witness(module) as seen:
+    with witness(module) as observed:
         module(x)
-    (one,) = seen.computations
+    (one,) = observed.computations
     order = "r n b h d -> r b h n d" if is_first else "b r n h d -> r b h n d"
-    received = [rearrange(m(x).unflatten(-1, (H, 8)), order) for m in (module.q, module.k, module.v)]
-    seen_as = [rearrange(one, "r h b n d -> r b h n d") if is_first else one for one in
+    actual = [rearrange(m(x).unflatten(-1, (H, 8)), order) for m in (module.q, module.k, module.v)]
+    written_as = [rearrange(one, "r h b n d -> r b h n d") if is_first else one for one in
                (one.query * 24**0.5, one.key, one.value, one.output)]  # fmt: skip
     # By hand: one map of weights, and what it gives to each row.
-    scores = (received[0] / 24**0.5 @ received[1].mT).sum(0)
-    outputs = scores.softmax(-1) @ received[2]
-    for mine, theirs in zip(seen_as, (*received, outputs)):
+    scores = (actual[0] / 24**0.5 @ actual[1].mT).sum(0)
+    outputs = scores.softmax(-1) @ actual[2]
+    for mine, theirs in zip(written_as, (*actual, outputs)):
         assert torch.allclose(mine, theirs, atol=1e-5)
     assert heads_of(one, B, T + 1) == H
     maps = {"query": module.q, "key": module.k, "value": module.v}
@@ -254,13 +254,13 @@ def test_scores_that_are_summed_over_rows_are_read_row_by_row(is_first):
         return maps[role].weight.view(H, 8, D) if role in maps else module.o.weight.mT.reshape(H, 8, D)
 
     claim = Claim(module, H, H, 8, 8, weight, module.o)
-    assert judge(claim, seen, one, B).is_right
+    assert judge(claim, observed, one, B).is_right
     for role in ("query", "key", "value", "output"):
 
         def swapped(name, role=role):
             return claim.weight(name).flip(0) if name == role else claim.weight(name)
 
-        assert judge(replace(claim, weight=swapped), seen, one, B).is_right is False, role
+        assert judge(replace(claim, weight=swapped), observed, one, B).is_right is False, role
 
 
 def test_products_without_a_softmax_and_routers_are_no_attention():
@@ -274,9 +274,9 @@ def test_products_without_a_softmax_and_routers_are_no_attention():
             return torch.einsum("bte,btd->bed", share, x)
 
     module = Router()
-    with torch.no_grad(), witness(module) as seen:
+    with torch.no_grad(), witness(module) as observed:
         module(torch.randn(B, T, D))
-    assert seen.computations == []
+    assert observed.computations == []
 
 
 class Attend(nn.Module):
@@ -437,9 +437,9 @@ def test_keys_that_are_parameters_are_no_tokens():
             return (x @ self.slots.mT).softmax(-1) @ self.slots
 
     module = Memory()
-    with torch.no_grad(), witness(module) as seen:
+    with torch.no_grad(), witness(module) as observed:
         module(torch.randn(B, T, D))
-    assert seen.computations == []
+    assert observed.computations == []
 
 
 class Features(nn.Module):
@@ -459,10 +459,10 @@ class Features(nn.Module):
 def test_a_softmax_over_features_is_distinguished_from_one_over_tokens(is_over_tokens):
     torch.manual_seed(0)
     module = Features(is_over_tokens)
-    with torch.no_grad(), witness(module) as seen:
+    with torch.no_grad(), witness(module) as observed:
         module(torch.randn(B, T, D))
-    (one,) = seen.computations
-    assert is_over_features(one, seen, B) is not is_over_tokens
+    (one,) = observed.computations
+    assert is_over_features(one, observed, B) is not is_over_tokens
 
 
 def test_normed_values_of_tokens_and_heads_are_no_image_with_tokens_for_channels():
@@ -480,10 +480,10 @@ def test_normed_values_of_tokens_and_heads_are_no_image_with_tokens_for_channels
 
     torch.manual_seed(0)
     module = NormedValues()
-    with torch.no_grad(), witness(module) as seen:
+    with torch.no_grad(), witness(module) as observed:
         module(torch.randn(B, T, D))
-    (one,) = seen.computations
-    assert not is_over_features(one, seen, B)
+    (one,) = observed.computations
+    assert not is_over_features(one, observed, B)
 
 
 def test_heads_as_wide_as_their_input_are_separated_by_their_inputs():
@@ -606,10 +606,10 @@ def test_what_is_one_tensor_stays_one_where_inputs_are_disturbed():
     parts = module.qkv.weight.detach().view(H, 3, 8, D)
     rows = {role: parts[:, i].flatten(0, 1) for i, role in enumerate(("query", "key", "value"))}
     x = torch.randn(B, T, D)
-    with torch.no_grad(), witness(module, shake={module: 0.5}) as seen:
+    with torch.no_grad(), witness(module, shake={module: 0.5}) as observed:
         module(x, x)
-    (computation,) = merged(seen.computations, B)
-    assert judge(claimed_by_rows(module, rows), seen, computation, B).is_right
+    (computation,) = merged(observed.computations, B)
+    assert judge(claimed_by_rows(module, rows), observed, computation, B).is_right
 
 
 class OneProductForBothStreams(nn.Module):
@@ -645,11 +645,11 @@ def test_scores_that_are_turned_are_those_of_the_other_stream(turn):
         claimed_by_rows(module, {"query": rows["a"], "key": rows["b"], "value": rows["value_b"]}),
         claimed_by_rows(module, {"query": rows["b"], "key": rows["a"], "value": rows["value_a"]}),
     ]
-    with torch.no_grad(), witness(module) as seen:
+    with torch.no_grad(), witness(module) as observed:
         module(torch.randn(B, T, D, generator=torch.Generator().manual_seed(0)))
-    computations = merged(seen.computations, B)
+    computations = merged(observed.computations, B)
     # Each is explained by its own claim, and by no other.
-    found = [[judge(claim, seen, one, B).is_right for claim in claims] for one in computations]
+    found = [[judge(claim, observed, one, B).is_right for claim in claims] for one in computations]
     assert found == [[True, False], [False, True]]
 
 
@@ -672,11 +672,11 @@ class RelativeValues(nn.Module):
 def test_what_is_averaged_of_learned_values_and_added_is_a_part_of_what_attention_gives():
     torch.manual_seed(0)
     module = RelativeValues()
-    with torch.no_grad(), witness(module) as seen:
-        given = module(torch.randn(B, T, D))
-    (computation,) = merged(seen.computations, B)
-    assert torch.equal(computation.output, given)
-    assert judge(claimed_by_rows(module, thirds(module, "qkv")), seen, computation, B).is_right
+    with torch.no_grad(), witness(module) as observed:
+        answer = module(torch.randn(B, T, D))
+    (computation,) = merged(observed.computations, B)
+    assert torch.equal(computation.output, answer)
+    assert judge(claimed_by_rows(module, thirds(module, "qkv")), observed, computation, B).is_right
 
 
 class PooledByOneQuery(nn.Module):

@@ -79,7 +79,7 @@ def witness(
     in every direction even where the model gives all of them the same, as learned queries are.
     `keep`: modules whose inputs and outputs are kept, all if it is left out; of the others only that they were called.
     """
-    seen = Witness()
+    observed = Witness()
     noise = torch.Generator().manual_seed(7)
     copies: dict[int, tuple[weakref.ref, int, Tensor]] = {}
 
@@ -103,32 +103,32 @@ def witness(
             rotations = {name: value for name, value in kwargs.items() if _is_rotation([name])}
             kwargs = _shaken(kwargs, shake[module], noise, known) | rotations
         inputs = [copy_of(tensor) for tensor in _tensors((args, kwargs))] if keep is None or module in keep else []
-        call = Call(module, inputs, seen.tick())
-        seen.calls.append(call)
-        seen.stack.append(call)
+        call = Call(module, inputs, observed.tick())
+        observed.calls.append(call)
+        observed.stack.append(call)
         if inputs and args and isinstance(args[0], Tensor):
-            seen.inputs[module] = inputs[0]
+            observed.inputs[module] = inputs[0]
         return args, kwargs
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        while seen.stack:  # calls that an exception ended are on the stack still
-            call = seen.stack.pop()
-            call.end = seen.tick()
+        while observed.stack:  # calls that an exception ended are on the stack still
+            call = observed.stack.pop()
+            call.end = observed.tick()
             if call.module is module:
                 call.is_done = True
                 if keep is None or module in keep:
                     call.outputs = [copy_of(tensor) for tensor in _tensors(output)]
                 break
         if isinstance(output, Tensor) and (keep is None or module in keep):
-            seen.outputs[module] = output.detach()
+            observed.outputs[module] = output.detach()
 
     handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
     handles += [module.register_forward_hook(leave, with_kwargs=True) for module in model.modules()]
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with _Products(seen):
-            yield seen
+        with _Products(observed):
+            yield observed
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
@@ -239,9 +239,9 @@ def _ends(func: Any, tensor: Tensor, mark: _Product) -> bool:
 class _Products(TorchFunctionMode):
     """Follow products from the scores through the softmax to the values, by marks that tensors hand on."""
 
-    def __init__(self, seen: Witness) -> None:
+    def __init__(self, observed: Witness) -> None:
         super().__init__()
-        self.seen = seen
+        self.observed = observed
         self.is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,7 +249,7 @@ class _Products(TorchFunctionMode):
         if self.is_paused:
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return self._look_into(func, args, kwargs)
+            return self._step_into(func, args, kwargs)
         answer = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             query, key, value = (_argument(args, kwargs, i, name) for i, name in enumerate(("query", "key", "value")))
@@ -257,8 +257,8 @@ class _Products(TorchFunctionMode):
         elif func in _BY_TWO:
             self._multiplied(answer, *(list(args) + list(kwargs.values()))[:2])
         elif func in _ADDED:
-            given = list(args) + [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
-            self._multiplied(answer, given[1], given[2])
+            tensors = list(args) + [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
+            self._multiplied(answer, tensors[1], tensors[2])
         elif func is torch.einsum:
             self._summed(answer, args)
         elif not isinstance(answer, Tensor) and not isinstance(answer, (tuple, list)):
@@ -267,7 +267,7 @@ class _Products(TorchFunctionMode):
             self._handed_on(func, answer, args, kwargs)
         return answer
 
-    def _look_into(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _step_into(self, func: Any, args: Any, kwargs: Any) -> Any:
         # Torch's own check for a mode would lead back here.
         with mock.patch.object(F, "has_torch_function", return_value=False), self:
             if not kwargs.get("need_weights", True):
@@ -374,54 +374,56 @@ class _Products(TorchFunctionMode):
         computation = Computation(query, key, value.detach().clone(), read(answer).detach().clone(), others)
         computation.is_of_learned_values = _is_parameter(value)
         computation.tiles = products[0].tiles
-        computation.calls, computation.time = tuple(self.seen.stack), self.seen.tick()
-        self.seen.computations.append(computation)
+        computation.calls, computation.time = tuple(self.observed.stack), self.observed.tick()
+        self.observed.computations.append(computation)
         answer._attended = [(computation, read)]
 
-    def _added(self, answer: Any, given: list[Tensor]) -> None:
+    def _added(self, answer: Any, tensors: list[Tensor]) -> None:
         """Take a sum for what attention gives: of its parts, or with what depends on relative positions."""
-        parts = [part for one in given for part in getattr(one, "_attended", [])]
-        if not parts or not isinstance(answer, Tensor) or any(one.shape != answer.shape for one in given):
+        parts = [part for one in tensors for part in getattr(one, "_attended", [])]
+        if not parts or not isinstance(answer, Tensor) or any(one.shape != answer.shape for one in tensors):
             return
         # What is averaged of learned values, for relative positions, is added to what is averaged of tokens.
         learned = [computation for computation, _ in parts if computation.is_of_learned_values]
         if len(learned) < len(parts):
             parts = [part for part in parts if not part[0].is_of_learned_values]
-            self.seen.computations = [one for one in self.seen.computations if not any(one is two for two in learned)]
+            self.observed.computations = [
+                one for one in self.observed.computations if not any(one is two for two in learned)
+            ]
         for computation, read in parts:
             computation.output = read(answer).detach().clone()
         answer._attended = parts
 
     def _handed_on(self, func: Any, answer: Any, args: Any, kwargs: Any) -> None:
-        given = list(_tensors((args, kwargs)))
-        if not given:
+        tensors = list(_tensors((args, kwargs)))
+        if not tensors:
             return
         if func in _PLUS:
-            self._added(answer, given)
+            self._added(answer, tensors)
         scores, weights = (
-            [mark for tensor in given for mark in _marks(tensor, name) if not _ends(func, tensor, mark)]
+            [mark for tensor in tensors for mark in _marks(tensor, name) if not _ends(func, tensor, mark)]
             for name in ("_scores", "_weights")
         )
         if func in _LOG_SUMS and scores:
             answer._is_log_sum = True
-        if func in _MINUS and scores and len(given) == 2 and getattr(given[1], "_is_log_sum", False):
+        if func in _MINUS and scores and len(tensors) == 2 and getattr(tensors[1], "_is_log_sum", False):
             answer._is_log_weights = True
-        if func in _EXP and scores and getattr(given[0], "_is_log_weights", False):
+        if func in _EXP and scores and getattr(tensors[0], "_is_log_weights", False):
             weights, scores = [mark for mark in scores if mark.has_keys], []
         if func in _SOFTMAX and scores:
             dim = _argument(args, kwargs, 1, "dim")
             if isinstance(dim, int):
-                scores = [_turned(one) if one.is_over_left(given[0].shape, dim) else one for one in scores]
+                scores = [_turned(one) if one.is_over_left(tensors[0].shape, dim) else one for one in scores]
             # First the products of what the input gives; keys that are learned are no tokens.
             weights = sorted((mark for mark in scores if mark.has_keys), key=lambda mark: mark.is_of_learned_queries)
             scores = []
-        elif scores and _turns(func, args, kwargs, given[0].dim()):
+        elif scores and _turns(func, args, kwargs, tensors[0].dim()):
             scores = [_turned(mark) for mark in scores]
-        is_parameter = all(_is_parameter(tensor) for tensor in given)
+        is_parameter = all(_is_parameter(tensor) for tensor in tensors)
         if not scores and not weights and not is_parameter:
             return
         for tensor in _tensors(answer):
-            if any(tensor is one for one in given):
+            if any(tensor is one for one in tensors):
                 continue
             if scores:
                 tensor._scores = _distinct(scores)
@@ -448,8 +450,8 @@ def _turns(func: Any, args: Any, kwargs: Any, count: int) -> bool:
         dims = {_argument(args, kwargs, place, f"dim{place - 1}") for place in (1, 2)}
         return {dim % count for dim in dims if isinstance(dim, int)} == {count - 1, count - 2} and len(dims) == 2
     if func in _PERMUTED:
-        given = args[1] if len(args) > 1 and not isinstance(args[1], int) else args[1:]
-        order = [dim % count for dim in given or kwargs.get("dims", ())]
+        dims = args[1] if len(args) > 1 and not isinstance(args[1], int) else args[1:]
+        order = [dim % count for dim in dims or kwargs.get("dims", ())]
         return order[-2:] == [count - 1, count - 2]
     return False
 

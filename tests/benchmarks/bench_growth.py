@@ -141,8 +141,8 @@ class Products:
     def memory(self) -> float:
         """Bytes of the numbers and their products."""
         inner = self.keys[0].shape[0]
-        given = sum(one.nbytes for one in (*self.keys, *self.outputs))
-        return float(given + len(self.keys) * 2 * inner**2 * self.keys[0].element_size())
+        numbers = sum(one.nbytes for one in (*self.keys, *self.outputs))
+        return float(numbers + len(self.keys) * 2 * inner**2 * self.keys[0].element_size())
 
 
 @dataclass(frozen=True)
@@ -349,8 +349,10 @@ def main(argv: list[str] | None = None) -> None:
     for name, sizes in ((name, sizes) for name, sizes in OF_RANKS.items() if name in wanted):
         points[name] = over_ranks(sizes, options.rounds)
         print(name, points[name], file=sys.stderr, flush=True)
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    write(report(points, options.rounds, f"python -m tests.benchmarks.bench_growth {given}".strip()), options.output)
+    arguments = " ".join(sys.argv[1:] if argv is None else argv)
+    write(
+        report(points, options.rounds, f"python -m tests.benchmarks.bench_growth {arguments}".strip()), options.output
+    )
     if options.picture is not None:
         draw(points, options.picture)
 

@@ -227,8 +227,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="models that take a second, to try the command")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    command = f"python -m tests.benchmarks.bench_start {given}".strip()
+    arguments = " ".join(sys.argv[1:] if argv is None else argv)
+    command = f"python -m tests.benchmarks.bench_start {arguments}".strip()
     models, depths = (SMALL, (2,)) if options.small else (MODELS, (4, 16, 48))
     write(report(models, depths, options.rounds, command), options.output)
 

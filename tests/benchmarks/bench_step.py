@@ -185,8 +185,8 @@ def main(argv: list[str] | None = None) -> None:
         sizes = {"layers": options.layers, "heads": 12, "width": 768, "batch": 1, "length": 1024}
     if options.gpt2:
         sizes["vocabulary"] = options.vocabulary
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    command = f"python -m tests.benchmarks.bench_step {given}".strip()
+    arguments = " ".join(sys.argv[1:] if argv is None else argv)
+    command = f"python -m tests.benchmarks.bench_step {arguments}".strip()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pairs = options.pairs if options.gpt2 else None
     lines = report(

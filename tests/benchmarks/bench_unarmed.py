@@ -121,8 +121,8 @@ def main(argv: list[str] | None = None) -> None:
     depths = options.layers
     if options.small:
         sizes, depths = {"width": 16, "heads": 2, "tokens": 16}, [1, 2]
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    command = f"python -m tests.benchmarks.bench_unarmed {given}".strip()
+    arguments = " ".join(sys.argv[1:] if argv is None else argv)
+    command = f"python -m tests.benchmarks.bench_unarmed {arguments}".strip()
     write(report(depths, sizes, options.rounds, command), options.output)
 
 

@@ -647,13 +647,13 @@ def test_two_lenses_have_the_same_fields():
 def test_every_pair_has_its_alignment_against_its_own_chance(lens):
     weight = CASES["unequal ranks"].clone()
     diversity = head_diversity(weight)
-    seen = getattr(diversity, lens)
+    read = getattr(diversity, lens)
     size = diversity.rank if lens == "subspace" else diversity.effective_rank
     chance = (size[:, None] * size[None]).sqrt() / weight.shape[-1]
-    assert torch.allclose(seen.pair_alignment, (seen.overlap - chance) / (1 - chance), atol=1e-9)
+    assert torch.allclose(read.pair_alignment, (read.overlap - chance) / (1 - chance), atol=1e-9)
     pairs = ~torch.eye(4, dtype=torch.bool)
-    assert float(seen.worst_alignment) == pytest.approx(float(seen.pair_alignment[pairs].max()))
-    assert float(seen.chance) == pytest.approx(1 - float(chance[pairs].mean()))
+    assert float(read.worst_alignment) == pytest.approx(float(read.pair_alignment[pairs].max()))
+    assert float(read.chance) == pytest.approx(1 - float(chance[pairs].mean()))
     weight[2] = 0
     assert getattr(head_diversity(weight), lens).pair_alignment[2].isnan().all()
 

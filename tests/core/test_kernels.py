@@ -158,9 +158,9 @@ def test_overlaps_keep_their_digits_however_long_the_rows_and_however_many(seque
 def test_flat_heads_of_float32_have_no_rounding_that_looks_alike():
     scores = 1e-9 * gaussian(4, 16, 1000).float()
     assert AttentionSums.of(torch.softmax(scores, -1)).rows().alike_mean.isnan()
-    seen = AttentionSums.of(torch.softmax(1e6 * scores, -1)).rows()
-    assert abs(float(seen.alike_mean)) < 0.05
-    assert float(seen.overlap_mean) > 0.99
+    rows = AttentionSums.of(torch.softmax(1e6 * scores, -1)).rows()
+    assert abs(float(rows.alike_mean)) < 0.05
+    assert float(rows.overlap_mean) > 0.99
 
 
 def test_one_hot_rows_draw_on_one_token():
@@ -234,7 +234,7 @@ def test_a_query_counts_for_all_heads_or_for_none():
     for_one[0, 1, 3] = False  # the second head sees nothing there
     without = visible.clone()
     without[:, :, 3] = False
-    read, expected = (AttentionSums.of(rows, seen).rows() for seen in (for_one, without))
+    read, expected = (AttentionSums.of(rows, mask).rows() for mask in (for_one, without))
     for item in fields(type(read)):
         assert torch.equal(getattr(read, item.name).nan_to_num(), getattr(expected, item.name).nan_to_num()), item.name
 

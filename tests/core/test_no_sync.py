@@ -53,8 +53,8 @@ SILENT = {
         [gaussian(2, 8, 32), gaussian(4, 8, 32), gaussian(32, 32) @ gaussian(32, 32).mT, torch.tensor([0, 1, 0, 1])],
     ),
     "attention rows": (
-        lambda rows, seen, first: (
-            AttentionSums.of(rows, seen, logits=rows, first=first) + AttentionSums.of(rows[..., :9])
+        lambda rows, visible, first: (
+            AttentionSums.of(rows, visible, logits=rows, first=first) + AttentionSums.of(rows[..., :9])
         ).rows(),
         [gaussian(2, 4, 8, 16).softmax(-1), gaussian(2, 1, 8, 16) > 0, torch.tensor([[[0]], [[1]]])],
     ),

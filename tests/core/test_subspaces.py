@@ -288,7 +288,7 @@ def test_a_head_that_needs_no_rank_cut_is_as_exact_without_it(condition, monkeyp
     weight = with_spectrum(log_spectrum(condition, 16), 6, 96).float()
     steps = []
     of = whitening.whitener_of
-    monkeypatch.setattr(whitening, "whitener_of", lambda *given: steps.append(given[2]) or of(*given))
+    monkeypatch.setattr(whitening, "whitener_of", lambda *args: steps.append(args[2]) or of(*args))
     found = head_overlap(orthonormal_bases(weight).rows)
     assert set(steps) == {1e-7}
     assert (found.double() - head_overlap(orthonormal_bases(weight, method="exact").rows)).abs().max() < 3e-7

@@ -47,9 +47,9 @@ class Clock:
         return self.now
 
 
-def taken_by(clock: Clock, seen: list):
+def taken_by(clock: Clock, drawn: list):
     def take(picture) -> None:
-        seen.append((picture.name, picture.step))
+        drawn.append((picture.name, picture.step))
         clock.now += 0.5  # two pictures: a second
 
     return take
@@ -67,44 +67,44 @@ def quick(monkeypatch):
 
 @pytest.mark.usefixtures("quick")
 def test_pictures_come_at_their_cadence_at_alerts_and_at_the_end():
-    clock, seen = Clock(), []
-    pictures = Pictures([taken_by(clock, seen)], every=4, clock=clock)
+    clock, drawn = Clock(), []
+    pictures = Pictures([taken_by(clock, drawn)], every=4, clock=clock)
     for step in range(11):
         clock.now += 1000
         reported = (alert(step),) if step == 6 else ()
         pictures.write(Result(record(step), reported, active=reported, is_last=step == 10))
-    assert [step for name, step in seen if name == "layers"] == [0, 4, 6, 8, 10]
-    assert [step for name, step in seen if name == "heads"] == [0, 4, 6, 8, 10]
+    assert [step for name, step in drawn if name == "layers"] == [0, 4, 6, 8, 10]
+    assert [step for name, step in drawn if name == "heads"] == [0, 4, 6, 8, 10]
 
 
 @pytest.mark.usefixtures("quick")
 def test_drawing_takes_no_more_than_its_share_of_the_time():
-    clock, seen = Clock(), []
-    pictures = Pictures([taken_by(clock, seen)], every=1, clock=clock)
+    clock, drawn = Clock(), []
+    pictures = Pictures([taken_by(clock, drawn)], every=1, clock=clock)
     for step in range(600):
         clock.now += 1
         pictures.write(Result(record(step, layers=1)))
-    assert 0 < len(seen) / 2 <= 0.02 * clock.now
+    assert 0 < len(drawn) / 2 <= 0.02 * clock.now
 
 
 def test_a_run_of_a_few_seconds_draws_nothing():
-    clock, seen = Clock(), []
-    pictures = Pictures([taken_by(clock, seen)], every=1, clock=clock)
+    clock, drawn = Clock(), []
+    pictures = Pictures([taken_by(clock, drawn)], every=1, clock=clock)
     for step in range(5):
         clock.now += 1
         pictures.write(Result(record(step), is_last=step == 4))
-    assert seen == []
+    assert drawn == []
 
 
 def test_no_random_number_is_drawn_and_no_figure_is_left_open():
     import matplotlib.pyplot as plt
 
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
-    clock, seen = Clock(), []
-    pictures = Pictures([taken_by(clock, seen)], every=1, clock=clock)
+    clock, drawn = Clock(), []
+    pictures = Pictures([taken_by(clock, drawn)], every=1, clock=clock)
     clock.now = 1e6
     pictures.write(Result(record(0)))
-    assert len(seen) == 2
+    assert len(drawn) == 2
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
     assert all(np.array_equal(a, b) for a, b in zip(before[2], np.random.get_state()))  # noqa: NPY002

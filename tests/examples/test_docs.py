@@ -134,8 +134,8 @@ def test_every_command_that_is_shown_has_these_options(page, line):
     words = shlex.split(line.partition(" | ")[0], comments=True)
     command = hdi.commands[words[1]]
     context = click.Context(command, info_name=words[1])
-    given = command.parse_args(context, words[2:])
-    assert given == [], "no word is left over"
+    left = command.parse_args(context, words[2:])
+    assert left == [], "no word is left over"
 
 
 @page_by_page

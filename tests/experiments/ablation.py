@@ -324,8 +324,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     if options.texts:
         groups["trained encoder"] = examine(encoder(count=options.texts, tokens=options.tokens, pairs=options.pairs))
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    lines = report(groups, f"python -m tests.experiments.ablation {given}".strip())
+    arguments = " ".join(sys.argv[1:] if argv is None else argv)
+    lines = report(groups, f"python -m tests.experiments.ablation {arguments}".strip())
     sys.stdout.write("\n".join(lines))
     if options.output is not None:
         options.output.write_text("\n".join(lines))

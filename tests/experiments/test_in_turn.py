@@ -53,7 +53,7 @@ def test_a_fault_that_all_layers_show_is_reported_in_one_line_and_counted():
     shown = "logits grow"
     runs = [made_up(), made_up(shown, (1.0,) * 5 + (200.0,) * 6)]
     found = count(runs, starts={shown: 25})
-    assert (found["faults"], found["told whole"], found["told in turn"], found["later"]) == (1, 1, 1, [0.0])
+    assert (found["faults"], found["reported whole"], found["reported in turn"], found["later"]) == (1, 1, 1, [0.0])
     assert (found["healthy"], found["false whole"], found["false in turn"]) == (1, 0, 0)
     row = report({"again": found})[4]
     assert row.startswith("| again | 1 of 1 | 1 | 1 | 0.0, 0 | 0 of 1 | 0 |")

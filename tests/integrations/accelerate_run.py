@@ -32,10 +32,10 @@ def main() -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, data = accelerator.prepare(model, optimizer, batches(count=64))
-    given, reported = [], []
+    saved, reported = [], []
     with watch_heads(
         model, optimizer, every_n_steps=2, log_dir=folder, on_alert=reported.append, tensorboard=True,
-        thresholds={"*": {"mean": 0.3}}, save_checkpoint=given.append,
+        thresholds={"*": {"mean": 0.3}}, save_checkpoint=saved.append,
         interventions=[
             interventions.DiversityPenalty(0.1), interventions.SaveCheckpoint(at_most=1), interventions.StopTraining(),
         ],
@@ -49,14 +49,14 @@ def main() -> None:
                 collapse(accelerator.unwrap_model(model))
             if heads.should_stop:
                 break
-        standing = [alert.message for alert in heads.active_alerts]
+        active = [alert.message for alert in heads.active_alerts]
     torch.save(
         {
             "weights": accelerator.unwrap_model(model).state_dict(),
             "steps": heads.global_step,
             "latest": heads.latest,
-            "standing": standing,
-            "saved": given,
+            "active": active,
+            "saved": saved,
             "reported": len(reported),
             "history": str(heads.history_path),
         },

@@ -117,11 +117,11 @@ def test_both_processes_step_stop_and_save_alike(two_processes):
     _, _, (first, second) = two_processes
     for name, weight in first["weights"].items():
         assert torch.equal(weight, second["weights"][name]), name
-    for of in ("steps", "standing", "saved", "latest"):
+    for of in ("steps", "active", "saved", "latest"):
         assert first[of] == second[of], of
     assert first["steps"] < 16, "32 batches each, two to a step, and it was stopped"
     assert len(first["saved"]) == 1
-    assert first["standing"] != []
+    assert first["active"] != []
 
 
 def test_one_process_writes_one_history_one_log_and_reports_alerts_once(two_processes):

@@ -55,11 +55,11 @@ def lit(seed: int = 0, **options) -> LitClassifier:
 @pytest.fixture(scope="module")
 def collapsed(tmp_path_factory):
     """One training that collapses, with everything that alerts can reach."""
-    folder, seen, printed = tmp_path_factory.mktemp("run"), [], []
+    folder, passed, printed = tmp_path_factory.mktemp("run"), [], []
     board = TensorBoardLogger(folder)
     wandb_logger = WandbLogger(save_dir=folder, offline=True, project="hdi")
     callback = HDICallback(
-        every_n_steps=2, on_alert=seen.append, interventions=[Call(lambda alert: "noted"), StopTraining(dry_run=True)]
+        every_n_steps=2, on_alert=passed.append, interventions=[Call(lambda alert: "noted"), StopTraining(dry_run=True)]
     )
     trainer = trainer_for(folder, Collapse(heads=range(4)), callback, logger=[board, wandb_logger])
     trainer.print = lambda *args: printed.append(" ".join(map(str, args)))
@@ -69,8 +69,8 @@ def collapsed(tmp_path_factory):
     wandb_logger.experiment.finish()
     board.experiment.flush()
     return {
-        "board": board, "folder": folder, "callback": callback, "seen": seen, "printed": printed, "trainer": trainer,
-        "warned": [item for item in warned if issubclass(item.category, HeadCollapseWarning)],
+        "board": board, "folder": folder, "callback": callback, "passed": passed, "printed": printed,
+        "trainer": trainer, "warned": [item for item in warned if issubclass(item.category, HeadCollapseWarning)],
     }  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_the_history_holds_the_alerts_that_a_replay_of_it_gives(collapsed):
 
 def test_the_function_of_the_user_gets_every_alert(collapsed):
     reported = read_alerts(collapsed["callback"].history_path)
-    assert [alert.message for alert in collapsed["seen"]] == [alert.message for alert in reported]
+    assert [alert.message for alert in collapsed["passed"]] == [alert.message for alert in reported]
     assert [alert.level for alert in collapsed["callback"].active_alerts] == ["critical"]
 
 

@@ -93,14 +93,14 @@ def test_every_metric_arrives_by_its_name_or_is_absent_with_a_reason(door, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MonitoringWarning)
         records = read_records(door(tmp_path))
-    seen = {name for record in records for layer in record.layers.values() for name in layer.values}
-    missing = set(NAMES) - seen
+    measured = {name for record in records for layer in record.layers.values() for name in layer.values}
+    missing = set(NAMES) - measured
     if door is not by_transformers:  # whose fused projection hides what single keys are made of
         assert missing == set()
     reasons = {key.partition("/")[0] for record in records for key in record.absent}
     assert {METRICS[name].source for name in missing} <= reasons
     assert set(records[1].scalars(NAMES)) >= {
-        f"{name}/{next(iter(records[1].layers))}" for name in NAMES if name in seen
+        f"{name}/{next(iter(records[1].layers))}" for name in NAMES if name in measured
     }
 
 

@@ -39,7 +39,7 @@ class Remember(Logger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[int, dict[str, float]]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
 
     name = "remember"
     version = "0"
@@ -47,10 +47,10 @@ class Remember(Logger):
     def log_hyperparams(self, *args, **kwargs) -> None: ...
 
     def log_metrics(self, metrics, step=None) -> None:
-        self.seen.append((step, dict(metrics)))
+        self.logged.append((step, dict(metrics)))
 
     def readings(self) -> dict[int, dict[str, float]]:
-        return {step: metrics for step, metrics in self.seen if any(tag.startswith("hdi") for tag in metrics)}
+        return {step: metrics for step, metrics in self.logged if any(tag.startswith("hdi") for tag in metrics)}
 
 
 def test_readings_fall_on_step_zero_every_n_steps_and_the_end(tmp_path):
@@ -72,7 +72,7 @@ def test_gradient_accumulation_reads_each_optimizer_step_once(tmp_path):
     trainer = trainer_for(tmp_path, HDICallback(every_n_steps=2), logger=logger, accumulate_grad_batches=3)
     trainer.fit(LitClassifier(), batches(count=18))
     assert trainer.global_step == 6
-    steps = [step for step, _ in logger.seen]
+    steps = [step for step, _ in logger.logged]
     assert steps == sorted(set(steps)) == [0, 2, 4, 6]
 
 
@@ -160,14 +160,14 @@ def test_the_history_holds_what_the_loggers_got(tmp_path):
 
 def test_the_history_is_readable_while_training_goes_on(tmp_path):
     callback = HDICallback(every_n_steps=2)
-    seen = []
+    logged = []
 
     class Peek(L.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            seen.append(list(load_history(callback.history_path)["step"].unique()))
+            logged.append(list(load_history(callback.history_path)["step"].unique()))
 
     trainer_for(tmp_path, callback, Peek()).fit(LitClassifier(), batches(count=4))
-    assert seen == [[0], [0], [0, 2], [0, 2]]
+    assert logged == [[0], [0], [0, 2], [0, 2]]
 
 
 def test_the_history_lies_under_the_log_directory_of_the_run(tmp_path):
@@ -239,7 +239,7 @@ def test_several_optimizers_count_as_lightning_counts(tmp_path):
     assert [record.step for record in read_records(callback.history_path)] == [0, 4, 8, 12]
     # On the axis of the trainer's own curves a batch is one step, so that the curves line up with the loss.
     assert list(logger.readings()) == [0, 2, 4, 6]
-    losses = [step for step, metrics in logger.seen if "train_loss" in metrics]
+    losses = [step for step, metrics in logger.logged if "train_loss" in metrics]
     assert set(logger.readings()) - {6} <= set(losses)
 
 
@@ -330,7 +330,7 @@ def test_two_callbacks_with_names_of_their_own_share_a_trainer(tmp_path):
     logger = Remember()
     trainer = trainer_for(tmp_path, first, second, logger=logger)
     trainer.fit(LitClassifier(), batches(count=6))
-    tags = {tag for _, metrics in logger.seen for tag in metrics}
+    tags = {tag for _, metrics in logger.logged for tag in metrics}
     assert f"first/hdi/{LIT_LAYERS[0]}" in tags
     assert f"second/hdi/{LIT_LAYERS[1]}" in tags
     assert f"second/hdi/{LIT_LAYERS[0]}" not in tags

@@ -275,9 +275,9 @@ def test_evaluation_between_steps_is_neither_read_nor_touched(tmp_path):
                     optimizer.step()
                     optimizer.zero_grad()
                 model.eval()
-                with torch.no_grad(), torch.profiler.profile() as seen:
+                with torch.no_grad(), torch.profiler.profile() as profiled:
                     model(batch(99)[0])
-                paths.append({event.key for event in seen.key_averages() if "encoder_layer_fwd" in event.key})
+                paths.append({event.key for event in profiled.key_averages() if "encoder_layer_fwd" in event.key})
                 model.train()
         return paths, [p.detach() for p in model.parameters()]
 
@@ -421,13 +421,13 @@ def test_training_is_asked_to_stop_and_the_alerts_are_those_of_the_history(tmp_p
     options = {"every_n_steps": 2, "log_dir": tmp_path, "interventions": [StopTraining()], "on_alert": reported.append}
     with pytest.warns(HeadCollapseWarning), watch_heads(trained.model, trained.optimizer, **options) as heads:
         train(heads, trained, steps=60, collapses=True)
-        standing = heads.active_alerts
+        active = heads.active_alerts
     kept = read_alerts(heads.history_path)
     assert kept == replay(heads.history_path)
     assert [alert.message for alert in kept] == [alert.message for alert in reported] != []
     (critical,) = [alert for alert in kept if alert.level == "critical"]
     assert heads.global_step == critical.step + 1 < 60
-    assert [alert.layer for alert in standing] == [LAYERS[0]]
+    assert [alert.layer for alert in active] == [LAYERS[0]]
     printed = capsys.readouterr().out
     assert printed.startswith("hdi_callback watches 2 attention layers")
     assert printed.count(critical.message) == 1

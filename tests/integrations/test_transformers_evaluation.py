@@ -44,21 +44,21 @@ class Encoder(nn.Module):
 
     def forward(self, x, labels=None):
         (self.in_training if self.training else self.in_evaluation).append(hooks_on(self))
-        given = self.head(self.encoder(x).mean(1))[:, 0]
-        return {"loss": (given - labels).square().mean(), "logits": given}
+        logits = self.head(self.encoder(x).mean(1))[:, 0]
+        return {"loss": (logits - labels).square().mean(), "logits": logits}
 
 
 class Asks(transformers.TrainerCallback):
     """Evaluates in between steps, as callbacks that sample from a model do."""
 
     def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
+        self.recorded: list[torch.Tensor] = []
 
     @torch.no_grad()
     def on_step_end(self, args, state, control, model=None, **kwargs):
         mode = model.training
         model.eval()
-        self.seen.append(model(Rows().x, torch.zeros(16))["logits"])
+        self.recorded.append(model(Rows().x, torch.zeros(16))["logits"])
         model.train(mode)
 
 
@@ -92,7 +92,7 @@ def run(folder, *callbacks, monkeypatch, **options):
     predicted = trainer.predict(Rows(8)).predictions
     losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
     monkeypatch.undo()
-    return model, len(fast), (losses, measured, torch.stack(asks.seen).tolist(), predicted.tolist())
+    return model, len(fast), (losses, measured, torch.stack(asks.recorded).tolist(), predicted.tolist())
 
 
 @pytest.mark.some_slow(quick=1)
@@ -122,13 +122,13 @@ def test_generation_in_an_evaluation_has_no_hook(tmp_path):
     config = transformers.T5Config(
         vocab_size=16, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, decoder_start_token_id=0, pad_token_id=0
     )
-    seen: list[int] = []
+    recorded: list[int] = []
 
     class Noted(transformers.T5ForConditionalGeneration):
         @functools.wraps(transformers.T5ForConditionalGeneration.forward)  # generation looks at what it takes
         def forward(self, *args, **kwargs):
             if not self.training:
-                seen.append(hooks_on(self))
+                recorded.append(hooks_on(self))
             return super().forward(*args, **kwargs)
 
     model = Noted(config)
@@ -158,8 +158,8 @@ def test_generation_in_an_evaluation_has_no_hook(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()
-    assert len(seen) > 9  # several tokens in each of three evaluations
-    assert set(seen) == {0}
+    assert len(recorded) > 9  # several tokens in each of three evaluations
+    assert set(recorded) == {0}
     read = [line["step"] for line in read_lines(callback.history_path) if line["kind"] == "reading"]
     assert read == [0, 1, 2, 3]
 

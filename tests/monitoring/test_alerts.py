@@ -234,20 +234,20 @@ def test_heads_count_as_written_where_an_action_names_them_and_was_carried_out(l
 
 
 def test_a_series_keeps_sixty_four_readings_and_the_first():
-    seen = []
+    judged = []
 
-    class Look(Rule):
-        name = "look"
+    class Judging(Rule):
+        name = "judging"
 
         def judge(self, series, active):
-            seen.append((series.first.step, len(series.rows), series.latest.step, series.rows[0].arrays))
+            judged.append((series.first.step, len(series.rows), series.latest.step, series.rows[0].arrays))
 
     arrays = {"rank": [1, 1], "worst_pair": [0, 1]}
-    alerts = Alerts([Look()])
+    alerts = Alerts([Judging()])
     for step in range(100):
         alerts.judge(Record(step, {"attn": LayerRecord({"hdi": 0.5}, arrays)}))
-    assert seen[0] == (0, 1, 0, arrays)
-    assert seen[-1] == (0, 64, 99, {"worst_pair": [0, 1]})
+    assert judged[0] == (0, 1, 0, arrays)
+    assert judged[-1] == (0, 64, 99, {"worst_pair": [0, 1]})
 
 
 def test_an_alert_is_the_same_after_a_trip_through_plain_data():

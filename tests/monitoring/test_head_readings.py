@@ -68,17 +68,17 @@ def test_a_cloned_head_is_named(model):
 
 @pytest.mark.parametrize("beside", [[], ["head_correlation"]], ids=["alone", "beside the covariance"])
 def test_contributions_are_those_of_the_head_outputs_written_out(model, beside):
-    received = {}
+    recorded = {}
     for name in LAYERS:
         model.get_submodule(name).out_proj.register_forward_pre_hook(
-            lambda module, args, name=name: received.setdefault(name, args[0].detach().clone())
+            lambda module, args, name=name: recorded.setdefault(name, args[0].detach().clone())
         )
     with HeadDiversityMonitor(model, metrics=["head_contribution_min", *beside], max_tokens=10_000) as monitor:
         monitor.arm()
         model(tokens())
         record = monitor.measure(step=0).record()
     for name in LAYERS:
-        outputs = received[name].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
+        outputs = recorded[name].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
         z = torch.einsum("thk,hkd->thd", outputs, weights_of(model, name)["o"].double())
         truth = z.square().sum(-1).mean(0).sqrt() / z.sum(1).square().sum(-1).mean().sqrt()
         assert record.layers[name].arrays["head_contribution"] == pytest.approx(truth.tolist(), rel=1e-5)

@@ -67,7 +67,7 @@ def model() -> Classifier:
     return Classifier()
 
 
-def given_to(model: nn.Module, *inputs) -> dict[str, torch.Tensor]:
+def inputs_to(model: nn.Module, *inputs) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     handles = [
         model.get_submodule(name).k_proj.register_forward_pre_hook(
@@ -82,10 +82,10 @@ def given_to(model: nn.Module, *inputs) -> dict[str, torch.Tensor]:
 
 
 def test_keys_and_tokens_are_those_of_the_forward(model):
-    given, values = given_to(model, tokens()), read(model, tokens())
+    inputs_by_layer, values = inputs_to(model, tokens()), read(model, tokens())
     for name in LAYERS:
         weight = model.get_submodule(name).k_proj.weight.detach().unflatten(0, (HEADS, -1))
-        truth = truth_of(given[name].flatten(0, 1), weight)
+        truth = truth_of(inputs_by_layer[name].flatten(0, 1), weight)
         assert {metric: values[name][metric] for metric in METRICS} == pytest.approx(truth, rel=1e-5, abs=1e-6)
 
 
@@ -95,9 +95,9 @@ def test_padding_is_left_out(model, metrics, batch):
     padded = torch.zeros(batch, LENGTH, dtype=torch.bool)
     padded[1, -5:] = padded[0, :3] = True
     inputs = tokens(batch=batch)
-    given, values = given_to(model, inputs), read(model, inputs, padding_mask=padded, metrics=metrics)
+    inputs_by_layer, values = inputs_to(model, inputs), read(model, inputs, padding_mask=padded, metrics=metrics)
     weight = model.get_submodule(LAYERS[0]).k_proj.weight.detach().unflatten(0, (HEADS, -1))
-    truth = truth_of(given[LAYERS[0]][~padded], weight)
+    truth = truth_of(inputs_by_layer[LAYERS[0]][~padded], weight)
     for metric in metrics:
         assert values[LAYERS[0]][metric] == pytest.approx(truth[metric], rel=1e-5, abs=1e-6)
 
@@ -156,7 +156,7 @@ def test_a_gain_that_is_folded_into_the_weights_changes_nothing(seed, spread):
     model, gains = Classifier(), torch.exp(spread * torch.randn(WIDTH))
     folded = Classifier()
     folded.load_state_dict(model.state_dict())
-    inputs = given_to(model, tokens())[LAYERS[0]]
+    inputs = inputs_to(model, tokens())[LAYERS[0]]
     attn, other = model.get_submodule(LAYERS[0]), folded.get_submodule(LAYERS[0])
     with torch.no_grad():  # the gain in the input of one, in the weights of the other
         for name in ("q_proj", "k_proj", "v_proj"):

@@ -48,10 +48,10 @@ def test_a_reading_of_weights_is_that_of_each_layer_alone(model):
 
 
 def test_head_outputs_are_those_of_the_armed_forward(model):
-    received = {}
+    recorded = {}
 
     def keep(name):
-        return lambda module, args: received.setdefault(name, args[0].detach().clone())
+        return lambda module, args: recorded.setdefault(name, args[0].detach().clone())
 
     for name in LAYERS:
         model.get_submodule(name).out_proj.register_forward_pre_hook(keep(name))
@@ -62,7 +62,7 @@ def test_head_outputs_are_those_of_the_armed_forward(model):
             model(tokens(seed=2))  # it does not train
         record = monitor.measure(step=0).record()
     for name in LAYERS:
-        outputs = received[name].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
+        outputs = recorded[name].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
         weight = model.get_submodule(name).out_proj.weight.detach().double().T.unflatten(0, (HEADS, -1))
         truth = head_covariance(outputs, weight)
         assert record.layers[name].values["head_correlation"] == pytest.approx(float(truth.correlation), abs=1e-5)
@@ -343,21 +343,21 @@ def test_outputs_that_the_fast_path_of_torch_computed_are_absent_with_that_reaso
 
 
 def test_a_weight_that_lies_in_a_parameter_is_looked_up_once_for_all_that_is_computed_of_it(model, monkeypatch):
-    looked = []
+    asked = []
     of = AttentionLayer.weight
 
-    def look(layer, role):
-        looked.append((layer.name, role))
+    def asking(layer, role):
+        asked.append((layer.name, role))
         return of(layer, role)
 
-    monkeypatch.setattr(AttentionLayer, "weight", look)
+    monkeypatch.setattr(AttentionLayer, "weight", asking)
     with HeadDiversityMonitor(model, metrics=["default", *RULE_METRICS]) as monitor:
         for step in range(2):
-            looked.clear()
+            asked.clear()
             monitor.arm()
             model(tokens())
             before = monitor.measure(step).record()
-            assert sorted(looked) == sorted((name, role) for name in LAYERS for role in ROLES)
+            assert sorted(asked) == sorted((name, role) for name in LAYERS for role in ROLES)
         with torch.no_grad():
             key = model.get_submodule(LAYERS[0]).k_proj
             key.weight = nn.Parameter(torch.eye(WIDTH))  # another parameter in its place is read at the next reading

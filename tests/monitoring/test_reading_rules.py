@@ -282,14 +282,14 @@ def test_a_movement_that_is_not_known_after_a_resumption_neither_begins_nor_ends
         return LayerRecord(values, {name: [values.get(value)] * heads for name, value in names.items()})
 
     facts = [{"name": name, "num_heads": 2} for name in ("attn", "moves")]
-    alerts, seen = Alerts([rule], facts, loaded=False), []
+    alerts, raised = Alerts([rule], facts, loaded=False), []
     for step, kind in enumerate(has_stood):
         if kind == ".":
             state, alerts = alerts.state_dict(), Alerts([rule], facts, loaded=False)
             alerts.load_state_dict(state)
-        seen += alerts.judge(Record(step, {"attn": layer(kind, 2), "moves": layer("." if kind == "." else "m", 2)}))
-    assert [(alert.step, alert.is_resolved, alert.finding.since) for alert in seen] == reported
-    assert {alert.layer for alert in seen} <= {"attn"}
+        raised += alerts.judge(Record(step, {"attn": layer(kind, 2), "moves": layer("." if kind == "." else "m", 2)}))
+    assert [(alert.step, alert.is_resolved, alert.finding.since) for alert in raised] == reported
+    assert {alert.layer for alert in raised} <= {"attn"}
 
 
 def moving(*readings):
@@ -421,9 +421,9 @@ class Masked(nn.Module):
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         n = x.shape[1]
-        seen = {"causal": torch.ones(n, n).tril(), "none": torch.ones(n, n), "self": torch.eye(n)}[self.mask].bool()
+        visible = {"causal": torch.ones(n, n).tril(), "none": torch.ones(n, n), "self": torch.eye(n)}[self.mask].bool()
         scale = self.scale * q.shape[-1] ** -0.5
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
 

@@ -32,15 +32,15 @@ def truth_of(weights: torch.Tensor, visible: torch.Tensor) -> dict[str, float]:
     columns = torch.zeros(weights.shape[1], weights.shape[-1], dtype=torch.float64)
     for b in range(weights.shape[0]):
         for q in range(weights.shape[2]):
-            seen = visible[b, 0, q]
-            n = int(seen.sum())
+            shown = visible[b, 0, q]
+            n = int(shown.sum())
             if n < 2:
                 continue
-            a = weights[b, :, q].double() * seen
+            a = weights[b, :, q].double() * shown
             entropies.append(torch.special.entr(a).sum(-1) / math.log(n))
             samples.append(a.sum(-1) ** 2 / a.square().sum(-1))
             rows.append(a)
-            centred.append((a - a.sum(-1, keepdim=True) / n) * seen)
+            centred.append((a - a.sum(-1, keepdim=True) / n) * shown)
             columns += a
     count = len(rows)
     product = sum(a @ a.T for a in rows)
@@ -242,7 +242,7 @@ def count_kernels(monkeypatch) -> list[str]:
     calls: list[str] = []
     for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
         kernel = getattr(torch, name)
-        counted = lambda *given, kernel=kernel, name=name, **more: calls.append(name) or kernel(*given, **more)  # noqa: E731
+        counted = lambda *args, kernel=kernel, name=name, **more: calls.append(name) or kernel(*args, **more)  # noqa: E731
         monkeypatch.setattr(torch, name, counted)
     return calls
 

@@ -84,11 +84,11 @@ def test_so_it_does_of_what_the_layers_of_a_trained_encoder_are_given(monkeypatc
 
     monkeypatch.setattr(core_tokens, "_FULL", 100)  # it has 384 features
     model, generator = encoder._encoder().eval(), torch.Generator().manual_seed(0)
-    given: dict[str, list[Tensor]] = {}
+    recorded: dict[str, list[Tensor]] = {}
     for name, module in model.named_modules():
         if name.endswith("attention.self"):
             module.register_forward_hook(
-                lambda module, arguments, output, name=name: given.setdefault(name, []).append(
+                lambda module, arguments, output, name=name: recorded.setdefault(name, []).append(
                     (arguments[0] if arguments else None).flatten(0, 1)
                 )
             )
@@ -97,10 +97,10 @@ def test_so_it_does_of_what_the_layers_of_a_trained_encoder_are_given(monkeypatc
         with torch.no_grad():
             model(x if at < 12 else x[:1].expand_as(x))
     exact, estimate = (
-        {name: [rank(one) for one in tokens] for name, tokens in given.items()}
+        {name: [rank(one) for one in tokens] for name, tokens in recorded.items()}
         for rank in (of_all_pairs, of_some_pairs)
     )
-    assert len(given) == 6
+    assert len(recorded) == 6
     assert estimate != exact
     news = reported(estimate)
     assert news == reported(exact)

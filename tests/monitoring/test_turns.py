@@ -183,16 +183,16 @@ def test_every_layer_of_a_model_has_its_turn_as_often_as_is_said(source):
     turns, every = Turns([source]), EVERY[source]
     turns.begin(layers)
     turns.end()
-    seen: list[set[str]] = []
+    measured: list[set[str]] = []
     for _ in range(2 * every):
         turns.begin(layers)
-        seen.append({facts["name"] for facts in layers} - turns.waiting(source))
+        measured.append({facts["name"] for facts in layers} - turns.waiting(source))
         others = {other for other in (*EVERY, "key") if turns.waiting(other)} - {source}
         assert not others, "only what it was made for waits"
         turns.end()
-    assert all("narrow" in read and len(read) - 1 in (11 // every, 11 // every + 1) for read in seen)
+    assert all("narrow" in read and len(read) - 1 in (11 // every, 11 // every + 1) for read in measured)
     for first in range(every):
-        assert set().union(*seen[first : first + every]) == {facts["name"] for facts in layers}
+        assert set().union(*measured[first : first + every]) == {facts["name"] for facts in layers}
 
 
 def test_products_that_nothing_takes_at_this_reading_take_no_room():

@@ -88,10 +88,10 @@ def train(*interventions, state=None):
 @pytest.mark.parametrize("at", ["attach", "detach", "act", "before_optimizer_step", "state_dict"])
 def test_an_intervention_that_raises_costs_one_warning_and_neither_the_run_nor_the_others(at):
     plain, *_ = train()
-    weights, kept, seen, reported = train(Fails(at))
-    assert len(seen) == 1
-    assert "Fails" in seen[0]
-    assert "RuntimeError: broken" in seen[0]
+    weights, kept, messages, reported = train(Fails(at))
+    assert len(messages) == 1
+    assert "Fails" in messages[0]
+    assert "RuntimeError: broken" in messages[0]
     assert reported == ["blocks.0.attn", "blocks.1.attn"]
     assert all(torch.equal(left, right) for left, right in zip(weights, plain))
     json.dumps(kept)
@@ -99,8 +99,8 @@ def test_an_intervention_that_raises_costs_one_warning_and_neither_the_run_nor_t
 
 def test_a_state_that_cannot_be_loaded_costs_one_warning_and_the_others_resume():
     *_, kept, _, _ = train(Fails())
-    _, _, seen, reported = train(Fails("load_state_dict"), state=kept)
-    assert [("resuming the intervention Fails" in message) for message in seen] == [True]
+    _, _, messages, reported = train(Fails("load_state_dict"), state=kept)
+    assert [("resuming the intervention Fails" in message) for message in messages] == [True]
     assert reported == [], "the alerts stand, as the state says"
 
 
@@ -110,9 +110,9 @@ def test_a_state_that_cannot_be_loaded_costs_one_warning_and_the_others_resume()
     ids=["function", "tensor", "keys", "set", "object"],
 )
 def test_a_state_that_no_checkpoint_could_keep_is_left_out_with_one_warning(state):
-    _, kept, seen, _ = train(Fails(state=state))
-    assert len(seen) == 1
-    assert "keeping the state of the intervention Fails" in seen[0]
+    _, kept, messages, _ = train(Fails(state=state))
+    assert len(messages) == 1
+    assert "keeping the state of the intervention Fails" in messages[0]
     assert json.loads(json.dumps(kept))["interventions"][0] == ["Fails", {"count": 1}]
     assert pickle.loads(pickle.dumps(kept)) == kept
 
@@ -132,8 +132,8 @@ def test_an_intervention_that_refuses_the_model_is_an_error_and_leaves_no_hook_o
 def test_an_intervention_begins_anew_in_a_second_run():
     scale, fails = ScaleLearningRate(0.5), Fails()
     for _ in range(2):
-        _, kept, seen, reported = train(scale, fails)
-        assert seen == []
+        _, kept, messages, reported = train(scale, fails)
+        assert messages == []
         assert reported == ["blocks.0.attn", "blocks.1.attn"]
         counts = {name: state["count"] for name, state in kept["interventions"]}
         assert counts == {"ScaleLearningRate": 2, "Fails": 1, "Call": 2}

@@ -26,13 +26,13 @@ class Fault:
     Attributes:
         name: what is wrong.
         act: what is done to the model at each reading.
-        seen: what must be said among the differences.
+        difference: what must be said among the differences.
         training: the text of a training; the plainest by default.
     """
 
     name: str
     act: Callable[[nn.Module], Any]
-    seen: str
+    difference: str
     training: str = "separate / by hand /  / 1"
 
 

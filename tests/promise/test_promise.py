@@ -36,7 +36,7 @@ _SEEN = [
 def test_a_monitor_that_breaks_the_promise_is_caught(fault: Fault):
     with broken(fault.act):
         result = compare(Training.parse(fault.training))
-    assert any(fault.seen in one for one in result.differences), report(result)
+    assert any(fault.difference in one for one in result.differences), report(result)
 
 
 def test_a_hook_that_stays_is_detected():

@@ -253,10 +253,10 @@ def test_a_function_with_an_exponential_that_is_no_softmax_keeps_its_own_gradien
     assert layer.num_heads == HEADS
 
 
-def assert_reads_as_one_process(told: list[Any]) -> None:
+def assert_reads_as_one_process(answers: list[Any]) -> None:
     expected = without_rows(read_alone())
     assert len(expected) > 20
-    for one in told:
+    for one in answers:
         assert one.answer["refused"] == []
         assert one.answer["heads"] == [HEADS] * 3
         assert one.answer["tags"] == pytest.approx(expected, rel=1e-4, abs=1e-5)

@@ -145,29 +145,29 @@ def read_where_one_rank_has_no_monitor(rank: int) -> dict | None:
 def read_armed_on_one_rank(rank: int) -> list[dict]:
     """The second rank never arms, though metrics of forwards and claims to judge are asked for."""
     model = classifier()
-    seen = []
+    published = []
     with monitor_of(model, metrics=[*METRICS, *ROWS]) as monitor:
         for step in range(2):
             if rank == 0:
                 monitor.arm()
             model(batch()).sum().backward()
             record = monitor.measure(step).record()
-            seen.append({"tags": record.scalars([*METRICS, *ROWS]), "absent": record.absent})
-    return seen
+            published.append({"tags": record.scalars([*METRICS, *ROWS]), "absent": record.absent})
+    return published
 
 
 def miss_a_reading(rank: int) -> list[dict]:
     """The second rank takes one reading less, and the training goes on."""
-    seen = []
+    published = []
     with (
         mock.patch("hdi_callback.monitoring.ranks.rendezvous._TIMEOUT", timedelta(seconds=1)),
         monitor_of(classifier(), metrics=["hdi"]) as one,
     ):
         for step in range(3):
             if rank == 0 or step != 1:
-                seen.append(one.measure(step).record().scalars(["hdi"]))
+                published.append(one.measure(step).record().scalars(["hdi"]))
             dist.all_reduce(torch.ones(3))  # the training's own call must meet its like
-    return seen
+    return published
 
 
 def keys_in_the_store(rank: int) -> list[int]:
@@ -209,13 +209,13 @@ def read_what_the_forward_of_one_rank_shows(rank: int, on_both: bool) -> list[li
     model = Model()
     with monitor_of(model, metrics=["hdi"]) as monitor:
         monitor.measure(0)  # the ranks have met before the forward
-        seen = []
+        published = []
         for step in (1, 2):
             monitor.arm()
             if on_both or rank == 0:
                 model({"x": torch.randn(2, 5, D)})
-            seen.append(sorted(monitor.measure(step).record().scalars(["hdi"])))
-    return seen
+            published.append(sorted(monitor.measure(step).record().scalars(["hdi"])))
+    return published
 
 
 def read_alone_on_request(rank: int) -> int:

@@ -256,11 +256,11 @@ def test_memory_that_ends_in_a_capture(monkeypatch):
 
 def test_outputs_of_a_whole_run_are_measured_as_by_hand():
     """The runs above would pass with a covariance that is always there and always wrong."""
-    run, received = Run(max_tokens=10_000), []
-    run.model.blocks[0].attn.out_proj.register_forward_pre_hook(lambda _, args: received.append(args[0].detach()))
+    run, recorded = Run(max_tokens=10_000), []
+    run.model.blocks[0].attn.out_proj.register_forward_pre_hook(lambda _, args: recorded.append(args[0].detach()))
     weight = run.model.blocks[0].attn.out_proj.weight.detach().clone().T.unflatten(0, (4, 8))
     run.step()
-    outputs = received[0].flatten(0, 1).unflatten(-1, (4, 8))
+    outputs = recorded[0].flatten(0, 1).unflatten(-1, (4, 8))
     truth = head_covariance(outputs.double(), weight.double())
     assert HeadMoments.of(outputs).count == outputs.shape[0]
     assert run.records[0].layers[FIRST].values["head_covariance"] == pytest.approx(float(truth.covariance), rel=1e-4)

@@ -84,9 +84,9 @@ def fit_on_rank(rank: int, folder: Path, kind: type[Classifier], is_watched: boo
             trainer.fit(lit, DataLoader(Batches(SIZES[rank]), batch_size=None))
         kept = [value for state in trainer.optimizers[0].state_dict()["state"].values() for value in state.values()]
         return {
-            "left": [*losses.seen, *lit.state_dict().values(), *kept, torch.get_rng_state()],
+            "left": [*losses.recorded, *lit.state_dict().values(), *kept, torch.get_rng_state()],
             "weights": witness.weights,
-            "received": witness.received,
+            "inputs": witness.inputs,
             "metrics": {tag: float(value) for tag, value in trainer.callback_metrics.items()},
             "history": str(callback.history_path),
             "epochs": trainer.current_epoch,
@@ -97,9 +97,9 @@ def joined(first: dict, second: dict) -> Witness:
     """What both ranks saw, as one witness of all their tokens."""
     witness = Witness()
     witness.weights = first["weights"]
-    for step, received in first["received"].items():
-        both = zip(received, second["received"][step], strict=True)
-        witness.received[step] = [[torch.cat([outputs[0] for outputs in pair if outputs])] for pair in both]
+    for step, inputs in first["inputs"].items():
+        both = zip(inputs, second["inputs"][step], strict=True)
+        witness.inputs[step] = [[torch.cat([outputs[0] for outputs in pair if outputs])] for pair in both]
     return witness
 
 

@@ -80,12 +80,14 @@ def test_a_file_in_place_of_the_folder_of_the_history(tmp_path):
 def test_a_disk_that_is_full_to_the_end(tmp_path):
     """The device at hand takes nothing."""
     callback = HDICallback(every_n_steps=2, history="/dev/full")
-    seen: list[int] = []
+    unwritten: list[int] = []
     logger = CSVLogger(tmp_path)
-    said = fit(tmp_path, callback, At(8, lambda trainer: seen.append(len(callback._history._unwritten))), logger=logger)
+    said = fit(
+        tmp_path, callback, At(8, lambda trainer: unwritten.append(len(callback._history._unwritten))), logger=logger
+    )
     assert len(said) == 1
     assert os.strerror(errno.ENOSPC) in said[0]
-    assert seen == [5], "the start of the run and the readings before its end are kept"
+    assert unwritten == [5], "the start of the run and the readings before its end are kept"
 
 
 def test_a_disk_that_stays_full_does_not_fill_the_memory_instead(monkeypatch):

@@ -146,7 +146,7 @@ def test_in_every_precision_readings_are_of_the_stored_weights_and_the_outputs_a
     trainer = trainer_for(tmp_path, witness, callback, precision=precision)
     trainer.fit(Module(), batches(count=5))
     kinds = {"16-true": torch.float16, "64-true": torch.float64}
-    assert {outputs[0].dtype for outputs in witness.received[2]} == {kinds.get(precision, torch.bfloat16)}
+    assert {outputs[0].dtype for outputs in witness.inputs[2]} == {kinds.get(precision, torch.bfloat16)}
     check_readings(callback, witness, [0, 2, 4, 5], abs_tol=1e-5)
 
 
@@ -192,7 +192,7 @@ def test_networks_that_are_trained_in_turn_are_all_read_with_their_outputs(tmp_p
     witness, callback = Witness(), HDICallback(every_n_steps=4)
     trainer_for(tmp_path, witness, callback).fit(TwoInTurn(), batches(count=6))
     check_readings(callback, witness, [0, 4, 8, 12], names=["a.blocks.0.attn", "b.blocks.0.attn"])
-    assert all(len(outputs[0]) == 2 for outputs in witness.received.values()), "the first runs twice in a batch"
+    assert all(len(outputs[0]) == 2 for outputs in witness.inputs.values()), "the first runs twice in a batch"
 
 
 class UnusedInTurn(TwoInTurn):
@@ -313,5 +313,5 @@ class WrappedWhenConfigured(Module):
 def test_under_activation_checkpointing_the_first_forward_of_a_step_is_captured(tmp_path, make):
     witness, callback = Witness(), HDICallback(every_n_steps=2)
     trainer_for(tmp_path, witness, callback).fit(make(), batches(count=5))
-    assert {len(outputs) for outputs in witness.received[2]} == {2}, "the forward ran again inside backward"
+    assert {len(outputs) for outputs in witness.inputs[2]} == {2}, "the forward ran again inside backward"
     check_readings(callback, witness, [0, 2, 4, 5])

@@ -37,8 +37,8 @@ def train(folder: Path, *watching: HDICallback, backend: str | None = None, **op
         warnings.simplefilter("ignore", HeadCollapseWarning)
         trainer.fit(lit, batches(count=12), batches(count=2))
     kept = [value for state in trainer.optimizers[0].state_dict()["state"].values() for value in state.values()]
-    assert len(losses.seen) == 12
-    return [*losses.seen, *lit.state_dict().values(), *kept, torch.get_rng_state(), torch.rand(3)]
+    assert len(losses.recorded) == 12
+    return [*losses.recorded, *lit.state_dict().values(), *kept, torch.get_rng_state(), torch.rand(3)]
 
 
 COMPILED = [

@@ -27,7 +27,7 @@ def classifier(kind: type[Classifier] = Classifier, **options) -> Classifier:
     return kind(**options)
 
 
-def keep_what_projections_receive(model: Classifier) -> dict[str, list[torch.Tensor]]:
+def keep_inputs_of_projections(model: Classifier) -> dict[str, list[torch.Tensor]]:
     """By hooks of the test's own; every forward is kept, recomputations included."""
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in LAYERS}
     for name, block in zip(LAYERS, [module for module in model.modules() if isinstance(module, Block)], strict=True):
@@ -37,7 +37,7 @@ def keep_what_projections_receive(model: Classifier) -> dict[str, list[torch.Ten
     return kept
 
 
-def check_against_float64(record, model: Classifier, received: dict[str, torch.Tensor]) -> None:
+def check_against_float64(record, model: Classifier, recorded: dict[str, torch.Tensor]) -> None:
     """The values of a record are those of the stored weights and of the outputs as they came, computed in float64."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for name, block in zip(LAYERS, blocks, strict=True):
@@ -45,7 +45,7 @@ def check_against_float64(record, model: Classifier, received: dict[str, torch.T
         key = block.attn.k_proj.weight.detach().double().unflatten(0, (HEADS, -1))
         assert values["hdi"] == pytest.approx(float(head_diversity(key, method="exact").index), abs=1e-7)
         output = block.attn.out_proj.weight.detach().double().T.unflatten(0, (HEADS, -1))
-        outputs = received[name].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
+        outputs = recorded[name].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
         truth = head_covariance(outputs, output)
         assert values["head_covariance"] == pytest.approx(float(truth.covariance), rel=1e-4, abs=1e-9)
         assert values["head_correlation"] == pytest.approx(float(truth.correlation), abs=1e-5)
@@ -53,7 +53,7 @@ def check_against_float64(record, model: Classifier, received: dict[str, torch.T
 
 def test_under_autocast_outputs_are_taken_in_bfloat16_and_measured_in_float32():
     model = classifier()
-    kept = keep_what_projections_receive(model)
+    kept = keep_inputs_of_projections(model)
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
         monitor.arm()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -66,7 +66,7 @@ def test_under_autocast_outputs_are_taken_in_bfloat16_and_measured_in_float32():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_and_outputs_of_any_width_are_measured_in_float32_or_wider(dtype):
     model = classifier().to(dtype)
-    kept = keep_what_projections_receive(model)
+    kept = keep_inputs_of_projections(model)
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
         monitor.arm()
         model(tokens()).sum().backward()
@@ -78,7 +78,7 @@ def test_weights_and_outputs_of_any_width_are_measured_in_float32_or_wider(dtype
 
 def test_outputs_near_the_end_of_float16_do_not_overflow():
     model = classifier().half()
-    kept = keep_what_projections_receive(model)
+    kept = keep_inputs_of_projections(model)
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
         monitor.arm()
         for block in model.blocks:  # squares of these are far beyond float16
@@ -126,7 +126,7 @@ CHECKPOINTED = {
 @pytest.mark.parametrize("make", CHECKPOINTED)
 def test_a_forward_that_runs_twice_is_captured_once(make):
     model = CHECKPOINTED[make]()
-    kept = keep_what_projections_receive(model)
+    kept = keep_inputs_of_projections(model)
     x = model.embed(tokens()).detach().requires_grad_()  # reentrant checkpoints want a gradient to come in
     model.embed = nn.Identity()
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:

@@ -440,13 +440,13 @@ class SaveInTheMiddle(L.Callback):
 
     def __init__(self, watching: HDICallback, path: Path) -> None:
         self.watching, self.path = watching, path
-        self.seen: list[list[int]] = []
+        self.recorded: list[list[int]] = []
 
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == 5:
-            self.seen.append(readings(self.watching.history_path))
+            self.recorded.append(readings(self.watching.history_path))
             trainer.save_checkpoint(self.path)
-            self.seen.append(readings(self.watching.history_path))
+            self.recorded.append(readings(self.watching.history_path))
 
 
 def test_what_a_checkpoint_knows_of_is_in_the_history_before_it_is_saved(tmp_path, monkeypatch):
@@ -455,7 +455,7 @@ def test_what_a_checkpoint_knows_of_is_in_the_history_before_it_is_saved(tmp_pat
     callback = HDICallback(every_n_steps=2)
     save = SaveInTheMiddle(callback, tmp_path / "five.ckpt")
     trainer_for(tmp_path, callback, save).fit(Module(), batches(count=8))
-    assert save.seen == [[0], [0, 2, 4]]
+    assert save.recorded == [[0], [0, 2, 4]]
     held = torch.load(tmp_path / "five.ckpt", weights_only=False)["callbacks"]
     assert [state["last_step"] for key, state in held.items() if key.startswith("HDICallback")] == [4]
     assert readings(callback.history_path) == [0, 2, 4, 6, 8]

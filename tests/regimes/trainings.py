@@ -50,11 +50,11 @@ class Losses(L.Callback):
     """Keeps the loss of every batch, as it was."""
 
     def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+        self.recorded: list[Tensor] = []
 
     def on_train_batch_end(self, trainer, module, outputs, *args):
         if outputs is not None:
-            self.seen.append(outputs["loss"].detach().clone())
+            self.recorded.append(outputs["loss"].detach().clone())
 
 
 class Witness(L.Callback):
@@ -65,26 +65,26 @@ class Witness(L.Callback):
 
     def __init__(self) -> None:
         self.weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self.received: dict[int, list[list[Tensor]]] = {}
+        self.inputs: dict[int, list[list[Tensor]]] = {}
         self._step = -1
 
     def on_fit_start(self, trainer, module):
         for place, block in enumerate(self._blocks(module)):
             block.attn.out_proj.register_forward_pre_hook(
                 lambda _, args, place=place: (
-                    self.received[self._step][place].append(args[0].detach().clone())
-                    if self._step in self.received
+                    self.inputs[self._step][place].append(args[0].detach().clone())
+                    if self._step in self.inputs
                     else None
                 )
             )
 
     def on_train_batch_start(self, trainer, module, *args):
-        if trainer.global_step in self.received:  # a further batch of the same optimizer step
+        if trainer.global_step in self.inputs:  # a further batch of the same optimizer step
             self._step = -1
             return
         self._step = trainer.global_step
         self._keep(self._step, module)
-        self.received[self._step] = [[] for _ in self._blocks(module)]
+        self.inputs[self._step] = [[] for _ in self._blocks(module)]
 
     def on_train_batch_end(self, trainer, module, *args):
         self._step = -1
@@ -116,7 +116,7 @@ class Witness(L.Callback):
 
     def covariance(self, step: int, place: int) -> float:
         """The mean, over pairs of heads, of the summed covariances of what they add to the output."""
-        outputs = self.received[step][place][0].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
+        outputs = self.inputs[step][place][0].double().flatten(0, 1).unflatten(-1, (HEADS, -1))
         weight = self.weights[step][place][1].T.unflatten(0, (HEADS, -1))
         added = torch.einsum("thk,hkd->htd", outputs, weight)
         added = added - added.mean(1, keepdim=True)

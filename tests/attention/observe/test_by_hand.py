@@ -36,8 +36,8 @@ class Around(nn.Module):
         converted = case.convert(block) if case.convert else None
         self.block = block if converted is None else converted
 
-    def forward(self, *given):
-        return run(self.case, self.block, list(given))
+    def forward(self, *args):
+        return run(self.case, self.block, list(args))
 
 
 def observed(name: str) -> AttentionObserver:

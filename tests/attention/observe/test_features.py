@@ -37,14 +37,14 @@ def test_the_map_that_gave_the_heads_is_never_ruled_out(how, dtype, seed):
     heads = made[:, torch.randperm(40 - WIDTH * H)[0] :][:, : H * WIDTH].view(P, H, WIDTH)
     factor = {"scaled": 0.125}.get(how, 1.0)
     apart = {"turned halves": WIDTH // 2, "turned neighbours": 1}.get(how)
-    received = (heads if apart is None else turned(heads, apart)) * factor
-    received, made = received.to(dtype), made.to(dtype)
+    actual = (heads if apart is None else turned(heads, apart)) * factor
+    actual, made = actual.to(dtype), made.to(dtype)
     others = [torch.randn(P, 24).to(dtype), torch.randn(P, 7).to(dtype)]
-    answers = may_hold(received, [others[0], made, others[1]])
+    answers = may_hold(actual, [others[0], made, others[1]])
     assert answers[1]
-    tol = tolerance(received, made)
-    found = find_features(received.flatten(1), made, tol).view(H, WIDTH)
-    found = torch.where(found < 0, find_rotated(received, made, tol), found)
+    tol = tolerance(actual, made)
+    found = find_features(actual.flatten(1), made, tol).view(H, WIDTH)
+    found = torch.where(found < 0, find_rotated(actual, made, tol), found)
     if dtype != torch.bfloat16:
         assert bool((found >= 0).all()), "and the whole comparison finds them"
         assert answers == [False, True, False], "most others are ruled out"

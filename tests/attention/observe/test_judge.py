@@ -23,8 +23,8 @@ class Around(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *given):
-        return self.inner(*given)
+    def forward(self, *args):
+        return self.inner(*args)
 
 
 def separate(module, heads=H, groups=None, width=8, names=("q_proj", "k_proj", "v_proj", "out_proj"), **strides):

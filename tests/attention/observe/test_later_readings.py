@@ -32,7 +32,7 @@ class Mixing(nn.Module):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
-def seen(model: nn.Module, *, keeps_samples: bool) -> list[tuple[object, ...]]:
+def readings(model: nn.Module, *, keeps_samples: bool) -> list[tuple[object, ...]]:
     observer = AttentionObserver(model, reduce_rows=lambda chunk: chunk.weights.double().square().sum())
     observer.arm(keeps_samples=keeps_samples)
     model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))
@@ -46,20 +46,20 @@ def seen(model: nn.Module, *, keeps_samples: bool) -> list[tuple[object, ...]]:
 def test_what_is_observed_of_attention_does_not_depend_on_samples(where):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(16), Mixing(where))
-    later = seen(model, keeps_samples=False)
-    assert later == seen(model, keeps_samples=True)
+    later = readings(model, keeps_samples=False)
+    assert later == readings(model, keeps_samples=True)
     if where != "weights":  # what is averaged with is no softmax then
         assert len(later) == 1
         assert (later[0][3] is None) == (where == "scores")
 
 
 def test_maps_and_norms_are_not_observed_where_no_samples_are_kept(monkeypatch):
-    looked_at = []
+    examined = []
     for name in ("map_ran", "norm_ran", "module_ran"):
-        monkeypatch.setattr(map_log.MapLog, name, lambda *args, name=name, **options: looked_at.append(name))
+        monkeypatch.setattr(map_log.MapLog, name, lambda *args, name=name, **options: examined.append(name))
     model = nn.Sequential(nn.LayerNorm(16), Mixing("kernel"), nn.BatchNorm1d(5))
-    seen(model, keeps_samples=True)
-    assert set(looked_at) == {"map_ran", "norm_ran", "module_ran"}
-    looked_at.clear()
-    seen(model, keeps_samples=False)
-    assert looked_at == []
+    readings(model, keeps_samples=True)
+    assert set(examined) == {"map_ran", "norm_ran", "module_ran"}
+    examined.clear()
+    readings(model, keeps_samples=False)
+    assert examined == []

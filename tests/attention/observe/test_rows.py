@@ -89,9 +89,9 @@ def test_rows_of_torchs_own_attention_are_those_that_it_returns(mask, batch_firs
         "none": {}, "padding": {"key_padding_mask": padding}, "causal": {"attn_mask": causal},
         "both": {"key_padding_mask": padding, "attn_mask": causal}, "bias": {"attn_mask": torch.randn(B * 4, T, T)},
     }[mask]  # fmt: skip
-    given = x if batch_first else x.transpose(0, 1)
-    _, expected = model(given, average_attn_weights=False, need_weights=True, **masks)
-    (core,) = observed(model, lambda: model(given, need_weights=needs_weights, **masks)).cores
+    ordered = x if batch_first else x.transpose(0, 1)
+    _, expected = model(ordered, average_attn_weights=False, need_weights=True, **masks)
+    (core,) = observed(model, lambda: model(ordered, need_weights=needs_weights, **masks)).cores
     assert core.unread == ""
     read = 0
     for chunk in core.rows.chunks:

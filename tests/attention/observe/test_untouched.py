@@ -183,7 +183,7 @@ def train(body: Any, *, is_observed: bool, autocast: bool = False) -> tuple[list
     np.random.seed(0)  # noqa: NPY002
     model = Net(body(), dropout=0.1).train()
     optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=0.01)
-    observer = AttentionObserver(model, reduce_rows=lambda chunk: Rows((chunk,)), reduce_norms=lambda *given: 0)
+    observer = AttentionObserver(model, reduce_rows=lambda chunk: Rows((chunk,)), reduce_norms=lambda *arguments: 0)
     hooks_before = hooks_of(model)
     tokens = torch.randint(16, (4, LENGTH))
     trace: list[Any] = []
@@ -245,7 +245,9 @@ def test_two_observers_of_torchs_encoder_see_the_same_and_leave_no_mode_behind()
 def test_the_fast_path_of_a_frozen_encoder_is_taken_as_before_and_named(monkeypatch):
     calls = []
     kernel = torch._transformer_encoder_layer_fwd
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *given: calls.append(1) or kernel(*given))
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *arguments: calls.append(1) or kernel(*arguments)
+    )
     model = Net(Frozen()).train()
     observer = AttentionObserver(model)
     observer.arm()

@@ -158,10 +158,10 @@ def _examined(
     }
     errors: list[str] = []
     forwards: list[Callable[[], Any]] = []
-    for way, seen, few in _runs(model, claims, refusals, batch, errors, runs, called):
+    for way, observed, few in _runs(model, claims, refusals, batch, errors, runs, called):
         report["ways"].append(way)
         forwards.append(few)
-        _take(report, seen, names, claims, refusals, batch)
+        _take(report, observed, names, claims, refusals, batch)
     report["errors"] = list(dict.fromkeys(errors))[-3:]
     # Of a single head there is nothing to compare.
     unseen = [layer for layer in found.layers if layer.name not in report["layers"] and layer.num_heads > 1]
@@ -251,17 +251,17 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
                 break
             is_whole = False
             try:
-                with torch.no_grad(), warnings.catch_warnings(), witness(module, shake=shake, keep=keep) as seen:
+                with torch.no_grad(), warnings.catch_warnings(), witness(module, shake=shake, keep=keep) as observed:
                     warnings.simplefilter("ignore")
                     torch.manual_seed(5)
                     call()
                     is_whole = True
             except Exception as error:
                 errors.append(f"{type(module).__name__}: {_first_line(error)}")
-            called.update(one.module for one in seen.calls if one.is_done)
-            if len(seen.computations) > (len(best[0].computations) if best is not None else 0):
-                best = seen, count
-            if is_whole and seen.computations:
+            called.update(one.module for one in observed.calls if one.is_done)
+            if len(observed.computations) > (len(best[0].computations) if best is not None else 0):
+                best = observed, count
+            if is_whole and observed.computations:
                 break
         if best is not None:
             ran.update(one.module for computation in best[0].computations for one in computation.calls)
@@ -308,9 +308,9 @@ def _call(module: nn.Module, kwargs: dict[str, Any]) -> Any:
     return lambda: module(**kwargs)
 
 
-def _take(report, seen, names, claims, refusals, batch) -> None:
+def _take(report, observed, names, claims, refusals, batch) -> None:
     """Write down what one run showed."""
-    for computation in merged(seen.computations, batch):
+    for computation in merged(observed.computations, batch):
         modules = [call.module for call in computation.calls]
         owner = next((module for module in reversed(modules) if module in claims), None)
         if owner is None and modules:  # its forward may be called without a call of the module itself
@@ -321,7 +321,7 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
                 report["single"].append(type(owner).__name__)  # there is nothing to compare
                 continue
             # Of several attentions in one module, each is explained by one of its layers.
-            judged = [(one, judge(claim_of(one), seen, computation, batch)) for one in claims[owner]]
+            judged = [(one, judge(claim_of(one), observed, computation, batch)) for one in claims[owner]]
             layer, finding = min(judged, key=lambda one: _RANK[one[1].is_right])
             if finding.is_right is False and layer.left_out:  # which is said where it is found
                 part = [type(owner).__name__, f"it is read in part: without {layer.left_out}", finding.heads]
@@ -344,7 +344,7 @@ def _take(report, seen, names, claims, refusals, batch) -> None:
         heads = heads_of(computation, batch, inputs.LENGTH)
         where = modules[-1] if modules else None
         name = names.get(where, "?")
-        if heads != 1 and is_over_features(computation, seen, batch):
+        if heads != 1 and is_over_features(computation, observed, batch):
             report["over_features"] = sorted({*report["over_features"], name if refused is None else names[refused]})
             continue
         if heads == 1:

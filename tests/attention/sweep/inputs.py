@@ -87,8 +87,8 @@ def for_model(model: nn.Module, batch: int) -> Iterator[dict[str, Any]]:
         ["hidden_states", *required],
     ]
     done: set[tuple[str, ...]] = set()
-    for given in wanted:
-        made = [name for name in given if isinstance(name, str) and name in names and name in shapes]
+    for wanted_by_name in wanted:
+        made = [name for name in wanted_by_name if isinstance(name, str) and name in names and name in shapes]
         chosen = list(dict.fromkeys(made))
         if not chosen or tuple(sorted(chosen)) in done:
             continue
@@ -252,7 +252,7 @@ def for_attention(
         yield dict.fromkeys(needed) | {next(iter(signature)): _noise(batch, filters[0].shape[1], *sides)}
     dims = list(dict.fromkeys(d for d in (head_dim, getattr(module, "head_dim", None), 8, 4, 16) if isinstance(d, int)))
     packed = any("cu_seqlens" in name for name in signature)
-    for d, rotation, given, lengths in itertools.islice(
+    for d, rotation, wanted_by_name, lengths in itertools.islice(
         itertools.product(widths, [*dims, None], (False, True), (LENGTH, 16)), 56
     ):
         kwargs: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def for_attention(
                 n = (lengths, batch)
             if index == 0:
                 kwargs[name] = _noise(*n, d)
-            elif _ROTATIONS.search(name) and (is_needed or given):
+            elif _ROTATIONS.search(name) and (is_needed or wanted_by_name):
                 if rotation is not None:
                     angles = torch.arange(lengths)[:, None] * torch.linspace(0.1, 1, rotation // 2 or 1)
                     angles = torch.cat([angles, angles], -1)
@@ -282,7 +282,7 @@ def for_attention(
             elif re.search("mask|past|cache", name):
                 if is_needed:
                     kwargs[name] = None
-            elif (_FIRST.search(name) or _SECOND.search(name)) and (is_needed or given):
+            elif (_FIRST.search(name) or _SECOND.search(name)) and (is_needed or wanted_by_name):
                 kwargs[name] = _noise(*n, d)
             elif is_needed:
                 kwargs[name] = None

@@ -69,11 +69,11 @@ def merged(computations: list[Computation], batch: int) -> list[Computation]:
     return sorted(joined, key=lambda one: one.time)
 
 
-def judge(claim: Claim, seen: Witness, computation: Computation, batch: int) -> Finding:
+def judge(claim: Claim, observed: Witness, computation: Computation, batch: int) -> Finding:
     """Compare a claim with a computation that ran within a call of the claimed module."""
     findings = []
     for heads in _by_head(computation, batch, claim.num_heads):
-        findings.append(_judge(claim, seen, computation, heads, batch))
+        findings.append(_judge(claim, observed, computation, heads, batch))
         if findings[-1].is_right:
             return findings[-1]
     if not findings:
@@ -214,7 +214,7 @@ def _split(tensor: Tensor, at: int, first: int, last: int, batch: int) -> Tensor
     return tensor.reshape(batch, -1, torch.Size([shape[i] for i in heads]).numel(), width)
 
 
-def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads, batch: int) -> Finding:
+def _judge(claim: Claim, observed: Witness, computation: Computation, heads: _Heads, batch: int) -> Finding:
     if not heads.pairs:
         return Finding(None, "no product of queries and keys has a part for each sequence")
     H = heads.output.shape[2]
@@ -229,7 +229,11 @@ def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads,
     if (G := facts["key_heads"]) != claim.num_key_heads:
         return Finding(False, f"it claims {claim.num_key_heads} key heads, attention has {G}", **facts)
     call = next((call for call in reversed(computation.calls) if call.module is claim.module), None)
-    calls = seen.calls if call is None else [one for one in seen.calls if call.start <= one.start <= (call.end or 1e18)]
+    calls = (
+        observed.calls
+        if call is None
+        else [one for one in observed.calls if call.start <= one.start <= (call.end or 1e18)]
+    )
     inputs = [tensor for one in calls if one.start < computation.time for tensor in one.inputs]
     remarks: list[str] = []
     roles: list[tuple[str, list[Tensor]]] = [
@@ -237,9 +241,9 @@ def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads,
         ("query", [query for query, _ in heads.pairs]),
         ("value", [heads.value]),
     ]
-    for role, received in roles:
+    for role, actual in roles:
         if role not in claim.roles:
-            verdict = _left_out(role, received[0], inputs, batch)
+            verdict = _left_out(role, actual[0], inputs, batch)
             if not verdict.is_right:
                 return Finding(verdict.is_right, verdict.reason, **facts)
             remarks += verdict.remarks
@@ -249,27 +253,27 @@ def _judge(claim: Claim, seen: Witness, computation: Computation, heads: _Heads,
         except Exception as error:
             return Finding(False, f"its {role} weight cannot be read: {error}", **facts)
         may_be_some = role != "query" or claim.is_of_one_stream
-        verdicts = [_compare(weight, one, inputs, role, claim.bias(role), may_be_some) for one in received]
+        verdicts = [_compare(weight, one, inputs, role, claim.bias(role), may_be_some) for one in actual]
         best = next((verdict for verdict in verdicts if verdict.is_right), verdicts[0])
         if not best.is_right:
             return Finding(best.is_right, best.reason, **facts)
         remarks += best.remarks
-    verdict = _compare_output(claim, seen, computation, heads.output, batch)
+    verdict = _compare_output(claim, observed, computation, heads.output, batch)
     if not verdict.is_right:
         return Finding(verdict.is_right, verdict.reason, **facts)
     return Finding(True, remarks=tuple(remarks) + verdict.remarks, **facts)
 
 
-def _left_out(role: str, received: Tensor, inputs: list[Tensor], batch: int) -> Finding:
+def _left_out(role: str, actual: Tensor, inputs: list[Tensor], batch: int) -> Finding:
     """Tell whether it is true that a role has no weight: what is received is no map of a token of the input."""
     if role == "key":
         return Finding(False, "it claims no key weight")
-    received = received.double()
-    constant = float((received - received.mean(0)).abs().max()) < 1e-5 * float(received.abs().max())
+    actual = actual.double()
+    constant = float((actual - actual.mean(0)).abs().max()) < 1e-5 * float(actual.abs().max())
     if constant:
         return Finding(True, remarks=(f"the {role} is a learned vector",))
     is_tried = False
-    positions = received.shape[1]
+    positions = actual.shape[1]
     for x in inputs:
         for tokens in _tokens(x, batch, x.shape[-1]):
             if tokens.shape[-1] + 8 > batch:
@@ -277,26 +281,26 @@ def _left_out(role: str, received: Tensor, inputs: list[Tensor], batch: int) -> 
             is_tried = True
             for position in _spread(positions):
                 near = _nearest_first(tokens.shape[1], position, positions)[:40]
-                for at in _likeliest(received[:, position, 0], tokens, near)[:12]:
+                for at in _likeliest(actual[:, position, 0], tokens, near)[:12]:
                     of_token = tokens[:, at, None].double()
-                    if float(determined(received[:, position, :1], of_token)) > SAME:
+                    if float(determined(actual[:, position, :1], of_token)) > SAME:
                         continue
-                    if _is_itself(received[:, position], of_token[:, 0]):
+                    if _is_itself(actual[:, position], of_token[:, 0]):
                         return Finding(True, remarks=(f"the {role} is an input, and no map of one",))
-                    if float(determined(received[:, position], of_token).max()) < SAME:
+                    if float(determined(actual[:, position], of_token).max()) < SAME:
                         return Finding(False, f"its {role} is a map of its input, and no {role} weight is claimed")
     if not is_tried:
         return Finding(None, f"it claims no {role} weight; inputs are too wide to tell whether there is one")
     return Finding(True, remarks=(f"no {role} weight: it is no map of one token",))
 
 
-def _is_itself(received: Tensor, token: Tensor) -> bool:
+def _is_itself(actual: Tensor, token: Tensor) -> bool:
     """Tell whether what heads receive are the features of a token side by side, but for one factor."""
-    if received[0].numel() != token.shape[1]:
+    if actual[0].numel() != token.shape[1]:
         return False
-    token = token.reshape(received.shape)
-    factor = (received * token).sum() / token.square().sum().clamp_min(1e-300)
-    return float((received - factor * token).abs().max()) < 1e-4 * float(received.abs().max())
+    token = token.reshape(actual.shape)
+    factor = (actual * token).sum() / token.square().sum().clamp_min(1e-300)
+    return float((actual - factor * token).abs().max()) < 1e-4 * float(actual.abs().max())
 
 
 def _distinct_heads(keys: Tensor) -> int:
@@ -322,7 +326,7 @@ def _tokens(x: Tensor, batch: int, features: int) -> Iterator[Tensor]:
 
 def _compare(
     weight: Tensor,
-    received: Tensor,
+    actual: Tensor,
     inputs: list[Tensor],
     role: str,
     bias: Tensor | None = None,
@@ -332,7 +336,7 @@ def _compare(
 
     `may_be_some`: those of the first or the last positions alone may be theirs.
     """
-    batch, positions, count, width = received.shape
+    batch, positions, count, width = actual.shape
     G, claimed_width, features = weight.shape
     if count % G:
         return Finding(False, f"it claims {G} {role} heads, attention has {count}")
@@ -348,16 +352,16 @@ def _compare(
         return Finding(None, f"no input of the layer has the {features} features that its {role} weight takes")
     remarks: tuple[str, ...] = ()
     checked, failed, closest = 0, 0, float("inf")
-    if not bool(received.isfinite().all()):
+    if not bool(actual.isfinite().all()):
         return Finding(None, f"the {role} is not finite")
     # In double precision only what is looked at: with many positions the whole is large.
-    spread = torch.stack([received[:, i].double().std(0).amax(-1) for i in range(positions)])  # (positions, count)
+    spread = torch.stack([actual[:, i].double().std(0).amax(-1) for i in range(positions)])  # (positions, count)
     # What is the same in all sequences is a token that is added, or padding.
     varying = [
         i for i in range(positions) if float(spread[i].max()) > 1e-6 and float(spread[i, 0] / spread[i].max()) > 1e-6
     ]
     for position in [varying[i] for i in _spread(len(varying))]:
-        vectors = received[:, position].double()  # (batch, count, width)
+        vectors = actual[:, position].double()  # (batch, count, width)
         checked += 1
         is_found = False
         parts, remark = _parts(vectors, claimed_width, role)
@@ -397,18 +401,18 @@ def _compare(
         failed += not is_found
     if not checked:
         reported = f"the {role} is the same in all sequences"
-        is_it = role == "query" and _is_one_vector(weight, bias, received, candidates)
+        is_it = role == "query" and _is_one_vector(weight, bias, actual, candidates)
         return Finding(True, remarks=(reported,)) if is_it else Finding(None, reported)
     lengths = sorted({tokens.shape[1] for tokens in candidates if tokens.shape[1] < positions}, reverse=True)
     for length in lengths if failed and may_be_some else ():
         # Keys and values of a cache come from another layer, before or after this one's own; so does a second stream.
-        for own in (received[:, -length:], received[:, :length]):
+        for own in (actual[:, -length:], actual[:, :length]):
             verdict = _compare(weight, own, [tokens for tokens in candidates if tokens.shape[1] == length], role)
             if verdict.is_right:
                 return Finding(
                     True, remarks=(*verdict.remarks, f"{role} of {length} positions, the rest from elsewhere")
                 )
-    if failed and role == "query" and _selected(weight, received, candidates):
+    if failed and role == "query" and _selected(weight, actual, candidates):
         return Finding(True, remarks=("queries are picked by each sequence",))
     if failed:
         return Finding(
@@ -417,9 +421,9 @@ def _compare(
     return Finding(True, remarks=remarks)
 
 
-def _is_one_vector(weight: Tensor, bias: Tensor | None, received: Tensor, candidates: list[Tensor]) -> bool:
+def _is_one_vector(weight: Tensor, bias: Tensor | None, actual: Tensor, candidates: list[Tensor]) -> bool:
     """Tell whether a vector that is the same in all sequences is what weight and bias give, up to a factor per head."""
-    heads = received[0, 0].double()  # (heads, width)
+    heads = actual[0, 0].double()  # (heads, width)
     for tokens in candidates:
         claimed = torch.einsum("ti,hki->thk", tokens[0].double(), weight)
         if claimed.shape[1:] == heads.shape:
@@ -483,20 +487,20 @@ def _of_sums_over_tokens(vectors: Tensor, weight: Tensor, candidates: list[Tenso
     return False
 
 
-def _selected(weight: Tensor, received: Tensor, candidates: list[Tensor]) -> bool:
+def _selected(weight: Tensor, actual: Tensor, candidates: list[Tensor]) -> bool:
     """Tell whether each vector is one token's, whichever it is, up to a bias and a scale."""
     for tokens in candidates:
         claimed = torch.einsum("bti,hki->bthk", tokens.double(), weight)
-        if claimed.shape[2] != received.shape[2]:
+        if claimed.shape[2] != actual.shape[2]:
             continue
         for scale in (1.0, weight.shape[1] ** -0.5):
             # (batch, heads, tokens, width): the bias, if that token were the one
-            apart = received[:, 0, :, None] - scale * claimed.transpose(1, 2)
+            apart = actual[:, 0, :, None] - scale * claimed.transpose(1, 2)
             # How far the nearest token of the worst sequence is, for each token that the first one may have picked.
             off = torch.stack(
                 [(apart - apart[:1, :, t, None]).abs().amax(-1).amin(-1).amax(0) for t in range(tokens.shape[1])]
             )
-            if float(off.amin(0).max()) < 1e-4 * float(received.abs().max()):
+            if float(off.amin(0).max()) < 1e-4 * float(actual.abs().max()):
                 return True
     return False
 
@@ -510,16 +514,16 @@ def _nearest_first(tokens: int, position: int, positions: int) -> list[int]:
     return order[:400]
 
 
-def _likeliest(received: Tensor, claimed: Tensor, places: list[int]) -> list[int]:
+def _likeliest(actual: Tensor, claimed: Tensor, places: list[int]) -> list[int]:
     """Sort tokens by how well what is claimed at them, ``(samples, tokens, width)``, explains what is received.
 
     Linearly, without a factor for each sample: where there are such factors, the right token is among the first.
     """
-    n = len(received)
+    n = len(actual)
     at_places = claimed[:, places].double().transpose(0, 1)  # (places, samples, width)
     scales = at_places.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None, None]
     basis, _ = torch.linalg.qr(torch.cat([at_places / scales, at_places.new_full((len(places), n, 1), n**-0.5)], -1))
-    explained = (basis.mT @ received.double()).square().sum((1, 2))
+    explained = (basis.mT @ actual.double()).square().sum((1, 2))
     return [places[i] for i in explained.argsort(descending=True).tolist()]
 
 
@@ -536,7 +540,7 @@ def _parts(vectors: Tensor, width: int, role: str) -> tuple[list[Tensor], tuple[
     return [own for own, _ in parts], (f"{role}: {width} of {vectors.shape[-1]} features, the rest apart",)
 
 
-def determined(received: Tensor, claimed: Tensor, *, with_factors: bool = True) -> Tensor:
+def determined(actual: Tensor, claimed: Tensor, *, with_factors: bool = True) -> Tensor:
     """Measure how far each received head is from being determined by each claimed one.
 
     For received ``k_t`` and claimed ``u_t``, the smallest relative residual of ``s_t k_t = A u_t + b`` over matrices A,
@@ -545,20 +549,20 @@ def determined(received: Tensor, claimed: Tensor, *, with_factors: bool = True) 
     ``s^T (P o K K^T) s``, smallest at an eigenvector.
 
     Args:
-        received: ``(samples, heads, width)``.
+        actual: ``(samples, heads, width)``.
         claimed: ``(samples, claimed heads, claimed width)``.
         with_factors: whether there may be factors.
 
     Returns:
         ``(heads, claimed heads)``; 0 is determined, 1 is unrelated.
     """
-    n, h, w = received.shape
+    n, h, w = actual.shape
     G = claimed.shape[1]
     ones = claimed.new_ones(n, 1)
-    residuals = received.new_full((h, G), float("inf"))
-    centred = received - received.mean(0)
+    residuals = actual.new_full((h, G), float("inf"))
+    centred = actual - actual.mean(0)
     total = centred.square().sum((0, 2)).clamp_min(1e-300)
-    units = received / received.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    units = actual / actual.norm(dim=-1, keepdim=True).clamp_min(1e-300)
     gram = torch.einsum("shw,thw->hst", units, units) if with_factors else units
     for g in range(G):
         regressors = torch.cat([claimed[:, g] / claimed[:, g].norm().clamp_min(1e-300), ones / n**0.5], 1)
@@ -567,7 +571,7 @@ def determined(received: Tensor, claimed: Tensor, *, with_factors: bool = True) 
         free = n - basis.shape[1]
         if free < 6:
             continue
-        complement = torch.eye(n, dtype=received.dtype) - basis @ basis.T
+        complement = torch.eye(n, dtype=actual.dtype) - basis @ basis.T
         rest = torch.einsum("st,thw->shw", complement, centred)
         residuals[:, g] = (rest.square().sum((0, 2)) / total).sqrt()
         if with_factors and w * free > 1.5 * n:
@@ -576,20 +580,20 @@ def determined(received: Tensor, claimed: Tensor, *, with_factors: bool = True) 
     return residuals
 
 
-def _the_same(received: Tensor, claimed: Tensor) -> Tensor:
+def _the_same(actual: Tensor, claimed: Tensor) -> Tensor:
     """Measure how far each received head is from being each claimed one, but for a bias and a factor.
 
     As `determined`, with a multiple of the identity for the matrix.
     """
-    k, u = received - received.mean(0), claimed - claimed.mean(0)
+    k, u = actual - actual.mean(0), claimed - claimed.mean(0)
     if k.shape[-1] != u.shape[-1]:
-        return received.new_full((k.shape[1], u.shape[1]), float("inf"))
+        return actual.new_full((k.shape[1], u.shape[1]), float("inf"))
     factor = torch.einsum("thw,tgw->hg", k, u) / u.square().sum((0, 2)).clamp_min(1e-300)
     rest = k[:, :, None] - factor[..., None] * u[:, None]
     return (rest.square().sum((0, 3)) / k.square().sum((0, 2)).clamp_min(1e-300)[:, None]).sqrt()
 
 
-def _compare_output(claim: Claim, seen: Witness, computation: Computation, output: Tensor, batch: int) -> Finding:
+def _compare_output(claim: Claim, observed: Witness, computation: Computation, output: Tensor, batch: int) -> Finding:
     """Compare what the output projection takes, and the claimed weight with what it gives."""
     if "output" not in claim.roles:
         return Finding(True, remarks=("no output weight",))
@@ -601,22 +605,22 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
     if width != output.shape[-1]:
         return Finding(False, f"it claims heads with outputs of width {width}, attention has {output.shape[-1]}")
     if claim.output_projection is None:
-        gives = [call for call in seen.calls if call.module is claim.module and (call.end or 0) > computation.time]
+        gives = [call for call in observed.calls if call.module is claim.module and (call.end or 0) > computation.time]
         heads = output
     else:
         gives = [
-            call for call in seen.calls if call.module is claim.output_projection and call.start > computation.time
+            call for call in observed.calls if call.module is claim.output_projection and call.start > computation.time
         ]
         if not gives:
             is_within = any(part is claim.output_projection for part in claim.module.modules())
             if not is_within:
                 return Finding(True, remarks=("output not compared",))
             # Its weight may be used without it: then what the whole module gives is compared.
-            whole = _compare_output(replace(claim, output_projection=None), seen, computation, output, batch)
+            whole = _compare_output(replace(claim, output_projection=None), observed, computation, output, batch)
             if whole.is_right and whole.remarks in ((), (_SCATTERED,)):
                 return whole
             return Finding(None, "its output projection is not called")
-        taken = ((call, *_received_by(call, output, batch)) for call in gives)
+        taken = ((call, *_input_to(call, output, batch)) for call in gives)
         call, heads, remark = next((one for one in taken if one[1] is not None), (gives[0], None, ""))
         if heads is None:
             return Finding(False, "its output projection does not take the heads' outputs side by side")
@@ -624,8 +628,8 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
     summed = torch.einsum("bthv,hvd->btd", heads, weight)
     offs = []
     for call in gives[:1]:
-        for given in call.outputs:
-            for tokens in _tokens(given, batch, features):  # a square one may be read in two ways
+        for output_of_call in call.outputs:
+            for tokens in _tokens(output_of_call, batch, features):  # a square one may be read in two ways
                 if summed.shape == tokens.shape:
                     rest = tokens - summed
                     offs.append(float((rest - rest.mean((0, 1))).norm() / (tokens - rest.mean((0, 1))).norm()))
@@ -636,34 +640,38 @@ def _compare_output(claim: Claim, seen: Witness, computation: Computation, outpu
     if claim.output_projection is None:
         if _ends_with_a_norm(claim.module):
             return Finding(True, remarks=("output not compared",))
-        for given in (tokens for call in gives[:1] for one in call.outputs for tokens in _tokens(one, batch, features)):
+        for output_of_call in (
+            tokens for call in gives[:1] for one in call.outputs for tokens in _tokens(one, batch, features)
+        ):
             # But for a bias, what windows give is found at other tokens.
-            apart = [(one - one.mean((0, 1)))[:, :, None] for one in (given, summed)]
-            if given.shape == summed.shape and _is_scattered(*apart):
+            apart = [(one - one.mean((0, 1)))[:, :, None] for one in (output_of_call, summed)]
+            if output_of_call.shape == summed.shape and _is_scattered(*apart):
                 return Finding(True, remarks=(_SCATTERED,))
-        if _is_given_by_a_part(seen, computation, weight, output, batch):
+        if _is_output_of_a_part(observed, computation, weight, output, batch):
             return Finding(True)
-        if _is_taken_beside_others(seen, computation, weight, output, batch):
+        if _is_taken_beside_others(observed, computation, weight, output, batch):
             return Finding(True, remarks=("the output projection takes more than the heads",))
     return Finding(False, f"its output weight does not give what the layer gives (off by {min(offs):.1g})")
 
 
-def _is_given_by_a_part(seen: Witness, computation: Computation, weight: Tensor, output: Tensor, batch: int) -> bool:
+def _is_output_of_a_part(
+    observed: Witness, computation: Computation, weight: Tensor, output: Tensor, batch: int
+) -> bool:
     """Tell whether some map takes the heads' outputs side by side, holds the claimed weight, and gives what that does.
 
     Such a map may be of a class of its own, and lie beside the module that computes attention.
     """
     heads, width, features = weight.shape
     matrix = weight.flatten(0, 1)
-    for call in seen.calls:
+    for call in observed.calls:
         held = getattr(call.module, "weight", None)
         if call.start < computation.time or not isinstance(held, Tensor) or held.shape != (features, heads * width):
             continue
         if not torch.equal(held.detach().float(), matrix.mT):
             continue
         taken = [one for x in call.inputs for one in _tokens(x, batch, heads * width)]
-        given = [one for x in call.outputs for one in _tokens(x, batch, features)]
-        for x, y in itertools.product(taken, given):
+        output_of_call = [one for x in call.outputs for one in _tokens(x, batch, features)]
+        for x, y in itertools.product(taken, output_of_call):
             if x.shape[:2] != output.shape[:2] or y.shape[:2] != x.shape[:2]:
                 continue
             off = float((x - output.flatten(2)).abs().max())
@@ -675,12 +683,12 @@ def _is_given_by_a_part(seen: Witness, computation: Computation, weight: Tensor,
 
 
 def _is_taken_beside_others(
-    seen: Witness, computation: Computation, weight: Tensor, output: Tensor, batch: int
+    observed: Witness, computation: Computation, weight: Tensor, output: Tensor, batch: int
 ) -> bool:
     """Tell whether a map takes the heads' outputs where its columns are the claimed weight, and more beside."""
     heads, width, features = weight.shape
     claimed = weight.flatten(0, 1)
-    for call in seen.calls:
+    for call in observed.calls:
         matrix = getattr(call.module, "weight", None)
         if call.start < computation.time or not isinstance(matrix, Tensor) or matrix.dim() != 2:
             continue
@@ -706,7 +714,7 @@ def _ends_with_a_norm(module: nn.Module) -> bool:
     return any("norm" in kind.__name__.lower() for kind in last)
 
 
-def _received_by(call: Call, output: Tensor, batch: int) -> tuple[Tensor | None, str]:
+def _input_to(call: Call, output: Tensor, batch: int) -> tuple[Tensor | None, str]:
     """Compare the input of the output projection with the heads' outputs side by side."""
     _, positions, H, width = output.shape
     for x in call.inputs:
@@ -749,7 +757,7 @@ def _is_scattered(tokens: Tensor, output: Tensor) -> bool:
     return are_all_there(tokens, output) or are_all_there(output, tokens)
 
 
-def is_over_features(computation: Computation, seen: Witness, batch: int) -> bool:
+def is_over_features(computation: Computation, observed: Witness, batch: int) -> bool:
     """Tell whether the softmax runs over features instead of tokens, as in cross-covariance attention.
 
     Each value that is mixed is looked up, by its numbers in all sequences, in what a part of the module gave. In
@@ -764,12 +772,15 @@ def is_over_features(computation: Computation, seen: Witness, batch: int) -> boo
     rows, columns = (_spread(size, 2) if size > 2 else list(range(size)) for size in value.shape[-2:])
     module = computation.calls[-1]
     is_so = False
-    for call in seen.calls:
+    for call in observed.calls:
         if not (module.start <= call.start and call.end is not None and call.end < computation.time):
             continue
-        for given in call.outputs:
-            for features in {given.shape[-1], given.shape[1] if given.dim() == 4 else given.shape[-1]}:
-                for tokens in _tokens(given, batch, features):
+        for output_of_call in call.outputs:
+            for features in {
+                output_of_call.shape[-1],
+                output_of_call.shape[1] if output_of_call.dim() == 4 else output_of_call.shape[-1],
+            }:
+                for tokens in _tokens(output_of_call, batch, features):
                     row = [_token_of(value[:, rows[0], j], tokens) for j in columns]
                     if None in row:
                         continue

@@ -127,9 +127,9 @@ def softmaxes() -> Iterator[list[tuple[Tensor, Tensor]]]:
     plain = [getattr(owner, name) for owner, name in places]
 
     def watching(function: Any) -> Any:
-        def softmax(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            result = function(given, *args, **kwargs)
-            kept.append((given.detach(), result.detach()))
+        def softmax(argument: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result = function(argument, *args, **kwargs)
+            kept.append((argument.detach(), result.detach()))
             return result
 
         return softmax
@@ -145,13 +145,13 @@ def softmaxes() -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 def largest_score(weights: Tensor, kept: list[tuple[Tensor, Tensor]]) -> float | None:
     """The largest score of a key that is seen; None where what the softmax was given was shifted before."""
-    for given, result in kept:
-        if given.numel() != result.numel() or result.dim() < 3:
+    for argument, result in kept:
+        if argument.numel() != result.numel() or result.dim() < 3:
             continue
         with suppress(RuntimeError):
             mine = result.reshape(*weights.shape[:-1], -1)[..., : weights.shape[-1]]
             if torch.allclose(mine.float(), weights.float(), atol=1e-6):
-                scores = given.reshape(*weights.shape[:-1], -1)
+                scores = argument.reshape(*weights.shape[:-1], -1)
                 if scores.shape[-1] > weights.shape[-1] or bool((scores.amax(-1) == 0).all()):
                     return None
                 return float(scores[weights > 0].max())
@@ -208,9 +208,9 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
                     report["layers"][way] = None  # of a family that has none
                     continue
             monitor.arm()
-            given = model(**arguments)
+            argument = model(**arguments)
             record = monitor.measure(0).record()
-            if not _are_equal(alone, given):
+            if not _are_equal(alone, argument):
                 report["layers"][way] = None  # the weights that eager returned are not those of this attention
                 continue
             refused = {refusal.name: refusal.reason for refusal in monitor.refused}

@@ -63,9 +63,9 @@ def summary(reports: list[dict[str, Any]]) -> str:
     total = sum(counts[verdict] for verdict in ATTENTION)
     share = f"{100 * counts['right'] / total:.1f} %" if total else "none"
     reported = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ATTENTION)
-    given = sum(report["verdict"] == "right" and report.get("forward", False) for report in reports)
-    if given:
-        reported = reported.replace(" right", f" right ({given} of them read with `forward=`)", 1)
+    with_forward = sum(report["verdict"] == "right" and report.get("forward", False) for report in reports)
+    if with_forward:
+        reported = reported.replace(" right", f" right ({with_forward} of them read with `forward=`)", 1)
     return f"Of {total} architectures that have multi-head attention and run, {share} are right: {reported}."
 
 
@@ -105,9 +105,9 @@ def _kinds(report: dict[str, Any]) -> str:
 
 def _heads(report: dict[str, Any]) -> str:
     """Heads, key heads and widths as the tensors have them."""
-    seen = {tuple(facts["heads"]) for facts in report.get("layers", {}).values() if facts["right"]}
+    shapes = {tuple(facts["heads"]) for facts in report.get("layers", {}).values() if facts["right"]}
     return ", ".join(
-        f"{H} x {width}" if G == H else f"{H} on {G} x {width}" for H, G, width, _ in sorted(seen, key=str)
+        f"{H} x {width}" if G == H else f"{H} on {G} x {width}" for H, G, width, _ in sorted(shapes, key=str)
     )
 
 

@@ -52,21 +52,21 @@ def ablate(target: str, neutral: Any, most: int) -> None:
     known, before, concerned = cases(), {}, []
     for name, case in known.items():
         for way in WAYS:
-            told: list[Any] = []
+            answers: list[Any] = []
 
-            def recording(function: Any, told: list[Any] = told) -> Any:
+            def recording(function: Any, answers: list[Any] = answers) -> Any:
                 def call(*args: Any, **kwargs: Any) -> Any:
-                    told.append(None)  # also of a call that raises
-                    told[-1] = answer = function(*args, **kwargs)
+                    answers.append(None)  # also of a call that raises
+                    answers[-1] = answer = function(*args, **kwargs)
                     if type(answer) is type(neutral) and (answer is neutral or answer == neutral):
-                        told.pop()
+                        answers.pop()
                     return answer
 
                 return call
 
             with replaced(target, recording):
                 before[name, way] = judge(case, way)
-            concerned += [(name, way)] if told else []
+            concerned += [(name, way)] if answers else []
     modules = list(dict.fromkeys(name for name, _ in concerned))
     chosen = modules[:: max(1, -(-len(modules) // most))]
     changed = []

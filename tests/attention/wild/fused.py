@@ -168,9 +168,12 @@ class FusedWithGate(Fused):
 class Conv1D(nn.Module):
     """A linear map whose weight lies the other way round."""
 
-    def __init__(self, given: int, taken: int) -> None:
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(taken, given)), nn.Parameter(torch.zeros(given))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(out_features, in_features)),
+            nn.Parameter(torch.zeros(in_features)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)

@@ -241,12 +241,12 @@ class Proof:
         if core.heads_alone:
             return None
         for sequence in change:
-            seen = sequence[min(mine)]
-            queries, keys = (int(seen.any(dim).sum()) for dim in (1, 0))
+            mask = sequence[min(mine)]
+            queries, keys = (int(mask.any(dim).sum()) for dim in (1, 0))
             is_query, is_key = queries == 1 and keys > 1, keys == 1 and queries > 1
             is_key = is_key or (keys == 1 and core.query_token is not None) or (core.mixes and min(keys, queries) > 1)
             if parts_of(core.query) == parts_of(core.key):
-                is_query = is_key = queries > 1 and keys > 1 and int(seen.sum()) < seen.numel()
+                is_query = is_key = queries > 1 and keys > 1 and int(mask.sum()) < mask.numel()
             if not (is_query if role == "query" else is_key):
                 return f"it changes the scores of {queries} queries and {keys} keys"
         return None

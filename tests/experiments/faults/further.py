@@ -241,7 +241,7 @@ def reported(run: Result) -> tuple[int, str] | None:
 def report(part: Part, folder: Path, turns: int | None = None, *, only_made: bool = False) -> list[str]:
     """Make the runs and write what was reported."""
     lines = [
-        "| fault or healthy change | training | cost | told |",
+        "| fault or healthy change | training | cost | reported |",
         "|---|---|---|---|",
     ]
     found, false, shown, healthy = 0, 0, 0, 0
@@ -264,10 +264,11 @@ def report(part: Part, folder: Path, turns: int | None = None, *, only_made: boo
     head = [
         f"Made by `python -m tests.experiments.faults.further --part {part}`. *Cost*: final validation loss above that "
         f"of the healthy run of the same seed, in nats; more than {COST} is a cost. In italics what attention cannot "
-        "show. *Told*: the first alarm of the rules as they ship.",
+        "show. *Reported*: the first alarm of the rules as they ship.",
         "",
-        f"Told: {found} of {shown} runs with faults that attention can show. Alarmed: {bound(false, healthy)} of the "
-        f"healthy runs with a change that rules may stumble over, {bound(alarmed, len(twins))} of their plain twins.",
+        f"Reported: {found} of {shown} runs with faults that attention can show. Alarmed: {bound(false, healthy)} of "
+        f"the healthy runs with a change that rules may stumble over, {bound(alarmed, len(twins))} of their plain "
+        "twins.",
         "",
     ]
     return [*head, *lines]

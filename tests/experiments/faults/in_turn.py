@@ -64,7 +64,7 @@ def count(runs: list[Result], starts: dict[str, int] = SHOWN) -> dict[str, Any]:
     """Judge runs at every reading and in turn, and compare the alarms; `starts` are the steps at which faults begin."""
     ways: dict[str, Callable[[Result], Result]] = {"whole": lambda run: run, "in turn": in_turn}
     found: dict[str, Any] = {"faults": 0, "healthy": 0, "later": [], "missed": {}}
-    found |= {f"{what} {way}": 0 for what in ("told", "false") for way in ways}
+    found |= {f"{what} {way}": 0 for what in ("reported", "false") for way in ways}
     for run in runs:
         is_healthy = run["kind"] == HEALTHY
         if not run.get("readings") or not (is_healthy or run["kind"] in starts):
@@ -73,7 +73,7 @@ def count(runs: list[Result], starts: dict[str, int] = SHOWN) -> dict[str, Any]:
         alarm = {way: alarm_of_rules(judge_again(cut(run)), start) for way, cut in ways.items()}
         found["healthy" if is_healthy else "faults"] += 1
         for way, step in alarm.items():
-            found[f"{'false' if is_healthy else 'told'} {way}"] += step is not None
+            found[f"{'false' if is_healthy else 'reported'} {way}"] += step is not None
         if is_healthy or alarm["whole"] is None:
             continue
         if alarm["in turn"] is None:
@@ -96,7 +96,7 @@ def report(parts: dict[str, dict[str, Any]]) -> list[str]:
         later = of["later"] or [0.0]
         same = sum(one <= 0 for one in of["later"])
         lines.append(
-            f"| {name} | {of['told whole']} of {of['faults']} | {of['told in turn']} | {same} | "
+            f"| {name} | {of['reported whole']} of {of['faults']} | {of['reported in turn']} | {same} | "
             f"{statistics.fmean(later):.1f}, {max(later):.0f} | {of['false whole']} of {of['healthy']} | "
             f"{of['false in turn']} |"
         )

@@ -134,8 +134,8 @@ class Attention(nn.Module):
         bias = None
         if switches.padding != "none" and not self.is_causal:
             is_padding = torch.arange(k.shape[-2]) >= k.shape[-2] * 3 // 4
-            seen = is_padding if switches.padding == "inverted" else ~is_padding
-            bias = torch.zeros(q.shape[-2], k.shape[-2]).masked_fill(~seen, -torch.inf)
+            visible = is_padding if switches.padding == "inverted" else ~is_padding
+            bias = torch.zeros(q.shape[-2], k.shape[-2]).masked_fill(~visible, -torch.inf)
         if self.is_causal or switches.sink:
             bias = torch.zeros(q.shape[-2], k.shape[-2])
             if self.is_causal and switches.mask == "causal":

@@ -35,5 +35,5 @@ def changes(path: Path, package: Path) -> int:
     return CHANGES[path.relative_to(package).parent.as_posix()]
 
 
-MANY = ("tests/attention/observe", "tests/attention/test_received")
+MANY = ("tests/attention/observe", "tests/attention/test_support", "tests/attention/test_behind_attention")
 """Where tests that are marked slow are taken along, as each of them takes a second at most."""

@@ -85,12 +85,12 @@ def test_a_dry_run_says_what_would_have_happened_and_does_nothing():
 
 
 def test_a_function_is_called_with_the_alert():
-    seen = []
-    call = Call(seen.append, on="notice")
+    messages = []
+    call = Call(messages.append, on="notice")
     attached(call)
     reported = alert(level="notice")
     action = call.answer(reported)
-    assert seen == [reported]
+    assert messages == [reported]
     assert "called append" in action.message
 
 
@@ -226,16 +226,16 @@ def test_a_failure_around_an_optimizer_step_costs_one_warning_and_the_step_is_ma
             attached(scale, optimizer, model=model)
             scale.answer(alert())
             scale.factor = "x"  # what no learning rate can be multiplied by
-        seen = []
+        messages = []
         for _ in range(3):
             model(torch.arange(12)[None] % 16).sum().backward()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 optimizer.step()
-            seen += [str(one.message) for one in caught]
+            messages += [str(one.message) for one in caught]
             optimizer.zero_grad()
         assert optimizer.param_groups[0]["lr"] == 0.5
-        assert [("learning rate" in one and "failed" in one) for one in seen] == [True] * watched
+        assert [("learning rate" in one and "failed" in one) for one in messages] == [True] * watched
         models.append(model)
     for one, other in zip(models[0].parameters(), models[1].parameters()):
         assert torch.equal(one, other)

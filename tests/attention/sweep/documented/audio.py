@@ -26,8 +26,10 @@ def _whole_window(model: Any, batch: int) -> dict[str, Any]:
 
 
 def _masked_window(model: Any, batch: int) -> dict[str, Any]:
-    given = _whole_window(model, batch)
-    return given | {"input_features_mask": torch.ones(batch, given["input_features"].shape[-1], dtype=torch.long)}
+    arguments = _whole_window(model, batch)
+    return arguments | {
+        "input_features_mask": torch.ones(batch, arguments["input_features"].shape[-1], dtype=torch.long)
+    }
 
 
 def _low_frame_rate(model: Any, batch: int) -> dict[str, Any]:
@@ -49,8 +51,8 @@ def _packed_sounds(model: Any, batch: int) -> dict[str, Any]:
     """All sounds one after the other."""
     frames = 2 * model.config.n_window
     lengths = torch.full((batch,), frames)
-    given = {"input_features": noise(model.config.num_mel_bins, batch * frames), "feature_lens": lengths}
-    return given | ({"aftercnn_lens": (lengths - 1) // 2 + 1} if "Qwen2_5" in type(model).__name__ else {})
+    arguments = {"input_features": noise(model.config.num_mel_bins, batch * frames), "feature_lens": lengths}
+    return arguments | ({"aftercnn_lens": (lengths - 1) // 2 + 1} if "Qwen2_5" in type(model).__name__ else {})
 
 
 def _chunks(model: Any, batch: int) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def _patches(model: Any, batch: int) -> dict[str, Any]:
 
 
 def _paddleocr(model: Any, batch: int) -> dict[str, Any]:
-    given = _patches(model, batch)
-    return given | {"pixel_values": given["pixel_values"][None]}
+    arguments = _patches(model, batch)
+    return arguments | {"pixel_values": arguments["pixel_values"][None]}
 
 
 def _video_llama(model: Any, batch: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.attention.test_received import WIDTH, D, H, Plain, blocks, find, joined, read, rows_of, split
+from tests.attention.test_support import WIDTH, D, H, Plain, blocks, find, joined, read, rows_of, split
 
 pytestmark = pytest.mark.slow  # `make slow` runs these
 
@@ -20,7 +20,7 @@ class Activated(Plain):
         return self.d(F.hardswish(out))
 
 
-class Given(nn.Module):
+class WithoutOutputProjection(nn.Module):
     """One map for all, features before positions; no output projection, as in BoTNet."""
 
     def __init__(self, groups: int = 1) -> None:
@@ -73,7 +73,7 @@ def test_behind_an_activation_heads_are_found_and_no_output_is_claimed() -> None
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_features_of_what_comes_back_may_lie_before_the_positions(groups: int) -> None:
-    layer = find(Given(groups), torch.randn(2, WIDTH, 7))
+    layer = find(WithoutOutputProjection(groups), torch.randn(2, WIDTH, 7))
     assert layer is not None
     assert {role: rows_of(layer, role) for role in layer.slices} == {
         "query": ("mix.weight", blocks()), "key": ("mix.weight", blocks(WIDTH)),
@@ -107,14 +107,14 @@ class BentValues(Plain):
         return self.d(joined(self.attend(split(self.a(x)), split(self.b(x)), split(F.silu(self.c(x))))))
 
 
-class OnePosition(Given):
+class OnePosition(WithoutOutputProjection):
     """Of a single position query and key cannot be told apart."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[..., :1])
 
 
-class Fused(Given):
+class Fused(WithoutOutputProjection):
     """Heads of the outputs are mixed by what follows attention without a map."""
 
     def forward(self, x: Tensor) -> Tensor:
