@@ -105,6 +105,11 @@ LIT_LAYERS = [f"net.{name}" for name in LAYERS]
 """Names of the attention layers of `LitClassifier`."""
 
 
+def tokens(batch: int = 6, seed: int = 0) -> Tensor:
+    """Make tokens for a `Classifier`, the same for a seed."""
+    return torch.randint(16, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
 def batches(count: int = 16, size: int = 4) -> DataLoader:
     """The same `count` batches at every call."""
     generator = torch.Generator().manual_seed(7)

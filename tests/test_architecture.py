@@ -314,7 +314,36 @@ CHANGED_BY_OTHERS = {
         "self._host.position",
     },
 }
-WORKING_RECORDS = ("attention", "monitoring/monitor")  # where records are filled while a forward runs, or is measured
+# Files that fill records of one forward, of one traced run or of one measurement, and what else they change. Elsewhere
+# in `attention` and `monitoring/monitor`, as in all other rooms, nobody does.
+WORKING_RECORDS = {
+    "attention/capture.py": "taps that it has made are armed and disarmed together",
+    "attention/isolation/collectives.py": "which ranks are answered for in this thread",
+    "attention/isolation/copies.py": "defaults of a function that it has just copied",
+    "attention/isolation/isolated.py": "what is isolated in this thread",
+    "attention/isolation/printing.py": "sys.stdout, put back at the end",
+    "attention/isolation/user_data.py": "what the user's closures hold, put back",
+    "attention/observe/lineage.py": "what is known of scores grows with each function that they pass",
+    "attention/observe/mode.py": "the same; and a check of torch's that is put back when the call ends",
+    "attention/observe/observer.py": "failures of its mode are taken over when a forward ends",
+    "attention/observe/recorder.py": "what was read of an attention is filed when it has run",
+    "attention/observe/row_reader.py": "what is read of rows, chunk by chunk",
+    "attention/slopes.py": "gradients are added up during a backward, by hooks that must not keep the sums alive",
+    "attention/tap.py": "samples of one armed forward are thinned and joined",
+    "attention/trace/exchange.py": "the runs of several ranks become one",
+    "attention/trace/graph_cut.py": "what stubs of maps answer for the time of a run",
+    "attention/trace/heads.py": "what is found of the heads of one core",
+    "attention/trace/plain_attention.py": "what one run has met",
+    "attention/trace/plain_norms.py": "the same",
+    "attention/trace/plainly.py": "methods of classes that are put back at the end of a run, and what a run has met",
+    "attention/trace/run.py": "the record of a run; the configuration of a copy",
+    "attention/trace/states.py": "the name of a class that it has just made",
+    "attention/trace/weight_views.py": "stubs that one run shares with the next",
+    "monitoring/monitor/inputs.py": "which layers the captures of the next armed forward pass over",
+    "monitoring/monitor/outputs.py": "sums over tokens, while they are added up",
+    "monitoring/monitor/pooled.py": "a sheet of one measurement, before it is added up over ranks",
+    "monitoring/monitor/rows.py": "which layers the next armed forward is observed for",
+}
 
 
 def changed_members(tree: ast.AST) -> set[str]:
@@ -333,10 +362,10 @@ def test_nobody_replaces_the_members_of_another_object(root):
     found = {
         path.relative_to(package).as_posix(): changed
         for path in source_files(root)
-        if not path.relative_to(package).as_posix().startswith(WORKING_RECORDS)
-        and (changed := changed_members(ast.parse(path.read_text())))
+        if (changed := changed_members(ast.parse(path.read_text())))
     }
-    assert found == CHANGED_BY_OTHERS
+    assert set(WORKING_RECORDS) <= set(found), "an exemption that nothing needs any more"
+    assert {name: changed for name, changed in found.items() if name not in WORKING_RECORDS} == CHANGED_BY_OTHERS
 
 
 def test_importing_the_package_loads_no_dashboard_and_no_trainer():

@@ -207,11 +207,16 @@ class Turned(RoundedInputs):
         return F.linear(x.flip(-1).cumsum(-1).tanh(), self.weight)
 
 
-@pytest.mark.parametrize("kind", [Bent, OfSeveralTokens])
-def test_an_update_that_is_no_matrix_is_no_part_of_a_map(kind):
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Bent, "`k.B` takes the output of another one"), (OfSeveralTokens, "sums of what `k.B` and `k.linear` give")],
+)
+def test_an_update_that_is_no_matrix_is_no_part_of_a_map(kind, reason):
     assert is_sum_of_maps(Around(D, D))
     assert not is_sum_of_maps(kind(D, D))
-    assert survey(nn.Sequential(Attention(kind))).layers == ()
+    found = survey(nn.Sequential(Attention(kind)))
+    assert found.layers == ()
+    assert [reason in one.reason for one in found.refused] == [True]
 
 
 def test_a_factor_of_features_that_are_mixed_first_is_refused():
@@ -224,7 +229,9 @@ def test_another_setting_of_the_same_class_is_tried_by_itself():
     for part in (other.q, other.k, other.v, other.o):
         part.is_bent = True
     assert len(find_attention(nn.Sequential(one))) == 1
-    assert survey(nn.Sequential(other)).layers == ()
+    found = survey(nn.Sequential(other))
+    assert found.layers == ()
+    assert ["takes the output of another one" in one.reason for one in found.refused] == [True]
 
 
 class Switched(Around):

@@ -170,7 +170,13 @@ def test_the_states_of_all_devices_in_use_are_put_back(monkeypatch):
 
 
 def test_a_device_that_is_not_in_use_is_not_initialised(monkeypatch):
+    class Uninitialised:
+        def __iter__(self):
+            pytest.fail("CUDA was asked for its generators, which initialises it")
+
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "default_generators", Uninitialised())
     with isolated(seed=0):
         isolated_copy(nn.Linear(2, 2))
 

@@ -17,6 +17,7 @@ from hdi_callback import HDICallback, load_history
 from hdi_callback.core import head_diversity
 from hdi_callback.errors import HeadCollapseWarning, MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import read_history, read_lines, read_records
+from hdi_callback.rules import MeanAlignment
 from tests.curves import OF_OUTPUTS, OF_WEIGHTS
 from tests.models import LIT_LAYERS, Classifier, LitClassifier, batches
 from tests.trainers import trainer_for
@@ -412,6 +413,10 @@ def test_metrics_are_chosen_by_name(tmp_path):
         ({"max_tokens": 0}, "write 2048"),
         ({"rank_tol": 0.0}, "write 1e-6"),
         ({"method": "qr"}, '"whiten", "svd" or "exact"'),
+        ({"history": None}, "write False"),
+        ({"history": 3}, "write False"),
+        ({"on_alert": "mail me"}, "must be a function that takes an Alert"),
+        ({"alerts": [MeanAlignment(), MeanAlignment()]}, "Two rules"),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused_at_construction(arguments, says):

@@ -10,13 +10,9 @@ from hdi_callback import HeadDiversityMonitor
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.monitor.movement import LastWeights
 from tests.core.no_sync import NoSync
-from tests.models import HEADS, LAYERS, LENGTH, Classifier
+from tests.models import HEADS, LAYERS, LENGTH, Classifier, tokens
 
 CIRCUITS = ["circuit_qk", "circuit_qk_worst", "circuit_ov", "circuit_ov_worst"]
-
-
-def tokens(seed: int = 0) -> torch.Tensor:
-    return torch.randint(16, (6, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture

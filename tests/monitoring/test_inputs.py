@@ -15,15 +15,11 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor, find_attention
 from hdi_callback.attention.inputs import tap_inputs
 from tests.core.no_sync import NoSync
-from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier
+from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier, tokens
 
 METRICS = [
     "hdi_keys", "hdi_keys_worst_pair", "hdi_keys_energy", "hdi_keys_energy_worst_pair", "token_rank", "token_cosine",
 ]  # fmt: skip
-
-
-def tokens(seed: int = 0, batch: int = 6) -> torch.Tensor:
-    return torch.randint(16, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 def read(model: nn.Module, *inputs, metrics=METRICS, padding_mask=None, **options) -> dict[str, dict[str, float]]:

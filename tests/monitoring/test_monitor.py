@@ -19,11 +19,7 @@ from hdi_callback.monitoring.metrics import METRICS, RULE_METRICS
 from hdi_callback.monitoring.monitor import weights
 from tests.core.no_sync import NoSync
 from tests.core.tensor_sizes import TensorSizes
-from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier
-
-
-def tokens(batch: int = 6, seed: int = 0) -> torch.Tensor:
-    return torch.randint(16, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
+from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier, tokens
 
 
 @pytest.fixture
@@ -402,3 +398,21 @@ def test_attention_rows_form_no_matrix_of_all_queries_and_keys():
                 reading = monitor.measure(step)
             assert set(metrics) <= reading.record().layers["0"].values.keys()
             assert sizes.largest < T * T
+
+
+@pytest.mark.parametrize("metric", ["head_covariance", "token_rank"])
+def test_ranks_agree_on_a_captured_forward_whether_outputs_or_inputs_are_all_that_is_captured(
+    model, metric, monkeypatch
+):
+    armed = []
+    with HeadDiversityMonitor(model, metrics=[metric]) as monitor:
+        join = monitor._rendezvous.join
+        monkeypatch.setattr(
+            monitor._rendezvous, "join", lambda *args, **more: armed.append(more["is_armed"]) or join(*args, **more)
+        )
+        for step in range(3):
+            if step == 1:
+                monitor.arm()
+                model(tokens())
+            monitor.measure(step)
+    assert armed == [False, True, False]

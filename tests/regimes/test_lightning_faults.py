@@ -322,20 +322,6 @@ def test_a_lone_surrogate_in_a_name_reaches_every_outlet_as_its_escape(tmp_path,
 # --- misuse, reported before the first step
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"history": None}, "write False"),
-        ({"history": 3}, "write False"),
-        ({"on_alert": "mail me"}, "must be a function that takes an Alert"),
-        ({"alerts": [Always(), Always()]}, "two rules|Two rules"),
-    ],
-)
-def test_an_argument_that_cannot_work_is_refused_at_construction(arguments, says):
-    with pytest.raises(MisconfigurationError, match=says):
-        HDICallback(**arguments)
-
-
 class ForDecoders(Always):
     layers = ("decoder.*",)
 
