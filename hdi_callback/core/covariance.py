@@ -136,7 +136,8 @@ class HeadMoments:
 class HeadSums:
     r"""Sums over tokens about the mean of all tokens: what adds up over ranks that hold different tokens.
 
-    Once every rank knows the mean of all tokens, each adds up its own; no ``(H d_v)^2`` matrix has to travel:
+    Once every rank knows the mean of all tokens, each adds up its own; without a scatter no ``(H d_v)^2`` matrix has to
+    travel:
 
     .. math:: n T_{hg} = \sum_r \sum_{t \in r} \langle z_h(t) - \bar z_h, z_g(t) - \bar z_g \rangle
 
@@ -251,21 +252,37 @@ class HeadSums:
         both = None if self.scatter is None or other.scatter is None else self.scatter + other.scatter
         return HeadSums(self.count + other.count, self.products + other.products, both)
 
-    def covariance(self) -> HeadCovariance:
-        """Compute the covariance term of all tokens that were added up.
+    def squares(self) -> Tensor:
+        """Add up the squares of each block of the scatter.
 
         Returns:
-            The covariance, without standard errors; without a scatter, also without `output_overlap`.
+            ``(H, H)``, in float64; what the overlap of head outputs is made of.
+
+        Raises:
+            ShapeError: if there is no scatter.
         """
-        shared = None
-        if self.scatter is not None:
-            shared = torch.zeros_like(self.products)
-            for part, scatter in self._chunks(self.scatter):
-                # Before squaring, as squares of small outputs leave the range of float32.
-                sums = scatter.to(shared.dtype).square_().sum((1, 3))
-                shared[part, part.start :] = sums
-                shared[part.start :, part] = sums.mT
-        return _summarise(self.count, self.products / self.count, shared)
+        if self.scatter is None:
+            raise ShapeError("Sums without a scatter have no squares of it.")
+        found = torch.zeros_like(self.products, dtype=torch.float64)
+        for part, scatter in self._chunks(self.scatter):
+            # Before squaring, as squares of small outputs leave the range of float32.
+            sums = scatter.double().square_().sum((1, 3))
+            found[part, part.start :] = sums
+            found[part.start :, part] = sums.mT
+        return found
+
+    def covariance(self, squares: Tensor | None = None) -> HeadCovariance:
+        """Compute the covariance term of all tokens that were added up.
+
+        Args:
+            squares: of the scatter, as `squares` gives them; by default they are computed if there is a scatter.
+
+        Returns:
+            The covariance, without standard errors; without a scatter and its squares, also without `output_overlap`.
+        """
+        if squares is None and self.scatter is not None:
+            squares = self.squares()
+        return _summarise(self.count, self.products / self.count, squares)
 
 
 @functools.cache

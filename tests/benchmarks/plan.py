@@ -17,7 +17,6 @@ METRICS = ["hdi", "hdi_alignment", "head_correlation", "head_output_overlap"]
 
 NUMBER = 8  # bytes; sums are added up in float64
 SCATTER = 4  # bytes of a number of a scatter
-LARGE = 512  # features of head outputs from which on products are computed once and added up once more
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,14 @@ def bytes_of_weights(model: Model) -> int:
 def bytes_of_outputs(model: Model, *, with_overlap: bool = True) -> int:
     """The count and sum of tokens first, then their count, the traces, and for `head_output_overlap` the scatter.
 
-    Of the scatter, the blocks of every two heads once, in four chunks of heads. The traces of large layers are
-    computed of it, and added up in turn.
+    Of the scatter, the blocks of every two heads once, in four chunks of heads. One rank computes the squares of its
+    blocks, which are added up with the traces.
     """
-    H, width = model.heads, model.heads * model.value_dim
+    H = model.heads
     step = -(-H // 4)
     pairs = sum(min(step, H - start) * (H - start) for start in range(0, H, step))
-    scatter = SCATTER * pairs * model.value_dim**2 + NUMBER * H**2 * (width >= LARGE)
-    return model.layers * (NUMBER * (1 + width + 1 + H**2) + (scatter if with_overlap else 0))
+    scatter = SCATTER * pairs * model.value_dim**2 + NUMBER * H**2
+    return model.layers * (NUMBER * (1 + H * model.value_dim + 1 + H**2) + (scatter if with_overlap else 0))
 
 
 def bytes_of_tokens(model: Model) -> int:

@@ -93,8 +93,8 @@ def read_under_ddp(rank: int, lone_forward: bool) -> dict:
     }
 
 
-def read_with_large_scatters(rank: int) -> dict:
-    model, mixed = DistributedDataParallel(classifier()), []
+def read_in_rounds(rank: int, round_bytes: int) -> dict:
+    model, mixed, collectives = DistributedDataParallel(classifier()), [], []
     real = HeadSums.mixed
 
     def counted(self: HeadSums, *args) -> HeadSums:
@@ -102,13 +102,15 @@ def read_with_large_scatters(rank: int) -> dict:
         return real(self, *args)
 
     with (
-        mock.patch("hdi_callback.monitoring.monitor.outputs._LARGE", 1),
+        mock.patch("hdi_callback.monitoring.monitor.outputs._ROUND", round_bytes),
         mock.patch.object(HeadSums, "mixed", counted),
+        mock.patch.object(dist, "all_reduce", side_effect=_counted(dist.all_reduce, collectives)),
         monitor_of(model) as monitor,
     ):
         monitor.arm()
         model(batch()[SHARES[rank]]).sum().backward()
-        return {"tags": monitor.measure(0).record().scalars(METRICS), "mixed": len(mixed)}
+        tags = monitor.measure(0).record().scalars(METRICS)
+    return {"tags": tags, "mixed": len(mixed), "sizes": [shape.numel() for shape in collectives]}
 
 
 def _counted(function, calls):
@@ -377,14 +379,24 @@ def test_the_shapes_of_what_is_added_up_are_computed_once(two_ranks):
         assert rank.answer["shapes computed"] == [1, 0]
 
 
-def test_a_reading_whose_large_scatters_are_shared_is_that_of_the_joined_batch(two_ranks):
-    alone = reading_alone()
-    for rank in two_ranks(read_with_large_scatters):
+SCATTER = HeadSums.scatter_size(4, WIDTH // 4)
+
+
+@pytest.mark.parametrize(
+    ("round_bytes", "rounds"),
+    [(1, [SCATTER] * 3), (8 * SCATTER, [2 * SCATTER, SCATTER]), (2**22, [3 * SCATTER])],
+)
+def test_scatters_are_added_up_in_rounds_and_multiplied_once_as_those_of_the_joined_batch(
+    two_ranks, round_bytes, rounds
+):
+    alone, reported = reading_alone(), two_ranks(read_in_rounds, round_bytes)
+    for rank in reported:
         assert rank.warnings == []
         assert rank.answer["tags"] == pytest.approx(alone, abs=1e-6)
         assert set(rank.answer["tags"]) == set(alone)
+        assert rank.answer["sizes"][1:-1] == rounds  # between the mean tokens and the sums
     # Three layers: the first rank has layers 0 and 2, the second has layer 1.
-    assert [rank.answer["mixed"] for rank in two_ranks(read_with_large_scatters)] == [2, 1]
+    assert [rank.answer["mixed"] for rank in reported] == [2, 1]
 
 
 def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):

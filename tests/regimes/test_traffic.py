@@ -55,9 +55,9 @@ def test_what_would_outgrow_the_budget_over_ranks_is_left_out_with_a_reason_and_
 
 def test_the_bytes_of_a_reading_are_those_that_the_plan_computes(two_ranks):
     model = Model(layers=3, heads=HEADS, key_heads=HEADS, value_dim=WIDTH // HEADS, width=WIDTH)
-    expected = bytes_of_weights(model) + bytes_of_outputs(model)
+    weights, outputs, tokens = bytes_of_weights(model), bytes_of_outputs(model), bytes_of_tokens(model)
+    # Where no forward was to be captured, nothing but weights is added up.
     for reported in two_ranks(count_bytes, METRICS):
-        assert reported.answer == [expected] * 3
-    tokens = bytes_of_tokens(model)  # of which nothing is sent where no forward was to be captured
+        assert reported.answer == [weights, weights + outputs, weights + outputs]
     for reported in two_ranks(count_bytes, [*METRICS, "token_cosine"]):
-        assert reported.answer == [expected, expected + tokens, expected + tokens]
+        assert reported.answer == [weights, *[weights + outputs + tokens] * 2]

@@ -12,6 +12,7 @@ from torch import Tensor
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.core.contribution import ContributionSums, ImportanceSums
 from hdi_callback.core.covariance import HeadSums
+from hdi_callback.core.products import HeadProducts
 from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, IMPORTANCE
 from hdi_callback.monitoring.monitor.importance import Importances
 
@@ -21,12 +22,14 @@ class OutputSums:
     """Sums over the tokens of one layer that a rank holds.
 
     Attributes:
-        covariance: of the covariance term; `None` if it is not asked for.
+        covariance: of the covariance term, without a scatter; `None` if it is not asked for.
         contribution: of the contributions; `None` if they are not asked for. Beside a covariance it is of the mean
             token alone, and on one rank: what differs from it is in the covariance.
         not_finite: ``(H,)``, how many ranks saw an output that is not finite.
         importance: of their importance; `None` if it is not asked for.
         followed: how many ranks know it.
+        squares: ``(H, H)``, of the scatter over all ranks, on one of them; `None` if the overlap of outputs is not
+            measured.
     """
 
     covariance: HeadSums | None
@@ -34,17 +37,18 @@ class OutputSums:
     not_finite: Tensor | None
     importance: Importances | None = None
     followed: Tensor | None = None
+    squares: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Give what adds up, in a fixed order, but for the scatter, which adds up in a buffer of all layers."""
-        covariance = None if self.covariance is None else replace(self.covariance, scatter=None)
-        parts = [covariance, self.contribution]
+        """Give what adds up, in a fixed order."""
+        parts = [self.covariance, self.contribution]
         found = [getattr(part, item.name) for part in parts if part is not None for item in fields(part)]
         found += [] if self.importance is None else self.importance.tensors()
-        return [tensor for tensor in (*found, self.not_finite, self.followed) if tensor is not None]
+        found += [self.not_finite, self.followed, self.squares]
+        return [tensor for tensor in found if tensor is not None]
 
     def added_up(self, added: Iterator[Tensor]) -> OutputSums:
-        """Take the same tensors over all ranks; the scatter is over all of them already."""
+        """Take the same tensors over all ranks."""
 
         def take(part: Any) -> Any:
             if part is None:
@@ -52,29 +56,44 @@ class OutputSums:
             values = {item.name: getattr(part, item.name) for item in fields(part)}
             return type(part)(**{name: None if value is None else next(added) for name, value in values.items()})
 
-        scatter = None if self.covariance is None else self.covariance.scatter
-        covariance = None if self.covariance is None else take(replace(self.covariance, scatter=None))
-        contribution = take(self.contribution)
-        covariance = None if covariance is None else replace(covariance, scatter=scatter)
+        covariance, contribution = take(self.covariance), take(self.contribution)
         importance = None
         if self.importance is not None:
             heads, groups = take(self.importance.heads), take(self.importance.groups)
             importance = Importances(heads, groups)
-        counts = [None if count is None else next(added) for count in (self.not_finite, self.followed)]
-        return OutputSums(covariance, contribution, counts[0], importance, counts[1])
+        last = [None if one is None else next(added) for one in (self.not_finite, self.followed, self.squares)]
+        return OutputSums(covariance, contribution, last[0], importance, *last[1:])
 
-    def mean_and_products(self) -> list[Tensor]:
-        """Give what is computed of output weights, in a fixed order."""
-        assert self.covariance is not None
-        of_mean = [] if self.contribution is None else [self.contribution.heads, self.contribution.output]
-        return [self.covariance.products, *of_mean]
+    def mix(self, scatter: Tensor, mean: Tensor, weight: Tensor, products: HeadProducts | None) -> None:
+        """Take from the scatter over all ranks what is computed of it, on one of them.
 
-    def take_mean_and_products(self, added: Iterator[Tensor]) -> None:
-        """Take the same over all ranks."""
+        Args:
+            scatter: see `HeadSums`.
+            mean: of the head outputs over all ranks, ``(H, d_v)``.
+            weight: of the output projection, ``(H, d_v, d)``.
+            products: as `HeadSums.mixed` takes them.
+        """
         assert self.covariance is not None
-        self.covariance = replace(self.covariance, products=next(added))
+        whole = replace(self.covariance, scatter=scatter).mixed(weight, products)
+        self.covariance, self.squares = replace(whole, scatter=None), whole.squares()
+        self.add_mean(mean, weight)
+
+    def add_mean(self, mean: Tensor, weight: Tensor) -> None:
+        """Add what the mean token contributes; arguments as for `mix`."""
+        if self.contribution is not None and self.covariance is not None:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            heads = (mean.to(weight.device, wide)[:, None, :] @ weight.to(wide))[:, 0].to(mean.device, torch.float64)
+            squares = heads.square().sum(-1), heads.sum(0).square().sum()
+            self.contribution = ContributionSums(torch.zeros_like(squares[1]), *squares)
+
+    def lose(self) -> None:
+        """Say that what `mix` computes is not known."""
+        assert self.covariance is not None and self.squares is not None
+        self.covariance = replace(self.covariance, products=self.covariance.products + torch.nan)
+        self.squares = self.squares + torch.nan
         if self.contribution is not None:
-            self.contribution = replace(self.contribution, heads=next(added), output=next(added))
+            lost = self.contribution.heads + torch.nan
+            self.contribution = replace(self.contribution, heads=lost, output=self.contribution.output + torch.nan)
 
     def contributions(self) -> ContributionSums | None:
         """Add what tokens contribute beside their mean, once all is added up.
@@ -91,7 +110,7 @@ class OutputSums:
 
     @staticmethod
     def zeros(
-        layer: AttentionLayer, sources: Collection[str], device: torch.device, *, scatter: Tensor | None
+        layer: AttentionLayer, sources: Collection[str], device: torch.device, *, with_overlap: bool
     ) -> OutputSums:
         """Make the sums over no tokens.
 
@@ -99,7 +118,7 @@ class OutputSums:
             layer: which.
             sources: what is measured.
             device: where they add up.
-            scatter: room for the scatter, zeros; `None` if the overlap of outputs is not measured.
+            with_overlap: measure the overlap of outputs.
 
         Returns:
             Zeros of the shapes that every rank adds up.
@@ -111,7 +130,7 @@ class OutputSums:
 
         covariance = contribution = count = None
         if COVARIANCE in sources:
-            covariance = HeadSums(zeros(), zeros(H, H), scatter)
+            covariance = HeadSums(zeros(), zeros(H, H))
         if CONTRIBUTION in sources:
             contribution, count = ContributionSums(zeros(), zeros(H), zeros()), zeros(H)
         importance = followed = None
@@ -119,4 +138,5 @@ class OutputSums:
             G = layer.num_key_heads
             importance = Importances(ImportanceSums(zeros(H), zeros(H, H)), ImportanceSums(zeros(G), zeros(G, G)))
             followed = zeros()
-        return OutputSums(covariance, contribution, count, importance, followed)
+        squares = zeros(H, H) if with_overlap else None
+        return OutputSums(covariance, contribution, count, importance, followed, squares)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.sharding import is_first_holder, whole
 from hdi_callback.core import HeadCovariance, head_covariance
-from hdi_callback.core.contribution import ContributionSums, head_slopes
+from hdi_callback.core.contribution import head_slopes
 from hdi_callback.core.covariance import HeadSums, count_and_total
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent, absence_of
@@ -34,8 +34,25 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 SOURCES = (COVARIANCE, CONTRIBUTION, IMPORTANCE)
 """What is measured on head outputs."""
 
-_LARGE = 512
-"""Features of the head outputs of a layer from which on to multiply on every rank costs more than one more sum."""
+_ROUND = 2**22
+"""Bytes of scatters that are added up at once, so that those of all layers are never alive together."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank is to do for the head outputs of a layer that some rank captures.
+
+    Attributes:
+        layer: the layer.
+        mean: of its head outputs over the tokens of all ranks, ``(H, d_v)``.
+        is_here: this rank captures it too.
+        is_taken: this rank computes what one of the ranks that hold it has to compute.
+    """
+
+    layer: AttentionLayer
+    mean: Tensor
+    is_here: bool
+    is_taken: bool
 
 
 class HeadOutputs(OutputCapture):
@@ -130,9 +147,11 @@ class HeadOutputs(OutputCapture):
             device: where they add up.
 
         Returns:
-            One ``(H, d_v)`` for each layer.
+            One ``(H, d_v)`` for each layer; none if no forward was to be captured.
         """
-        held = self._captures or {}
+        held = self._captures
+        if held is None:  # on no rank
+            return []
         parts: list[Tensor] = []
         for layer in layers:
             count = torch.zeros((), device=device)
@@ -154,122 +173,97 @@ class HeadOutputs(OutputCapture):
         ranks: Ranks,
         device: torch.device,
         absent: Absent,
-    ) -> tuple[list[OutputSums], Tensor]:
+    ) -> list[OutputSums]:
         """Add up the tokens at hand about the mean of all; zeros where there are none.
+
+        Scatters are added up over the ranks here, some layers at a time, and one rank computes of each what is kept.
 
         Args:
             layers: as for `shares`.
             means: what `shares` gave.
-            ranks: those that measure together.
+            ranks: those that measure together; all of them call this.
             device: where they add up.
             absent: takes what cannot be measured.
 
         Returns:
-            One for each layer; and the memory of all their scatters, in float32, which is to be added up beside them.
+            One for each layer, to be added up; none if no forward was to be captured, as it was on all ranks then.
         """
-        held, here = self._captures or {}, {layer.name for layer in self._tapped}
-        sums = []
-        with_scatter = self._wants_overlap and self._fits(layers, absent)
-        sizes = [HeadSums.scatter_size(layer.num_heads, layer.value_dim) * with_scatter for layer in layers]
-        scatters = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        is_mixed_later = self._is_mixed_later(layers, with_scatter=with_scatter)
-        taken = self._taken(ranks)
-        for layer, mean, scatter in zip(layers, means, torch.split(scatters, sizes)):
-            found = OutputSums.zeros(layer, self._sources, device, scatter=scatter if with_scatter else None)
-            sums.append(found)
-            if layer.name not in here:
-                continue
-            with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
-                # Both may be collective calls, so that every rank makes them.
-                weight = None if is_mixed_later else self._reader.weight(layer, "output", ranks)
-                outputs = whole(held[layer.name].outputs) if layer.name in held else None
-                if weight is not None and layer.name in taken and COVARIANCE in self._sources:
-                    self._add_mean(found, mean, weight)
-                if outputs is not None and is_first_holder(held[layer.name].outputs):
-                    if weight is not None:
-                        _require_numbers(weight, outputs)
-                    weights = held[layer.name].weights
-                    if found.covariance is not None:
-                        own = HeadSums.of(
-                            outputs, weight, mean.to(outputs.device), with_scatter=with_scatter, weights=weights
-                        )
-                        if own.scatter is not None:
-                            scatter.copy_(own.scatter)
-                        found.covariance = replace(own, scatter=found.covariance.scatter)
-                    elif found.contribution is not None and weight is not None:
-                        found.contribution = contribution_sums(outputs, weight, weights)
-                    if found.not_finite is not None:
-                        found.not_finite = not_finite(outputs, weights).double()
-                    slopes = self._slopes_of(layer, held[layer.name], absent)
-                    if slopes is not None:
-                        found.importance = Importances.of(slopes, layer.num_key_heads)
-                        found.followed = torch.ones((), device=device)
-                del weight, outputs
-        return sums, scatters
+        if self._captures is None:
+            return []
+        here, taken = {layer.name for layer in self._tapped}, self._taken(ranks)
+        shares = [
+            _Share(layer, mean, layer.name in here, layer.name in taken and layer.name in here)
+            for layer, mean in zip(layers, means)
+        ]
+        if not (self._wants_overlap and self._fits(layers, absent)):
+            return [self._own(share, None, ranks, device, absent) for share in shares]
+        sums: list[OutputSums] = []
+        for part in _in_rounds([_bytes_of_scatter(layer) for layer in layers]):
+            sizes = [_bytes_of_scatter(layer) // 4 for layer in layers[part]]
+            room = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+            scatters = torch.split(room, sizes)
+            found = [self._own(share, scatter, ranks, device, absent) for share, scatter in zip(shares[part], scatters)]
+            ranks.add_up(room)
+            for share, scatter, own in zip(shares[part], scatters, found):
+                self._mix(own, share, scatter, ranks, absent)
+            sums += found
+        return sums
 
-    def mix(
-        self,
-        layers: Sequence[AttentionLayer],
-        means: Sequence[Tensor],
-        totals: Sequence[OutputSums],
-        ranks: Ranks,
-        device: torch.device,
-        absent: Absent,
-    ) -> None:
-        """Multiply large scatters by output weights once they are added up, each layer on one of its ranks.
+    def _own(
+        self, share: _Share, scatter: Tensor | None, ranks: Ranks, device: torch.device, absent: Absent
+    ) -> OutputSums:
+        """Add up the tokens of one layer that this rank has; the scatter is written to its place."""
+        layer = share.layer
+        found = OutputSums.zeros(layer, self._sources, device, with_overlap=scatter is not None)
+        if not share.is_here:
+            return found
+        capture = None if self._captures is None else self._captures.get(layer.name)
+        with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
+            # Both may be collective calls, so that every rank makes them.
+            weight = None if scatter is not None else self._reader.weight(layer, "output", ranks)
+            outputs = None if capture is None else whole(capture.outputs)
+            if weight is not None and share.is_taken:
+                found.add_mean(share.mean, weight)
+            if capture is None or outputs is None or not is_first_holder(capture.outputs):
+                return found
+            if weight is not None:
+                _require_numbers(weight, outputs)
+            weights = capture.weights
+            if found.covariance is not None:
+                mean = share.mean.to(outputs.device)
+                own = HeadSums.of(outputs, weight, mean, with_scatter=scatter is not None, weights=weights)
+                if scatter is not None and own.scatter is not None:
+                    scatter.copy_(own.scatter)
+                found.covariance = replace(own, scatter=None)
+            elif found.contribution is not None and weight is not None:
+                found.contribution = contribution_sums(outputs, weight, weights)
+            if found.not_finite is not None:
+                found.not_finite = not_finite(outputs, weights).double()
+            slopes = self._slopes_of(layer, capture, absent)
+            if slopes is not None:
+                found.importance = Importances.of(slopes, layer.num_key_heads)
+                found.followed = torch.ones((), device=device)
+        return found
 
-        Below `_LARGE` every rank has multiplied its own, as that costs less than one more sum. Which it is follows
-        from the sizes of the layers, the same on every rank.
-
-        Args:
-            layers: as for `shares`.
-            means: what `shares` gave.
-            totals: of each layer, over all ranks; what is computed is put there.
-            ranks: those that measure together; all of them call this.
-            device: where they add up.
-            absent: takes what cannot be measured.
-        """
-        scatters = [None if total.covariance is None else total.covariance.scatter for total in totals]
-        with_scatter = any(scatter is not None for scatter in scatters)
-        if not self._is_mixed_later(layers, with_scatter=with_scatter) or self._captures is None:
+    def _mix(self, sums: OutputSums, share: _Share, scatter: Tensor, ranks: Ranks, absent: Absent) -> None:
+        """Multiply a scatter over all ranks by the output weight, on one of those that hold the layer."""
+        if not share.is_here:
             return
-        taken, here = self._taken(ranks), {layer.name for layer in self._tapped}
-        parts: list[list[Tensor]] = []
-        for layer, mean, total in zip(layers, means, totals):
-            assert total.covariance is not None
-            lost = torch.nan if layer.name in taken else 0.0
-            mine = OutputSums.zeros(layer, self._sources, device, scatter=None).mean_and_products()
-            parts.append([torch.full_like(one, lost) for one in mine])
-            if layer.name not in here:
-                continue
-            with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
-                weight = self._reader.weight(layer, "output", ranks)  # on every rank, as it may be a collective call
-                if layer.name in taken:
-                    _require_numbers(weight, mean)
-                    known = self._shared.take(layer.name, "output")
-                    total.covariance = total.covariance.mixed(weight.to(device), known)
-                    self._add_mean(total, mean, weight)
-                    parts[-1] = total.mean_and_products()
-                del weight
-        added = iter(ranks.sum([one for part in parts for one in part], device))
-        for total in totals:
-            total.take_mean_and_products(added)
+        is_known = False
+        with absent.unless_measured(COVARIANCE, share.layer.name), without_autocast(scatter.device):
+            # On every rank, as it may be a collective call.
+            weight = self._reader.weight(share.layer, "output", ranks)
+            if share.is_taken:
+                _require_numbers(weight, share.mean)
+                products = self._shared.take(share.layer.name, "output")
+                sums.mix(scatter, share.mean, weight.to(scatter.device), products)
+            is_known = True
+        if share.is_taken and not is_known:
+            sums.lose()
 
     def _taken(self, ranks: Ranks) -> set[str]:
         """Name the layers whose weights this rank measures, of those that it and its peers hold."""
         return {layer.name for place, layer in enumerate(self._layers.all) if ranks.takes(place)}
-
-    def _is_mixed_later(self, layers: Sequence[AttentionLayer], *, with_scatter: bool) -> bool:
-        is_large = any(layer.num_heads * layer.value_dim >= _LARGE for layer in layers)
-        return with_scatter and is_large and COVARIANCE in self._sources
-
-    def _add_mean(self, sums: OutputSums, mean: Tensor, weight: Tensor) -> None:
-        """Add what the mean token contributes."""
-        if sums.contribution is not None:
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            heads = (mean.to(weight.device, wide)[:, None, :] @ weight.to(wide))[:, 0].to(mean.device, torch.float64)
-            squares = heads.square().sum(-1), heads.sum(0).square().sum()
-            sums.contribution = ContributionSums(torch.zeros_like(squares[1]), *squares)
 
     def read_sums(
         self,
@@ -300,7 +294,7 @@ class HeadOutputs(OutputCapture):
             if not is_kept:
                 continue
             if total.covariance is not None:
-                values: Any = total.covariance.covariance()
+                values: Any = total.covariance.covariance(total.squares)
                 measured.setdefault((COVARIANCE, layer.num_heads), []).append((layer.name, values))
             contribution = total.contributions()
             if contribution is not None and total.not_finite is not None:
@@ -330,7 +324,7 @@ class HeadOutputs(OutputCapture):
 
     def _fits(self, layers: Sequence[AttentionLayer], absent: Absent) -> bool:
         """Tell, the same on every rank, whether what the overlap of outputs adds up over ranks keeps within bounds."""
-        size = sum(4 * HeadSums.scatter_size(layer.num_heads, layer.value_dim) for layer in layers)
+        size = sum(_bytes_of_scatter(layer) for layer in layers)
         budget = self._reader.memory_budget
         if size <= budget:
             return True
@@ -338,10 +332,25 @@ class HeadOutputs(OutputCapture):
             f"over several ranks it adds up {size / 2**20:.0f} MiB, more than memory_budget={budget}: raise "
             "memory_budget, or leave `head_output_overlap` out of metrics"
         )
-        if self._captures is not None:
-            absent.reasons.update({f"head_output_overlap/{layer.name}": reason for layer in layers})
-            self._warn_once.warn("output overlap", f"`head_output_overlap` is absent: {reason}.")
+        absent.reasons.update({f"head_output_overlap/{layer.name}": reason for layer in layers})
+        self._warn_once.warn("output overlap", f"`head_output_overlap` is absent: {reason}.")
         return False
+
+
+def _bytes_of_scatter(layer: AttentionLayer) -> int:
+    return 4 * HeadSums.scatter_size(layer.num_heads, layer.value_dim)
+
+
+def _in_rounds(sizes: Sequence[int]) -> Iterator[slice]:
+    """Part layers into rounds of at most `_ROUND` bytes, or of one layer; it follows from their sizes alone."""
+    first, held = 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and held + size > _ROUND:
+            yield slice(first, place)
+            first, held = place, 0
+        held += size
+    if sizes:
+        yield slice(first, len(sizes))
 
 
 def _require_numbers(weight: Tensor, outputs: Tensor) -> None:

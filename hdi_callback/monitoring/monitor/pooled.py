@@ -68,8 +68,7 @@ def measure_over_ranks(
         absent.reasons.update(missing.reasons)
     sums: list[OutputSums] = []
     if outputs is not None:
-        sums, scatters = outputs.sums(captured, shares, ranks, device, absent)
-        ranks.add_up(scatters)
+        sums = outputs.sums(captured, shares, ranks, device, absent)
     flat = [tensor for sheet in sheets for tensor in sheet.tensors()]
     added = iter(ranks.sum(flat + [tensor for item in sums for tensor in item.tensors()], device))
     measurements = [found for sheet in sheets for found in sheet.read(added)]
@@ -77,7 +76,6 @@ def measure_over_ranks(
     left_out = {layer.name for layer in every if layer.name in elsewhere or layers.is_contradicted(layer.name)}
     if outputs is not None:
         kept = [layer.name not in left_out for layer in captured]
-        outputs.mix(captured, shares, totals, ranks, device, absent)
         measurements += outputs.read_sums(captured, kept, totals, absent, measurements)
     return measurements + ([] if rows is None else rows.measure_over(every, left_out, ranks, device, absent))
 
