@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hdi_callback.attention.head_slice import HeadSlice
 from hdi_callback.attention.heads import AttentionLayer, Role
 
 _HEAD_COUNTS = (
@@ -26,6 +27,9 @@ _HEAD_COUNTS = (
     "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_heads",
 )  # fmt: skip
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_k", "key_value_proj_dim")
+
+_PLAIN = (nn.Linear, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+"""Modules whose forward multiplies with their parameter as it is."""
 
 
 class Sharding:
@@ -38,6 +42,25 @@ class Sharding:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._units = [module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
+
+    def plain_owner(self, layer: AttentionLayer, role: Role) -> nn.Module | None:
+        """Give torch's own module of which a weight is a parameter, or a part of one, that lies here whole.
+
+        Args:
+            layer: the layer.
+            role: the role of the weight.
+
+        Returns:
+            It, if to read the weight runs no code but torch's and asks nobody; `None` if that takes a longer look.
+        """
+        part = layer.slices.get(role)
+        if self._units or not isinstance(part, HeadSlice):
+            return None
+        owner = part.owner
+        if type(owner) not in _PLAIN:
+            return None
+        parameter = owner._parameters.get(part.parameter.rpartition(".")[2])
+        return owner if type(parameter) is nn.Parameter and not _is_part(parameter) else None
 
     def is_sharded(self, layer: AttentionLayer, role: Role) -> bool:
         """Return whether reading a weight is a collective call.

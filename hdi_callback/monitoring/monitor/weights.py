@@ -161,15 +161,20 @@ class WeightReader:
         self._layers.require(layer)
         if self._views is not None and (layer.name, role) in self._views:
             return self._views[layer.name, role]
-        is_sharded = number_of_processes() > 1 and self._layers.sharding.is_sharded(layer, role)
-        if ranks.size == 1 and is_sharded:
-            raise HDIError("other ranks hold parts of it, and they take no readings with this one")
-        # A parametrization may call other ranks too.
-        with collectives_within(range(number_of_processes()) if is_sharded else ranks.members_of_world):
-            weight = self._layers.sharding.weight(layer, role)
+        sharding, holder = self._layers.sharding, layer.slices[role].module
+        plain = sharding.plain_owner(layer, role)
+        if plain is not None:
+            weight, holder = layer.weight(role).detach(), plain
+        else:
+            is_sharded = number_of_processes() > 1 and sharding.is_sharded(layer, role)
+            if ranks.size == 1 and is_sharded:
+                raise HDIError("other ranks hold parts of it, and they take no readings with this one")
+            # A parametrization may call other ranks too.
+            with collectives_within(range(number_of_processes()) if is_sharded else ranks.members_of_world):
+                weight = sharding.weight(layer, role)
         if weight.is_meta and ranks.size > 1:
             raise HDIError("it is on the meta device and holds no numbers")
-        if self._views is not None and _is_part_of(weight, layer.slices[role].module):
+        if self._views is not None and _is_part_of(weight, holder):
             self._views[layer.name, role] = weight
         return weight
 
