@@ -88,7 +88,8 @@ class OutputSums:
 
     def lose(self) -> None:
         """Say that what `mix` computes is not known."""
-        assert self.covariance is not None and self.squares is not None
+        assert self.covariance is not None
+        assert self.squares is not None
         self.covariance = replace(self.covariance, products=self.covariance.products + torch.nan)
         self.squares = self.squares + torch.nan
         if self.contribution is not None:
