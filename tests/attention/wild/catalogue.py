@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from tests.attention.wild import (  # noqa: F401  # noqa: F401
+    decoders,
     fields,
     fused,
     grouped,
+    handmade,
+    imitations,
     language,
     lookalikes,
     lying,
@@ -16,6 +19,8 @@ from tests.attention.wild import (  # noqa: F401  # noqa: F401
     recent,
     scores,
     several,
+    streams,
+    studies,
     tutorials,
     vision,
 )

@@ -27,6 +27,7 @@ from tests.attention.wild.truth import BATCH, Case, Core, Rows, parts_of
 TOKEN = 3  # so that a causal mask leaves it several keys and several queries
 CHANGE = 1e-2
 NOTICED = 1e-10  # of float64
+MASK = 1e6  # what is larger masks
 
 
 class _Heads:
@@ -228,9 +229,9 @@ class Proof:
         return found
 
     def _contradiction(self, core: Core, role: str, head: int, before: Tensor, after: Tensor) -> str | None:
-        change = (after - before).nan_to_num(0.0, 0.0, 0.0).abs() > NOTICED * before.nan_to_num(
-            0.0, 0.0, 0.0
-        ).abs().max()
+        size = before.nan_to_num(0.0, 0.0, 0.0).abs()
+        largest = size.where(size < MASK, 0.0).max()
+        change = (after - before).nan_to_num(0.0, 0.0, 0.0).abs() > NOTICED * largest
         if change.any() and core.spreads:
             change = change & ~_is_scaled(before, after)
         heads = {int(h) for h in change.any(4).any(3).any(2).any(0).nonzero()}
