@@ -409,7 +409,7 @@ class SelectiveMask(Four):
         return self.o(join((logits - said[:, None]).softmax(dim=-1) @ v))
 
 
-@case(separate(), refused="mix|several heads|other heads")
+@case(separate(), refused="mix|several heads|other heads|sums of several terms")
 class ComposedHeads(Four):
     """DCFormer: scores of all heads are mixed by matrices that queries and keys give."""
 
@@ -484,7 +484,7 @@ class BlocksByTheirMeans(Four):
 
 
 @case(
-    separate("q", "kv", "kv", "o", free=("key",), proved=("query", "value", "output")),
+    separate("q", "kv", "kv", "o", free=("query", "key"), proved=("query", "value", "output")),
     may_refuse="share|several maps|sum|same rows|all heads",
 )
 class KeysTiedToValues(nn.Module):
@@ -527,6 +527,33 @@ class EntmaxOfThreeHalves(Four):
         tau = mean - delta.clamp_min(0).sqrt()
         support = (tau <= ordered).sum(-1, keepdim=True)
         return self.o(join((z - tau.gather(-1, support - 1)).clamp_min(0) ** 2 @ v))
+
+
+@case(separate(proved=()), may_refuse="softmax|do not add up")
+class StickBreaking(Four):
+    """Stick-breaking attention: what each key leaves is passed on to the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
+        logits = q @ k.mT / WIDTH**0.5
+        n = x.shape[1]
+        mask = torch.ones(n, n, dtype=torch.bool).triu(0)
+        log_z = F.logsigmoid(logits).masked_fill(mask, -1e5)
+        log_beta = F.logsigmoid(-logits).masked_fill(mask, 0.0)
+        re_cum = log_beta.flip(-1).cumsum(-1).flip(-1) - log_beta
+        return self.o(join(torch.exp(log_z + re_cum) @ v))
+
+
+@case(separate(proved=()), may_refuse="softmax|do not add up")
+class Softpick(Four):
+    """Rectified exponentials that need not sum to one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
+        scores = q @ k.mT / WIDTH**0.5
+        top = scores.amax(-1, keepdim=True).clamp_min(0)
+        e = torch.exp(scores - top) - torch.exp(-top)
+        return self.o(join(F.relu(e) / (e.abs().sum(-1, keepdim=True) + 1e-6) @ v))
 
 
 @case(separate(heads_alone=True, proved=("query", "key")), may_refuse="softmaxes|several|memory|past")

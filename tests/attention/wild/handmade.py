@@ -25,6 +25,7 @@ def _computed(matrix_of: str, pattern: str = "(h d) c", **options: Any) -> Any:
 @case(
     Core(*(rows("theta", "(r h d c)", n_r=4, n_c=24, r=r) for r in range(3)),
          rows("theta", "(r c h d)", n_r=4, n_c=24, r=3)),
+    may_refuse="a matrix that is no parameter",
 )  # fmt: skip
 class OneFlatVector(nn.Module):
     """All weights lie in one vector, as in evolution strategies and hand-made optimisers."""
@@ -295,9 +296,9 @@ class CompiledInside(Four):
         return self.o(join(_compiled_attention(split(self.q(x)), split(self.k(x)), split(self.v(x)))))
 
 
-@case(separate(proved=()), may_refuse="flex")
+@case(separate(proved=()), may_refuse="flex", convert=lambda m: m.requires_grad_(False))
 class FlexAttention(Four):
-    """torch's flexible kernel, with a function that changes scores."""
+    """torch's flexible kernel, with a function that changes scores; frozen, as it has no backward on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         from torch.nn.attention.flex_attention import flex_attention

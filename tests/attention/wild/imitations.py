@@ -15,33 +15,6 @@ _ONE = Core(None, rows("k.weight", h=1), rows("v.weight", h=1), None, heads=1, p
 
 
 @case(none=True)
-class StickBreaking(Four):
-    """Stick-breaking attention: what each key leaves is passed on to the one before; no softmax."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
-        logits = q @ k.mT / WIDTH**0.5
-        n = x.shape[1]
-        mask = torch.ones(n, n, dtype=torch.bool).triu(0)
-        log_z = F.logsigmoid(logits).masked_fill(mask, -1e5)
-        log_beta = F.logsigmoid(-logits).masked_fill(mask, 0.0)
-        re_cum = log_beta.flip(-1).cumsum(-1).flip(-1) - log_beta
-        return self.o(join(torch.exp(log_z + re_cum) @ v))
-
-
-@case(none=True)
-class Softpick(Four):
-    """Rectified exponentials that need not sum to one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
-        scores = q @ k.mT / WIDTH**0.5
-        top = scores.amax(-1, keepdim=True).clamp_min(0)
-        e = torch.exp(scores - top) - torch.exp(-top)
-        return self.o(join(F.relu(e) / (e.abs().sum(-1, keepdim=True) + 1e-6) @ v))
-
-
-@case(none=True)
 class PointwiseOfAList(nn.Module):
     """HSTU: a SiLU of scores, divided by the length, gated by a fourth part of one map with a SiLU."""
 

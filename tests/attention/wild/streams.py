@@ -518,6 +518,7 @@ class _OneClass(nn.Module):
     _seq("enc", 0, "enc_norm", "enc_norm"), _seq("dec", 1, "dec_norm", "dec_norm"),
     _seq("cross", 2, "cross_norm", "memory_norm"),
     inputs=("b n c", "b m c"), call=lambda module, x, y: module({"src": y, "tgt": x})["logits"],
+    may_refuse="could not be run with inputs that are made up",
 )  # fmt: skip
 class TranslatorInOneClass(nn.Module):
     """An encoder and a decoder whose three attentions are one class in three modes, with dictionaries in and out."""

@@ -16,7 +16,8 @@ def _of_each(name: str) -> tuple[Rows, ...]:
 
 
 @case(
-    Core(*(rows(f"{m}.weight", source="embed") for m in "qkv"), rows("o.weight", "c (h d)"), proved=("query", "key")),
+    Core(*(rows(f"{m}.weight", source="embed", through="embed.weight") for m in "qkv"),
+         rows("o.weight", "c (h d)"), proved=("query", "key")),
     inputs=("b 16 n",),
 )  # fmt: skip
 class VariatesAreTokens(Four):
@@ -360,8 +361,10 @@ class RowsAndColumnsOfAnAlignment(nn.Module):
 
 
 @case(
-    separate(heads_alone=True, proved=("query", "key")), may_refuse="second|several|sum|adds|distance|point|other maps"
-)
+    Core(rows("q.weight"), rows("k.weight"), rows("v.weight"), rows("o.weight", "c (r h d)", n_r=2, r=0),
+         heads_alone=True, proved=("query", "key", "value")),
+    may_refuse="second|several|sum|adds|distance|point|other maps",
+)  # fmt: skip
 class InvariantPointsThatLearn(Four):
     """AlphaFold's structure module: products, a bias of pairs, and distances of points in frames, all trained."""
 
