@@ -402,7 +402,8 @@ def _less(tokens: Tensor, mean: Tensor) -> Tensor:
     """Take the mean off, and leave the features one after the other where their products are formed faster so."""
     if not gains_by_layout(tokens.mT):
         return tokens - mean
-    return torch.sub(tokens.mT, mean[:, None], out=tokens.new_empty(tokens.shape[::-1])).mT
+    # Laid out first, and then subtracted in place: both at once takes twice as long.
+    return tokens.mT.contiguous().sub_(mean[:, None]).mT
 
 
 def _block_sums(
