@@ -140,6 +140,37 @@ def test_what_is_no_feature_of_the_map_is_neither_established_nor_contradicted(k
     assert observer.verdicts()["inner"].state == "undecided"
 
 
+class OneByOne(nn.Module):
+    """A map and an attention for each head; `bent` is one whose keys are not what its map gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.ModuleList(nn.Linear(D, 8) for _ in range(H)) for _ in range(3))
+        self.o = nn.Linear(D, D)
+        self.bent: int | None = None
+
+    def forward(self, x):
+        heads = []
+        for number, (q, k, v) in enumerate(zip(self.q, self.k, self.v)):
+            key = k(x).tanh() if number == self.bent else k(x)
+            heads.append(F.scaled_dot_product_attention(q(x), key, v(x)))
+        return self.o(torch.cat(heads, -1))
+
+
+@pytest.mark.parametrize("bent", [None, 0, 2])
+def test_heads_that_are_computed_one_by_one_are_established_if_every_one_of_them_is(bent):
+    inner = built(OneByOne)
+    (claim,) = find_attention(Around(inner))
+    inner.bent = bent
+    verdict = observed(inner, claim).verdicts()["inner"]
+    assert verdict.roles["query"].state == "established"
+    if bent is None:
+        assert verdict.state == "established", verdict.sentence
+    else:
+        assert verdict.state == "undecided"
+        assert verdict.sentence == f"the keys of head {bent} of 4 are not what its map gave"
+
+
 class Rotary(models.Separate):
     """Rotary positions of several kinds, over a part of the features."""
 

@@ -212,3 +212,14 @@ def test_keys_that_no_query_of_a_sequence_sees_are_marked_by_sequence(shape):
     found = term.seen_by_none(Axes(lead=(B, 4), batch=(0,)), torch.arange(B), T, T)
     assert found.shape == padded.shape
     assert torch.equal(found, padded)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 1, 3])
+def test_a_window_hides_the_keys_that_lie_further_back_than_it_reaches(window):
+    n, offset = 6, 1
+    term = MaskTerm(None, "causal", offset=offset, window=window)
+    hidden = term.hidden(None, torch.arange(1), torch.arange(n), n + offset)[0, 0]
+    for query in range(n):
+        last = query + offset
+        first = 0 if window < 0 else last - window
+        assert [key for key in range(n + offset) if not hidden[query, key]] == list(range(max(first, 0), last + 1))

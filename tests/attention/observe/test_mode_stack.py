@@ -1,0 +1,31 @@
+"""One function mode is taken out of torch's stack, at whatever place, and put back."""
+
+from __future__ import annotations
+
+import pytest
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from hdi_callback.attention.observe.mode_stack import put_back, take_off
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_mode_is_taken_from_under_others_and_put_back_to_its_place(place):
+    modes = [Mode(), Mode(), Mode()]
+    with modes[0], modes[1], modes[2]:
+        before = _get_current_function_mode_stack()
+        above = take_off(modes[place])
+        assert _get_current_function_mode_stack() == [one for one in before if one is not modes[place]]
+        put_back(modes[place], above)
+        assert _get_current_function_mode_stack() == before
+
+
+def test_a_mode_that_is_not_on_the_stack_is_no_error_and_the_others_stay():
+    with Mode():
+        before = _get_current_function_mode_stack()
+        assert take_off(Mode()) == []
+        assert _get_current_function_mode_stack() == before
