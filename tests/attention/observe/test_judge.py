@@ -343,6 +343,22 @@ def test_heads_that_nobody_claims_are_found(kind, claim):
         assert torch.equal(found.weight(role), expected.weight(role)), role
 
 
+class OfTwoStreams(models.Separate):
+    def forward(self, x, memory):
+        heads = self.q_proj(x), self.k_proj(memory), self.v_proj(memory)
+        return self.out_proj(models.attend(*(one.unflatten(-1, (H, -1)) for one in heads)))
+
+
+@pytest.mark.parametrize("keys", [4, 11])
+def test_heads_that_nobody_claims_are_found_where_queries_are_more_or_fewer_than_keys(keys):
+    inner = built(OfTwoStreams)
+    (found,) = observed(inner, None, torch.randn(B, T, D), torch.randn(B, keys, D)).proposals().values()
+    assert isinstance(found, AttentionLayer), found
+    expected = separate(inner)
+    for role in ("query", "key", "value", "output"):
+        assert torch.equal(found.weight(role), expected.weight(role)), role
+
+
 @pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma2", "deepseek_v3", "gpt_bigcode", "bart", "gpt2"])
 def test_layers_of_transformers_are_established_in_training(family):
