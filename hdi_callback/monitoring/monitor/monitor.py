@@ -80,7 +80,8 @@ class HeadDiversityMonitor:
             that the model receives; a function that takes the arguments of the outermost watched module, by name, and
             returns ``(batch, length)``, true where a token is padding; `None` to count every token.
         unasked: further metrics to measure, of which nothing is said where they cannot be.
-        in_turn: measure those of them that take long not of every wide layer at every reading, see `Turns`.
+        in_turn: measure those of them that take long not of every wide layer at every reading, see `Turns`, and its
+            movement by a quarter of its weights.
 
     Raises:
         MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set
@@ -140,7 +141,9 @@ class HeadDiversityMonitor:
         self._turns = Turns(self._unasked if in_turn else ())
         keeps = {MOVEMENT, UPDATES, UPDATES_QK, UPDATES_OV}
         self._last_weights = LastWeights(
-            LARGEST if asked & keeps else LARGEST_UNASKED, for_movement_alone=sources & keeps == {MOVEMENT}
+            LARGEST if asked & keeps else LARGEST_UNASKED,
+            for_movement_alone=sources & keeps == {MOVEMENT},
+            samples_wide=in_turn and MOVEMENT in self._unasked,
         )
         self._shared = SharedProducts(memory_budget // 4, shared_roles(sources))
         self._weight_sources = weight_sources(

@@ -11,12 +11,16 @@ from torch import Tensor
 from hdi_callback.attention import Role
 from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.core.updates import weight_update
+from hdi_callback.monitoring.monitor import turns
 
 LARGEST = 2**31
 """Bytes of weights that are kept on the host in all; nothing is known of the movement and updates of layers beyond."""
 
 LARGEST_UNASKED = 2**28
 """The same where no such curve was asked for, and the default rules alone need them."""
+
+_EVERY = 4
+"""Of so many rows, or columns, of a wide layer one is kept where rules alone look at the movement."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,12 @@ class LastWeights:
     Args:
         largest: bytes that may be kept in all.
         for_movement_alone: nothing else is computed of them: on a CPU a weight is then written over the last one.
+        samples_wide: and of layers that are wide a quarter is kept and compared, for rules alone.
     """
 
-    def __init__(self, largest: int = LARGEST, *, for_movement_alone: bool = False) -> None:
+    def __init__(self, largest: int = LARGEST, *, for_movement_alone: bool = False, samples_wide: bool = False) -> None:
         self._largest, self._for_movement_alone = largest, for_movement_alone
+        self._samples_wide = samples_wide and for_movement_alone
         self._kept: dict[tuple[str, Role], Tensor] = {}
         self._next: dict[tuple[str, Role], Tensor] = {}
         self._room: Tensor | None = None
@@ -94,28 +100,37 @@ class LastWeights:
         if some.is_meta:
             return HeadMovement(*(torch.empty(len(names), H, dtype=wide, device="meta") for _ in range(2)))
         moved, size, same, count = (torch.zeros(len(names), H, dtype=wide, device=some.device) for _ in range(4))
+        are_all_seen = True
         for role, weight in weights.items():
             for row, name in enumerate(names):
                 own = weight[row]
                 if own.shape[0] != H:
+                    are_all_seen = False
                     if not self._for_movement_alone:
                         self._exchange(name, role, own)
                     continue
+                numbers = own[0].numel()
+                if self._samples_wide and turns.makes_wide(own.numel()):
+                    own = _sample(own)
+                    are_all_seen = False
+                # What was seen of a weight stands for all of it, so that each role counts as it does in whole layers.
+                seen = own[0].numel()
                 last = self._to_write_over(name, role, own)
                 before = self._exchange(name, role, own) if last is None else last
                 if before is None:
                     moved[row] = same[row] = torch.nan
                     continue
-                size[row] += _squares(before.to(own.device, wide))
+                size[row] += _squares(before.to(own.device, wide)) * (numbers / seen)
                 change = weight_update(own, before) if last is None else self._difference(own, before)
-                count[row] += change[0].numel()
-                moved[row] += _squares(change)
-                # Written as numbers, in place: adding up truth values is six times as slow.
-                same[row] += change.eq_(0).sum((-2, -1))
+                count[row] += numbers
+                moved[row] += _squares(change) * (numbers / seen)
+                # Written as numbers, in place: adding up truth values is six times as slow. Divided first, so that a
+                # weight that stood still counts whole to the last bit.
+                same[row] += change.eq_(0).sum((-2, -1)) / seen * numbers
                 if last is not None:
                     self._next[name, role] = last.copy_(own)
         # A weight less one that is finite is finite if it is.
-        if may_decide_on_host(some) and all(weight.shape[1] == H for weight in weights.values()):
+        if are_all_seen and may_decide_on_host(some):
             is_finite = (moved + size).isfinite().all(-1).tolist()
             self._finite.update(name for name, own in zip(names, is_finite) if own)
         return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()), same / count)
@@ -159,8 +174,8 @@ class LastWeights:
     def _difference(self, weight: Tensor, before: Tensor) -> Tensor:
         """Subtract, into the memory of the last difference: memory that is used already costs a third."""
         room = self._room
-        if room is None or room.shape != weight.shape or room.stride() != weight.stride() or room.dtype != weight.dtype:
-            room = self._room = torch.empty_like(weight)
+        if room is None or room.shape != before.shape or room.stride() != before.stride() or room.dtype != before.dtype:
+            room = self._room = torch.empty_like(before)
         return torch.sub(weight, before, out=room)
 
     def _exchange(self, name: str, role: Role, weight: Tensor) -> Tensor | None:
@@ -182,6 +197,13 @@ class LastWeights:
             self._next[name, role] = host.copy_(weight, non_blocking=True)
         else:
             self._next[name, role] = weight.detach().to("cpu", copy=True)
+
+
+def _sample(heads: Tensor) -> Tensor:
+    """Take every fourth row of each head, or column where columns lie one after the other; always the same ones."""
+    by_row = heads.stride(-2) >= heads.stride(-1)
+    part = heads[:, ::_EVERY] if by_row else heads[:, :, ::_EVERY]
+    return part if part.device.type == "cpu" else part.contiguous()  # which is then copied without a wait
 
 
 def _squares(heads: Tensor) -> Tensor:

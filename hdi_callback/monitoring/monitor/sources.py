@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,12 +136,17 @@ def _ov(
 
 def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor], *, last: LastWeights) -> WeightFiniteness:
     H = max(weight.shape[1] for weight in weights.values())
-    if last.are_finite(names):
+    if last.are_finite(names) or _have_norms(weights.values()):
         some = next(iter(weights.values()))
         return WeightFiniteness(torch.zeros(len(names), H, dtype=torch.float32, device=some.device))
     # Nothing times what is no number is none; layer by layer, as a product of all layers leaves the cache.
     sums = [torch.stack([(own * 0).sum((-2, -1)) for own in weight]) for weight in weights.values()]
     return WeightFiniteness(torch.stack([by_head(one, H) for one in sums]).isnan().float().sum(0))
+
+
+def _have_norms(weights: Iterable[Tensor]) -> bool:
+    """Return whether the host may see norms of all weights, and they are finite: so are the weights then."""
+    return all(may_decide_on_host(one) and bool(torch.linalg.vector_norm(one).isfinite()) for one in weights)
 
 
 def by_head(values: Tensor, heads: int) -> Tensor:

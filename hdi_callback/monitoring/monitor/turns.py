@@ -81,4 +81,16 @@ def is_wide(facts: Mapping[str, Any]) -> bool:
     Returns:
         True if it is.
     """
-    return bool(facts["num_heads"] * facts["head_dim"] * facts["width"] > _WIDE)
+    return makes_wide(facts["num_heads"] * facts["head_dim"] * facts["width"])
+
+
+def makes_wide(numbers: int) -> bool:
+    """Return whether a weight has so many numbers that what rules alone look at is not measured of all of it.
+
+    Args:
+        numbers: how many a weight of all heads has.
+
+    Returns:
+        True if it has.
+    """
+    return numbers > _WIDE
