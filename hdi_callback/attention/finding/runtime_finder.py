@@ -92,7 +92,8 @@ class RuntimeFinder(ArgumentRecorder):
             self._failed.append(place.name)
         for one in found or ():
             if one.layer is None:
-                self.reasons[place.name] = one.reason
+                if place.name not in self.decided and not (one.is_undecided and place.name in self.reasons):
+                    self.reasons[place.name] = one.reason
                 if not one.is_undecided:
                     self.decided.add(place.name)
         return [one.layer for one in found or () if one.layer is not None]

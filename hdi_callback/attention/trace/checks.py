@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdi_callback.attention.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows, UndecidedError, module_of
+from hdi_callback.attention.trace.head_rows import NOT_FOLLOWED, NoHeadsError, Rows, UndecidedError, module_of
 from hdi_callback.attention.trace.support import Support, weights_at
 
 _BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
@@ -118,6 +118,9 @@ class HeadChecks(CoreView):
                 raise NoHeadsError(f"its {role} heads differ in width")
             name = module_of(heads[role][0].parameter)
             count = max(widths)  # where an activation cuts off what some of them depend on, others depend on more
+            matrix = self.matrix_behind_values() if role == "value" and count < expected else None
+            if matrix is not None:  # by weights that a map gives, say, as of several experts
+                raise NoHeadsError(NOT_FOLLOWED.format(role=role, name=module_of(matrix)))
             if count < expected:
                 raise NoHeadsError(f"a {role} of {expected} features is made of {count} features of `{name}`")
             raise NoHeadsError(f"its {role} heads share features, or mix: each depends on {count} of `{name}`")

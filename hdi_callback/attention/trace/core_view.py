@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hdi_callback.attention.trace.cores import Core
 from hdi_callback.attention.trace.head_rows import Rows, Units
-from hdi_callback.attention.trace.support import Support, agreed, columns_of, weights_at
+from hdi_callback.attention.trace.support import Support, agreed, columns_of, random_weights, weights_at
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
 
@@ -33,6 +33,13 @@ class CoreView:
         """Derive a tensor at some positions, counted over all dims but the last, by what maps gave."""
         return Support.of(tensor, weights_at(tensor, positions), self.trace.tensors)
 
+    def matrix_behind_values(self) -> str | None:
+        """Give the path of a matrix that values are made with, where that is no linear map."""
+        values, others = self.core.values, self.trace.run.others
+        made = Support.of(values, random_weights(values.shape), list(others.values()))
+        found = [name for name in (list(others)[at] for at in made.masks) if name.startswith("parameter")]
+        return next((name.removeprefix("parameter ") for name in found if _is_matrix(others[name])), None)
+
     def columns(self, tensor: Tensor) -> dict[tuple[str, int], set[int]]:
         """Features of maps -> the columns of a tensor that they act on, -2 for several at once."""
         columns: dict[tuple[str, int], set[int]] = {}
@@ -49,3 +56,7 @@ class CoreView:
         columns = self.columns(self.side(product, side))
         own = {at for one in rows for feature in one.features for at in columns.get((one.parameter, feature), {-2})}
         return list(range(self.side(product, side).shape[-1])) if -2 in own else sorted(own)
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return sum(size > 1 for size in parameter.shape) > 1

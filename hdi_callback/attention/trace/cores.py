@@ -130,6 +130,7 @@ class Learned:
     def __init__(self, run: TracedRun) -> None:
         self.parameters = {id(one) for name, one in run.others.items() if name.startswith("parameter")}
         self.known: dict[Any, bool] = {}
+        self._mixed: dict[Any, Any | None] = {}  # of every product once: recurrent parts have long chains of them
 
     def __call__(self, node: Any) -> bool:
         """Return whether a node is made of parameters alone."""
@@ -140,6 +141,11 @@ class Learned:
 
     def mixes(self, node: Any) -> Any | None:
         """Give what a product with parameters mixes, if that is made of products itself: scores or weights of heads."""
+        if node not in self._mixed:
+            self._mixed[node] = self._mixed_by(node)
+        return self._mixed[node]
+
+    def _mixed_by(self, node: Any) -> Any | None:
         sides = made_from(node)[-2:]
         for one, other in (sides, sides[::-1]):
             if one is not None and other is not None and self(one) and not self(other):

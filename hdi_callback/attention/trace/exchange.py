@@ -136,7 +136,7 @@ def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None
     if any(run.error is not None or [leaf.parameter for leaf in run.leaves] != maps for run in ranks):
         return None
     whole = replace(own, leaves=list(own.leaves), others=dict(own.others), spans=list(own.spans))
-    whole.normed, whole.convolved = list(own.normed), list(own.convolved)
+    whole.normed, whole.convolved, whole.mixed_tokens = list(own.normed), list(own.convolved), list(own.mixed_tokens)
     whole.scores, whole.mixed = {}, {}
     for number, run in enumerate(ranks):
         # What comes behind a second swap is right in this rank's own run alone, and of the same features in all.
@@ -145,6 +145,7 @@ def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None
         whole.spans += run.spans
         whole.normed += run.normed
         whole.convolved += run.convolved
+        whole.mixed_tokens += run.mixed_tokens
         whole.scores |= run.scores
         whole.mixed |= run.mixed
     whole.ranks = len(ranks)

@@ -83,7 +83,10 @@ class GraphCut(TorchFunctionMode):
         if answer is not NotImplemented:
             return answer
         made = func(*args, **kwargs)
-        return func(*args, **kwargs) if self.views.has_filled((*args, *kwargs.values()), made) else made
+        made = func(*args, **kwargs) if self.views.has_filled((*args, *kwargs.values()), made) else made
+        if func in parameter_products.MIXING_TOKENS:
+            parameter_products.note_mixed_tokens(self, func, made)
+        return made
 
     def answer(
         self,

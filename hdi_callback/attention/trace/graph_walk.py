@@ -61,13 +61,8 @@ def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
     Returns:
         The nodes, without the start.
     """
-    behind = list(nodes_behind(ends))
-    between = {start}
-    is_changed = True
-    while is_changed:
-        is_changed = False
-        for node in behind:
-            if node not in between and not between.isdisjoint(made_from(node)):
-                between.add(node)
-                is_changed = True
-    return [node for node in between if node is not start]
+    consumers: dict[Any, list[Any]] = {}
+    for node in nodes_behind(ends):
+        for one in made_from(node):
+            consumers.setdefault(one, []).append(node)
+    return [node for node in walk([start], lambda one: consumers.get(one, ())) if node is not start]

@@ -23,7 +23,9 @@ from torch import Tensor
 from hdi_callback.attention.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.checks import HeadChecks
 from hdi_callback.attention.trace.core_view import CoreView
+from hdi_callback.attention.trace.cores import Learned, made_of
 from hdi_callback.attention.trace.head_rows import (
+    NOT_FOLLOWED,
     SINGLE_KEYS,
     HeadRows,
     NoHeadsError,
@@ -37,7 +39,8 @@ from hdi_callback.attention.trace.parts import CoreParts
 from hdi_callback.attention.trace.role_rows import RoleRows
 from hdi_callback.attention.trace.support import Support, random_weights, weights_at
 from hdi_callback.attention.trace.tied_rows import TiedRowsReading
-from hdi_callback.attention.trace.unread import is_map_of_scores, is_over_tokens, made_of_leaves
+from hdi_callback.attention.trace.unread import NO_PRODUCTS, is_map_of_scores, is_over_tokens, made_of_leaves
+from hdi_callback.attention.trace.weighed_tokens import weighs_tokens
 
 _NO_MAP = "no linear map of single tokens gives its {role}s: they are learned, or filters over several give them"
 _TIED = "one map for all rows, of scores summed over them"
@@ -65,6 +68,7 @@ class CoreReading(CoreView):
         if any(side.is_complex() for product in core.scores for side in product.factors):
             raise NoHeadsError("its scores are products of complex numbers")
         self._refuse_sums_of_single_tokens()
+        self._refuse_weights_for_values()
         values = Support.of(core.values, random_weights(core.values.shape), self.trace.tensors)
         if not values:
             return self._of_no_map()
@@ -221,14 +225,16 @@ class CoreReading(CoreView):
         return found
 
     def _refuse_other_scores(self) -> None:
-        """Say what the weights are made of, if not of products; nothing of a router or learned pooling."""
+        """Say what the weights are made of, if not of products; nothing of a router, which weighs experts."""
         for logits in self.core.logits:
             for leaf in made_of_leaves(self.trace.run, logits):
                 if is_map_of_scores(leaf, logits, self.trace.cores):
                     name = module_of(leaf.parameter)
                     raise NoHeadsError(f"its heads mix: `{name}` maps the scores of all of them before the softmax")
-            if is_over_tokens(self.trace.run, logits) or self._weighs_tokens(logits):
-                raise UndecidedError("its scores are no products of queries and keys")
+            if is_over_tokens(self.trace.run, logits):
+                raise UndecidedError(NO_PRODUCTS)
+        if any(weighs_tokens(self.trace.run, node) for node in self.core.nodes):
+            raise UndecidedError(NO_PRODUCTS)
         raise NoHeadsError
 
     def _refuse_sums_of_single_tokens(self) -> None:
@@ -245,40 +251,33 @@ class CoreReading(CoreView):
         if sum(any(len(side) for side in sides) for sides in acting) > 1:
             raise NoHeadsError("its scores are sums of what single tokens give, and no products of queries and keys")
 
+    def _refuse_weights_for_values(self) -> None:
+        """Refuse weights that are multiplied with others before values are averaged, as with landmarks (Nystrom)."""
+        values = self.core.values.grad_fn
+        learned = Learned(self.trace.run)
+        for node in () if values is None else made_of(values, learned)[0]:
+            logits = self.trace.run.scores.get(node)
+            if logits is not None and logits.requires_grad and made_of(logits.grad_fn, learned)[1]:
+                raise NoHeadsError("the weights of a head are made of several softmaxes")
+
     def _is_of_maps(self, tensor: Tensor) -> bool:
         return bool(Support.of(tensor, random_weights(tensor.shape), self.trace.tensors))
-
-    def _weighs_tokens(self, logits: Tensor) -> bool:
-        """Tell scores that each token gives to others by itself; a router gives them to what is made of itself."""
-        values, columns = self.core.values, self.core.values.shape[1]
-        if not logits.requires_grad or logits.dim() < 2 or min(*logits.shape[-2:], columns) < 2:
-            return False
-        met = [self.support(values, torch.tensor([column])) for column in (0, columns - 1)]
-        is_of_one_map = met[0].masks.keys() == met[1].masks.keys() and len(met[0].masks) == 1
-        if not is_of_one_map or any(met[0].positions(leaf) == met[1].positions(leaf) for leaf in met[0].masks):
-            return False
-        rows = [self.support(logits, torch.tensor([row])) for row in (0, logits.shape[-2] - 1)]
-        return all(len(one.masks) == 1 for one in rows) and any(
-            rows[0].positions(leaf) != rows[1].positions(leaf) for leaf in rows[0].masks
-        )
 
     def _of_no_map(self) -> HeadRows:
         others = self.trace.run.others
         made = Support.of(self.core.values, random_weights(self.core.values.shape), list(others.values()))
         names = [list(others)[leaf] for leaf in made.masks]
         if any(name.startswith("input") for name in names):
-            matrix = next((name for name in names if name.startswith("parameter") and _is_matrix(others[name])), None)
-            if matrix is not None and self._has_one_for_each_token(others[matrix]):
-                name = module_of(matrix.removeprefix("parameter "))
-                raise NoHeadsError(f"each of its tokens has a matrix of its own in `{name}`")
+            matrix = self.matrix_behind_values()
+            if matrix is not None and self._has_one_for_each_token(others[f"parameter {matrix}"]):
+                raise NoHeadsError(f"each of its tokens has a matrix of its own in `{module_of(matrix)}`")
             sides = [side for product in self.core.scores for side in (product.left, product.right)]
             if all(Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides):
                 raise UndecidedError("its values are its inputs, and no projection of tokens")
             if matrix is not None and self.trace.run.convolved:
                 raise UndecidedError(_NO_MAP.format(role="value"))
             if matrix is not None:
-                name = module_of(matrix.removeprefix("parameter "))
-                raise UndecidedError(f"its values are made with `{name}` in a way that is not followed")
+                raise UndecidedError(NOT_FOLLOWED.format(role="value", name=module_of(matrix)))
             raise NoHeadsError("")  # a part of attention whose projections lie around it
         raise NoHeadsError(_NO_MAP.format(role="value"))
 
@@ -327,10 +326,6 @@ def _are_apart(of_heads: list[list[Rows]], width: int) -> bool:
         if all(len(one) == width for one in found) and sum(map(len, found)) == len(set().union(*found)):
             return all(any(one.parameter == parameter for one in rows) for rows in of_heads)
     return False
-
-
-def _is_matrix(parameter: Tensor) -> bool:
-    return sum(size > 1 for size in parameter.shape) > 1
 
 
 def _features(support: Support) -> tuple[Any, ...]:

@@ -76,6 +76,20 @@ def convolution(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
+def note_mixed_tokens(cut: GraphCut, func: Any, made: Any) -> None:
+    """Note what a convolution or a recurrent part gave for each token."""
+    answer = made[0] if isinstance(made, tuple) else made
+    if isinstance(answer, Tensor) and answer.requires_grad:
+        cut.run.mixed_tokens.append((answer, MIXING_TOKENS[func]))
+
+
+# What gives each token something of others -> the dimension that numbers features in what it gives.
+MIXING_TOKENS: dict[Any, int] = {
+    **dict.fromkeys((F.conv1d, F.conv_transpose1d), -2),
+    **dict.fromkeys((F.conv2d, F.conv_transpose2d), -3),
+    **dict.fromkeys((F.conv3d, F.conv_transpose3d), -4),
+    **dict.fromkeys((torch._VF.gru, torch._VF.lstm, torch._VF.rnn_tanh, torch._VF.rnn_relu), -1),
+}
 HANDLERS = {
     linear: (F.linear,),
     matmul: (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm),

@@ -46,6 +46,7 @@ class TracedRun:
         outputs: tensors that came back.
         normed: inputs of norms.
         convolved: inputs of convolutions that mix positions, ``(batch, features, ...)``.
+        mixed_tokens: what those and recurrent parts gave, and the dimension that numbers its features.
         centred: a LayerNorm, or code that subtracts a mean over features, was passed.
         ids: inputs of whole numbers: tokens that a table gives vectors for.
         error: the exception that ended the forward, if one did.
@@ -61,6 +62,7 @@ class TracedRun:
     outputs: list[Tensor] = field(default_factory=list)
     normed: list[Tensor] = field(default_factory=list)
     convolved: list[Tensor] = field(default_factory=list)
+    mixed_tokens: list[tuple[Tensor, int]] = field(default_factory=list)
     centred: bool = False
     ids: list[Tensor] = field(default_factory=list)
     error: Exception | None = None

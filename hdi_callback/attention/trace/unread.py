@@ -13,7 +13,9 @@ from hdi_callback.attention.trace.graph_walk import made_from, nodes_behind
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
 from hdi_callback.attention.trace.support import Support, random_weights, weights_at
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
+from hdi_callback.attention.trace.weighed_tokens import weighs_tokens
 
+NO_PRODUCTS = "its scores are no products of queries and keys"
 _ADDS_BY_INDEX = ("ScatterAdd", "ScatterReduce", "IndexAdd", "IndexReduce")
 
 
@@ -40,6 +42,8 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
             yield node, SINGLE_KEYS
         elif is_over_tokens(run, logits):
             yield node, "its values are weighted by no matrix product"
+        elif weighs_tokens(run, node):
+            yield node, NO_PRODUCTS
 
 
 def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
@@ -143,7 +147,20 @@ def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
     if leaf.taken.numel() // leaf.taken.shape[-1] * leaf.tensor.shape[-1] != logits.numel():
         return False
     averages = {core.node for core in cores}
-    return any(product not in averages for product in products_behind(leaf.taken))
+    has_scores = any(product not in averages for product in products_behind(leaf.taken))
+    return has_scores and _gives_columns_apart(leaf, logits)
+
+
+def _gives_columns_apart(leaf: Leaf, logits: Tensor) -> bool:
+    """Tell a map that is asked once for each pair of tokens from one whose features are the columns, as of classes."""
+    if logits.shape[-1] < 2:
+        return True
+    found = []
+    for column in (0, 1):
+        weights = torch.zeros(logits.shape)
+        weights.view(-1, logits.shape[-1])[-1, column] = 1.0
+        found.append(Support.of(logits, weights, [leaf.tensor]))
+    return any(one and one.positions(0) != found[0].positions(0) for one in found[1:]) or not all(found)
 
 
 def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:

@@ -433,6 +433,7 @@ class OneMapForAllRoles(nn.Module):
 @case(
     Core(rows("q.weight"), rows("k.weight"), rows("v.weight"), rows("v.weight", "(h d) c"), proved=("query", "key"),
          free=("output",)),
+    may_refuse="`v` and with its transpose",
 )  # fmt: skip
 class OutputByTheValues(nn.Module):
     """The matrix of the values, transposed, takes the outputs."""

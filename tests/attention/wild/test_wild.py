@@ -92,6 +92,15 @@ REFUSALS = {
     "DenseGraph": "its scores are sums of what single tokens give, and no products of queries and keys",
     "VectorsOfPoints": "its scores are no products of queries and keys",
     "EfficientAttention": "its scores are no products of queries and keys",
+    "Deformable": "its scores are no products of queries and keys",
+    "SoftExperts": "its scores are no products of queries and keys",
+    "PooledByOneScore": "its scores are no products of queries and keys",
+    "BagsOfInstances": "its scores are no products of queries and keys",
+    "WordsOfADocument": "its scores are no products of queries and keys",
+    "InterestsOfAUser": "its scores are no products of queries and keys",
+    "Outlook": "its scores are no products of queries and keys",
+    "Landmarks": "the weights of a head are made of several softmaxes",
+    "ExpertsOfValues": "its values are made with `ev` in a way that is not followed",
     "ComplexHeads": "its scores are products of complex numbers",
     "LoRAByHooks": "its projection `k` is a Linear with the forward hook `<lambda>`",
     # Heads whose maps take parts of the input, or inputs of their own: their rows do not compare.
@@ -112,6 +121,13 @@ def test_modules_by_hand_that_are_not_read_are_refused_with_what_is_true_of_them
     verdict = judge(ALL[name], "forward")
     assert verdict.verdict == REFUSED
     assert REFUSALS[name] in verdict.reason
+
+
+@pytest.mark.parametrize("way", ["model", "training"])
+@pytest.mark.parametrize("name", ["Deformable", "PooledByOneScore", "WordsOfADocument", "EfficientAttention"])
+def test_sums_with_weights_of_no_pairs_are_refused_alike_before_a_forward_and_in_a_training(name, way, tmp_path):
+    verdict = judge(ALL[name], way, tmp_path)
+    assert (verdict.verdict, verdict.reason) == (REFUSED, f"{REFUSALS[name]}.")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+r"""Whether a softmax weighs tokens that are added up, however that is written.
+
+What a weight is multiplied with is what the sum has for a derivative by it:
+
+.. math:: y = \sum_j w_j v_j, \qquad v_j = \partial y / \partial w_j
+
+A sum is over tokens if two of the `v_j` are each made of positions of one tensor that the other is not made of. Those
+of a router are made of the same token by different experts, those of a codebook of parameters alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from hdi_callback.attention.trace.graph_walk import nodes_between
+from hdi_callback.attention.trace.traced_run import TracedRun
+
+# What adds up: by a sum, a product, an index, or one term after the other.
+_SUMS = ("Sum", "Mean", "Bmm", "Mm", "Mv", "Dot", "Baddbmm", "Addmm", "Addmv", "IndexAdd", "ScatterAdd", "Add")
+_MOST_SUMS, _MOST_ELEMENTS, _MOST_COLUMNS = 8, 6, 4  # of each that are looked at
+_ROUNDING = 1e-7  # of a derivative, relative to the largest
+
+
+def weighs_tokens(run: TracedRun, node: Any) -> bool:
+    """Tell whether values of several tokens are added up with the weights that a softmax gave.
+
+    Args:
+        run: the run.
+        node: that of the softmax.
+
+    Returns:
+        True if so.
+    """
+    sources = _Sources(run)
+    axis = getattr(node, "_saved_dim", -1)
+    axis -= 2**64 if axis >= 2**63 else 0  # a negative number, read as one without a sign
+    for total in _sums_behind(run, node):
+        shape = tuple(total._input_metadata[0].shape)
+        for element in _elements(shape):
+            gradient = torch.zeros(shape)
+            gradient.view(-1)[element] = 1.0
+            (made,) = torch.autograd.grad(
+                GradientEdge(total, 0),
+                GradientEdge(node, 0),
+                gradient,
+                create_graph=True,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            if made is None or not made.requires_grad:
+                continue
+            values = made.movedim(axis, -1).reshape(-1, made.shape[axis])
+            row = int(values.detach().abs().sum(-1).argmax())
+            columns = values[row].detach().nonzero().flatten().tolist()
+            if len(columns) < 2:
+                continue
+            chosen = columns[:: max(1, (len(columns) - 1) // (_MOST_COLUMNS - 1))][:_MOST_COLUMNS]
+            positions = [sources.of(values[row, column]) for column in chosen]
+            if any(sources.are_other_tokens(one, other) for one, other in itertools.combinations(positions, 2)):
+                return True
+    return False
+
+
+def _sums_behind(run: TracedRun, node: Any) -> list[Any]:
+    """Give what adds up something that is made of a softmax, in the order in which it ran."""
+    ends = [*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]
+    found = [one for one in nodes_between(ends, node) if one.name().rstrip("01").removesuffix("Backward") in _SUMS]
+    return sorted(found, key=lambda one: one._sequence_nr())[:_MOST_SUMS]
+
+
+def _elements(shape: tuple[int, ...]) -> list[int]:
+    count = torch.Size(shape).numel()
+    return sorted({(count - 1) * place // (_MOST_ELEMENTS - 1) for place in range(_MOST_ELEMENTS)}) if count else []
+
+
+class _Sources:
+    """Tensors with a token at each position: what maps, recurrent parts and convolutions gave, and inputs."""
+
+    def __init__(self, run: TracedRun) -> None:
+        self.run = run
+        inputs = [one for name, one in run.others.items() if name.startswith("input")]
+        self.tensors = [*run.tensors, *inputs, *(one for one, _ in run.mixed_tokens)]
+        self.axes = [-1] * len(run.leaves) + [_feature_axis(run, one) for one in inputs]
+        self.axes += [axis for _, axis in run.mixed_tokens]
+
+    def of(self, output: Tensor, gradient: Tensor | None = None) -> dict[int, Tensor]:
+        """Give the positions of each source that something is made of."""
+        if not output.requires_grad:
+            return {}
+        found = torch.autograd.grad(output, self.tensors, gradient, retain_graph=True, allow_unused=True)
+        sizes = {
+            number: torch.nan_to_num(one).abs().movedim(self.axes[number], -1).reshape(-1, one.shape[self.axes[number]])
+            for number, one in enumerate(found)
+            if one is not None and one.dim()
+        }
+        largest = max((float(one.max()) for one in sizes.values()), default=0.0)
+        masks = {number: (one > _ROUNDING * largest).any(-1) for number, one in sizes.items()} if largest else {}
+        return {number: mask for number, mask in masks.items() if mask.any()}
+
+    def are_other_tokens(self, one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+        """Return whether two values are made of different positions of one source, that hold different tokens."""
+        return any(
+            _are_apart(mask, other[number]) and not self._are_the_same(number, mask, other[number])
+            for number, mask in one.items()
+            if number in other
+        )
+
+    def _are_the_same(self, number: int, one: Tensor, other: Tensor) -> bool:
+        """Return whether what a map took at some positions is of the same token as at others.
+
+        Experts take copies of it, or each some of its features. What attention mixed is made of the same tokens as
+        well, but of several of them.
+        """
+        if number >= len(self.run.leaves):
+            return False
+        taken = self.run.leaves[number].taken
+        rows = taken.detach().reshape(-1, taken.shape[-1])
+        first, second = rows[one], rows[other]
+        if first.shape == second.shape and torch.equal(first, second):
+            return True
+        made = [self.of(taken, _at(taken, mask)) for mask in (one, other)]
+        shared = made[0].keys() & made[1].keys()
+        apart = [at for at in shared if _are_apart(made[0][at], made[1][at])]
+        if apart:
+            return all(self._are_the_same(at, made[0][at], made[1][at]) for at in apart)
+        return all(int(of_one.sum()) == 1 for found in made for of_one in found.values())
+
+
+def _are_apart(one: Tensor, other: Tensor) -> bool:
+    """Each has positions that the other lacks; those of a layer hold those of the layers before."""
+    return bool((one & ~other).any()) and bool((other & ~one).any())
+
+
+def _at(tensor: Tensor, mask: Tensor) -> Tensor:
+    return mask.view(*tensor.shape[:-1], 1).expand(tensor.shape).to(tensor.dtype)
+
+
+def _feature_axis(run: TracedRun, tensor: Tensor) -> int:
+    """The axis of an input that numbers features, by what a map takes at one position of it."""
+    for leaf in run.leaves:
+        if not leaf.taken.requires_grad or not leaf.taken.numel():
+            continue
+        (found,) = torch.autograd.grad(leaf.taken, tensor, _first(leaf.taken), retain_graph=True, allow_unused=True)
+        places = torch.zeros(0, tensor.dim()) if found is None else found.nonzero()
+        varied = [axis for axis in range(tensor.dim()) if len(set(places[:, axis].tolist())) > 1]
+        if len(varied) == 1:
+            return varied[0] - tensor.dim()
+    return 1 - tensor.dim() if tensor.dim() > 3 else -1
+
+
+def _first(tensor: Tensor) -> Tensor:
+    gradient = torch.zeros(tensor.shape)
+    gradient.view(-1, tensor.shape[-1])[0] = 1.0
+    return gradient
