@@ -112,7 +112,7 @@ class FeaturesWeighed(nn.Module):
 class BranchesOfConvolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(nn.Conv2d(8, 8, size, padding=size // 2) for size in (3, 5))
+        self.branches = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=size, dilation=size) for size in (1, 2))
         self.gate = nn.Linear(8, 16)
 
     def forward(self, x: Tensor) -> Tensor:

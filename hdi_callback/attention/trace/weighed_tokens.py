@@ -104,10 +104,9 @@ class _Sources:
 
     def are_other_tokens(self, one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
         """Return whether two values are made of different positions of one source, that hold different tokens."""
-        return any(
+        return one.keys() == other.keys() and any(  # else they are what two experts or two branches gave
             _are_apart(mask, other[number]) and not self._are_the_same(number, mask, other[number])
             for number, mask in one.items()
-            if number in other
         )
 
     def _are_the_same(self, number: int, one: Tensor, other: Tensor) -> bool:
