@@ -1,10 +1,17 @@
-"""Forward hooks of a linear map that may change what it gives, as updates of low rank by hooks do."""
+"""Forward hooks of a linear map that change what it gives, as updates of low rank by hooks do.
+
+Before a forward their code alone says whether they may. A forward shows it: a hook that handed on the tensor that it
+was given, and wrote nothing into it, changes nothing; one that gave other numbers, or wrote into it, does. What gave a
+new tensor of the same numbers may change them later, as an update of low rank does that begins with zeros.
+"""
 
 from __future__ import annotations
 
 import dis
 import functools
-from typing import Any
+import weakref
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from torch import nn
 
@@ -12,23 +19,74 @@ from torch import nn
 _LEAVE_IT = ("torch", "hdi_callback", "accelerate", "deepspeed", "lightning", "transformers", "wandb", "peft")
 _COLLECT = {"append", "extend", "update", "setdefault", "__setitem__"}
 
+Effect = Literal["none", "changed", "unknown"]
+
+# What forwards showed of the hooks of a map: these hooks, and what became of what the map gave.
+_SHOWN: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Effect]] = weakref.WeakKeyDictionary()
+
 
 def changing_hook(module: nn.Module) -> str | None:
-    """Find a forward hook whose code returns something, which takes the place of what the module gave.
+    """Find a forward hook that changes what the module gave, or may, as long as no forward showed that it does not.
 
     Args:
         module: any module.
 
     Returns:
-        The name of the hook; `None` if no hook does, as far as their code shows: a call whose answer is handed on
-        counts as something.
+        What it is, as a clause: the name of the hook, and whether it changes anything; `None` if no hook does, as far
+        as forwards or their code show: a call whose answer is handed on counts as something.
     """
+    hooks = list(_hooks_of(module))
+    known, effect = _SHOWN.get(module, ((), "unknown"))
+    if known == tuple(map(id, hooks)) and effect != "unknown":
+        return f"with {_named(hooks)}, which changed what its weight gives" if effect == "changed" and hooks else None
+    may_change = [one for one in hooks if _returns_something(_function_of(one))]
+    return f"with {_named(may_change)}, which may give something else than its weight does" if may_change else None
+
+
+def shown_change(module: nn.Module) -> bool:
+    """Return whether a forward showed that the hooks of a module change what its weight gives.
+
+    Args:
+        module: any module.
+
+    Returns:
+        False as long as no forward did.
+    """
+    known, effect = _SHOWN.get(module, ((), "unknown"))
+    return effect == "changed" and known == tuple(map(id, _hooks_of(module))) and bool(known)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks that may change what it gives.
+
+    Args:
+        module: any module.
+
+    Returns:
+        False if it has none, or those of libraries alone that leave it as it is.
+    """
+    return any(True for _ in _hooks_of(module))
+
+
+def note_effect(module: nn.Module, effect: Effect) -> None:
+    """Note what became of what a module gave, behind all of its hooks, in a forward.
+
+    Args:
+        module: a linear map.
+        effect: ``"none"``, ``"changed"``, or ``"unknown"`` of a new tensor of the same numbers.
+    """
+    _SHOWN[module] = tuple(map(id, _hooks_of(module))), effect
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
     for hook in module._forward_hooks.values():
-        function = _function_of(hook)
-        is_known = (getattr(function, "__module__", None) or "").partition(".")[0] in _LEAVE_IT
-        if not is_known and _returns_something(function):
-            return str(getattr(function, "__name__", type(hook).__name__))
-    return None
+        if (getattr(_function_of(hook), "__module__", None) or "").partition(".")[0] not in _LEAVE_IT:
+            yield hook
+
+
+def _named(hooks: list[Any]) -> str:
+    names = [str(getattr(_function_of(one), "__name__", type(one).__name__)) for one in hooks]
+    return f"the forward hook{'s' * (len(names) > 1)} `{'` and `'.join(names)}`"
 
 
 def _function_of(hook: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -206,3 +207,21 @@ class HeadPieces:
         if len({(piece.width, piece.in_features) for piece in self.pieces}) != 1:
             return "is made of maps of different sizes"
         return next((why for piece in self.pieces if (why := piece.contradiction(is_output)) is not None), None)
+
+
+def single_maps(parts: Iterable[HeadSlice | HeadProduct | HeadPieces]) -> Iterator[HeadSlice]:
+    """Give what weights of heads are made of, map by map.
+
+    Args:
+        parts: of one linear map or several each.
+
+    Yields:
+        The part of each map.
+    """
+    for part in parts:
+        if isinstance(part, HeadProduct):
+            yield from (part.outer, part.inner)
+        elif isinstance(part, HeadPieces):
+            yield from part.pieces
+        else:
+            yield part

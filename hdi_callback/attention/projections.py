@@ -195,7 +195,7 @@ def objection(module: nn.Module) -> str | None:
         return f"a {name} whose forward was replaced"
     hook = changing_hook(module)
     if hook is not None:
-        return f"a {name} with the forward hook `{hook}`, which may give something else than its weight does"
+        return f"a {name} {hook}"
     # Its weight is the one that is trained; a rounded copy of it is multiplied with.
     is_known = type(module).forward is nn.Linear.forward or name == "Float8Linear" or is_transposed(module)
     if is_known or _convolves(module) or _multiplies(module, weight):

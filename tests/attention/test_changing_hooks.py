@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from hdi_callback import find_attention
+from hdi_callback import find_attention, watch_heads
 from hdi_callback.attention.changing_hooks import changing_hook
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.wild.catalogue import cases
@@ -59,6 +62,84 @@ def test_a_hook_that_returns_nothing_is_no_hindrance(hook):
 @pytest.mark.parametrize("hook", MAY_CHANGE)
 def test_a_hook_that_may_change_the_keys_is_named_and_they_are_not_read(hook):
     module = _plain(hook)
-    name = changing_hook(module.k)
-    with pytest.warns(UnsupportedAttentionWarning, match=f"`k` is a Linear with the forward hook `{name}`"):
+    what = changing_hook(module.k)
+    assert what is not None
+    with pytest.warns(UnsupportedAttentionWarning, match=re.escape(f"`k` is a Linear {what}")):
         assert find_attention(module) == []
+
+
+def hands_on(module: nn.Module, args: Any, output: Any) -> Any:
+    SEEN.append(output)
+    return output
+
+
+def hands_on_if_it_must(module: nn.Module, args: Any, output: Any) -> Any:
+    return output if module.training else output * 2
+
+
+def writes(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.mul_(2)
+
+
+def writes_behind_autograd(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.data[:, 0] = 0
+
+
+class LowRank:
+    """An update that begins with zeros, as LoRA by a hook does."""
+
+    def __init__(self) -> None:
+        self.a, self.b = torch.randn(4, 24), torch.zeros(24, 4)
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + args[0] @ self.a.T @ self.b.T
+
+
+def _of_forward(module: nn.Module, way: str, folder: Path) -> tuple[int, str]:
+    """Read a module with a forward, or in a training: how many layers, and what is said."""
+    x = torch.randn(2, 7, 24)
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always")
+        if way == "forward":
+            layers = find_attention(module, forward=lambda: module(x))
+        else:
+            holder = nn.Sequential(module)
+            optimizer = torch.optim.SGD(holder.parameters(), lr=0.0)
+            with watch_heads(holder, optimizer, every_n_steps=1, alerts=None, history=False, verbose=False) as heads:
+                for _ in range(2):
+                    with heads.step():
+                        holder(x).square().mean().backward()
+                        optimizer.step()
+            layers = heads.monitor.layers
+    said = [str(one.message) for one in reported if issubclass(one.category, UnsupportedAttentionWarning)]
+    return len(layers), " | ".join(said)
+
+
+@pytest.mark.parametrize("way", ["forward", "training"])
+@pytest.mark.parametrize("hook", [hands_on, hands_on_if_it_must, *LOOK_ON])
+def test_a_hook_that_hands_on_what_the_map_gave_is_no_hindrance_once_a_forward_ran(hook, way, tmp_path):
+    assert _of_forward(_plain(hook), way, tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize("way", ["forward", "training"])
+@pytest.mark.parametrize("hook", [writes, writes_behind_autograd, *MAY_CHANGE])
+def test_a_hook_that_changed_the_keys_in_a_forward_has_them_left_out(hook, way, tmp_path):
+    count, said = _of_forward(_plain(hook), way, tmp_path)
+    assert count == 0
+    assert "`k`" in said
+    assert "hook" in said
+
+
+@pytest.mark.parametrize("way", ["forward", "training"])
+def test_an_update_by_a_hook_that_begins_with_zeros_is_not_taken_for_none(way, tmp_path):
+    count, said = _of_forward(_plain(LowRank()), way, tmp_path)
+    assert count == 0
+    assert "which may give something else than its weight does" in said
+
+
+def test_another_hook_is_judged_anew(tmp_path):
+    module = _plain(hands_on)
+    assert _of_forward(module, "forward", tmp_path)[0] == 1
+    assert changing_hook(module.k) is None
+    module.k.register_forward_hook(may_return)
+    assert "which may give something else" in str(changing_hook(module.k))

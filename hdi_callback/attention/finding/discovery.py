@@ -134,6 +134,7 @@ def _run_for_real(forward: Callable[[], Any], search: Search) -> None:
     finally:
         recorder.suspend()
         observer.suspend()
+    observer.note_hooks()
     ways = recorder.take()  # name of a module -> its arguments, cut in several ways
     ran = {name: ways[name] for name in open_places.keys() & ways.keys()}
     with isolated(search.model):

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from hdi_callback.attention.changing_hooks import changing_hook
 from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
+from hdi_callback.attention.head_maps import single_maps
 from hdi_callback.attention.heads import PLURAL, AttentionLayer
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
 from hdi_callback.attention.names import is_within, printable
@@ -116,6 +118,8 @@ def layers_observed(
     found: list[AttentionLayer] = []
     for path, layer in observer.proposals(layers).items():
         if not isinstance(layer, AttentionLayer) or layer.num_heads < 2:
+            continue
+        if any(changing_hook(part.owner) is not None for part in single_maps(layer.slices.values())):
             continue
         inside = set(layer.module.modules())
         if any(one.module in inside or layer.module in set(one.module.modules()) for one in (*layers, *found)):

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from hdi_callback.attention.changing_hooks import shown_change
 from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
+from hdi_callback.attention.head_maps import single_maps
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
 from hdi_callback.attention.observe import Verdict
@@ -70,6 +72,9 @@ def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, rec
     Returns:
         What was observed instead, as a clause; `None` if nothing contradicts the claim.
     """
+    for one in single_maps(layer.slices.values()):
+        if shown_change(one.owner):
+            return f"what its projection `{one.parameter.removesuffix('.weight')}` gave was changed by a forward hook"
     if verdict is not None and verdict.state == "established":
         return None
     shown: list[str | None] = []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.changing_hooks import Effect
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.quiet import holds_numbers
 from hdi_callback.attention.observe.samples import MAX_FEATURES, MapCall, arrangements, sample_of_map
@@ -14,6 +18,37 @@ from hdi_callback.attention.observe.samples import MAX_FEATURES, MapCall, arrang
 _BEFORE_A_CORE = 64  # calls before an attention among which its queries, keys and values are searched
 _AFTER_A_CORE = 8  # and after it, among which its output projection is searched
 _MOST_CALLS = 1024  # after which those that are near no attention are let go, as those of many experts are
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What a call gave: the tensor itself, as long as it lives, and how often it had been written to by then."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    call: MapCall
+    features_dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class _BehindHooks:
+    """What a map gave behind its forward hooks."""
+
+    module: nn.Module
+    call: MapCall
+    sample: Tensor | None
+    is_same: bool
+    is_written: bool
+
+    @property
+    def effect(self) -> Effect:
+        """What the hooks did; the host waits for the device."""
+        made = self.call.made
+        if self.is_written or self.sample is None or self.sample.shape != made.shape:
+            return "changed"
+        if not torch.equal(torch.nan_to_num(self.sample), torch.nan_to_num(made)):
+            return "changed"
+        return "none" if self.is_same else "unknown"
 
 
 class MapLog:
@@ -37,6 +72,8 @@ class MapLog:
         self._stack, self._names, self._claimed = stack, names, claimed
         self._order = 0
         self._cores: list[int] = []  # where in the order attention ran
+        self._latest: _Given | None = None
+        self._behind_hooks: list[_BehindHooks] = []
         self._settled = 0  # how many calls were kept when some were last let go
 
     def core_ran(self) -> int:
@@ -88,6 +125,31 @@ class MapLog:
             self._add_norm(keys, name, inputs, made)
         else:
             self._add(keys, name, kind, inputs, made, features_dim)
+
+    def hooks_ran(self, module: nn.Module, result: Any) -> None:
+        """Keep what the forward hooks of a map made of what it gave; see `hook_effects`.
+
+        Args:
+            module: the map, whose own call is the latest that was recorded.
+            result: what comes behind its hooks.
+        """
+        latest = self._latest
+        if latest is None or id(module) not in latest.call.keys:
+            return
+        is_tensor = isinstance(result, Tensor) and result.dim() >= -latest.features_dim and holds_numbers(result)
+        is_same = latest.tensor() is result
+        is_written = is_same and not result.is_inference() and result._version != latest.version
+        sample = sample_of_map(result, latest.features_dim) if is_tensor else None
+        self._behind_hooks.append(_BehindHooks(module, latest.call, sample, is_same, is_written))
+
+    def hook_effects(self) -> Iterator[tuple[nn.Module, Effect]]:
+        """Say what forward hooks of maps did to what these gave; the host waits for the device.
+
+        Yields:
+            A map and what its hooks did in one call.
+        """
+        for one in self._behind_hooks:
+            yield one.module, one.effect
 
     def recent(self) -> list[MapCall]:
         """Give the calls before an attention among which its queries, keys and values are searched.
@@ -142,6 +204,8 @@ class MapLog:
                 is_transposed, own,
             )
         )  # fmt: skip
+        version = 0 if made.is_inference() else made._version
+        self._latest = _Given(weakref.ref(made), version, self.calls[-1], features_dim)
 
     def _add_norm(self, keys: tuple[int, ...], name: str, inputs: Tensor, made: Tensor) -> None:
         """Record a norm of tokens, or of the heads of tokens: of each order of its dimensions a sample."""

@@ -30,8 +30,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.changing_hooks import Effect, has_hooks, note_effect
 from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.observe.accounts import Unexplained, unexplained
 from hdi_callback.attention.observe.cores import ObservedCore
@@ -187,6 +189,15 @@ class AttentionObserver:
         self._forward = None
         self._verdicts, self._proposed = {}, {}
 
+    def note_hooks(self) -> None:
+        """Note what forward hooks of linear maps did to what these gave; the host waits for the device."""
+        effects: dict[nn.Module, list[Effect]] = {}
+        for module, effect in () if self._forward is None else self._forward.recorder.maps.hook_effects():
+            effects.setdefault(module, []).append(effect)
+        for module, found in effects.items():
+            worst: Effect = "changed" if "changed" in found else "unknown" if "unknown" in found else "none"
+            note_effect(module, worst)
+
     @property
     def absent(self) -> dict[str, str]:
         """Layers whose attention rows were not read: name -> reason."""
@@ -290,6 +301,8 @@ class _Forward:
 
     def left(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.recorder.stack.leave(name)
+        if self.recorder.maps.keeps_samples and has_hooks(module) and is_map(module):
+            self._behind_hooks(name, module, result)
         inputs = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(inputs, Tensor) or not self.recorder.maps.keeps_samples:
             return
@@ -299,6 +312,13 @@ class _Forward:
                     self.recorder.maps.module_ran(module, "linear", inputs, result, feature_dim(module))
                 elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
                     self.recorder.maps.module_ran(module, "norm", inputs, result, -1)
+        except Exception as error:  # the forward goes on
+            self._failures.append(f"{name}: {type(error).__name__} ({error})")
+
+    def _behind_hooks(self, name: str, module: nn.Module, result: Any) -> None:
+        try:
+            with quiet(result.device if isinstance(result, Tensor) else torch.device("cpu")):
+                self.recorder.maps.hooks_ran(module, result)
         except Exception as error:  # the forward goes on
             self._failures.append(f"{name}: {type(error).__name__} ({error})")
 

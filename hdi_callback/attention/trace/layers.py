@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hdi_callback.attention.changing_hooks import has_hooks
 from hdi_callback.attention.heads import INPUT_ROLES, AttentionLayer, HeadWeight, Role
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.cores import Core, cores_of
@@ -203,7 +204,9 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
                 raise NoHeadsError(OWN_INPUTS.format(role=role))
             why = None if leaf.module is None else objection_to(leaf.module)
             if why is not None:
-                raise NoHeadsError(f"its projection `{module_of(parameter)}` is {why}")
+                # Of hooks that may change something a forward shows whether they do.
+                refusal = UndecidedError if leaf.module is not None and has_hooks(leaf.module) else NoHeadsError
+                raise refusal(f"its projection `{module_of(parameter)}` is {why}")
     refuse_inputs_of_their_own(trace, heads.rows)
     output = outputs_of(trace, cores, heads)
     H = len(heads.members)

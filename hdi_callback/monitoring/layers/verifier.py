@@ -143,6 +143,7 @@ class HeadVerifier:
         observer.disarm()
         if is_verifying:
             with self._warn_once.guard("checking heads"):
+                observer.note_hooks()
                 self._leave_out_contradicted(observer)
             with self._warn_once.guard("searching for heads"):
                 # Hooks leave as it stops recording, which isolation would undo.
