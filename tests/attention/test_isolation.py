@@ -415,3 +415,16 @@ def test_a_static_method_kept_as_an_attribute_can_be_copied():
     trial = isolated_copy(nn.Sequential(module))
     assert trial[0].act is module.act
     assert not any(one is other for one in trial.parameters() for other in module.parameters())
+
+
+def test_what_a_module_keeps_of_its_ranks_and_devices_can_be_copied():
+    """Process groups, stores and streams, as attention over ranks keeps them, are refused by `copy.deepcopy`."""
+    module = nn.Linear(4, 4)
+    kept = [torch.Stream(device="cpu"), torch.distributed.HashStore(), torch.distributed.ProcessGroup(0, 1)]
+    module.group, module.others = kept[2], {"stores": kept[:2]}
+    with pytest.raises(TypeError, match="cannot pickle"):
+        copy.deepcopy(module)
+    trial = isolated_copy(module)
+    assert trial.group is kept[2]
+    assert [one is other for one, other in zip(trial.others["stores"], kept)] == [True, True]
+    assert trial.weight is not module.weight

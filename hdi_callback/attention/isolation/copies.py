@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -26,6 +27,13 @@ HOOKS = (
 )  # fmt: skip
 _OF_COMPOSABLE = "__composable_api_state_key"  # where torch keeps the state of `fully_shard` in a module
 _PLAIN_FUNCTIONS = (staticmethod,)
+# What stands for something that there is once: a copy says the same of it.
+_HANDLES = tuple(
+    kind
+    for place, names in ((torch, ["Stream"]), (torch.cuda, ["Stream"]), (torch.distributed, ["ProcessGroup", "Store"]))
+    for name in names
+    if isinstance(kind := getattr(place, name, None), type)  # there are builds of torch without them
+)
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -118,7 +126,9 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
                 size += 0 if id(one) in memo or is_lazy(one) else one.nbytes
                 if one.grad_fn is not None:  # as the loss of the last forward, which cannot be copied with its graph
                     memo[id(one)] = one.detach().clone()
-            elif isinstance(one, _PLAIN_FUNCTIONS):  # kept as an attribute; it holds nothing, and nothing copies it
+            elif isinstance(
+                one, (*_PLAIN_FUNCTIONS, *_HANDLES)
+            ):  # nothing copies a function in a `staticmethod` either
                 memo[id(one)] = one
             elif isinstance(one, _LOCKS):
                 memo[id(one)] = threading.Lock() if isinstance(one, _LOCKS[0]) else threading.RLock()
@@ -128,12 +138,12 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
 
 
 def _values_within(container: Any, visited: set[int], depth: int = 4) -> Iterator[Any]:
-    """Modules, tensors and locks among the attributes of a module, in containers and objects too."""
+    """Modules, tensors, handles and locks among the attributes of a module, in containers and objects too."""
     if id(container) in visited:
         return
     visited.add(id(container))
     for one in list(container.values() if isinstance(container, dict) else container):
-        if isinstance(one, (nn.Module, Tensor, *_LOCKS, *_PLAIN_FUNCTIONS)):
+        if isinstance(one, (nn.Module, Tensor, *_LOCKS, *_PLAIN_FUNCTIONS, *_HANDLES)):
             yield one
         elif not depth or isinstance(one, (type, types.FunctionType, types.ModuleType)):
             continue
