@@ -3,6 +3,8 @@
     python -m tests.benchmarks.bench_growth --output docs/benchmarks/growth.md --picture docs/images/growth.png
 
 Beside it grows the plain product of the same numbers: `K @ K.T` of each layer's keys, `O.T @ O` of its head outputs.
+Over ranks it is a reading of the same model in as many processes at once that read it alone, as processes that share
+cores slow each other whatever they do.
 """
 
 from __future__ import annotations
@@ -90,11 +92,11 @@ class Attention(nn.Module):
 class Readings:
     """A model that is read again and again."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, process_group: str | None = "auto") -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(Attention(sizes) for _ in range(sizes.layers)))
         self.x = torch.randn(sizes.tokens // LENGTH, LENGTH, sizes.width)
-        self.monitor = HeadDiversityMonitor(self.model, max_tokens=sizes.tokens)
+        self.monitor = HeadDiversityMonitor(self.model, max_tokens=sizes.tokens, process_group=process_group)
         self.step = 0
         self.read()  # its claims are checked in the first
 
@@ -152,21 +154,21 @@ class Point:
     Attributes:
         size: heads, width, layers, tokens or ranks.
         seconds: CPU time of a reading; of the busiest rank.
-        products: that of the plain products.
+        products: that of what it is held against: the plain products; of ranks, a reading alone.
         memory: bytes at the peak of a reading, beyond what was there before; NaN where the system does not tell.
-        memory_of_products: bytes of the numbers of the plain products.
+        memory_of_products: bytes of the numbers of the plain products; of ranks, as of `memory`, reading alone.
     """
 
     size: int
     seconds: list[float]
     products: list[float]
     memory: list[float]
-    memory_of_products: float
+    memory_of_products: list[float]
 
 
 def measure(name: str, every: Sequence[Sizes], rounds: int) -> list[Point]:
     """Measure sizes in turn: in each round a reading of every size, and the plain products right after it."""
-    points = [Point(getattr(sizes, name), [], [], [], Products(sizes).memory) for sizes in every]
+    points = [Point(getattr(sizes, name), [], [], [], []) for sizes in every]
     held = [(Readings(sizes), Products(sizes)) for sizes in every]
     for readings, products in held:
         readings.read()
@@ -177,6 +179,7 @@ def measure(name: str, every: Sequence[Sizes], rounds: int) -> list[Point]:
             point.products.append(max(products.compute(), 1e-6))
             if turn < ROUNDS_OF_MEMORY:
                 point.memory.append(peak_of(readings))
+                point.memory_of_products.append(products.memory)
     for readings, _ in held:
         readings.monitor.close()
     return points
@@ -197,34 +200,37 @@ def peak_of(readings: Readings) -> float:
         return math.nan
 
 
-_held: dict[Sizes, tuple[Readings, Products]] = {}
-"""On each rank, what is read in every round."""
+_held: dict[Sizes, tuple[Readings, Readings]] = {}
+"""On each rank, what is read in every round: with the others, and alone."""
 
 
-def read_on_rank(rank: int, sizes: Sizes, *, with_memory: bool) -> tuple[float, float, float]:
-    """CPU seconds of a reading on one of several ranks that hold the same model, and of the products; and bytes."""
+def read_on_rank(rank: int, sizes: Sizes, *, with_memory: bool) -> list[float]:
+    """CPU seconds of a reading on one of several ranks that hold the same model; bytes; and both of one alone."""
     if sizes not in _held:
-        _held[sizes] = Readings(sizes), Products(sizes)
-        _held[sizes][0].read()
-        _held[sizes][1].compute()
-    readings, products = _held[sizes]
-    return readings.added(1), products.compute(), peak_of(readings) if with_memory else math.nan
+        _held[sizes] = Readings(sizes), Readings(sizes, None)
+        for readings in _held[sizes]:
+            readings.read()
+    seconds = [readings.added(2) for readings in _held[sizes]]
+    memory = [peak_of(readings) if with_memory else math.nan for readings in _held[sizes]]
+    return [*seconds, *memory]
 
 
 def over_ranks(sizes: Sizes, rounds: int) -> list[Point]:
     """Measure numbers of ranks in turn, a pool of processes for each."""
     pools = {ranks: RankPool(ranks) for ranks in RANKS}
-    points = {ranks: Point(ranks, [], [], [], Products(sizes).memory) for ranks in RANKS}
+    points = {ranks: Point(ranks, [], [], [], []) for ranks in RANKS}
     try:
         for turn in range(-1, rounds):  # the first warms up
+            with_memory = 0 <= turn < ROUNDS_OF_MEMORY
             for ranks, pool in pools.items():
-                reported = pool(partial(read_on_rank, sizes=sizes, with_memory=0 <= turn < ROUNDS_OF_MEMORY))
-                seconds, products, memory = (max(values) for values in zip(*(one.answer for one in reported)))
+                reported = pool(partial(read_on_rank, sizes=sizes, with_memory=with_memory))
+                seconds, alone, *memory = (max(values) for values in zip(*(one.answer for one in reported)))
                 if turn >= 0:
                     points[ranks].seconds.append(max(seconds, 1e-6))
-                    points[ranks].products.append(max(products, 1e-6))
-                if 0 <= turn < ROUNDS_OF_MEMORY:
-                    points[ranks].memory.append(memory)
+                    points[ranks].products.append(max(alone, 1e-6))
+                if with_memory:
+                    points[ranks].memory.append(memory[0])
+                    points[ranks].memory_of_products.append(memory[1])
     finally:
         for pool in pools.values():
             pool.stop()
@@ -273,7 +279,8 @@ def report(points: dict[str, list[Point]], rounds: int, command: str) -> list[st
         f"Made by `{command}`",
         f"with {rounds} rounds, 1 CPU thread, torch {torch.__version__.split('+')[0]}, in CPU time; "
         f"{Sizes()} but for what grows. Each round fits exponents of its own, of a reading and of the plain products "
-        "that are computed right after it; given are medians, and the 95 % interval of the median difference.",
+        "that are computed right after it; given are medians, and the 95 % interval of the median difference. "
+        "Ranks are held against as many processes at once that read the same model alone.",
     ]
     tables = {
         "time": ("a reading, ms", 1e3, lambda point: point.seconds, lambda point: point.products),
@@ -281,13 +288,13 @@ def report(points: dict[str, list[Point]], rounds: int, command: str) -> list[st
             "a reading, MiB",
             1 / 2**20,
             lambda point: point.memory,
-            lambda point: [point.memory_of_products] * len(point.memory),
+            lambda point: point.memory_of_products,
         ),
     }
     for what, (unit, factor, readings, products) in tables.items():
         lines += [
             "",
-            f"| grows | from - to | {unit} | exponent of {what} | of the plain products | difference |",
+            f"| grows | from - to | {unit} | exponent of {what} | of what it is held against | difference |",
             "|---|---|---|---|---|---|",
         ]
         for name, found in points.items():
@@ -295,15 +302,25 @@ def report(points: dict[str, list[Point]], rounds: int, command: str) -> list[st
             cells = Exponents.of(sizes, [readings(point) for point in found], [products(point) for point in found])
             ends = [statistics.median(readings(point)) * factor for point in (found[0], found[-1])]
             lines.append(f"| {name} | {sizes[0]} - {sizes[-1]} | {ends[0]:.1f} - {ends[1]:.1f} | {cells.cells()} |")
-    lines += ["", "| a reading, CPU ms of the busiest rank | 1 rank | 2 ranks | 4 ranks |", "|---|---|---|---|"]
-    for name, sizes in OF_RANKS.items():
-        if name in points:
+    over = [name for name in OF_RANKS if name in points]
+    if over:
+        lines += ["", "| a reading, CPU ms of the busiest rank | 1 rank | 2 ranks | 4 ranks |", "|---|---|---|---|"]
+    for name in over:
+        for how, seconds in (("together", readings_of), ("each alone", alone_of)):
             cells = []
             for point in points[name]:
-                low, high = interval(point.seconds)
-                cells.append(f"{statistics.median(point.seconds) * 1e3:.0f} ({low * 1e3:.0f} - {high * 1e3:.0f})")
-            lines.append(f"| {name}: {sizes} | {' | '.join(cells)} |")
-    return [*(lines if any(name in points for name in OF_RANKS) else lines[:-3]), ""]
+                low, high = interval(seconds(point))
+                cells.append(f"{statistics.median(seconds(point)) * 1e3:.0f} ({low * 1e3:.0f} - {high * 1e3:.0f})")
+            lines.append(f"| {name}: {OF_RANKS[name]}, {how} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def readings_of(point: Point) -> list[float]:
+    return point.seconds
+
+
+def alone_of(point: Point) -> list[float]:
+    return point.products
 
 
 def draw(points: dict[str, list[Point]], path: Path) -> None:
@@ -319,7 +336,9 @@ def draw(points: dict[str, list[Point]], path: Path) -> None:
     for place, (name, found) in zip(places, points.items()):
         sizes = [point.size for point in found]
         place.loglog(sizes, [median(point.seconds) * 1e3 for point in found], "o-", label="reading, CPU ms")
-        place.loglog(sizes, [median(point.products) * 1e3 for point in found], "s--", label="plain products, CPU ms")
+        place.loglog(
+            sizes, [median(point.products) * 1e3 for point in found], "s--", label="plain products, or alone, CPU ms"
+        )
         place.loglog(sizes, [median(point.memory) / 2**20 for point in found], "^:", label="reading, MiB")
         place.set_xlabel(name)
         place.set_xticks(sizes, [str(size) for size in sizes], minor=False)

@@ -31,6 +31,7 @@ from hdi_callback.core import (
     whitening,
 )
 from hdi_callback.core import head_diversity_from_covariance as from_covariance
+from hdi_callback.core.covariance import HeadSums
 from tests.core.no_sync import NoSync
 from tests.core.test_subspaces import CASES, gaussian
 from tests.skips import NEEDS_CUDA_BUILD, NEEDS_GPU
@@ -76,6 +77,13 @@ SILENT = {
     ),
     "tokens": (token_spread, [gaussian(3, 20, 32), gaussian(3, 20) > 0]),
     "update": (head_update, [gaussian(3, 4, 8, 32), gaussian(3, 4, 8, 32, seed=1)]),
+    "sums over ranks": (
+        lambda outputs, weight: [
+            HeadSums.of(outputs, None, outputs.mean(0), with_scatter=True).mixed(weight).covariance().output_overlap,
+            HeadSums.of(outputs, weight, outputs.mean(0), weights=outputs[:, 0, 0]).covariance().trace,
+        ],
+        [gaussian(20, 4, 8), gaussian(4, 8, 32)],
+    ),
     "streaming": (lambda first, second: HeadMoments.of(first).update(second), [gaussian(9, 4, 8), gaussian(9, 4, 8)]),
 }
 

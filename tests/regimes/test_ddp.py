@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -21,6 +22,7 @@ from hdi_callback.monitoring.metrics import TOKENS
 from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.monitor.weights import WeightSource
 from hdi_callback.monitoring.ranks.rendezvous import _numbers as numbers
+from tests.core.no_sync import NoSync
 from tests.models import LAYERS, LENGTH, WIDTH, Attention, Classifier
 
 METRICS = [
@@ -111,6 +113,27 @@ def read_in_rounds(rank: int, round_bytes: int) -> dict:
         model(batch()[SHARES[rank]]).sum().backward()
         tags = monitor.measure(0).record().scalars(METRICS)
     return {"tags": tags, "mixed": len(mixed), "sizes": [shape.numel() for shape in collectives]}
+
+
+DECIDE = [
+    *(f"core.{name}" for name in ("circuits", "diversity", "kernels", "whitening")),
+    *(f"monitoring.monitor.{name}" for name in ("contributions", "inputs", "movement", "sources")),
+]
+
+
+def read_without_waiting(rank: int) -> dict:
+    model, metrics = DistributedDataParallel(classifier()), [*METRICS, "token_cosine", "head_movement_min"]
+    with ExitStack() as stack:
+        for place in DECIDE:  # as on an accelerator
+            stack.enter_context(mock.patch(f"hdi_callback.{place}.may_decide_on_host", return_value=False))
+        monitor = stack.enter_context(monitor_of(model, metrics=metrics))
+        for step in (0, 1):
+            monitor.arm()
+            model(batch()[SHARES[rank]]).sum().backward()
+            # At the first reading the ranks compare some of their weights, for which the host waits.
+            with NoSync() if step else nullcontext():
+                reading = monitor.measure(step)
+        return {"tags": len(reading.record().scalars(metrics)), "absent": reading.absent}
 
 
 def _counted(function, calls):
@@ -397,6 +420,13 @@ def test_scatters_are_added_up_in_rounds_and_multiplied_once_as_those_of_the_joi
         assert rank.answer["sizes"][1:-1] == rounds  # between the mean tokens and the sums
     # Three layers: the first rank has layers 0 and 2, the second has layer 1.
     assert [rank.answer["mixed"] for rank in reported] == [2, 1]
+
+
+def test_over_ranks_the_host_waits_for_other_hosts_alone(two_ranks):
+    for rank in two_ranks(read_without_waiting):
+        assert rank.warnings == []
+        assert rank.answer["absent"] == {}
+        assert rank.answer["tags"] > 3 * len(METRICS)
 
 
 def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):
