@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hdi_callback.attention.trace import parameter_products, plain_attention, plain_norms
+from hdi_callback.attention.trace import parameter_products, plain_attention, plain_batches, plain_norms, plain_sums
 from hdi_callback.attention.trace.draw import MOST_ELEMENTS, Draw
 from hdi_callback.attention.trace.exchange import Exchange, handler_of_ranks
 from hdi_callback.attention.trace.head_mixing import HeadMixing
@@ -25,7 +25,7 @@ from hdi_callback.attention.trace.weight_views import WeightViews
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     func: handler
-    for room in (parameter_products, plain_attention, plain_norms)
+    for room in (parameter_products, plain_attention, plain_batches, plain_norms, plain_sums)
     for handler, functions in room.HANDLERS.items()
     for func in functions
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hdi_callback.attention.trace.cores import are_scores
+from hdi_callback.attention.trace.plain_sums import as_product
 from hdi_callback.attention.trace.torch_arguments import torch_arguments
 
 if TYPE_CHECKING:
@@ -31,7 +32,22 @@ def top(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     cut.has_all = True
     x, _, dim, is_largest, is_sorted = torch_arguments(args, kwargs, "input", "k", "dim", "largest", "sorted")
     dim = -1 if dim is None else dim
+    if is_sorted is False:  # in whatever order, which is the same in all runs
+        return torch.return_types.topk((x.clone(), _counted(x, dim)))
     return func(x, x.shape[dim], dim, is_largest is not False, is_sorted is not False)
+
+
+def order(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Leave what maps make in its order, as where tokens are put into buckets by a hash of their keys."""
+    x, dim = torch_arguments(args, kwargs, "input", "dim")
+    is_made = isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()
+    return _counted(x, -1 if type(dim) is not int else dim) if is_made else NotImplemented
+
+
+def _counted(x: Tensor, dim: int) -> Tensor:
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    return torch.arange(x.shape[dim]).view(shape).expand(x.shape).clone()
 
 
 def factor(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -69,6 +85,10 @@ def statistic(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     if func in (torch.amax, Tensor.amax) and are_scores(args[0]):
         return answer.detach()
     dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+    if func in (torch.sum, Tensor.sum):
+        written = as_product(cut, args[0], dims, answer)
+        if written is not None:
+            return written
     last = {-1, args[0].dim() - 1}
     if not kwargs.get("keepdim", answer.dim() == args[0].dim()) or not set(dims) & last:
         return answer
@@ -131,6 +151,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 HANDLERS = {
     dropout: (F.dropout, torch.dropout),
     top: (torch.topk, Tensor.topk),
+    order: (torch.argsort, Tensor.argsort),
     factor: (torch.rsqrt, Tensor.rsqrt),
     largest: (torch.max, Tensor.max),
     rounded: (Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as),

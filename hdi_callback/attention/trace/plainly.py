@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.utils import checkpoint
 
 from hdi_callback.attention.trace.graph_cut import GraphCut
+from hdi_callback.attention.trace.plain_batches import without_batching
+from hdi_callback.attention.trace.plain_flex import without_kernels
 
 
 @contextmanager
 def plainly(mode: GraphCut) -> Iterator[None]:
-    """Run without checkpoints, without autocast, and attention with a backward of its own by its forward alone.
+    """Run without checkpoints, autocast, `vmap` and nested tensors, and own backwards by their forwards alone.
 
     Args:
         mode: that of the run.
@@ -23,7 +25,10 @@ def plainly(mode: GraphCut) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    with _without_checkpoints(), _without_autocast(), _without_own_backwards(mode):
+    plain = _without_checkpoints(), _without_autocast(), _without_own_backwards(mode)
+    with ExitStack() as stack:
+        for one in (*plain, without_batching(mode), without_kernels()):
+            stack.enter_context(one)
         yield
 
 

@@ -86,8 +86,6 @@ REFUSALS = {
     "Scripted": "compiled by torch.jit.script",
     # Scores or sums that are no matrix products.
     "Additive": "its scores are no products of queries and keys",
-    "Distances": "its scores are no products of queries and keys",
-    "ProductByHand": "its values are weighted by no matrix product",
     "DenseSynthesizer": "its scores are no products of queries and keys",
     "DenseGraph": "its scores are sums of what single tokens give, and no products of queries and keys",
     "VectorsOfPoints": "its scores are no products of queries and keys",
@@ -108,8 +106,7 @@ REFUSALS = {
     "ASmallMapForEachHead": "the query of each of its heads is made of an input of its own",
     "HeadsInACascade": "the query of each of its heads is made of an input of its own",
     "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
-    # What autograd or torch.func hides.
-    "MappedOverHeads": "its values are made with `v` in a way that is not followed",
+    # Weights that a map makes.
     "Hypernetwork": "the weights that give its keys are themselves made by `k.make`",
     "SecondStreamIfGiven": "without keys and values of a second stream, which `add_k` and `add_v` give",
     "Joint": "without keys and values of a second stream, which `add_k` and `add_v` give",

@@ -1,0 +1,146 @@
+"""What batches sequences in a way that no graph shows, run plainly: `torch.vmap` by a loop, nested tensors padded.
+
+Features of heads are where they are in the one and in the other: a loop computes what `vmap` does, one by one, and of
+what is padded nothing is read but which features it has. Where nothing is multiplied with a parameter within `vmap`, it
+stays: the graph shows all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._functorch import apis
+from torch._functorch import vmap as functorch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from hdi_callback.attention.trace.graph_cut import GraphCut
+
+_MOST_PARTS = 64  # of one loop
+
+
+@contextmanager
+def without_batching(cut: GraphCut) -> Iterator[None]:
+    """Let `torch.vmap` and nested tensors of this thread run plainly.
+
+    Args:
+        cut: that of the run.
+
+    Yields:
+        Nothing.
+    """
+    thread = threading.get_ident()
+    transforms: Any = apis
+    places: list[tuple[Any, str, Any]] = [(transforms, "vmap_impl", _Mapped(cut, transforms.vmap_impl))]
+    places += [(torch.nested, name, one) for name, one in _NESTED.items()]
+    known = [getattr(place, name) for place, name, _ in places]
+    for (place, name, plain), own in zip(places, known):
+        setattr(place, name, _for_thread(thread, plain, own))
+    try:
+        yield
+    finally:
+        for (place, name, _), own in zip(places, known):
+            setattr(place, name, own)
+
+
+def _for_thread(thread: int, plain: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return own(*args, **kwargs)
+        made = plain(*args, **kwargs)
+        return own(*args, **kwargs) if made is NotImplemented else made
+
+    return chosen
+
+
+class _Mapped:
+    """Calls a function that is mapped for one part after the other, if it multiplies with parameters.
+
+    Args:
+        cut: of the run.
+        own: torch's own way.
+    """
+
+    def __init__(self, cut: GraphCut, own: Callable[..., Any]) -> None:
+        self.cut, self.own = cut, own
+
+    def __call__(self, func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the arguments of `vmap_impl`: randomness and the size of chunks come before those of the function."""
+        leaves, calls = self.cut.run.leaves, dict(self.cut.calls)
+        count, is_plain = len(leaves), any(isinstance(one, Tensor) and self._is_parameter(one) for one in args)
+        if not is_plain:
+            try:
+                made = self.own(func, in_dims, out_dims, *args, **kwargs)
+            except Exception:
+                is_plain = True
+            else:
+                is_plain = len(leaves) > count
+        if is_plain:
+            del leaves[count:]
+            self.cut.calls = calls
+            made = _looped(func, in_dims, out_dims, *args[2:], **kwargs)
+        return made
+
+    def _is_parameter(self, one: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return self.cut.views.is_of_parameter(one)
+
+
+def _looped(func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function for one part after the other, and stack what it gives."""
+    count, dims, flat, spec = functorch._process_batched_inputs(in_dims, args, func)
+    if int(count) > _MOST_PARTS:
+        return NotImplemented
+    made = []
+    for number in range(int(count)):
+        parts = [one if dim is None else one.select(dim, number) for one, dim in zip(flat, dims)]
+        made.append(func(*pytree.tree_unflatten(parts, spec), **kwargs))
+    leaves, specs = zip(*(pytree.tree_flatten(one) for one in made))
+    out = pytree._broadcast_to_and_flatten(out_dims, specs[0])
+    if out is None or not all(isinstance(one, Tensor) for of in leaves for one in of):
+        return NotImplemented
+    stacked = [of[0] if dim is None else torch.stack(of, dim) for of, dim in zip(zip(*leaves), out)]
+    return pytree.tree_unflatten(stacked, specs[0])
+
+
+def _nested(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(tensors, Tensor):
+        return tensors
+    return _padded([one if isinstance(one, Tensor) else torch.as_tensor(one) for one in tensors])
+
+
+def _of_jagged(values: Tensor, offsets: Tensor | None = None, lengths: Tensor | None = None, *_: Any, **__: Any) -> Any:
+    if offsets is None:
+        return _padded(torch.split(values, lengths.tolist() if lengths is not None else []))
+    return _padded([values[int(start) : int(end)] for start, end in itertools.pairwise(offsets)])
+
+
+def _padded(tensors: Sequence[Tensor]) -> Any:
+    return pad_sequence(list(tensors), batch_first=True)
+
+
+def _as_padded(tensor: Tensor, padding: float = 0.0, output_size: Any = None, **_: Any) -> Any:
+    return NotImplemented if tensor.is_nested else tensor
+
+
+_NESTED = {
+    "nested_tensor": _nested,
+    "as_nested_tensor": _nested,
+    "nested_tensor_from_jagged": _of_jagged,
+    "to_padded_tensor": _as_padded,
+}
+
+
+def to_padded(cut: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """What was padded from the beginning is returned as it is."""
+    return _as_padded(*args, **kwargs)
+
+
+HANDLERS = {to_padded: (Tensor.to_padded_tensor,)}

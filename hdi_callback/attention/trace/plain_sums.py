@@ -1,0 +1,98 @@
+"""Sums of elementwise products in a traced run, written as the matrix products that they are.
+
+``(q[:, :, :, None] * k[:, :, None]).sum(-1)`` and `torch.einsum` give the same scores; the graph shows queries and
+keys of the latter alone. So it is with cosines of all pairs, and with distances: a squared distance is a product of
+both, and a number of each of the two besides, which moves no feature against another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hdi_callback.attention.trace.torch_arguments import torch_arguments
+
+if TYPE_CHECKING:
+    from hdi_callback.attention.trace.graph_cut import GraphCut
+
+_LETTERS = "abcdefghijklmnop"
+
+
+def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], answer: Tensor) -> Tensor | None:
+    """Write a sum of elementwise products as a product of matrices.
+
+    Args:
+        cut: of the run.
+        summed: what is summed, as ``left * right`` gave it.
+        dims: over which it is summed.
+        answer: the sum.
+
+    Returns:
+        The same numbers, made by one product; `None` where not all rows of one meet all columns of the other, and where
+        one of the two is a parameter.
+    """
+    node = summed.grad_fn
+    if node is None or node.name() != "MulBackward0" or not all(type(dim) is int for dim in dims):
+        return None
+    try:
+        factors = [getattr(node, name) for name in ("_saved_self", "_saved_other")]
+    except RuntimeError:  # written over since
+        return None
+    if any(one is None or not one.requires_grad or one.is_leaf or cut.views.is_of_parameter(one) for one in factors):
+        return None
+    over = {dim % summed.dim() for dim in dims}
+    own = [_own_dims(one, summed) for one in factors]
+    if (
+        any(not over <= dims_of for dims_of in own)
+        or own[0] <= own[1]
+        or own[1] <= own[0]
+        or summed.dim() > len(_LETTERS)
+    ):
+        return None
+    terms = ["".join(_LETTERS[dim] for dim in sorted(dims_of)) for dims_of in own]
+    kept = sorted((own[0] | own[1]) - over)
+    parts = [_without(one, summed.dim(), dims_of) for one, dims_of in zip(factors, own)]
+    made = torch.einsum(f"{','.join(terms)}->{''.join(_LETTERS[dim] for dim in kept)}", *parts)
+    whole = made.reshape([summed.shape[dim] if dim in kept else 1 for dim in range(summed.dim()) if dim not in over])
+    return whole.expand(torch.Size(size for dim, size in enumerate(summed.shape) if dim not in over)).view(answer.shape)
+
+
+def _own_dims(factor: Tensor, product: Tensor) -> set[int]:
+    """Dims of a product in which a factor differs; in the others it is repeated."""
+    first = product.dim() - factor.dim()
+    return {first + dim for dim, size in enumerate(factor.shape) if size > 1 and factor.stride(dim) > 0}
+
+
+def _without(factor: Tensor, count: int, own: set[int]) -> Tensor:
+    first = count - factor.dim()
+    for dim in reversed(range(factor.dim())):
+        if first + dim not in own:
+            factor = factor.select(dim, 0)
+    return factor
+
+
+def cosines(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Divide by norms as by constants, and multiply."""
+    one, other, dim = torch_arguments(args, kwargs, "x1", "x2", "dim")
+    dim = 1 if dim is None else dim
+    cut.run.normed += [one, other]
+    sizes = [torch.linalg.vector_norm(x.detach(), 2.0, dim, keepdim=True).clamp_min(1e-8) for x in (one, other)]
+    product = (one / sizes[0]) * (other / sizes[1])
+    answer = product.sum(dim)
+    written = as_product(cut, product, (dim,), answer)
+    return answer if written is None else written
+
+
+def distances(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Take what each of two vectors adds to their squared distance by itself for a constant."""
+    one, other, p = torch_arguments(args, kwargs, "x1", "x2", "p")
+    if p not in (None, 2, 2.0):
+        return NotImplemented
+    alone = one.detach().square().sum(-1)[..., :, None] + other.detach().square().sum(-1)[..., None, :]
+    return (alone - 2 * one @ other.mT).clamp_min(1e-12).sqrt()
+
+
+HANDLERS = {cosines: (F.cosine_similarity, torch.cosine_similarity), distances: (torch.cdist,)}
