@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdi_callback.attention import HeadSlice, Survey, find_attention, survey
+from hdi_callback.attention import HeadSlice, RuntimeVerifier, Survey, find_attention, survey
 from hdi_callback.attention.trace import kinds
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand
@@ -188,7 +191,6 @@ REJECTED = {
     by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
     by_hand.KeysIgnored: "shows no queries and keys of tokens",
     by_hand.OverChannels: "its keys are those of features, not of tokens",
-    by_hand.DifferentialByConstant: "what several heads give is added up before it reaches the output projection",
     by_hand.GroupsOfTwoSizes: "its heads do not share keys in groups of one size side by side",
 }
 
@@ -375,16 +377,46 @@ class TextFirst(nn.Module):
         return self.to_out(image), self.add_out(text)
 
 
-def test_all_weights_of_a_layer_are_of_one_of_two_streams():
+def test_two_streams_that_attend_together_are_a_layer_each():
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": TextFirst()})
     image, text = torch.randn(2, 7, D), torch.randn(2, 5, D)
-    with pytest.warns(UnsupportedAttentionWarning, match="second stream, which `to_k` and `to_v` give"):
-        (layer,) = find_attention(model, forward=lambda: model["attn"](image, text))
-    attn = model["attn"]
-    for role, of_text in (("query", attn.add_q), ("key", attn.add_k), ("value", attn.add_v)):
-        assert torch.equal(layer.weight(role), of_text.weight.view(H, -1, D)), role
-    assert torch.equal(layer.weight("output"), attn.add_out.weight.T.reshape(H, -1, D))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layers = {one.name: one for one in find_attention(model, forward=lambda: model["attn"](image, text))}
+    assert sorted(layers) == ["attn.add_k", "attn.to_k"]
+    for stream, layer in ((name.removeprefix("attn.")[:-2], layer) for name, layer in layers.items()):
+        assert "one of two streams that attend together" in layer.kind
+        for role in ("query", "key", "value"):
+            weight = model["attn"].get_parameter(f"{stream}_{role[0]}.weight")
+            assert torch.equal(layer.weight(role), weight.view(H, -1, D)), role
+        weight = model["attn"].get_parameter(f"{stream}_out.weight")
+        assert torch.equal(layer.weight("output"), weight.T.reshape(H, -1, D))
+
+
+class StridedText(TextFirst):
+    """The same code, but for the heads of the second stream, whose features lie apart."""
+
+    def forward(self, image, text):
+        of_image = [part(image).unflatten(-1, (H, -1)) for part in (self.to_q, self.to_k, self.to_v)]
+        of_text = [part(text).unflatten(-1, (-1, H)).mT for part in (self.add_q, self.add_k, self.add_v)]
+        both = attend(*(torch.cat(pair, 1) for pair in zip(of_text, of_image)))
+        text, image = both.split([text.shape[1], image.shape[1]], 1)
+        return self.to_out(image), self.add_out(text)
+
+
+@pytest.mark.parametrize("kind", [TextFirst, StridedText])
+def test_a_claim_of_other_heads_of_the_second_stream_is_contradicted_by_a_forward(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind())
+    streams = {one.name: one for one in find_attention(model)}
+    other = {one.name: one for one in find_attention(nn.Sequential(TextFirst()))}["0.add_k"]
+    claim = replace(streams["0.add_k"], slices={r: s.moved_to(model[0]) for r, s in other.slices.items()})
+    verifier = RuntimeVerifier([streams["0.to_k"], claim])
+    verifier.arm()
+    model[0](torch.randn(2, 7, D), torch.randn(2, 5, D))
+    verifier.suspend()
+    assert list(verifier.contradictions()) == ([] if kind is TextFirst else ["0.add_k"])
 
 
 class FromIds(nn.Module):

@@ -30,7 +30,6 @@ LOOK_ALIKES = {
     by_hand.KeysMixed: "its key heads share features, or mix: each depends on 32 of `k_proj`",
     by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
     by_hand.KeysIgnored: "what its scores are made of shows no queries and keys of tokens",
-    by_hand.DifferentialByConstant: "what several heads give is added up before it reaches the output projection",
     by_hand.GroupsOfTwoSizes: "do not share keys in groups of one size side by side",
     by_hand.LowRankMLA: NOT_RUN,
     by_hand.HiddenAttention: NOT_RUN,
@@ -60,11 +59,35 @@ def test_outputs_that_do_not_lie_side_by_side_are_read_and_not_captured():
     assert layer.slices["key"].index().flatten().tolist() == list(range(D, 2 * D))
 
 
-def test_queries_that_see_other_tokens_are_left_out_of_the_layer():
+def test_queries_that_see_other_tokens_are_rows_of_their_map_unless_features_mix():
+    model = nn.ModuleDict({"odd": by_hand.TokensMixed()})
+    (layer,) = find_attention(model)
+    assert torch.equal(layer.weight("query"), model["odd"].q_proj.weight.view(by_hand.H, -1, by_hand.D))
+    assert "queries of several tokens" in layer.kind
+
+
+class LargestOfTwo(by_hand.Separate):
+    """A query has the larger of the features of two tokens."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(by_hand.attend(torch.maximum(q, q.roll(1, 1)), k, v))
+
+
+class FeaturesOfTwo(by_hand.Separate):
+    """A query adds other features of the token before, of the same head."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(by_hand.attend(q + q.roll(1, 1).flip(-1), k, v))
+
+
+@pytest.mark.parametrize("kind", [LargestOfTwo, FeaturesOfTwo])
+def test_queries_that_mix_features_of_several_tokens_are_left_out_of_the_layer(kind):
     with pytest.warns(UnsupportedAttentionWarning, match="read in part: without the weights of its queries"):
-        (layer,) = find_attention(nn.ModuleDict({"odd": by_hand.TokensMixed()}))
+        (layer,) = find_attention(nn.ModuleDict({"odd": kind()}))
     assert sorted(layer.slices) == ["key", "output", "value"]
-    assert layer.slices["key"].index().flatten().tolist() == list(range(D))
+    assert layer.slices["key"].index().flatten().tolist() == list(range(by_hand.D))
 
 
 REFUSED = {  # and how many layers there are

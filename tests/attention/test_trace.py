@@ -160,7 +160,6 @@ REFUSED = {
     by_hand.KeysMixed: "share features, or mix",
     by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
     by_hand.KeysIgnored: "no queries and keys of tokens",
-    by_hand.DifferentialByConstant: "added up before it reaches the output projection",
     by_hand.GroupsOfTwoSizes: "do not share keys in groups of one size side by side",
 }
 
@@ -170,6 +169,17 @@ def test_what_has_no_heads_of_its_own_is_refused_with_what_was_found(kind):
     found = read(kind())
     assert [one.layer for one in found] == [None]
     assert REFUSED[kind] in found[0].reason
+
+
+def test_heads_whose_outputs_are_subtracted_are_read_without_these():
+    torch.manual_seed(0)
+    module = by_hand.DifferentialByConstant()
+    (layer,) = layers_of(module)
+    assert layer.left_out == "the outputs of its heads, several of which are added up"
+    assert sorted(layer.slices) == ["key", "query", "value"]
+    for role, part in (("query", module.q_proj), ("key", module.k_proj)):
+        assert torch.equal(layer.weight(role), part.weight.view(2 * H, 4, D)), "a softmax for each half"
+    assert torch.equal(layer.weight("value"), module.v_proj.weight.view(H, 8, D)), "which two of them share"
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that its own way to quantise is old

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from hdi_callback.attention.heads import INPUT_ROLES
+from hdi_callback.attention.heads import INPUT_ROLES, Role
 from hdi_callback.attention.observe.cores import ObservedCore
 from hdi_callback.attention.observe.found_rows import find_rows
 from hdi_callback.attention.observe.samples import MapCall
@@ -78,6 +78,9 @@ def unexplained(
         if core is verdict.core or core in verdict.cores:
             if partial is not None:
                 length = core.queries if partial[0] == "query" else core.keys
+                beside = [verdicts[name] for name, path in paths.items() if path == paths[around[-1]]]
+                if _tokens_of(beside, core, partial[0]) >= length:  # streams with a layer each
+                    continue
                 why = f"its projections give {partial[1]} of the {length} tokens that are attended"
                 found[core.module] = _in_part(core, around[-1], why)
         elif claimed:
@@ -103,6 +106,11 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
         return any(count % length == 0 for count in tokens for length in (core.queries, core.keys) if length)
     tokens |= {one + other for one in tokens for other in tokens}  # two streams attend together
     return bool(tokens & {core.axes.sequences * core.queries, core.axes.sequences * core.keys})
+
+
+def _tokens_of(verdicts: Sequence[Verdict], core: ObservedCore, role: Role) -> int:
+    """Count the tokens of an attention that layers of one module give together."""
+    return sum(one.roles[role].tokens for one in verdicts if one.core is core and role in one.roles)
 
 
 def _is_of_a_layer(core: ObservedCore, maps: Sequence[MapCall], watched: Collection[str]) -> bool:

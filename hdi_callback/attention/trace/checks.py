@@ -50,11 +50,20 @@ class HeadChecks(CoreView):
             if len(alone) > 1 and all(_are_equal(one, other) for one, other in itertools.pairwise(alone)):
                 if _are_one(tensor, chosen):
                     raise NoHeadsError(f"its {what} are the same for all tokens")
-                if not self._are_mixtures(tensor, chosen, alone):
+                if not self.are_mixtures(tensor, chosen, alone):
                     raise NoHeadsError(f"its {what} mix all tokens, and features with them")
 
-    def _are_mixtures(self, tensor: Tensor, chosen: Tensor, alone: list[Support]) -> bool:
-        """Recognise sums over tokens, each with weights of its own, that keep every feature in a column of its own."""
+    def are_mixtures(self, tensor: Tensor, chosen: Tensor, alone: list[Support]) -> bool:
+        """Recognise sums over tokens, each with weights of its own, that keep every feature in a column of its own.
+
+        Args:
+            tensor: queries, keys or values, ``(N, positions, width)``.
+            chosen: some of the positions, counted over all N.
+            alone: what the first of them depends on.
+
+        Returns:
+            True if so.
+        """
         columns = self.columns(tensor.reshape(-1, tensor.shape[-1])[chosen])
         own = {
             (self.trace.parameter_of(leaf), self.trace.leaves[leaf].start + feature)

@@ -54,6 +54,7 @@ class HeadRows:
     units: Units = field(default_factory=lambda: Units())
     row: int | None = None  # of the weights, whose query is of the stream that is read, where there are two
     tied: Tensor | None = None  # (rows, value width), columns of values of each row, where one map is of several rows
+    stream: str = ""  # what is left out of a second stream
 
 
 @dataclass(frozen=True)

@@ -37,21 +37,52 @@ from hdi_callback.attention.trace.head_rows import (
 from hdi_callback.attention.trace.ordering import FeatureOrder
 from hdi_callback.attention.trace.parts import CoreParts
 from hdi_callback.attention.trace.role_rows import RoleRows
-from hdi_callback.attention.trace.support import Support, random_weights, weights_at
+from hdi_callback.attention.trace.support import Support, derivatives, random_weights, weights_at
 from hdi_callback.attention.trace.tied_rows import TiedRowsReading
 from hdi_callback.attention.trace.unread import NO_PRODUCTS, is_map_of_scores, is_over_tokens, made_of_leaves
 from hdi_callback.attention.trace.weighed_tokens import weighs_tokens
 
 _NO_MAP = "no linear map of single tokens gives its {role}s: they are learned, or filters over several give them"
 _TIED = "one map for all rows, of scores summed over them"
+_STREAM = "one of two streams that attend together"
 _MOST_ROWS = 512  # of the weights of a core: batch x heads x windows
 
 
 class CoreReading(CoreView):
     """The heads of one core."""
 
-    def heads(self) -> HeadRows:
+    def streams(self) -> list[HeadRows]:
+        """Read the rows of every head; of two streams of tokens that attend together, with maps of their own, each.
+
+        Returns:
+            The rows; where the queries of one stream alone are read, what the other gives is left out and named.
+
+        Raises:
+            NoHeadsError: as `heads` does.
+        """
+        first = self.heads()
+        if first.row is None:
+            return [first]
+        try:
+            second = CoreReading(self.trace, self.number).heads(is_last_first=True)
+        except NoHeadsError:
+            return [first]
+        both = [first, second]
+        if any(one.row is None or one.rows.keys() != {"query", "key", "value"} for one in both):
+            return [first]
+        used = [{(role, row.parameter) for role, of in one.rows.items() for row in of} for one in both]
+        if not used[0].isdisjoint(used[1]) or any(one.left_out != one.stream for one in both):
+            return [first]
+        for one in both:
+            one.left_out = ""
+            one.remarks.append(_STREAM)
+        return both
+
+    def heads(self, *, is_last_first: bool = False) -> HeadRows:
         """Read the rows of every head.
+
+        Args:
+            is_last_first: of the tokens that ask, the last is looked at, and not the first.
 
         Returns:
             The rows.
@@ -63,7 +94,7 @@ class CoreReading(CoreView):
         core = self.core
         if not core.scores:
             self._refuse_other_scores()
-        if core.softmaxes > 1 and len(core.scores) > 1:
+        if core.softmaxes > 1 and len(core.scores) > 1 and not self._are_side_by_side():
             raise NoHeadsError("the weights of a head are made of several softmaxes")
         if any(side.is_complex() for product in core.scores for side in product.factors):
             raise NoHeadsError("its scores are products of complex numbers")
@@ -75,6 +106,7 @@ class CoreReading(CoreView):
         N = core.weights.shape[0]
         chosen = range(N) if N <= _MOST_ROWS else sorted(set(torch.linspace(0, N - 1, _MOST_ROWS).long().tolist()))
         parts = CoreParts(self.trace, self.number)
+        parts.is_last_first = is_last_first
         self.units = parts.units = parts.find_units(chosen[0])
         units = [n * self.units.count + part for n in chosen for part in range(self.units.count)]
         rows = [(unit, where) for unit in units if (where := parts.where(unit)) is not None]
@@ -86,7 +118,7 @@ class CoreReading(CoreView):
         if parts.is_of_a_map(rows[0][1], product):
             return self._grouped(rows, product)
         # The query of a class token may be its input as it is, where a map gives those of the others.
-        parts.is_last_first = True
+        parts.is_last_first = not is_last_first
         others = [(unit, where) for unit in units if (where := parts.where(unit)) is not None]
         if not others or not parts.is_of_a_map(others[0][1], product):
             return self._grouped(rows, product)
@@ -145,7 +177,11 @@ class CoreReading(CoreView):
         # A softmax over queries makes a weight of all of them: whether one is of several tokens, it alone says.
         of_query = self.support(self.side(product, 1 - place[0]), place[1][:1])
         if "query" in heads and any(len(of_query.positions(leaf)) > 1 for leaf in of_query.masks):
-            del heads["query"]  # of several tokens
+            # Of several tokens: a filter or a mean keeps features where they are, a largest one of each does not.
+            if checks.are_mixtures(self.side(product, 1 - place[0]), place[1][:1], [of_query]):
+                remarks.append("queries of several tokens")
+            else:
+                del heads["query"]
         checks.require_widths(heads, product, place[0], has_shared=has_shared)
         normed = checks.require_linear(heads, members, product, places, has_shared=has_shared)
         order.order(heads, members, product, places)
@@ -155,7 +191,8 @@ class CoreReading(CoreView):
         row = int(place[1][0]) % self.side(product, 1 - place[0]).shape[1]
         said = " and ".join(filter(None, left_out))
         values = None if tied is None else tied.values
-        return HeadRows(heads, members, normed, remarks, said, self.units, row if stream else None, values)
+        where = row if stream else None
+        return HeadRows(heads, members, normed, remarks, said, self.units, where, values, stream)
 
     def _are_parts(self, found: list[list[Rows]], product: int, keys: int) -> bool:
         """Tell keys whose features are some of one map and some of another from sums of both."""
@@ -223,6 +260,17 @@ class CoreReading(CoreView):
         for n, support in zip(places, Support.of_each(self.core.values, values, self.trace.tensors)):
             found[n]["value"] = support
         return found
+
+    def _are_side_by_side(self) -> bool:
+        """Tell softmaxes of which each weighs tokens of its own, as learned prompts beside the others."""
+        weights = self.core.weights
+        edges = [torch.autograd.graph.GradientEdge(node, 0) for node in self.core.nodes]
+        for number in range(weights.shape[-1]):
+            gradient = torch.zeros(weights.shape)
+            gradient[..., number] = random_weights(weights.shape[:-1])
+            if sum(bool(one.any()) for one in derivatives(weights, gradient, edges).values()) > 1:
+                return False
+        return True
 
     def _refuse_other_scores(self) -> None:
         """Say what the weights are made of, if not of products; nothing of a router, which weighs experts."""

@@ -156,7 +156,7 @@ class KindTracer:
                 continue
             untried.pop(argument, None)
             for one in traced.found:
-                if one.layer is not None and not _is_borne_out(one, one.layer, found, traced.name):
+                if one.layer is not None and not _is_borne_out(one, one.layer, traced.found, found, traced.name):
                     reasons.setdefault(one.layer.name, _OPTIONAL.format(name=argument) if argument else _DEPENDS)
                     if argument.isidentifier():
                         self._optional.setdefault(type(traced.module), set()).add(argument)
@@ -196,12 +196,17 @@ def _form_of(inputs: Inputs) -> tuple[Any, ...]:
     return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in arguments)
 
 
-def _is_borne_out(one: Found, layer: AttentionLayer, found: Sequence[Found], name: str) -> bool:
+def _is_borne_out(
+    one: Found, layer: AttentionLayer, before: Sequence[Found], found: Sequence[Found], name: str
+) -> bool:
     """Return whether a run shows nothing else of a layer, nor that its module attends to more."""
-    again = [other.layer for other in found if other.layer is not None and other.layer.module is layer.module]
+    known, again = (
+        [other.layer for other in of if other.layer is not None and other.layer.module is layer.module]
+        for of in (before, found)
+    )
     if not again:
         return not any(other.path == one.path for other in found)
-    is_less = not layer.left_out and all(other.left_out for other in again)
+    is_less = (not layer.left_out and all(other.left_out for other in again)) or len(again) > len(known)
     return not is_less and contradiction_of(layer, found, name) is None
 
 

@@ -27,6 +27,8 @@ from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.unread import unread_averages, unread_exponentials, unread_softmaxes
 
+_ADDED_UP = "the outputs of its heads, several of which are added up"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -79,7 +81,7 @@ def layers_in(
             if is_known(core.path):
                 continue
             try:
-                groups.append(((number,), CoreReading(trace, number).heads()))
+                groups += (((number,), heads) for heads in CoreReading(trace, number).streams())
             except NoHeadsError as error:
                 groups.append(((number,), error))
         found = []
@@ -236,9 +238,11 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     if is_reordered:
         kind += f", heads by their keys ({', '.join(map(str, order))})"
     full = ".".join(one for one in (name, path) if one)
+    added_up = _ADDED_UP if output is not None and output.are_added_up else ""
+    left_out = " and ".join(filter(None, (heads.left_out, added_up)))
     layer = AttentionLayer(
         full, module, H, len(key_rows), len(key_rows[0].features), value_dim, kind, slices,
-        projection, frozenset(heads.normed), heads.left_out, "trace", tuple(order) if is_reordered else (),
+        projection, frozenset(heads.normed), left_out, "trace", tuple(order) if is_reordered else (),
     )  # fmt: skip
     return Found(path, layer, "", numbers, _maps_of(trace, numbers[0]))
 
@@ -329,10 +333,29 @@ def _named_apart(found: list[Found], name: str) -> list[Found]:
         layer = one.layer
         if layer is not None and id(layer.output_projection) in shared:
             layer = replace(layer, output_projection=None)  # its input is a sum of what they give
-        if layer is not None and sum(other.path == one.path for other in layers) > 1:
-            layer = replace(layer, name=".".join(part for part in (layer.name, _key_map(layer)) if part))
+        if layer is not None:
+            beside = [other for other in layers if other.path == one.path and other is not one]
+            layer = replace(layer, name=".".join(part for part in (layer.name, _own_name(one, beside)) if part))
         named.append(replace(one, layer=layer))
     return [_refused(one) if any(_conflict(one, other) for other in named) else one for one in named]
+
+
+def _own_name(one: Found, beside: list[Found]) -> str:
+    """Name a layer among others of its module: by its key map, else by its query map, else by a number too."""
+    if not beside:
+        return ""
+    for role in ("key", "query"):
+        name = _map_of(one, role)
+        if name and all(_map_of(other, role) != name for other in beside):
+            return name
+    alike = [other for other in beside if _map_of(other, "key") == _map_of(one, "key")]
+    number = sum(other.cores < one.cores for other in alike)
+    return ".".join(part for part in (_map_of(one, "key"), str(number)) if part)
+
+
+def _map_of(one: Found, role: Role) -> str:
+    part = None if one.layer is None else one.layer.slices.get(role)
+    return "" if part is None else module_of(part.by_token.parameter)
 
 
 def _refused(one: Found) -> Found:
@@ -340,11 +363,30 @@ def _refused(one: Found) -> Found:
 
 
 def _conflict(one: Found, other: Found) -> bool:
-    """Recognise two layers of one name, the same maps and other rows of them, as where two softmaxes are subtracted."""
-    if one.layer is None or other.layer is None or one.layer.name != other.layer.name:
+    """Tell layers of one module that cut the same map into other heads: what one of them says, the other denies."""
+    if one is other or one.layer is None or other.layer is None or one.path != other.path:
         return False
-    shared = one.layer.slices.keys() & other.layer.slices.keys()
-    return any(one.layer.slices[role] != other.layer.slices[role] for role in shared)
+    pairs = {
+        role: (one.layer.slices[role], other.layer.slices[role])
+        for role in INPUT_ROLES
+        if role in one.layer.slices.keys() & other.layer.slices.keys()
+    }
+    differing = [role for role, (a, b) in pairs.items() if a != b]
+    # Two may share all of their keys, or have rows of their own of the same maps, as where softmaxes are subtracted.
+    return differing == ["value"] or any(_overlap(*pairs[role]) for role in differing)
+
+
+def _overlap(one: HeadWeight, other: HeadWeight) -> bool:
+    """Tell whether two layers have rows of a parameter in common."""
+    rows = [
+        {
+            (id(part.owner), part.parameter, row)
+            for part in getattr(whole, "pieces", (whole.by_token,))
+            for row in part.index().flatten().tolist()
+        }
+        for whole in (one, other)
+    ]
+    return not rows[0].isdisjoint(rows[1])
 
 
 def _are_one(one: Found, other: Found) -> bool:
@@ -353,7 +395,3 @@ def _are_one(one: Found, other: Found) -> bool:
     return one.maps == other.maps and all(
         role in other.layer.slices and part == other.layer.slices[role] for role, part in one.layer.slices.items()
     )
-
-
-def _key_map(layer: AttentionLayer) -> str:
-    return module_of(layer.slices["key"].by_token.parameter)

@@ -1,6 +1,6 @@
 """Where the outputs of heads are in what takes them, which gives their order and the output projection.
 
-What is mixed on the way there is refused: heads that are added up, normed together or subtracted are none.
+What is mixed on the way there is refused, but for heads that are added up or subtracted as they are.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class HeadOutputs:
         receiver: number of the linear map that takes them; -1 if none does.
         features: ``(heads, width)``, features of its input; `None` if they are not those of a matrix.
         is_side_by_side: whether they are all of its input, head by head.
+        are_added_up: whether those of several heads are added up before.
     """
 
     receiver: int
     features: Tensor | None
     is_side_by_side: bool
+    are_added_up: bool = False
 
 
 def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOutputs | None:
@@ -136,7 +138,7 @@ def _outputs_in(
                 raise NoHeadsError(f"what attention gives goes to one of several matrices of `{module_of(parameter)}`")
         raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
     if len(set(features.flatten().tolist())) < features.numel():
-        raise NoHeadsError("what several heads give is added up before it reaches the output projection")
+        return HeadOutputs(-1 if receiver is None else receiver, None, False, are_added_up=True)
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
     is_linear &= not any(_depends(one, cores[0]) and _acts(one, end) for one in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))

@@ -812,7 +812,9 @@ def claim_of(layer) -> Claim:
         layer.output_projection,
         frozenset(layer.slices),
         lambda role: getattr(layer.slices[role], "bias", lambda: None)(),
-        "second stream" in layer.left_out or "queries of other tokens" in layer.left_out,
+        "second stream" in layer.left_out
+        or "queries of other tokens" in layer.left_out
+        or "one of two streams" in layer.kind,
     )
 
 

@@ -78,6 +78,9 @@ READ = [
     "GroupedConvolutions", "HeadsInAListOfLists",
     # What recent models do.
     "HeadsApartUntilTheEnd", "GatesBesideQueries", "PooledByAQuestion", "CappedScores", "LatentsThatLearn",
+    # Two streams, prompts with a softmax of their own, filters behind maps, heads whose outputs are subtracted.
+    "Joint", "SecondStreamIfGiven", "GatedPrompts", "PooledHeads", "DepthwiseBehindMaps", "DifferentialOfTheSecondKind",
+    "DifferentialInTwoCalls", "KeysOfTheLayerBefore", "Packed", "MappedOverHeads",
     # Positions between two maps, kernels of three dims, a first step that sees one key.
     "SeriesInPatches", "FromFlax", "TokenByToken",
 ]  # fmt: skip
@@ -108,8 +111,6 @@ REFUSALS = {
     "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
     # Weights that a map makes.
     "Hypernetwork": "the weights that give its keys are themselves made by `k.make`",
-    "SecondStreamIfGiven": "without keys and values of a second stream, which `add_k` and `add_v` give",
-    "Joint": "without keys and values of a second stream, which `add_k` and `add_v` give",
 }
 
 
