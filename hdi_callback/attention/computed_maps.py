@@ -23,6 +23,7 @@ from hdi_callback.errors import UnsupportedAttentionError
 
 _Way = Literal["factor", "whole"]
 _WAYS: dict[Any, _Way | None] = {}
+_PLAIN: dict[Any, bool] = {}
 _MOST_PARAMETERS = 64  # of one map
 _ALIKE = 0.9  # cosine of a token and what is multiplied, which may be rounded and normed
 
@@ -37,6 +38,32 @@ def is_sum_of_maps(module: Any) -> bool:
         True if a trial shows that the whole is one linear map of each token.
     """
     return base_of_sum(module) is not None and way_of(module) is not None
+
+
+def is_scaled(module: Any) -> bool:
+    """Return whether a module of a class of its own holds a matrix and multiplies with another that it makes of it.
+
+    Such as StyleGAN's maps, which scale their weights when they use them.
+
+    Args:
+        module: anything.
+
+    Returns:
+        True if a trial shows that it is a linear map of each token; False of what multiplies with the matrix as it is.
+    """
+    if not isinstance(module, nn.Module) or isinstance(module, (nn.Linear, nn.Embedding)):
+        return False
+    if hasattr(module, "base_layer") or type(module).__module__.startswith("torch."):  # of torch.jit as well
+        return False
+    weight = module._parameters.get("weight")
+    if weight is None or is_lazy(weight) or weight.dim() != 2 or not weight.is_floating_point():
+        return False
+    if any(one.dim() > 1 for one in module.parameters() if one is not weight) or way_of(module) is None:
+        return False
+    kind = _kind_of(module)
+    if kind not in _PLAIN:
+        _PLAIN[kind] = _is_plain(module)
+    return not _PLAIN[kind]
 
 
 def base_of_sum(module: Any) -> nn.Linear | None:
@@ -239,6 +266,18 @@ def _tried(module: nn.Module) -> _Way | None:
     expected = F.linear(tokens, *read)
     size = float(expected.abs().max())
     return "whole" if size and torch.allclose(made, expected, rtol=1e-4, atol=1e-4 * size) else None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Tell a module that multiplies with the matrix that it holds."""
+    try:
+        with isolated(module, seed=0), asking_no_other_rank(), torch.no_grad():
+            trial = _evaluated(isolated_copy(module, dict(_drawn(module, torch.Generator().manual_seed(0)))))
+            way = _WAYS[_kind_of(module)]
+            found = None if way is None else _read(trial, way, sizes_of(module))
+            return found is not None and torch.allclose(found[0], trial.get_parameter("weight"), rtol=1e-4, atol=1e-6)
+    except Exception:
+        return True
 
 
 def _is_whole_with_more(made: Tensor, product: Tensor) -> bool:

@@ -43,7 +43,7 @@ def is_map(module: Any) -> TypeGuard[nn.Module]:
 def is_linear(module: Any) -> TypeGuard[nn.Module]:
     """Return whether a module is meant as a linear map: `nn.Linear`, GPT-2's ``Conv1D``, or an adapter around one.
 
-    So is a module by hand that adds updates of low rank to what an `nn.Linear` in it gives.
+    So is a module by hand that adds updates of low rank to what an `nn.Linear` in it gives, or scales its matrix.
 
     Args:
         module: anything.
@@ -52,7 +52,9 @@ def is_linear(module: Any) -> TypeGuard[nn.Module]:
         True if so; `objection` says whether its matrix can be read.
     """
     base = base_of(module)
-    return isinstance(base, nn.Linear) or is_transposed(base) or computed_maps.is_sum_of_maps(base)
+    if isinstance(base, nn.Linear) or is_transposed(base):
+        return True
+    return computed_maps.is_sum_of_maps(base) or computed_maps.is_scaled(base)
 
 
 def is_pointwise(module: Any) -> TypeGuard[nn.Module]:
@@ -202,6 +204,8 @@ def objection(module: nn.Module) -> str | None:
         return None
     if isinstance(module, nn.Linear) and computed_maps.way_of(module) is not None:
         return None
+    if computed_maps.is_scaled(module):
+        return None
     return f"a {name}, which does not multiply with its weight alone"
 
 
@@ -265,7 +269,7 @@ def is_computed(module: nn.Module) -> bool:
         False where it multiplies with its weight, a parametrized one included, and of adapters.
     """
     if not isinstance(module, nn.Linear):
-        return computed_maps.is_sum_of_maps(module)
+        return computed_maps.is_sum_of_maps(module) or computed_maps.is_scaled(module)
     if type(module).forward is nn.Linear.forward or type(module).__name__ == "Float8Linear" or _is_adapter(module):
         return False
     with torch.no_grad():

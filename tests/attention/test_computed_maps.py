@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hdi_callback import find_attention
 from hdi_callback.attention import survey
-from hdi_callback.attention.computed_maps import is_sum_of_maps
+from hdi_callback.attention.computed_maps import is_scaled, is_sum_of_maps
 from hdi_callback.monitoring.interventions.parameters import owner_of
 
 D, H, R = 24, 4, 3
@@ -114,7 +114,31 @@ class RoundedInputs(nn.Linear):
         return self.weight + ((self.weight / scale).round().clamp(-1, 1) * scale - self.weight).detach()
 
 
-ALL = [InLoralib, Around, TwoUpdates, Weighted, ScaledInTheEnd, RoundedInputs]
+class Equalized(nn.Module):
+    """No `nn.Linear`: a matrix of its own, which is scaled when it is used (StyleGAN)."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(out_features, in_features)), nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        return F.linear(x, self.matrix(), self.bias)
+
+    def matrix(self):
+        return self.weight * 24**-0.5
+
+
+class NormedAndTurned(Equalized):
+    """Rows of length one, of a matrix that is used the other way round."""
+
+    def forward(self, x):
+        return x @ F.normalize(self.weight, dim=0) + self.bias
+
+    def matrix(self):
+        return F.normalize(self.weight, dim=0).T
+
+
+ALL = [InLoralib, Around, TwoUpdates, Weighted, ScaledInTheEnd, RoundedInputs, Equalized, NormedAndTurned]
 
 
 class Attention(nn.Module):
@@ -222,6 +246,32 @@ def test_an_update_that_is_no_matrix_is_no_part_of_a_map(kind, reason):
 def test_a_factor_of_features_that_are_mixed_first_is_refused():
     (refusal,) = survey(nn.Sequential(Attention(Turned))).refused
     assert "a Turned, which does not multiply with its weight alone" in refusal.reason
+
+
+class EqualizedAndBent(Equalized):
+    def forward(self, x):
+        return F.relu(super().forward(x))
+
+
+class PlainMatrix(Equalized):
+    def matrix(self):
+        return self.weight
+
+
+def test_an_activation_within_a_map_that_scales_its_matrix_is_refused():
+    assert not is_scaled(EqualizedAndBent(D, D))
+    found = survey(nn.Sequential(Attention(EqualizedAndBent)))
+    assert found.layers == ()
+    assert len(found.refused) == 1
+
+
+def test_a_matrix_that_is_used_as_it_is_stays_a_place_to_write_to():
+    assert is_scaled(Equalized(D, D))
+    assert not is_scaled(PlainMatrix(D, D))
+    model = trained(PlainMatrix)
+    (layer,) = find_attention(model)
+    weight = layer.weight("key")
+    assert weight.data_ptr() == model[0].k.weight.data_ptr()
 
 
 def test_another_setting_of_the_same_class_is_tried_by_itself():

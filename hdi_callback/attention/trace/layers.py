@@ -196,10 +196,12 @@ def _behind_a_chain(trace: TracedCores, numbers: list[int]) -> dict[int, int]:
 
 def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadRows) -> Found:
     cores = [trace.cores[number] for number in numbers]
+    used = [trace.leaves[leaf] for number in numbers for leaf in _leaves_of(trace, number)]
     for of_role in heads.rows.values():
         for parameter in {one.parameter for one in of_role} | {one.inner.parameter for one in of_role if one.inner}:
             leaf, *others = (leaf for leaf in trace.leaves if leaf.parameter == parameter)
-            if any(other.axes != leaf.axes for other in others):
+            # The transpose of a map may be what takes the outputs.
+            if any(one.axes != leaf.axes and (one in used or leaf not in used) for one in others):
                 raise NoHeadsError(f"it multiplies with `{module_of(parameter)}` and with its transpose")
             if leaf.is_of_parts:
                 role = next(role for role, of in heads.rows.items() if of is of_role)
@@ -248,10 +250,15 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
 
 
 def _maps_of(trace: TracedCores, number: int) -> frozenset[str]:
+    return frozenset(map(trace.parameter_of, _leaves_of(trace, number)))
+
+
+def _leaves_of(trace: TracedCores, number: int) -> set[int]:
+    """Number the calls of maps that queries, keys and values of a core are made of."""
     core = trace.cores[number]
     sides = [core.values, *(side for product in core.scores for side in (product.left, product.right))]
     found = [Support.of(one, random_weights(one.shape), trace.tensors) for one in sides]
-    return frozenset(trace.parameter_of(leaf) for one in found for leaf in one.masks)
+    return {leaf for one in found for leaf in one.masks}
 
 
 def _by_shared_keys(rows: dict[Role, list[Rows]]) -> list[int]:

@@ -403,11 +403,17 @@ class _Equalized(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.randn(24, 24)), nn.Parameter(torch.zeros(24))
         self.scale = 24**-0.5
 
+    def matrix(self) -> Tensor:
+        return self.weight * self.scale
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * self.scale, self.bias)
+        return F.linear(x, self.matrix(), self.bias)
 
 
-@case(separate(), may_refuse="not followed")
+@case(
+    Core(*(rows(f"{m}.weight", computed=m) for m in "qkv"), rows("o.weight", "c (h d)", computed="o")),
+    may_refuse="not followed",
+)
 class EqualizedMaps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
