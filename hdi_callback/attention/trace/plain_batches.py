@@ -84,7 +84,8 @@ class _Mapped:
                 is_plain = len(leaves) > count
         if is_plain:
             del leaves[count:]
-            self.cut.calls = calls
+            self.cut.calls.clear()
+            self.cut.calls.update(calls)
             made = _looped(func, in_dims, out_dims, *args[2:], **kwargs)
         return made
 

@@ -78,7 +78,7 @@ def cosines(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Divide by norms as by constants, and multiply."""
     one, other, dim = torch_arguments(args, kwargs, "x1", "x2", "dim")
     dim = 1 if dim is None else dim
-    cut.run.normed += [one, other]
+    cut.run.normed.extend((one, other))
     sizes = [torch.linalg.vector_norm(x.detach(), 2.0, dim, keepdim=True).clamp_min(1e-8) for x in (one, other)]
     product = (one / sizes[0]) * (other / sizes[1])
     answer = product.sum(dim)
