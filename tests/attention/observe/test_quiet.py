@@ -1,0 +1,40 @@
+"""What is computed for a reading is hidden from modes, autograd and autocast."""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hdi_callback.attention.observe.quiet import quiet
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_computed_quietly_is_recorded_by_no_mode_and_no_autograd_and_keeps_its_precision():
+    x = torch.randn(3, 3, requires_grad=True)
+    with Functions() as functions, Operators() as operators, torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.mm(x, x)
+        with quiet(x.device):
+            made = torch.mm(x, x)
+        assert torch.mm(x, x).dtype == torch.bfloat16
+    assert [functions.calls.count("mm"), operators.calls.count("aten.mm.default")] == [2, 2], "those around it alone"
+    assert made.dtype == torch.float32
+    assert not made.requires_grad

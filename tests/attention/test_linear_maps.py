@@ -1,0 +1,58 @@
+"""Which modules within a module are linear maps: adapters in place of what they hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.attention.trace.maps import is_like_a_map, linear_maps
+from tests.attention.test_projections import Linear
+
+
+def test_maps_are_given_in_order_and_an_adapter_in_place_of_what_it_holds():
+    module = nn.ModuleDict(
+        {
+            "q": nn.Linear(4, 4),
+            "norm": nn.LayerNorm(4),
+            "k": Linear(nn.Linear(4, 4)),
+            "mlp": nn.Sequential(nn.Conv1d(4, 4, 1)),
+        }
+    )
+    found = linear_maps(module)
+    assert list(found) == ["q", "k", "mlp.0"]
+    assert all(found[path] is module.get_submodule(path) for path in found)
+
+
+class Int8Linear(nn.Module):
+    """A map that holds no matrix, as quantised ones do."""
+
+    def __init__(self, width=4) -> None:
+        super().__init__()
+        self.in_features = self.out_features = width
+
+
+class Int8Table(Int8Linear):
+    """The same by another name."""
+
+
+class LinearByItsOwnCode(Int8Linear):
+    """One that holds a matrix, with which its own code multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+
+@pytest.mark.parametrize(
+    ("module", "is_map"),
+    [
+        (Int8Linear(), True),
+        (Int8Linear(2.5), False),
+        (Int8Table(), False),
+        (LinearByItsOwnCode(), False),
+        (nn.Bilinear(4, 4, 4), False),
+    ],
+)
+def test_what_is_no_linear_map_of_torch_is_one_if_it_holds_no_matrix_and_names_itself_so(module, is_map):
+    assert is_like_a_map(module) == is_map
