@@ -378,7 +378,7 @@ def test_the_penalty_works_in_half_precision(tmp_path, precision):
         ({"alerts": "all"}, '"default", None or a list'),
         ({"alerts": [Rule]}, "must hold rules"),
         ({"thresholds": {"*": {"men": 0.5}}}, "none of mean"),
-        ({"interventions": StopTraining()}, "must be a list"),
+        ({"interventions": StopTraining()}, r"must be a list, got one StopTraining: write \[StopTraining"),
         ({"interventions": [StopTraining]}, "must hold interventions"),
         ({"interventions": [StopTraining()], "alerts": None}, "alerts=None raises none"),
     ],

@@ -673,7 +673,7 @@ def test_misuse_in_the_loop_is_reported_once(tmp_path, misuse, says):
         ({"optimizer": "adam"}, "must be a torch optimizer"),
         ({"optimizer": []}, "empty list"),
         ({"interventions": [SaveCheckpoint()]}, "save_checkpoint="),
-        ({"interventions": StopTraining()}, "must be a list"),
+        ({"interventions": StopTraining()}, r"must be a list, got one StopTraining: write \[StopTraining"),
         ({"tensorboard": "runs/a"}, "must be a SummaryWriter or True"),
         ({"wandb": "project"}, "must be a run"),
         ({"on_alert": "print"}, "on_alert"),
