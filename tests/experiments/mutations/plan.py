@@ -19,9 +19,14 @@ CHANGES = {
     "monitoring/session": 4,
     "monitoring/history": 4,
     "monitoring": 4,
+    "audits": 4,
+    "dashboards": 4,
 }
 """Folder -> the changes of each of its files."""
-TESTS = ["tests/attention", "tests/core", "tests/monitoring", "tests/test_arguments.py", "tests/test_deprecation.py"]
+TESTS = [
+    *("tests/attention", "tests/core", "tests/monitoring", "tests/audits", "tests/dashboards"),
+    *("tests/test_arguments.py", "tests/test_deprecation.py"),
+]
 """The tests that are to notice."""
 
 

@@ -40,7 +40,11 @@ Result = Mapping[str, Any]
 def page(results: Sequence[Result]) -> str:
     """Write the page."""
     tried = [one for one in results if one["outcome"] in (*NOTICED, "survived")]
-    parts = [INTRODUCTION, "| folder | files | changes | noticed | survived | not settled | not run |"]
+    parts = [INTRODUCTION]
+    if budgets := sorted({one["budget"] for one in tried if "budget" in one}):
+        seconds = " or ".join(f"{budget:g}" for budget in budgets)
+        parts.append(f"In this run the tests of a change had {seconds} seconds of the processor.\n")
+    parts.append("| folder | files | changes | noticed | survived | not settled | not run |")
     parts.append("|---|---:|---:|---:|---:|---:|---:|")
     folders = sorted({_folder(one["file"]) for one in tried})
     parts += [_row(f"`{folder}`", [one for one in tried if _folder(one["file"]) == folder]) for folder in folders]
