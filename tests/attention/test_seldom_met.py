@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from hdi_callback.attention import survey
 
@@ -122,3 +123,215 @@ def test_products_of_half_precision_hide_no_head():
     module = NormedOverAllHeads(lambda x: x.half())
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("key").flatten(0, 1), module.k.weight)
+
+
+class UsesTheWeightsOfItsPart(nn.Module):
+    """A part that is never called: the block calls torch's function with its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS)
+
+    def forward(self, x):
+        part, x = self.attn, x.transpose(0, 1)
+        return F.multi_head_attention_forward(
+            x, x, x, WIDTH, HEADS, part.in_proj_weight, part.in_proj_bias, None, None, False, 0.0,
+            part.out_proj.weight, part.out_proj.bias, need_weights=False,
+        )[0]  # fmt: skip
+
+
+def test_weights_of_a_part_that_its_module_uses_itself_are_one_layer_by_the_name_of_the_part():
+    found = survey(nn.Sequential(UsesTheWeightsOfItsPart()))
+    assert [layer.name for layer in found.layers] == ["0.attn"]
+    assert found.refused == ()
+
+
+class KeysOfAContext(Attention):
+    """Other maps give keys and values of a context, where one is passed by a name that its code alone knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more_keys, self.more_values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, **options):
+        key, value, context = self.k(x), self.v(x), options.get("context")
+        if context is not None:
+            key = torch.cat([key, self.more_keys(context)], 1)
+            value = torch.cat([value, self.more_values(context)], 1)
+        return self.o(self.sums(*map(self.in_heads, (self.q(x), key, value))))
+
+
+class PassesOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = KeysOfAContext()
+
+    def forward(self, x, **options):
+        return self.part(x, **options)
+
+
+def test_a_context_that_only_the_code_of_a_forward_names_leaves_its_heads_open_until_a_forward():
+    module = PassesOn()
+    found = survey(module)
+    assert found.layers == ()
+    assert "its heads are others where `context` is passed" in found.refused[0].reason
+    found = survey(module, forward=lambda: module(torch.randn(2, TOKENS, WIDTH)))
+    assert [layer.name for layer in found.layers] == ["part"]
+    assert found.refused == ()
+
+
+class HeadsOfTwoSequences(nn.Module):
+    """Each of two heads attends within a sequence of its own, and one map takes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(nn.Linear(WIDTH, WIDTH // 2) for _ in range(3)) for _ in range(2))
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, context):
+        outputs = []
+        for maps, tokens in ((self.first, x), (self.second, context)):
+            query, key, value = (one(tokens) for one in maps)
+            outputs.append((query @ key.mT).softmax(-1) @ value)
+        return self.o(torch.cat(outputs, -1))
+
+
+@pytest.mark.parametrize("has_forward", [False, True])
+def test_heads_that_attend_within_sequences_of_their_own_are_no_heads_of_one_layer(has_forward):
+    module = nn.Sequential(HeadsOfTwoSequences())
+    x = torch.randn(2, 2, TOKENS, WIDTH)
+    found = survey(module, forward=(lambda: module[0](*x)) if has_forward else None)
+    assert found.layers == ()
+    (refusal,) = found.refused
+    said = "is made of an input of its own" if has_forward else "are made of different tokens"
+    assert said in refusal.reason
+
+
+class EveryHeadMeetsAllKeys(Attention):
+    """The softmax of a head is over the keys of all heads."""
+
+    def __init__(self, is_one_product):
+        super().__init__()
+        self.is_one_product = is_one_product
+
+    def forward(self, x):
+        query, key, value = (self.in_heads(one(x)) for one in (self.q, self.k, self.v))
+        if self.is_one_product:
+            scores = torch.einsum("bhqd,bgkd->bhqgk", query, key).flatten(-2)
+        else:
+            scores = (query[:, :, None] @ key[:, None].mT).movedim(2, 3).flatten(-2)
+        outputs = scores.softmax(-1) @ value.flatten(1, 2)[:, None]
+        return self.o(outputs.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("is_one_product", [False, True])
+def test_heads_that_attend_to_the_keys_of_all_heads_mix(is_one_product):
+    found = survey(EveryHeadMeetsAllKeys(is_one_product))
+    assert found.layers == ()
+    reason = "its heads mix: the weights of one depend on the scores of several"
+    assert [one.reason for one in found.refused] == [reason]
+
+
+class AttendsBesideItsPart(Attention):
+    """What it attends to by itself depends on an argument that nobody makes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = PositionsFromAnArgument()
+
+    def forward(self, x, plan):
+        x = self.part(x)
+        return self.o(self.sums(*(self.in_heads(one(x)) for one in (self.q, self.k, self.v)))) if plan["both"] else x
+
+
+class PositionsFromAnArgument(Attention):
+    """Scores by the distance of tokens beside those by their content, as in Transformer-XL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distances = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, positions=None):
+        query, key, value = (self.in_heads(one(x)) for one in (self.q, self.k, self.v))
+        apart = query @ self.in_heads(self.distances(x if positions is None else positions)).mT
+        shape = apart.shape
+        apart = F.pad(apart, (1, 0)).view(*shape[:2], shape[-1] + 1, shape[-1])[:, :, 1:].reshape(shape)
+        outputs = (query @ key.mT + apart).softmax(-1) @ value
+        return self.o(outputs.transpose(1, 2).flatten(2))
+
+
+def test_keys_of_relative_positions_are_no_keys_of_tokens_though_inputs_give_them():
+    module = PositionsFromAnArgument()
+    (layer,) = survey(module).layers
+    assert torch.equal(layer.weight("key").flatten(0, 1), module.k.weight)
+
+
+def test_what_may_attend_beside_its_part_and_could_not_run_is_named():
+    module = nn.Sequential(AttendsBesideItsPart())
+    found = survey(module)
+    assert [layer.name for layer in found.layers] == ["0.part"]
+    assert [one.name for one in found.refused] == ["0"]
+    found = survey(module, forward=lambda: module[0](torch.randn(2, TOKENS, WIDTH), {"both": True}))
+    assert [layer.name for layer in found.layers] == ["0", "0.part"]
+
+
+class CallsTheForwardOfItsPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = NormedOverAllHeads(lambda x: x)
+
+    def forward(self, x, plan):
+        scale = plan["scale"]
+        return scale * self.part.forward(x)
+
+
+def test_attention_whose_forward_is_called_without_its_module_is_that_of_its_layer():
+    module = nn.Sequential(CallsTheForwardOfItsPart())
+    found = survey(module, forward=lambda: module[0](torch.randn(2, TOKENS, WIDTH), {"scale": 2.0}))
+    assert [layer.name for layer in found.layers] == ["0.part"]
+    assert found.refused == ()
+
+
+class SoftmaxOverEdges(nn.Module):
+    """The attention of a graph, one after the other; its exponentials are added up node by node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def of_one(self, x):
+        count = len(x)
+        begin, end = torch.arange(count).repeat(count), torch.arange(count).repeat_interleave(count)
+        query, key, value = (one(x).view(count, HEADS, -1) for one in (self.q, self.k, self.v))
+        weights = (query[end] * key[begin]).sum(-1).exp()
+        sums = torch.zeros(count, HEADS).index_add(0, end, weights)
+        outputs = torch.zeros_like(value).index_add(0, end, weights[..., None] * value[begin])
+        return (outputs / sums[..., None]).flatten(1)
+
+    def forward(self, x):
+        return torch.stack([self.of_one(one) for one in x])
+
+
+@pytest.mark.parametrize("has_forward", [False, True])
+def test_a_softmax_over_edges_is_named(has_forward):
+    module = nn.Sequential(SoftmaxOverEdges())
+    x = torch.randn(2, TOKENS, WIDTH)
+    found = survey(module, forward=(lambda: module(x)) if has_forward else None)
+    assert found.layers == ()
+    reason = "its weights are exponentials that are added up by an index, as over the edges of a graph"
+    assert [one.reason for one in found.refused] == [reason]
+
+
+class QueryOfAClassToken(Attention):
+    """The class token asks as it came in, the other tokens through a map."""
+
+    def forward(self, x):
+        query = torch.cat([x[:, :1], self.q(x[:, 1:])], 1)
+        return self.o(self.sums(*map(self.in_heads, (query, self.k(x), self.v(x)))))
+
+
+def test_queries_that_a_map_gives_are_read_where_the_first_token_asks_as_it_came_in():
+    module = QueryOfAClassToken()
+    (layer,) = survey(module).layers
+    assert torch.equal(layer.weight("query").flatten(0, 1), module.q.weight)
+    assert layer.left_out == "queries of other tokens, which no map gives"

@@ -96,7 +96,7 @@ def _judge_part(
     order: Sequence[int] = (),
 ) -> RoleVerdict:
     names, calls = PLURAL[role], list(_calls_of(part, maps, core.order))
-    observed = _in_order(core.samples.roles.get(role, []), order)
+    observed = _in_order(core.samples.get(role, []), order)
     if not calls:
         return RoleVerdict("undecided", f"the map of its {names} was not called before attention")
     if not observed:
@@ -128,10 +128,7 @@ def _judge_part(
         claim = calls[-1].name or part.parameter
         state: State = "contradicted" if is_alone else "undecided"
         return RoleVerdict(state, f"its {names} come from `{other.map}`, the claim is `{claim}`")
-    extra = _sum_of(calls, part, observed, maps)
-    return RoleVerdict(
-        "undecided", extra or f"its {names} are none of the features that its map gave, nor rotated ones"
-    )
+    return RoleVerdict("undecided", f"its {names} are none of the features that its map gave, nor rotated ones")
 
 
 def _in_order(observed: Sequence[Arrangement], order: Sequence[int]) -> Sequence[Arrangement]:
@@ -152,7 +149,6 @@ def _candidates(
         return
     made = call.made.cpu()
     stages: list[tuple[Tensor, str]] = [(made[:, index], "")]
-    observed = [*observed, *_before_norms(observed, norms)]
     for norm in norms:
         for before, after in norm.ways:
             if before.tokens != call.tokens:
@@ -167,21 +163,6 @@ def _candidates(
         for arrangement in observed:
             if arrangement.tokens == call.tokens and len(arrangement.features) == len(claimed):
                 yield arrangement, claimed, through
-
-
-def _before_norms(observed: Sequence[Arrangement], norms: Sequence[MapCall]) -> Iterator[Arrangement]:
-    """Give the input of a norm whose results attention takes: it may have been turned before."""
-    for norm in norms:
-        for before, result in norm.ways:
-            for arrangement in observed:
-                x, y = arrangement.features.cpu(), result.features.cpu()
-                if arrangement.tokens != result.tokens or x.shape[1] % y.shape[1] or x.shape[::2] != y.shape[::2]:
-                    continue
-                groups = x.shape[1] // y.shape[1]
-                # Scores may be scaled after the norm by way of the queries.
-                if bool(match_heads(x, y.repeat_interleave(groups, 1), tolerance(x, y))[0].fits.diagonal().all()):
-                    features = before.features.repeat_interleave(groups, 1)
-                    yield Arrangement(features, arrangement.tokens, arrangement.start, arrangement.length_first)
 
 
 def _are_equal(one: Tensor, other: Tensor, tol: float) -> bool:
@@ -225,33 +206,10 @@ def _compare(role: Role, x: Tensor, claimed: Tensor, through: str, *, is_tied: b
     return None
 
 
-def _sum_of(
-    calls: Sequence[MapCall], part: HeadSlice, observed: Sequence[Arrangement], maps: Sequence[MapCall]
-) -> str | None:
-    """Tell whether the input of attention less the output of the map is the output of another map."""
-    for call in reversed(calls):
-        index = part.index() - call.rows
-        for arrangement in observed:
-            x = arrangement.features.cpu()
-            if arrangement.tokens != call.tokens or int(index.max()) >= call.made.shape[1] or int(index.min()) < 0:
-                continue
-            claimed = call.made.cpu()[:, index]
-            if x.shape != claimed.shape:
-                continue
-            rest = (x - claimed).flatten(1)
-            for other in maps:
-                if other is call or other.tokens != call.tokens or not other.made.numel():
-                    continue
-                rows = find_features(rest, other.made.cpu(), 10 * tolerance(x, claimed))
-                if bool((rows >= 0).all()):
-                    return f"its heads are a sum of what `{call.name}` and `{other.name}` give"
-    return None
-
-
 def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall]) -> RoleVerdict:
     part = layer.slices["output"].by_token
     calls = [one for one in maps if _is_of(part, one) and one.order > core.order and one.inputs.numel()]
-    observed = _in_order(core.samples.roles.get("output", []), layer.head_order)
+    observed = _in_order(core.samples.get("output", []), layer.head_order)
     for call in calls[:1]:
         index, inputs = part.index(), call.inputs.cpu()
         if int(index.max()) >= inputs.shape[1]:

@@ -19,18 +19,6 @@ _BENT = 1e-3  # the third singular value of two vectors and their sum, relative 
 class HeadChecks(CoreView):
     """Checks of the heads of one core; each raises `NoHeadsError` with what it found."""
 
-    def are_of_one_head(self, keys: Tensor, at_keys: Tensor) -> bool:
-        """Return whether keys of several matrices are of the same features: windows of one head overlap."""
-        matrices = at_keys // keys.shape[1]
-        if (matrices == matrices[0]).all():
-            return True
-        found = {
-            tuple((self.trace.parameter_of(leaf), found.features(leaf)) for leaf in found.masks)
-            for number in set(matrices.tolist())
-            if (found := self.support(keys, at_keys[matrices == number]))
-        }
-        return len(found) < 2
-
     def require_tokens(self, n: int, product: int, place: tuple[int, Tensor, Tensor], at_values: Tensor) -> None:
         """Refuse what is averaged, or met, if its positions are features and no tokens."""
         keys, _, at_keys = place
@@ -45,6 +33,8 @@ class HeadChecks(CoreView):
                 len(of) for one in found for _, of in one
             )
             if len(found) > 1 and len(parameters) == 1 and apart:
+                if all(len(one.positions(leaf)) == 1 for one in alone for leaf in one.masks):  # tokens of every head
+                    raise NoHeadsError("its heads mix: the weights of one depend on the scores of several")
                 raise NoHeadsError(f"its {what} are those of features, not of tokens")
             # A token may be met twice, as where tokens are sorted into buckets.
             if len(alone) > 1 and all(_are_equal(one, other) for one, other in itertools.pairwise(alone)):

@@ -145,10 +145,7 @@ class CoreReading(CoreView):
             mine = next((one for one in where if one[0] == product), None)
             if mine is None:
                 continue
-            _, keys, at_query, at_keys = mine
-            if not checks.are_of_one_head(self.side(product, keys), at_keys):
-                raise NoHeadsError("its heads mix: the weights of one depend on the scores of several")
-            places[n] = (keys, at_query, at_keys)
+            places[n] = mine[1:]
         supports = self._supports(product, places, flat_values)
         first = next(iter(supports))
         place, at_values = places[first], flat_values[first // self.units.count]
