@@ -120,7 +120,7 @@ def computed_matrix(module: nn.Module) -> tuple[Tensor, Tensor]:
     """
     way = way_of(module)
     with isolated(module, keeps_defaults=True), asking_no_other_rank():
-        trial = _evaluated(isolated_copy(module, shares_parameters=True))
+        trial = isolated_copy(module, shares_parameters=True)
         found = None if way is None else _read(trial, way, sizes_of(module))
     if found is None:
         raise UnsupportedAttentionError(f"A {type(module).__name__} does not multiply with one matrix any more.")
@@ -240,7 +240,7 @@ def _tried(module: nn.Module) -> _Way | None:
     """Compare what a copy with other numbers in it gives with what the matrix that is read of it gives."""
     generator = torch.Generator().manual_seed(0)
     sizes = sizes_of(module)
-    trial = _evaluated(isolated_copy(module, dict(_drawn(module, generator))))
+    trial = isolated_copy(module, dict(_drawn(module, generator)))
     for part in trial.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -299,9 +299,3 @@ def _drawn(module: nn.Module, generator: torch.Generator) -> Iterator[tuple[Tens
             else:  # a gain of the input leaves its features where they are
                 drawn = torch.empty(one.shape).uniform_(0.5, 1.5, generator=generator)
             yield one, nn.Parameter(drawn.to(one.device))
-
-
-def _evaluated(trial: nn.Module) -> nn.Module:
-    for part in trial.modules():
-        object.__setattr__(part, "training", False)
-    return trial

@@ -12,7 +12,7 @@ from torch import nn
 def takes_fast_path(attention: nn.Module, model: nn.Module) -> bool:
     """Return whether the encoder layer around an attention takes torch's fast path, as it is set now.
 
-    What torch asks of the input besides, such as no autocast and no odd number of heads, is not asked here.
+    What torch asks of the input besides, such as no autocast, is not asked here.
 
     Args:
         attention: the module of an attention layer.
@@ -21,23 +21,8 @@ def takes_fast_path(attention: nn.Module, model: nn.Module) -> bool:
     Returns:
         True if an `nn.TransformerEncoderLayer` around it is in evaluation mode and allows for it.
     """
-    if not isinstance(attention, nn.MultiheadAttention) or not torch.backends.mha.get_fastpath_enabled():
-        return False
-    around = next(
-        (one for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer) and one.self_attn is attention),
-        None,
-    )
-    if around is None or type(around).forward is not nn.TransformerEncoderLayer.forward or around.training:
-        return False
-    # What torch itself asks of the layer, in `nn.TransformerEncoderLayer.forward`.
-    return bool(
-        attention.batch_first
-        and attention.in_proj_bias is not None
-        and attention._qkv_same_embed_dim
-        and attention.num_heads % 2 == 0
-        and around.activation_relu_or_gelu
-        and around.norm1.eps == around.norm2.eps
-    )
+    layers = (one for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer))
+    return any(one.self_attn is attention and _allows_fast_path(one) for one in layers)
 
 
 FAST_PATH = "in evaluation mode torch's fast path computes attention in one kernel, which keeps its weights to itself"
@@ -57,18 +42,22 @@ def may_take_fast_path(module: nn.Module, arguments: Iterable[Any] = ()) -> bool
     if isinstance(module, nn.TransformerEncoder):  # may hand nested tensors to its layers
         first = next(iter(module.layers), None)
         return isinstance(first, nn.TransformerEncoderLayer) and may_take_fast_path(first, arguments)
-    attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
-    if module.training or not isinstance(attention, nn.MultiheadAttention):
+    if torch.is_autocast_enabled() or not _allows_fast_path(module):
         return False
-    if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled():
-        return False
-    is_whole = attention.bias_k is None and not attention.add_zero_attn and attention._qkv_same_embed_dim
-    if not (attention.batch_first and is_whole and attention.num_heads % 2 == 0):
-        return False
-    if isinstance(module, nn.TransformerEncoderLayer):
-        has_own = type(module).forward is not nn.TransformerEncoderLayer.forward
-        has_other_parts = not module.activation_relu_or_gelu or module.norm1.eps != module.norm2.eps
-        if has_own or has_other_parts or attention.in_proj_bias is None:
-            return False
     tensors = (*module.parameters(), *(one for one in arguments if isinstance(one, torch.Tensor)))
     return not (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
+
+
+def _allows_fast_path(module: nn.Module) -> bool:
+    """Ask what torch itself asks of a layer, in `nn.TransformerEncoderLayer.forward` and that of its attention."""
+    attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+    if module.training or not isinstance(attention, nn.MultiheadAttention) or attention.num_heads % 2:
+        return False
+    is_whole = attention.bias_k is None and not attention.add_zero_attn and attention._qkv_same_embed_dim
+    if not (torch.backends.mha.get_fastpath_enabled() and attention.batch_first and is_whole):
+        return False
+    if not isinstance(module, nn.TransformerEncoderLayer):
+        return True
+    has_usual_parts = bool(module.activation_relu_or_gelu) and module.norm1.eps == module.norm2.eps
+    is_torchs = type(module).forward is nn.TransformerEncoderLayer.forward
+    return is_torchs and has_usual_parts and attention.in_proj_bias is not None

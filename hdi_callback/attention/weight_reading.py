@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from hdi_callback.attention.isolation import asking_no_other_rank, evaluated, isolated, isolated_copy
+from hdi_callback.attention.isolation import asking_no_other_rank, isolated, isolated_copy
 
 
 def read_tensor(module: nn.Module, name: str) -> Tensor | None:
@@ -57,10 +57,8 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
     # One rank may read alone, as in the forward of an armed step: it is not to wait for the others.
     with isolated(module, keeps_defaults=True), asking_no_other_rank():
         trial = isolated_copy(module, shares_parameters=True)
-        for part in trial.modules():
-            object.__setattr__(part, "training", False)
         if _is_own(trial, name):
-            return evaluated(cast(nn.ModuleDict, trial.parametrizations)[name])
+            return cast(Tensor, cast(nn.ModuleDict, trial.parametrizations)[name].forward())
         value = getattr(trial, name, None)
         return value if isinstance(value, Tensor) else None
 

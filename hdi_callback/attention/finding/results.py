@@ -89,7 +89,7 @@ def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence
         or search.may_attend_beside(name)
         or not any(is_inside(layer.name, name) for layer in layers)
     ]  # fmt: skip
-    refused = [Refusal(name, _type_of(search, name), *search.why(name)) for name in names]
+    refused = [_refusal(search, name) for name in names]
     known = [layer.name for layer in layers] + names
     _check_patterns("include", include, known)
     # What a forward showed to attend may be left out, though nothing is known of it before one.
@@ -110,9 +110,9 @@ def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence
     )
 
 
-def _type_of(search: Search, name: str) -> str:
-    place = search.places.get(name)
-    return "module" if place is None else type(place.module).__name__
+def _refusal(search: Search, name: str) -> Refusal:
+    place, why = search.places.get(name), search.why(name)
+    return Refusal(name, "module" if place is None else type(place.module).__name__, why.text, why.remedy)
 
 
 def _check_patterns(

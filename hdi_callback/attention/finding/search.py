@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -40,6 +40,23 @@ _SLOW = "running it with inputs that are made up takes too long"
 _WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
 
 
+@dataclass(frozen=True)
+class Reason:
+    """Why nothing is read of a module.
+
+    Attributes:
+        text: the reason, as a clause.
+        remedy: what to write instead; the usual if that is empty.
+        is_open: the module ran, and another run may read it.
+        is_decided: the module ran, and no run can read heads of it.
+    """
+
+    text: str
+    remedy: str = ""
+    is_open: bool = False
+    is_decided: bool = False
+
+
 class Search:
     """What is known of the modules of a model so far.
 
@@ -49,20 +66,18 @@ class Search:
     Attributes:
         places: every module that computes something, by its name.
         layers: layers whose heads are established, by name.
-        reasons: name -> why a module is left out, and what to do.
+        reasons: name -> why a module is left out.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.places = {place.name: place for place in _places(model)}
         self.layers: dict[str, AttentionLayer] = {}
-        self.reasons: dict[str, tuple[str, str]] = {}
+        self.reasons: dict[str, Reason] = {}
         self._vouched: set[str] = set()  # names of modules that the registry knows
         self._ran: set[str] = set()
-        self._failed: set[str] = set()  # names of modules that could not be run with the inputs of a forward
-        self._open: set[str] = set()  # names of modules that ran, and that another run may read
         self._called: set[str] = set()  # names of modules that a forward called
-        self._decided: set[str] = set()  # names of modules that ran, and of which no run can read heads
+        self._failed: set[str] = set()  # names of those of them that could not be run again with its inputs
         self._has_forward = False
         self._tracer = KindTracer()
 
@@ -77,19 +92,14 @@ class Search:
                 with isolated(seconds=MOST_SECONDS):
                     layer = known_layer(place)
             except RefusedError as error:
-                self._vouch(name, None, error.reason, error.remedy)
+                self.reasons[name] = Reason(error.reason, error.remedy)
             except Exception as error:  # one odd module costs one refusal
-                self._vouch(name, None, f"inspecting it raises {type(error).__name__} ({_first_line(error)})")
+                self.reasons[name] = Reason(f"inspecting it raises {type(error).__name__} ({_first_line(error)})")
             else:
-                if layer is not None:
-                    self._vouch(name, layer)
-
-    def _vouch(self, name: str, layer: AttentionLayer | None, reason: str = "", remedy: str = "") -> None:
-        self._vouched.add(name)
-        if layer is None:
-            self.reasons[name] = reason, remedy
-        else:
-            self.layers[name] = layer
+                if layer is None:
+                    continue
+                self.layers[name] = layer
+            self._vouched.add(name)
 
     # --- 2. what modules compute
 
@@ -114,9 +124,9 @@ class Search:
             if found is None:
                 self._failed.add(name)
             else:  # it is known by now what several keys show
-                for other in [one for one in self._open if is_within(one, {name})]:
-                    if self.reasons.get(other, ("",))[0] == SINGLE_KEYS:
-                        self._settle(other)
+                for other in [one for one, why in self.reasons.items() if why.is_open and why.text == SINGLE_KEYS]:
+                    if is_within(other, {name}):
+                        del self.reasons[other]
             self._take(name, found, is_of_forward=True)
 
     def _traced(self, name: str, recorded: Sequence[Inputs] | None) -> Sequence[Found] | None:
@@ -156,14 +166,15 @@ class Search:
         self._ran.add(name)
         for one in found:
             full = users_name(_joined(name, one.path))
+            known = self.reasons.get(full)
+            is_open = known is not None and known.is_open
             if one.layer is None:
                 is_reported = any(is_inside(other, full) for other in self._vouched & self.reasons.keys())
-                is_new = full not in self.reasons or (is_of_forward and full in self._open)
+                is_new = known is None or (is_of_forward and is_open)
                 if is_new and not is_reported and not self._is_explained(full):
-                    self.reasons[full] = one.reason, ""
-                    (self._open if one.is_undecided else self._decided).add(full)
+                    self.reasons[full] = Reason(one.reason, "", one.is_undecided, not one.is_undecided)
                 continue
-            if one.is_undecided and full in self._open and not is_of_forward:
+            if one.is_undecided and is_open and not is_of_forward:
                 continue  # an argument that changes its heads may be among those that were left out
             layer = replace(one.layer, name=users_name(one.layer.name))
             beside = [other.reason for other in found if other.layer is None and other.path == one.path]
@@ -172,14 +183,9 @@ class Search:
             before = self.layers.get(layer.name)
             if before is None or len(before.slices) < len(layer.slices):
                 self.layers[layer.name] = layer
-            self._settle(full)
+            self.reasons.pop(full, None)
             self._drop_parts_of(layer)
             self._name_by_part(layer)
-
-    def _settle(self, name: str) -> None:
-        self.reasons.pop(name, None)
-        self._open.discard(name)
-        self._decided.discard(name)
 
     def _drop_parts_of(self, whole: AttentionLayer) -> None:
         """Drop layers of a single head that were found to be the heads of another one."""
@@ -210,7 +216,7 @@ class Search:
         for name, place in self.places.items():
             is_called = place.parent is not None and is_called_attention(place.module) and looks_like_attention(place)
             if name in self._ran and name not in reported and is_called:
-                self.reasons[name] = _NO_SOFTMAX, ""
+                self.reasons[name] = Reason(_NO_SOFTMAX)
 
     # --- 4. and 5. a real forward
 
@@ -266,16 +272,17 @@ class Search:
         for name, verdict in observer.verdicts().items():
             if name in self.layers:
                 self._correct(self.layers[name], verdict, ways.get(name, ()))
-        reasons = {name: reason for name, (reason, _) in self.reasons.items()}
-        for layer in layers_observed(observer, list(self.layers.values()), reasons, self._decided):
+        reasons = {name: why.text for name, why in self.reasons.items()}
+        decided = {name for name, why in self.reasons.items() if why.is_decided}
+        for layer in layers_observed(observer, list(self.layers.values()), reasons, decided):
             if not is_within(layer.name, self._vouched):
                 self.layers[layer.name] = layer
-                self._settle(layer.name)
+                self.reasons.pop(layer.name, None)
         refused = [path for path, _ in self.model.named_modules() if users_name(printable(path)) in self.reasons]
         for one in observer.unexplained(list(self.layers.values()), reported=refused):
             read, name = self.layers.get(one.layer), users_name(printable(one.name))
             if read is None:
-                self.reasons[name] = _NOT_RUN_AGAIN if name in self._failed else one.reason, ""
+                self.reasons[name] = Reason(_NOT_RUN_AGAIN if name in self._failed else one.reason)
             elif not read.left_out:
                 self.layers[one.layer] = replace(read, left_out=self._rest_of(read, ways.get(one.layer, ())))
 
@@ -289,7 +296,7 @@ class Search:
             known = (*self.layers, *(other for other in self.reasons if other != name))
             is_reported = any(name == other or is_inside(other, name) or is_inside(name, other) for other in known)
             if name in self._ran and name not in self.reasons and not is_reported and not self._is_explained(name):
-                self.reasons[name] = _NO_SOFTMAX_SEEN, ""
+                self.reasons[name] = Reason(_NO_SOFTMAX_SEEN)
 
     def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
         """Say what else a layer attends to, with the inputs with which it does."""
@@ -308,31 +315,29 @@ class Search:
         if found and all(one.layer is not None for one in found):
             self._take(name, found)
         else:
-            self.reasons[name] = f"in the forward that was run, {what}", ""
+            self.reasons[name] = Reason(f"in the forward that was run, {what}")
 
-    def why(self, name: str) -> tuple[str, str]:
+    def why(self, name: str) -> Reason:
         """Say why nothing is read of a module.
 
         Args:
             name: of a module that is refused or undecided.
 
         Returns:
-            The reason as a clause, and what to do; the usual if that is empty.
+            The reason.
         """
         if name in self.reasons:
             return self.reasons[name]
         module = self.places[name].module
         if isinstance(module, torch.jit.ScriptModule):
-            return "it is compiled by torch.jit.script, through which nothing can be followed", ""
+            return Reason("it is compiled by torch.jit.script, through which nothing can be followed")
         if any(is_lazy(one) for one in module.parameters()):
-            return "it knows its sizes only after the first forward", ""
+            return Reason("it knows its sizes only after the first forward")
         if self._tracer.is_slow(module):
-            return _SLOW, _WITH_FORWARD.format(name=name)
+            return Reason(_SLOW, _WITH_FORWARD.format(name=name))
         if name in self._failed:
-            return _NOT_RUN_AGAIN, ""
-        if self._has_forward:
-            return _NOT_CALLED, ""
-        return _NOT_RUN, _WITH_FORWARD.format(name=name)
+            return Reason(_NOT_RUN_AGAIN)
+        return Reason(_NOT_CALLED) if self._has_forward else Reason(_NOT_RUN, _WITH_FORWARD.format(name=name))
 
     def _is_explained(self, name: str) -> bool:
         place = self.places.get(name)

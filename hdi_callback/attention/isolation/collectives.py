@@ -153,41 +153,23 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _c10d_allreduce_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
         _reduce(tensors, _is_sum(op), size_of(group))
-        return list(tensors), _done(tensors)
-
-    def _c10d_allreduce_coalesced_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
-        _reduce(tensors, _is_sum(op), size_of(group))
-        return _done(tensors)
-
-    def _c10d_reduce_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
-        return self._c10d_allreduce_coalesced_(tensors, group, op)
+        return list(tensors), finished_call()
 
     def _c10d_broadcast_(self, tensors: Sequence[Tensor], group: Any, root: int, *rest: Any) -> Any:
         if root != rank_in(group):
             _refuse_numbers(tensors)
-        return list(tensors), _done(tensors)
+        return list(tensors), finished_call()
 
     def _c10d_allgather_(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *rest: Any) -> Any:
         for gathered, own in zip(outputs, inputs):
             for part in gathered:
                 _copy(part, own)
-        return [list(gathered) for gathered in outputs], _done(inputs)
-
-    def _c10d_allgather_coalesced_(self, outputs: Any, inputs: Sequence[Tensor], *rest: Any) -> Any:
-        for gathered in outputs:  # one list for each rank
-            for part, own in zip(gathered, inputs):
-                _copy(part, own)
-        return _done(inputs)
+        return [list(gathered) for gathered in outputs], finished_call()
 
     def _c10d__allgather_base_(self, output: Tensor, own: Tensor, group: Any, *rest: Any) -> Any:
         for part in output.view(-1).chunk(size_of(group)):
             _copy(part, own.reshape(-1))
-        return output, _done([output])
-
-    def _c10d_allgather_into_tensor_coalesced_(self, outputs: Any, inputs: Any, group: Any, *rest: Any) -> Any:
-        for output, own in zip(outputs, inputs):
-            self._c10d__allgather_base_(output, own, group)
-        return _done(inputs)
+        return output, finished_call()
 
     def _c10d_gather_(self, outputs: Any, inputs: Sequence[Tensor], *rest: Any) -> Any:
         return self._c10d_allgather_(outputs, inputs)[1]
@@ -199,32 +181,27 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 output.zero_()
         for output, parts in zip(outputs, inputs):
             _copy(output, parts[rank_in(group)])
-        return list(outputs), _done(outputs)
+        return list(outputs), finished_call()
 
     def _c10d_reduce_scatter_(self, outputs: Any, inputs: Any, group: Any, op: Any, *rest: Any) -> Any:
         for output, parts in zip(outputs, inputs):
             _copy(output, parts[rank_in(group)])
         _reduce(outputs, _is_sum(op), size_of(group))
-        return list(outputs), _done(outputs)
+        return list(outputs), finished_call()
 
     def _c10d__reduce_scatter_base_(self, output: Tensor, own: Tensor, group: Any, op: Any, *rest: Any) -> Any:
         _copy(output, own.reshape(-1).chunk(size_of(group))[rank_in(group)].view_as(output))
         _reduce([output], _is_sum(op), size_of(group))
-        return output, _done([output])
-
-    def _c10d_reduce_scatter_tensor_coalesced_(self, outputs: Any, inputs: Any, group: Any, op: Any, *rest: Any) -> Any:
-        for output, own in zip(outputs, inputs):
-            self._c10d__reduce_scatter_base_(output, own, group, op)
-        return _done(outputs)
+        return output, finished_call()
 
     def _c10d_alltoall_(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any, *rest: Any) -> Any:
         for output in outputs:
             _copy(output, inputs[rank_in(group)])
-        return list(outputs), _done(outputs)
+        return list(outputs), finished_call()
 
     def _c10d_alltoall_base_(self, output: Tensor, own: Tensor, group: Any, to: Any, sent: Any, *rest: Any) -> Any:
         _copy(output, _swapped(own, size_of(group), rank_in(group), to, sent))
-        return _done([output])
+        return finished_call()
 
     def _c10d_send(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
         for tensor in tensors:
@@ -233,7 +210,7 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._sent.append(tensor.clone())
             else:
                 self._awaited.pop(place).copy_(tensor)
-        return _done(tensors)
+        return finished_call()
 
     def _c10d_recv_(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
         for tensor in tensors:
@@ -244,18 +221,12 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._awaited.append(tensor)
             else:
                 tensor.copy_(self._sent.pop(place))
-        return _done(tensors)
+        return finished_call()
 
     _c10d_recv_any_source_ = _c10d_recv_
 
     def _c10d_barrier(self, tensor: Tensor, *rest: Any, **options: Any) -> Any:
-        return _done([tensor])
-
-    def _c10d_monitored_barrier_(self, *rest: Any, **options: Any) -> None:
-        return None
-
-    def _c10d_check_for_nan(self, *rest: Any) -> None:
-        return None
+        return finished_call()
 
     # --- calls that give new tensors
 
@@ -266,24 +237,13 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _reduce([own], op.lower() == "sum", size_of(group))
         return own
 
-    def _c10d_functional_all_reduce_coalesced(self, inputs: Sequence[Tensor], op: str, group: Any) -> list[Tensor]:
-        return [self._c10d_functional_all_reduce(own, op, group) for own in inputs]
-
     def _c10d_functional_all_gather_into_tensor(self, own: Tensor, size: int, group: Any) -> Tensor:
         return torch.cat([own] * size)
-
-    def _c10d_functional_all_gather_into_tensor_coalesced(self, inputs: Any, size: int, group: Any) -> list[Tensor]:
-        return [torch.cat([own] * size) for own in inputs]
 
     def _c10d_functional_reduce_scatter_tensor(self, own: Tensor, op: str, size: int, group: Any) -> Tensor:
         share = own.chunk(size)[rank_in(group)].clone()
         _reduce([share], op.lower() == "sum", size)
         return share
-
-    def _c10d_functional_reduce_scatter_tensor_coalesced(
-        self, inputs: Any, op: str, size: int, group: Any
-    ) -> list[Tensor]:
-        return [self._c10d_functional_reduce_scatter_tensor(own, op, size, group) for own in inputs]
 
     def _c10d_functional_all_to_all_single(self, own: Tensor, to: Any, sent: Any, group: Any) -> Tensor:
         return _swapped(own, size_of(group), rank_in(group), to, sent).clone()
@@ -375,10 +335,6 @@ def rank_in(group: Any) -> int:
         The number.
     """
     return int(_group(group).rank())
-
-
-def _done(_: Sequence[Tensor]) -> Any:
-    return finished_call()
 
 
 def finished_call() -> Any:

@@ -52,7 +52,7 @@ def isolated_copy(
             reach them. Buffers are copied all the same.
 
     Returns:
-        The copy, in the mode that the module is in.
+        The copy, in evaluation mode.
 
     Raises:
         IsolationError: if the module cannot be copied: the copying fails, or gives parts of the module itself, or
@@ -77,6 +77,7 @@ def isolated_copy(
                 hooks = part.__dict__.get(name)
                 if hooks:
                     hooks.clear()
+            object.__setattr__(part, "training", False)  # a `train` of the user's may do anything
         for part in parts:
             for name, value in list(part.__dict__.items()):
                 if isinstance(value, types.FunctionType):
@@ -211,7 +212,7 @@ def _settle(part: nn.Module) -> None:
     """Put matrices in the place of what computes them, in a copy."""
     parametrizations = part._modules.get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict) and parametrize.is_parametrized(part):
-        values = {name: evaluated(plist) for name, plist in parametrizations.items()}
+        values: dict[str, Tensor] = {name: plist.forward() for name, plist in parametrizations.items()}
         del part._modules["parametrizations"]
         # Its class is that of the original too, so that torch's own way of removing them would break the original.
         object.__setattr__(part, "__class__", type(part).__bases__[0])
@@ -222,18 +223,3 @@ def _settle(part: nn.Module) -> None:
         if type(value) is Tensor and {f"{name}_v", f"{name}_orig"} & part._parameters.keys():
             del part.__dict__[name]
             part._buffers[name] = value
-
-
-def evaluated(parametrization: nn.Module) -> Tensor:
-    """Compute what the parametrizations of one tensor give in evaluation mode; for copies of them only.
-
-    Args:
-        parametrization: torch's `ParametrizationList`, a copy.
-
-    Returns:
-        The tensor, detached if gradients are off.
-    """
-    for one in parametrization.modules():
-        object.__setattr__(one, "training", False)
-    value: Tensor = parametrization.forward()
-    return value

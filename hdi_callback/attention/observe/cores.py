@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hdi_callback.attention.observe.axes import Axes
-from hdi_callback.attention.observe.samples import CoreSamples, MapCall
+from hdi_callback.attention.observe.samples import Arrangement, MapCall
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class ObservedCore:
     bias: Tensor | None = None
     is_bounded: bool = True
     changed: tuple[str, ...] = ()
-    samples: CoreSamples = field(default_factory=CoreSamples)
+    samples: dict[str, list[Arrangement]] = field(default_factory=dict)
     maps: list[MapCall] = field(default_factory=list)
     parts: tuple[str, ...] = ()
     is_recorded: bool = False

@@ -50,7 +50,7 @@ def find_rows(
     calls = [one for one in maps if one.kind == "linear" and one.order < core.order and one.made.numel()]
     length = core.queries if role == "query" else core.keys
     observed = []
-    for arrangement in core.samples.roles.get(role, ()):
+    for arrangement in core.samples.get(role, ()):
         x = _distinct(arrangement.features)
         is_of_all = core.axes is None or arrangement.tokens == core.axes.sequences * length * core.tied
         if _lie_in_groups(arrangement.features, x) and (is_of_all or not of_all_tokens):
@@ -101,7 +101,7 @@ def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | Non
     """
     after = [one for one in maps if one.kind == "linear" and one.order > core.order and one.inputs.numel()]
     for call in after[:4]:
-        for arrangement in core.samples.roles.get("output", ()):
+        for arrangement in core.samples.get("output", ()):
             x, inputs = arrangement.features.cpu(), call.inputs.cpu()
             if arrangement.tokens != call.tokens or len(x) != len(inputs):
                 continue

@@ -43,7 +43,7 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         return "its scores are summed over rows of tokens"
     if core.heads == 1:
         return "it has a single head"
-    if core.unread and not core.samples.roles:
+    if core.unread and not core.samples:
         return core.unread
     found: dict[Role, FoundRows] = {}
     for role in INPUT_ROLES:
@@ -63,8 +63,6 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
     slices: dict[Role, HeadWeight] = {}
     for role, one in found.items():
         part = slice_of(model, core.module, one)
-        if part is None:
-            return f"the rows of its {role} heads in `{one.map}` follow no stride"
         if part.contradiction(role == "output") == NO_MATRIX:
             return f"`{one.map}`, from which its {role} heads come, multiplies with a matrix that is no parameter"
         slices[role] = part
@@ -111,8 +109,8 @@ def _called(model: nn.Module, parameter: str) -> nn.Module | None:
     return module if name == "weight" else None
 
 
-def slice_of(model: nn.Module, name: str, found: FoundRows) -> HeadSlice | None:
-    """Describe rows of a parameter by their strides.
+def slice_of(model: nn.Module, name: str, found: FoundRows) -> HeadSlice:
+    """Describe rows of a parameter.
 
     Args:
         model: the model.
@@ -120,22 +118,9 @@ def slice_of(model: nn.Module, name: str, found: FoundRows) -> HeadSlice | None:
         found: the rows.
 
     Returns:
-        The slice, of the attention's module where the parameter is in it, else of the model; None if the rows follow
-        no stride.
+        The slice, of the attention's module where the parameter is in it, else of the model.
     """
     rows = found.rows if found.how == "as they are" else found.rows.sort(-1).values
-    inside = found.map.startswith(f"{name}.") or not name
-    module = model.get_submodule(name) if inside else model
-    parameter = found.map.removeprefix(f"{name}.") if inside and name else found.map
-    heads, width = rows.shape
-    start, step = int(rows[0, 0]), int(rows[0, 1] - rows[0, 0]) if width > 1 else 1
-    for block in (one for one in range(heads, 0, -1) if heads % one == 0):
-        stride = int(rows[1, 0] - rows[0, 0]) if block > 1 else width * step
-        apart = int(rows[block, 0] - rows[0, 0]) if block < heads else 0
-        if min(step, stride, apart) < 0:  # no weight can be read backwards
-            continue
-        part = HeadSlice(module, parameter, heads, width, start, found.is_transposed, stride, step, block, apart)
-        if torch.equal(part.index(), rows):
-            usual = stride == width and step == 1 and block == heads
-            return HeadSlice(module, parameter, heads, width, start, found.is_transposed) if usual else part
-    return None
+    is_inside = bool(name) and found.map.startswith(f"{name}.")
+    module, parameter = (model.get_submodule(name), found.map[len(name) + 1 :]) if is_inside else (model, found.map)
+    return HeadSlice.of_features(module, parameter, rows, transposed=found.is_transposed)

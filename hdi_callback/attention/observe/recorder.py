@@ -122,11 +122,11 @@ class Recorder:
                 if tensor is None or not holds_numbers(tensor) or tensor.dim() < 2:
                     continue
                 if scores.tied == 1:
-                    core.samples.roles[role] = list(arrangements(tensor, tokens))
+                    core.samples[role] = list(arrangements(tensor, tokens))
                     continue
                 if role in ("query", "key"):
                     tensor = tensor.reshape(*tensor.shape[:-1], scores.tied, -1).movedim(-2, 0)
-                core.samples.roles[role] = list(arrangements_of_rows(tensor, tokens, scores.tied))
+                core.samples[role] = list(arrangements_of_rows(tensor, tokens, scores.tied))
 
     def fused_ran(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -92,13 +92,6 @@ class Arrangement:
     start: int = 0
     length_first: bool = False
     is_tied: bool = False
-
-
-@dataclass(eq=False)
-class CoreSamples:
-    """Samples of the inputs and outputs of one attention: role -> arrangements."""
-
-    roles: dict[str, list[Arrangement]] = field(default_factory=dict)
 
 
 def sample_of_map(tensor: Tensor, features_dim: int = -1) -> Tensor:

@@ -6,12 +6,10 @@ only have to bring the forward as far as attention.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import math
 import re
-import types
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 
 from hdi_callback.attention import projections
 from hdi_callback.attention.kept_lengths import kept_lengths
+from hdi_callback.attention.trace.arguments import with_tensors
 
 _TOKENS, _FEW_TOKENS = 8, 5
 _MOST_WORDS = 8
@@ -304,7 +303,7 @@ def recorded_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
 
 
 def _copied(args: tuple[Any, ...], kwargs: Mapping[str, Any], cut: _Cut) -> Inputs:
-    return Inputs(cut(args), cut(dict(kwargs)))
+    return Inputs(with_tensors(args, cut), with_tensors(dict(kwargs), cut))
 
 
 @dataclass(frozen=True)
@@ -319,33 +318,7 @@ class _Cut:
     def tokens(self) -> int:
         return min(_TOKENS, *self.lengths, _TOKENS)
 
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self(item) for item in value))
-        if type(value) in (tuple, list):
-            return type(value)(self(item) for item in value)
-        if type(value) is dict:
-            return {name: self(item) for name, item in value.items()}
-        is_plain = value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device))
-        if is_plain or isinstance(value, (nn.Module, types.ModuleType, types.FunctionType)):
-            return value
-        return self._object(value)
-
-    def _object(self, value: Any) -> Any:
-        """Copy an object with its tensors; a cache of keys and values is left out, as it would be written to."""
-        if "cache" in type(value).__name__.lower():
-            return None
-        other = copy.copy(value)
-        if isinstance(other, dict):
-            for name in list(other):
-                dict.__setitem__(other, name, self(value[name]))
-        if hasattr(other, "__dict__"):
-            vars(other).update({name: self(item) for name, item in vars(value).items()})
-        return other
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
+    def __call__(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         if not self.batch:
             return tensor.clone()

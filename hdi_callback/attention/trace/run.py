@@ -7,7 +7,6 @@ leaf of the graph (`maps`, `draw`); what torch's functions do meanwhile is in `g
 
 from __future__ import annotations
 
-import copy
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.isolation import isolated, isolated_copy
+from hdi_callback.attention.trace.arguments import with_tensors
 from hdi_callback.attention.trace.draw import Draw, drawn_parameter
 from hdi_callback.attention.trace.exchange import Exchange, Exchanging, of_all_ranks
 from hdi_callback.attention.trace.graph_cut import GraphCut
@@ -54,8 +54,6 @@ class Traceable:
         # A map that lies in two places is one map; torch calls its weight by the first.
         with isolated(module):
             self.trial = isolated_copy(module, replaced)
-            for part in self.trial.modules():
-                object.__setattr__(part, "training", False)
             _to_float(self.trial)
             for part in self.trial.modules():
                 _choose_attention(part, "eager")
@@ -97,9 +95,9 @@ class Traceable:
         """Run it once, as one rank."""
         run = TracedRun(self.module)
         run.others = {f"parameter {name}": one for name, one in self.parameters.items()}
-        inputs = _Inputs(run)
+        leaves = _Leaves(run)
         with isolated(self.module, seed=draw.seed), torch.enable_grad():
-            own = inputs.of(args), inputs.of(dict(kwargs))
+            own = with_tensors(args, leaves), with_tensors(dict(kwargs), leaves)
             for stub in self.stubs:
                 stub.count = 0
             mode = GraphCut(
@@ -202,34 +200,22 @@ def _mark_spans(trial: nn.Module, run: TracedRun) -> Iterator[Any]:
         yield part.register_forward_hook(leave, always_call=True)
 
 
-class _Inputs:
-    """Copies of arguments, whose tensors of numbers are noted as what values may come from."""
+class _Leaves:
+    """Puts leaves in the place of the tensors of arguments; those of numbers are noted as what values may come from."""
 
     def __init__(self, run: TracedRun) -> None:
         self.run = run
         self.known: dict[int, Tensor] = {}
 
-    def of(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in self.known:
-                dtype = torch.float32 if value.is_floating_point() else None
-                one = value.detach().to(device="cpu", dtype=dtype).clone()
-                if one.dtype in (torch.int32, torch.int64) and one.dim():
-                    self.run.ids.append(one)
-                if one.is_floating_point():
-                    leaf = one.requires_grad_()
-                    self.run.others[f"input {len(self.known)}"] = leaf
-                    one = leaf * 1.0  # some code works in place
-                self.known[id(value)] = one
-            return self.known[id(value)]
-        if type(value) in (tuple, list):
-            return type(value)(self.of(item) for item in value)
-        if type(value) is dict:
-            return {name: self.of(item) for name, item in value.items()}
-        if hasattr(value, "__dict__") and not isinstance(
-            value, (nn.Module, type, types.ModuleType, types.FunctionType)
-        ):
-            other = copy.copy(value)
-            vars(other).update({name: self.of(item) for name, item in vars(value).items()})
-            return other
-        return value
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self.known:
+            dtype = torch.float32 if tensor.is_floating_point() else None
+            one = tensor.detach().to(device="cpu", dtype=dtype).clone()
+            if one.dtype in (torch.int32, torch.int64) and one.dim():
+                self.run.ids.append(one)
+            if one.is_floating_point():
+                leaf = one.requires_grad_()
+                self.run.others[f"input {len(self.known)}"] = leaf
+                one = leaf * 1.0  # some code works in place
+            self.known[id(tensor)] = one
+        return self.known[id(tensor)]

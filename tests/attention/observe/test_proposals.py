@@ -1,4 +1,4 @@
-"""Rows of heads that were observed, written down as strides of a parameter."""
+"""Rows of heads that were observed, written down as a part of a parameter."""
 
 from __future__ import annotations
 
@@ -17,5 +17,6 @@ def test_rotated_rows_are_those_of_their_heads_whatever_the_order_of_the_pairs(p
     rows = start + torch.tensor([pairs, [4 + place for place in pairs]])
     found = slice_of(model, "", FoundRows("qk.weight", rows, "rotated"))
     assert torch.equal(found.rows(), model["qk"].weight[start : start + 8].view(2, 4, 6))
-    # No view reads heads backwards: that is refused, and never turned round.
-    assert slice_of(model, "", FoundRows("qk.weight", rows.flip(0), "rotated")) is None
+    # No view reads heads backwards: a copy does, in their order.
+    turned = slice_of(model, "", FoundRows("qk.weight", rows.flip(0), "rotated"))
+    assert torch.equal(turned.rows(), found.rows().flip(0))
