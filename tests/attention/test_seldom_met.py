@@ -335,3 +335,110 @@ def test_queries_that_a_map_gives_are_read_where_the_first_token_asks_as_it_came
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("query").flatten(0, 1), module.q.weight)
     assert layer.left_out == "queries of other tokens, which no map gives"
+
+
+class ContextOfAnotherWidth(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(40)
+        self.more_keys, self.more_values = nn.Linear(40, WIDTH), nn.Linear(40, WIDTH)
+
+    def forward(self, x, more=None):
+        key, value = self.k(x), self.v(x)
+        if more is not None:
+            key = torch.cat([key, self.more_keys(self.norm(more))], 1)
+            value = torch.cat([value, self.more_values(self.norm(more))], 1)
+        return self.o(self.sums(*map(self.in_heads, (self.q(x), key, value))))
+
+
+def test_a_context_that_is_wider_than_tokens_leaves_its_heads_open_until_a_forward():
+    found = survey(ContextOfAnotherWidth())
+    assert found.layers == ()
+    assert "its heads are others where `more` is passed" in found.refused[0].reason
+
+
+class OneHeadOfSixteen(nn.Module):
+    """Each token has one of sixteen heads, which a router chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+        self.router = nn.Linear(64, 16)
+
+    def forward(self, x):
+        query, key, value = (one(x).unflatten(-1, (16, 4)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        outputs = ((query @ key.mT).softmax(-1) @ value).transpose(1, 2)
+        gates = self.router(x).softmax(-1)
+        chosen = gates.topk(1, -1)
+        gates = torch.zeros_like(gates).scatter(-1, chosen.indices, chosen.values)
+        return self.o((outputs * gates[..., None]).flatten(2))
+
+
+def test_the_output_map_is_read_of_heads_that_no_token_of_a_run_may_choose():
+    module = OneHeadOfSixteen()
+    (layer,) = survey(module).layers
+    assert torch.equal(layer.weight("output").flatten(0, 1), module.o.weight.T)
+
+
+class TokensOfATable(Attention):
+    """A whole model in one module, which takes the numbers of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(50, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        return self.o(self.sums(*map(self.in_heads, (self.q(x), self.norm(self.k(x)), self.v(x)))))
+
+
+def test_what_a_table_gives_for_words_are_tokens():
+    module = nn.Sequential(TokensOfATable())
+    found = survey(module, forward=lambda: module(torch.randint(50, (2, TOKENS))))
+    (layer,) = found.layers
+    assert layer.slices["key"].index().tolist() == torch.arange(WIDTH).view(HEADS, -1).tolist()
+    assert layer.slices["key"].owner is module[0].k
+
+
+def weigh(query, key, value):
+    return (query @ key.mT).softmax(-1) @ value
+
+
+class WithoutACopy(nn.Module):
+    """Observation alone shows what it computes, as no generator can be copied."""
+
+    def __init__(self, width) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, width) for _ in range(3))
+        self.numbers = (number for number in range(3))
+
+    def forward(self, x, heads=HEADS):
+        made = (one(x).unflatten(-1, (heads, -1)).transpose(1, 2) for one in (self.a, self.b, self.c))
+        return weigh(*made).transpose(1, 2).flatten(2)
+
+
+def test_the_output_map_is_read_of_a_layer_from_observation_alone():
+    module = nn.Sequential(WithoutACopy(WIDTH), nn.Linear(WIDTH, WIDTH))
+    found = survey(module, forward=lambda: module(torch.randn(2, TOKENS, WIDTH)))
+    (layer,) = found.layers
+    assert torch.equal(layer.weight("key").flatten(0, 1), module[0].b.weight)
+    assert torch.equal(layer.weight("output").flatten(0, 1), module[1].weight.T)
+
+
+class SingleHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(WithoutACopy(4) for _ in range(HEADS))
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.o(torch.cat([part(x, heads=1) for part in self.parts], -1))
+
+
+def test_heads_in_modules_of_their_own_that_observation_alone_shows_are_named():
+    module = SingleHeads()
+    found = survey(module, forward=lambda: module(torch.randn(2, TOKENS, WIDTH)))
+    assert found.layers == ()
+    assert [one.name for one in found.refused] == [f"parts.{number}" for number in range(HEADS)]
+    reason = "its heads are computed one by one, each in an attention of its own"
+    assert {one.reason for one in found.refused} == {reason}
