@@ -20,7 +20,6 @@ class ObservedCore:
         module_type: name of its class.
         kind: ``"softmax"``, or what gives the weights in its place: ``"additive"``, ``"sigmoid"``, ``"relu"``,
             ``"linear"``, ``"unknown"``.
-        via: what computed it: ``"scaled_dot_product_attention"``, ``"softmax"``, the name of a kernel.
         order: of the calls of the forward.
         axes: which dimensions are sequences and which are heads; None if that is not known.
         queries: length of a sequence of queries.
@@ -45,7 +44,6 @@ class ObservedCore:
     module: str
     module_type: str
     kind: str
-    via: str
     order: int
     axes: Axes | None = None
     queries: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,9 @@ _MIXING = frozenset((
     "index_select", "log", "sigmoid",
 ))  # fmt: skip
 _LIMITED = frozenset(["clamp", "clip", "clamp_min", "max", "maximum"])  # by the least number of a type
+_ADDED_OR_MASKED = frozenset((
+    "add", "radd", "sub", "subtract", "masked_fill", "where", "tanh", "cat", "concat", "tril", "clamp",
+))  # fmt: skip
 _GATES = {"sigmoid": "sigmoid", "relu": "relu", "exp": "exp", "sparsemax": "sparsemax", "entmax": "entmax"}
 
 
@@ -58,7 +61,6 @@ class Scores:
         lost: names of functions after which it is not known which dimension is which.
         altered: names of functions that changed the weights after the softmax, dropout apart.
         taken: what was read at the softmax.
-        is_used: weights were multiplied with values.
         tied: rows over which scores are summed, side by side in queries and keys; 1 where there are none.
     """
 
@@ -77,16 +79,12 @@ class Scores:
     lost: list[str] = field(default_factory=list)
     altered: list[str] = field(default_factory=list)
     taken: Any = None
-    is_used: bool = False
     tied: int = 1
 
     def branched(self) -> Scores:
         """Copy what is known so far, for a tensor that is made from this one."""
-        return Scores(
-            self.query, self.key, self.row_axis, self.key_axis, self.scale, list(self.terms), list(self.biases),
-            self.before, self.after, self.shift, self.kind, list(self.unknown), list(self.lost),
-            list(self.altered), self.taken, tied=self.tied,
-        )  # fmt: skip
+        lists: dict[str, Any] = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
+        return replace(self, **lists)
 
 
 class Lineage:
@@ -199,19 +197,7 @@ class Lineage:
             _scaled(scores, other, 1)
         elif base in ("div", "truediv", "divide", "true_divide") and args and args[0] is tensor:
             _scaled(scores, other, -1)
-        elif base in (
-            "add",
-            "radd",
-            "sub",
-            "subtract",
-            "masked_fill",
-            "where",
-            "tanh",
-            "cat",
-            "concat",
-            "tril",
-            "clamp",
-        ):
+        elif base in _ADDED_OR_MASKED:
             self._added_or_masked(scores, base, tensor, args, kwargs, out, other)
         elif base in _GATES or "entmax" in base or "sparsemax" in base or "sigmoid" in base:
             scores.kind = _GATES.get(base, base)

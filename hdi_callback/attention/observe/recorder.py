@@ -90,7 +90,6 @@ class Recorder:
             self.stack.owner,
             "" if module is None else type(module).__name__,
             kind,
-            via,
             self.maps.core_ran(),
             parts=tuple(name for name, _ in self.stack.modules),
             maps=self.maps.recent(),

@@ -83,14 +83,12 @@ class Arrangement:
         features: ``(P, heads, width)``.
         tokens: N, how many tokens the tensor has in this order.
         start: token of each sequence that the first of the N tokens is, where there are more than N.
-        length_first: tokens are numbered position by position, not sequence by sequence.
         is_tied: of the rows of an alignment; such features are equal to those of a map as they are, or not at all.
     """
 
     features: Tensor
     tokens: int
     start: int = 0
-    length_first: bool = False
     is_tied: bool = False
 
 
@@ -160,7 +158,7 @@ def _at_length(
                 place = 0 if length_first else len(batch)
                 index[place] = index[place] + start
                 taken = tensor.permute(*order, *heads, len(lead) + 1)[tuple(index)]
-                yield Arrangement(taken.reshape(taken.shape[0], -1, taken.shape[-1]), count, start, length_first)
+                yield Arrangement(taken.reshape(taken.shape[0], -1, taken.shape[-1]), count, start)
 
 
 def arrangements_of_rows(tensor: Tensor, tokens: Sequence[int], rows: int) -> Iterator[Arrangement]:
