@@ -22,21 +22,30 @@ def may_recompile(model: nn.Module | None, *, has_both: bool = False) -> bool:
     Returns:
         False if something says that they may not.
     """
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
+    if "torch._dynamo.eval_frame" not in sys.modules:
         return True
-    stance = getattr(getattr(frames, "_stance", None), "stance", "default")
-    if stance not in ("default", "eager_then_compile", "aot_eager_then_compile"):
+    if not is_compiling_allowed():
         return False
     config: Any = sys.modules.get("torch._dynamo.config")
-    if getattr(config, "error_on_recompile", False):
-        return False
     limit = getattr(config, "recompile_limit", getattr(config, "cache_size_limit", 8))
     try:
         graphs = _graphs(model)
         return graphs + (1 if has_both else graphs) <= int(limit)
     except Exception:  # of torch's inner parts, which change from version to version
         return True
+
+
+def is_compiling_allowed() -> bool:
+    """Return whether torch may compile anything anew at the moment.
+
+    Returns:
+        False under `torch.compiler.set_stance("fail_on_recompile")` and its like; nothing is imported for it.
+    """
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    stance = getattr(getattr(frames, "_stance", None), "stance", "default")
+    if stance not in ("default", "eager_then_compile", "aot_eager_then_compile"):
+        return False
+    return not getattr(sys.modules.get("torch._dynamo.config"), "error_on_recompile", False)
 
 
 def _graphs(model: nn.Module | None) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "Arguments | None"]
@@ -24,6 +25,9 @@ class Handle(Protocol):
 
     def remove(self) -> None:
         """Take the hook off."""
+
+    def put_back(self) -> None:
+        """Put the hook back after `remove`."""
 
 
 class Hooks:
@@ -89,9 +93,11 @@ def observe_calls(
         top = module.__dict__.get("forward")
         observed = top if isinstance(top, _ObservedForward) else _ObservedForward(module, top)
         return [_Observer(observed, before, after, eager_only=eager_only)]
-    handles: list[Handle] = [module.register_forward_pre_hook(Hook(before), with_kwargs=True)]
-    if after is not None:
-        handles.append(module.register_forward_hook(Hook(after), with_kwargs=True, always_call=True))
+    hooks = Hook(before), None if after is None else Hook(after)
+    handles: list[Handle] = [_Numbered(module.register_forward_pre_hook(hooks[0], with_kwargs=True), hooks[0])]
+    if hooks[1] is not None:
+        handle = module.register_forward_hook(hooks[1], with_kwargs=True, always_call=True)
+        handles.append(_Numbered(handle, hooks[1]))
     return handles
 
 
@@ -108,14 +114,39 @@ def has_own_forward(module: nn.Module) -> bool:
     return own is not None and not (isinstance(own, _ObservedForward) and own.is_of_class)
 
 
+class _Numbered:
+    """The handle of a hook that keeps its number when it is put back: compiled graphs are guarded by it."""
+
+    def __init__(self, handle: RemovableHandle, hook: Hook) -> None:
+        self._handle, self._hook = handle, hook
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+    def put_back(self) -> None:
+        """Put the hook back after `remove`."""
+        for ref, value in (
+            (self._handle.hooks_dict_ref, self._hook),
+            *((ref, True) for ref in self._handle.extra_dict_ref),
+        ):
+            known = ref()
+            if known is not None:
+                known[self._handle.id] = value
+
+
 class _Observer:
     """One who observes calls without a hook."""
 
     def __init__(self, observed: _ObservedForward, before: Before, after: After | None, *, eager_only: bool) -> None:
         self._observed, self._functions = observed, (before, after)
         self._list = observed.eager if eager_only else observed.observers
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Observe, from the next call on."""
         self._list.append(self._functions)
-        observed.put_on()
+        self._observed.put_on()
 
     def remove(self) -> None:
         """Observe no more."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
 
-from hdi_callback import HeadDiversityMonitor
+from hdi_callback import HeadDiversityMonitor, watch_heads
 from hdi_callback.errors import MonitoringWarning
+from hdi_callback.integrations.loop import HeadSession
 from tests.models import LAYERS, LENGTH, Checkpointed, Classifier
 
 METRICS = ["hdi", "head_covariance", "head_correlation"]
@@ -174,3 +177,51 @@ def test_reading_a_compiled_model_compiles_nothing_more(dynamo):
                 before = dynamo["stats"]["unique_graphs"]
             monitor.measure(step)
         assert dynamo["stats"]["unique_graphs"] == before
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, heads: HeadSession | None = None, *, is_whole_step: bool
+) -> list[float]:
+    """Train through a compiled function that calls the model; after three steps another graph is an error."""
+    losses = []
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        if is_whole_step:
+            loss.backward()
+        return loss
+
+    compiled = torch.compile(loss_of, backend="eager")
+    for step in range(8):
+        stance = torch.compiler.set_stance("fail_on_recompile" if step > 2 else "default")
+        with nullcontext() if heads is None else heads.step(), stance:
+            loss = compiled(tokens(seed=step))
+            if not is_whole_step:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.some_slow(quick=1)
+@pytest.mark.parametrize("is_whole_step", [False, True])
+def test_a_compiled_function_that_calls_the_model_costs_one_more_graph(dynamo, is_whole_step):
+    """Modules in its graph are compiled with the hooks that are on them, and anew with any other number of hooks."""
+    model = classifier()
+    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1), is_whole_step=is_whole_step)
+    graphs = dynamo["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    dynamo.clear()
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    metrics = [*METRICS, "attention_entropy"]
+    heads = watch_heads(model, optimizer, every_n_steps=2, metrics=metrics, history=False, verbose=False)
+    with (
+        pytest.warns(MonitoringWarning, match="attention rows.*did not run outside of what was compiled") as said,
+        heads,
+    ):
+        assert train(model, optimizer, heads, is_whole_step=is_whole_step) == losses
+        assert {f"head_covariance/{name}" for name in LAYERS} < set(heads.latest)
+    assert dynamo["stats"]["unique_graphs"] == 2 * graphs
+    assert len(said) == 1

@@ -183,8 +183,11 @@ class AttentionObserver:
 
     def suspend(self) -> None:
         """Take everything off the model, also what stays for the sake of a graph that was compiled with it."""
-        self._window.close()
-        self._window.remove()
+        self._window.suspend()
+
+    def resume(self) -> None:
+        """Put back what stays on the model, after `suspend`."""
+        self._window.resume()
 
     def release(self) -> None:
         """Observe nothing more, and let go of what was observed."""

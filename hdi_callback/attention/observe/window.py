@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +18,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _push_mode
 
 from hdi_callback.attention.calls import is_inferring_shapes
+from hdi_callback.attention.compiled import is_compiling_allowed
 from hdi_callback.attention.fast_path import FAST_PATH, may_take_fast_path
 from hdi_callback.attention.hooks import Handle, observe_calls
 from hdi_callback.attention.observe.mode_stack import put_back, take_off
 from hdi_callback.attention.observe.quiet import in_the_way
+
+_IN_A_GRAPH = "it did not run outside of what was compiled, and a compiled graph cannot be observed"
 
 
 class Watcher(Protocol):
@@ -44,7 +47,9 @@ class Watcher(Protocol):
 class Window:
     """Turn a mode on while the outermost module of a model runs.
 
-    Where a graph was compiled while hooks were there, it is guarded by their number: they stay, and do nothing.
+    Where the user compiles a function that calls modules, hooks are in its graph, which is guarded by them: without
+    them it would be compiled anew, and again when they are back, until torch gives up and runs the model uncompiled.
+    So they stay on modules that were not seen to run while something was compiled, and do nothing.
     """
 
     def __init__(self) -> None:
@@ -54,9 +59,10 @@ class Window:
         self._outermost: tuple[str, nn.Module] | None = None
         self._passed_over: list[tuple[nn.Module, list[TorchFunctionMode]]] = []
         self._thread = self._compiled = 0
-        self._stays = False
+        self._has_entered: set[nn.Module] = set()
+        self._staying: dict[nn.Module, list[Handle]] = {}
         self.reason = ""
-        self.has_run = False
+        self.has_run = self._is_suspended = False
         self.skipped: dict[str, str] = {}
 
     def open(self, watcher: Watcher, modules: Mapping[str, nn.Module], closed: Mapping[str, nn.Module]) -> None:
@@ -70,10 +76,13 @@ class Window:
         self.close()
         self._watcher, self._compiled = watcher, _compiled_frames()
         self._thread, self.reason, self.has_run = threading.get_ident(), "", False
-        self.skipped = {}
+        self.skipped = {name: _IN_A_GRAPH for name, module in modules.items() if module in self._staying}
+        self._has_entered.clear()
+        # Torch guards a graph by the hooks of those modules that have some.
+        spared = set() if is_compiling_allowed() else {one for one in modules.values() if _has_hooks(one)}
         counted = {part for one in modules.values() if _looks_for_hooks(one) for part in one.modules()}
         for name, module in modules.items():
-            if module not in self._handles:
+            if module not in self._staying and module not in spared:
                 self._handles[module] = observe_calls(
                     module, _Entrance(self, name), _Exit(self, name), eager_only=True, without_hooks=module in counted
                 )
@@ -89,22 +98,35 @@ class Window:
         self._detours.clear()
         self._end()
         self._watcher = None
-        self._stays = self._stays or _compiled_frames() != self._compiled
-        if not self._stays:
-            self.remove()
+        if _compiled_frames() != self._compiled:
+            for module in self._handles.keys() - self._has_entered:
+                self._staying[module] = self._handles.pop(module)
+            if not self.has_run:
+                self.reason = self.reason or _IN_A_GRAPH
+        for handles in self._handles.values():
+            _take_off(handles)
+        self._handles.clear()
 
-    def remove(self) -> None:
-        """Take all hooks off."""
-        for module in list(self._handles):
-            self._take_off(module)
+    def suspend(self) -> None:
+        """Take all hooks off until `resume`."""
+        self.close()
+        for handles in self._staying.values():
+            _take_off(handles)
+        self._is_suspended = True
 
-    def _take_off(self, module: nn.Module) -> None:
-        for handle in self._handles.pop(module, ()):
-            handle.remove()
+    def resume(self) -> None:
+        """Put the hooks back that stay; calling it again does nothing."""
+        if self._is_suspended:
+            for handle in (handle for handles in self._staying.values() for handle in handles):
+                handle.put_back()
+        self._is_suspended = False
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
         """Note that a module begins, and turn the mode on if it is the first."""
-        if self._watcher is None or self._passed_over or threading.get_ident() != self._thread:
+        if self._watcher is None or threading.get_ident() != self._thread:
+            return
+        self._has_entered.add(module)
+        if self._passed_over:
             return
         if may_take_fast_path(module, args) and in_the_way() is None:
             self.skipped[name] = FAST_PATH
@@ -205,6 +227,15 @@ class _Exit:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if not torch.compiler.is_compiling():
             self._window.leave(self._name, module, args, kwargs, result)
+
+
+def _take_off(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _compiled_frames() -> int:

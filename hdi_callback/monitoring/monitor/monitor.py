@@ -281,9 +281,9 @@ class HeadDiversityMonitor:
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
-        for capture in self._captures:
-            capture.resume()
-        self._verifier.resume()
+        *taps, rows = self._captures
+        for one in (*taps, self._verifier, rows):  # in the order in which they came: compiled graphs are guarded by it
+            one.resume()
 
     def measure(
         self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last_forward: bool = True

@@ -223,6 +223,7 @@ class AttentionReadings:
     def resume(self) -> None:
         """Allow `arm` again; what was armed before `suspend` is not observed any more."""
         self._is_suspended = False
+        self.observer.resume()
         if self._is_armed:
             self._observe()
 
@@ -331,13 +332,13 @@ class AttentionReadings:
         closed = [why for name, why in self.observer.closed.items() if name in ("", path) or _is_in(path, name)]
         if closed:
             return closed[0]
+        skipped = [why for name, why in self.observer.skipped.items() if name in ("", path) or _is_in(path, name)]
         if not self.observer.has_run:
-            return self.observer.reason or "no forward of the model ran"
+            return self.observer.reason or next(iter(skipped), "no forward of the model ran")
         others = {id(one.module) for one in self._layers.all if one.name != layer.name}
         inner = {name for name, identity in places.items() if identity in others and _is_in(name, path)}
         cores = [core for core in self.observer.cores if path in core.parts and not inner & set(core.parts)]
         if not cores:
-            skipped = [why for name, why in self.observer.skipped.items() if name in ("", path) or _is_in(path, name)]
             return skipped[0] if skipped else "no attention was observed in its module"
         trains = [core for core in cores if core.is_recorded]
         reads_all = not self._training_only and not any(core.is_recorded for core in self.observer.cores)
