@@ -1,4 +1,4 @@
-"""Linear maps by hand whose matrix is computed from parameters in their own forward: LoRA, rounded or normed weights.
+"""Linear maps whose matrix their own forward computes: LoRA by hand, rounded or normed weights, adapters like DoRA.
 
 A copy that shares the parameters is run on the unit vectors and on zero. Where it multiplies once, the second factor is
 the matrix, whatever becomes of the input before (BitNet rounds it); else it must be linear as a whole, and what it
@@ -136,9 +136,11 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
     Returns:
         Both, as a matrix has them.
     """
-    base = base_of_sum(module)
-    rows, columns = (module if base is None else base).get_parameter("weight").shape
-    return int(rows), int(columns)
+    base: Any = base_of_sum(module) or module
+    while isinstance(getattr(base, "base_layer", None), nn.Module):  # of adapters
+        base = base.base_layer
+    rows, columns = base.get_parameter("weight").shape
+    return (int(columns), int(rows)) if hasattr(base, "nf") else (int(rows), int(columns))  # as GPT-2's `Conv1D`
 
 
 # --- what a module is made of
@@ -175,7 +177,8 @@ def _kind_of(module: nn.Module) -> Any:
         for name, value in vars(part).items()
         if name != "training" and isinstance(value, ATOMS)
     )
-    return type(module), shapes, plain
+    variants = [type(one) for one in getattr(module, "lora_variant", {}).values()]
+    return type(module), shapes, plain, (*variants, *getattr(module, "active_adapters", ()))
 
 
 # --- runs of copies
@@ -202,7 +205,7 @@ class _Products(TorchFunctionMode):
             made = made if bias is None else made + bias
         else:
             made = func(*args, **kwargs)
-        self.found.append((taken, matrix, made))
+        self.found.append((taken.clone(), matrix, made.clone()))  # as they are now: either may be changed in place
         return made
 
 

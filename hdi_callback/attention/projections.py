@@ -217,7 +217,7 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
         name: the name of the parameter.
 
     Returns:
-        The matrix as it is stored, of LoRA the sum of base and updates, of a convolution ``(out_features,
+        The matrix as it is stored, of adapters with their updates, of a convolution ``(out_features,
         in_features)``; a live view where it is a parameter, which it is not with LoRA, of a convolution with groups,
         and where the module's own forward computes it.
 
@@ -225,7 +225,8 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
         UnsupportedAttentionError: if it cannot be read.
     """
     if name == "weight" and is_computed(module):
-        return computed_maps.computed_matrix(module)[0]
+        matrix = computed_maps.computed_matrix(module)[0]
+        return matrix.mT if is_transposed(module) else matrix
     if name != "weight" or not _is_adapter(module):
         weight = read_tensor(module, name)
         if weight is None:
@@ -260,17 +261,20 @@ def effective_bias(module: nn.Module, name: str) -> Tensor | None:
 
 
 def is_computed(module: nn.Module) -> bool:
-    """Return whether a linear map by hand computes the matrix that it multiplies with in its own forward.
+    """Return whether a linear map computes the matrix that it multiplies with in its own forward.
 
     Args:
         module: a linear map.
 
     Returns:
-        False where it multiplies with its weight, a parametrized one included, and of adapters.
+        False where it multiplies with its weight, a parametrized one included, and of adapters that add a matrix.
     """
+    if _is_adapter(module):
+        is_added = _more_than_added(module) is None or is_pointwise(module)
+        return not is_added and objection(_child(module)) is None and computed_maps.way_of(module) is not None
     if not isinstance(module, nn.Linear):
         return computed_maps.is_sum_of_maps(module) or computed_maps.is_scaled(module)
-    if type(module).forward is nn.Linear.forward or type(module).__name__ == "Float8Linear" or _is_adapter(module):
+    if type(module).forward is nn.Linear.forward or type(module).__name__ == "Float8Linear":
         return False
     with torch.no_grad():
         weight = read_tensor(module, "weight")
@@ -318,20 +322,24 @@ def _active(module: Any) -> list[str]:
 
 
 def _objection_to_adapter(module: Any) -> str | None:
-    name = type(module).__name__
-    where = f"a {name} of {type(module).__module__.partition('.')[0]}"
+    where = f"a {type(module).__name__} of {type(module).__module__.partition('.')[0]}"
     below = objection(_child(module))
     if below is not None:
         return f"{where} around {below}"
-    # Only of these it is known that their update is a matrix that is added to the base's.
+    more = _more_than_added(module)
+    return None if more is None or is_computed(module) else f"{where}{more}, and which is no linear map of a token"
+
+
+def _more_than_added(module: Any) -> str | None:
+    """Say why an adapter is not known to add matrices to that of its base."""
     kinds = {kind.__name__ for kind in type(module).__mro__}
     known = ("Conv1d", "Conv2d") if is_pointwise(module) else ("Linear", "SVDLinear")
-    if "LoraLayer" not in kinds or name not in known or getattr(base_of(module), "groups", 1) > 1:
-        return f"{where}, whose update is not known to be a matrix that is added"
+    if "LoraLayer" not in kinds or type(module).__name__ not in known or getattr(base_of(module), "groups", 1) > 1:
+        return ", whose update is not known to be a matrix that is added"
     odd = [name for name in _active(module) if name in getattr(module, "lora_variant", {})]
     if odd or any(getattr(module, "use_dora", {}).get(name) for name in _active(module)):
         kind = type(module.lora_variant[odd[0]]).__name__ if odd else "DoRA"
-        return f"{where} with the variant {kind}, which is more than a matrix that is added"
+        return f" with the variant {kind}, which is more than a matrix that is added"
     return None
 
 

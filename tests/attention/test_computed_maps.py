@@ -138,7 +138,23 @@ class NormedAndTurned(Equalized):
         return F.normalize(self.weight, dim=0).T
 
 
-ALL = [InLoralib, Around, TwoUpdates, Weighted, ScaledInTheEnd, RoundedInputs, Equalized, NormedAndTurned]
+class AddedInPlace(nn.Linear):
+    """An update by `torch.einsum`, added to what the weight gave in its own memory."""
+
+    def __init__(self, taken, given):
+        super().__init__(taken, given)
+        self.blocks = nn.Parameter(torch.randn(H, taken // H, given // H))
+
+    def forward(self, x):
+        out = F.linear(x, self.weight, self.bias)
+        out += torch.einsum("...hi,hij->...hj", x.unflatten(-1, (H, -1)), self.blocks).flatten(-2)
+        return out
+
+    def matrix(self):
+        return self.weight + torch.block_diag(*self.blocks.mT)
+
+
+ALL = [InLoralib, Around, TwoUpdates, Weighted, ScaledInTheEnd, RoundedInputs, AddedInPlace, Equalized, NormedAndTurned]
 
 
 class Attention(nn.Module):

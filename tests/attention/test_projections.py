@@ -96,54 +96,95 @@ def test_updates_train_the_heads_that_are_read():
     assert module.k_proj.lora_A["first"].weight.grad.abs().max() > 0
 
 
+class Bent(Linear):
+    """No linear map of a token."""
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+Bent.__name__ = "Linear"  # as peft's
+
+
 def test_a_variant_of_lora_is_refused_by_name():
-    class DoraLinearVariant:
+    class BentVariant:
         pass
 
     module = by_hand.Grouped()
-    module.k_proj = Linear(module.k_proj)
-    module.k_proj.lora_variant["first"] = DoraLinearVariant()
+    module.k_proj = Bent(module.k_proj)
+    module.k_proj.lora_variant["first"] = BentVariant()
     (refusal,) = survey(nn.Sequential(module)).refused
-    assert "`k_proj` is a Linear of tests with the variant DoraLinearVariant" in refusal.reason
+    assert "`k_proj` is a Linear of tests with the variant BentVariant" in refusal.reason
 
 
 def test_an_adapter_of_another_kind_is_refused_by_name():
-    class HiraLinear(Linear):
+    class HiraLinear(Bent):
         pass
 
     module = by_hand.Grouped()
     module.q_proj = HiraLinear(module.q_proj)
     (refusal,) = survey(nn.Sequential(module)).refused
     assert "a HiraLinear of tests, whose update is not known to be a matrix that is added" in refusal.reason
+    assert "no linear map of a token" in refusal.reason
 
 
-@pytest.mark.some_slow(quick=0)
-@pytest.mark.parametrize("kind", ["lora", "rslora", "adalora", "dora", "loha"])
-def test_peft_is_read_as_it_multiplies_or_refused(kind):
+_NAMED = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
+PEFT = {
+    "lora": lambda: peft.LoraConfig(r=2, init_lora_weights=False, **_NAMED),
+    "rslora": lambda: peft.LoraConfig(r=2, use_rslora=True, init_lora_weights=False, **_NAMED),
+    "adalora": lambda: peft.AdaLoraConfig(init_r=2, total_step=10, init_lora_weights=False, **_NAMED),
+    "dora": lambda: peft.LoraConfig(r=2, use_dora=True, lora_dropout=0.2, init_lora_weights=False, **_NAMED),
+    "ia3": lambda: peft.IA3Config(feedforward_modules=["q_proj"], init_ia3_weights=False, **_NAMED),
+    "vera": lambda: peft.VeraConfig(r=2, **_NAMED),
+    "oft": lambda: peft.OFTConfig(oft_block_size=4, r=0, init_weights=False, **_NAMED),
+    "loha": lambda: peft.LoHaConfig(r=2, init_weights=False, **_NAMED),
+    "lokr": lambda: peft.LoKrConfig(r=2, init_weights=False, **_NAMED),
+    "fourierft": lambda: peft.FourierFTConfig(n_frequency=20, **_NAMED),
+    "hra": lambda: peft.HRAConfig(r=2, init_weights=False, **_NAMED),
+    "c3a": lambda: peft.C3AConfig(block_size=8, **_NAMED),  # which adds in place
+}
+
+
+@pytest.mark.some_slow(quick=1)
+@pytest.mark.parametrize("kind", PEFT)
+def test_adapters_of_peft_are_read_as_they_multiply(kind):
     torch.manual_seed(0)
-    names = {"target_modules": ["q_proj", "k_proj"]}
-    config = {
-        "lora": lambda: peft.LoraConfig(r=2, **names, init_lora_weights=False),
-        "rslora": lambda: peft.LoraConfig(r=2, use_rslora=True, **names, init_lora_weights=False),
-        "adalora": lambda: peft.AdaLoraConfig(init_r=2, total_step=10, **names, init_lora_weights=False),
-        "dora": lambda: peft.LoraConfig(r=2, use_dora=True, **names, init_lora_weights=False),
-        "loha": lambda: peft.LoHaConfig(r=2, **names, init_weights=False),
-    }[kind]()
     llama = tf.LlamaConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=99
     )
-    model = peft.get_peft_model(tf.LlamaModel(llama), config)
-    found = survey(model)
-    if kind in ("dora", "loha"):
-        (refusal,) = found.refused
-        assert "of peft" in refusal.reason
-        return
-    (layer,) = found.layers
-    for role in ("query", "key"):
+    model = peft.get_peft_model(tf.LlamaModel(llama), PEFT[kind]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # no longer that of the start
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    (layer,) = survey(model).layers
+    for role in ("query", "key", "value"):
         projection = layer.module.get_submodule(f"{role[0]}_proj")
         really = matrix_of(projection.eval(), D)
-        assert torch.allclose(layer.weight(role).flatten(0, 1), really, atol=1e-5)
+        assert torch.allclose(layer.weight(role).flatten(0, 1), really, atol=1e-5 * really.abs().max())
         assert not torch.allclose(really, projection.base_layer.weight, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_switch_of_the_adapter_that_is_read_is_followed():
+    torch.manual_seed(0)
+    llama = tf.LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=99
+    )
+    model = peft.get_peft_model(tf.LlamaModel(llama), PEFT["dora"]())
+    model.add_adapter("other", PEFT["dora"]())
+    (layer,) = survey(model).layers
+    readings = []
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        really = matrix_of(layer.module.q_proj.eval(), D)
+        readings.append(layer.weight("query").flatten(0, 1))
+        assert torch.allclose(readings[-1], really, atol=1e-5)
+    assert not torch.allclose(*readings, atol=1e-3)
+    with model.disable_adapter():
+        assert torch.equal(layer.weight("query").flatten(0, 1), layer.module.q_proj.base_layer.weight)
+    layer.module.q_proj.merge()
+    assert torch.allclose(layer.weight("query").flatten(0, 1), readings[-1], atol=1e-5)
 
 
 # --- subclasses of nn.Linear
