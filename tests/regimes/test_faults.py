@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
 from hdi_callback.core.covariance import HeadMoments
 from hdi_callback.core.diversity import blocks_and_products
-from hdi_callback.errors import MonitoringWarning
+from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
 from hdi_callback.monitoring.layers import HeadVerifier
 from tests.models import LAYERS, LENGTH, Attention, Classifier
 
@@ -38,6 +39,9 @@ class Run:
             self.model(x).sum().backward()
             self.records.append(self.monitor.measure(len(self.records)).record())
         self.warnings += [str(item.message) for item in caught if issubclass(item.category, MonitoringWarning)]
+        for item in caught:
+            if issubclass(item.category, UnsupportedAttentionWarning):
+                warnings.warn(item.message, stacklevel=2)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -119,6 +123,33 @@ def test_a_layer_that_is_replaced_is_not_read_under_its_old_name():
     assert len(run.warnings) == 1
     assert "a new monitor would see what came in its place" in run.warnings[0]
     assert run.tags() == {tag for tag in ALL if tag.endswith(SECOND)}
+
+
+def test_a_block_that_comes_in_the_middle_of_a_run_is_read_from_then_on():
+    run = Run()
+    run.step()
+    run.model.blocks.append(copy.deepcopy(run.model.blocks[0]))
+    key = run.model.blocks[2].attn.k_proj.weight.detach().clone()
+    run.step()
+    run.step()
+    new = "blocks.2.attn"
+    assert [layer.name for layer in run.monitor.layers] == [*LAYERS, new]
+    assert run.records[1].layers[new].values["hdi"] == pytest.approx(head_diversity(key.unflatten(0, (4, 8))).index)
+    assert run.tags() == ALL | {f"{metric}/{new}" for metric in METRICS}
+
+
+def test_a_block_that_takes_the_place_of_one_that_moved_is_reported_once():
+    run = Run()
+    run.step()
+    moved = run.model.blocks[0].attn
+    run.model.blocks.insert(0, copy.deepcopy(run.model.blocks[0]))
+    with pytest.warns(UnsupportedAttentionWarning, match="A new monitor would watch both") as caught:
+        run.step(again := torch.randint(16, (4, LENGTH)))
+    assert len(caught) == 1
+    assert f"`{FIRST}`" in str(caught[0].message)
+    run.step(again)
+    assert run.tags() == ALL, "others keep their names"
+    assert run.monitor.layers[0].module is moved
 
 
 def test_a_projection_that_is_replaced_is_read_in_its_new_form():

@@ -188,7 +188,7 @@ class WatchedLayers:
         if not self._late:
             return
         places = {module: place for place, module in enumerate(self._model.modules())}
-        self.all = tuple(sorted((*self.all, *self._late), key=lambda layer: places[layer.module]))
+        self.all = tuple(sorted((*self.all, *self._late), key=lambda layer: places.get(layer.module, -1)))
         self.found_late = frozenset(layer.name for layer in self._late)
         names = {layer.name for layer in layers}
         self.refused = tuple(refusal for refusal in self.refused if refusal.name not in names)

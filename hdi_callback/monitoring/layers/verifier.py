@@ -18,7 +18,7 @@ from hdi_callback.attention import (
 )
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.names import is_inside
-from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.attention.observe import AttentionObserver, Unexplained
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.wrappers import users_name
 from hdi_callback.errors import MonitoringWarning, NothingToWatchError, UnsupportedAttentionWarning
@@ -59,6 +59,8 @@ class HeadVerifier:
         self._warn_of_refused({place.name for place in layers.undecided} - awaited)
         self._count = 0  # of readings whose forward verified claims
         self._is_armed = False
+        self._modules: frozenset[int] = frozenset()  # of the last armed forward
+        self._has_grown = False  # since then, as blocks may come in the middle of a run
         self._others_await = False
         self._unexplained: set[str] = set()
         self._read_in_part: set[str] = set()  # names of layers of which a part is left out, as was said
@@ -71,7 +73,10 @@ class HeadVerifier:
 
     def arm(self) -> None:
         """Verify heads by the next forward, if there is still something to verify."""
-        self._is_armed = self._check is not None and self._count < _MOST_READINGS
+        modules = frozenset(map(id, self._model.modules()))
+        self._has_grown = bool(self._count) and not modules <= self._modules
+        self._modules = modules
+        self._is_armed = self._check is not None and (self._count < _MOST_READINGS or self._has_grown)
         if self._check is not None and not self._count:
             self._check.arm()
             if self._search is not None:
@@ -80,7 +85,8 @@ class HeadVerifier:
     @property
     def is_verifying(self) -> bool:
         """Whether heads are verified by the forward that is armed, on this rank or on another."""
-        return self._is_armed and (not self._count or bool(self._awaited()) or self._others_await)
+        is_awaited = not self._count or self._has_grown or bool(self._awaited()) or self._others_await
+        return self._is_armed and is_awaited
 
     @property
     def is_first_reading(self) -> bool:
@@ -197,12 +203,16 @@ class HeadVerifier:
     def _may_be_watched(self, layer: AttentionLayer) -> bool:
         """Return whether a layer from observation alone is one that is asked for."""
         is_spread = any(self._layers.sharding.is_sharded(layer, role) for role in layer.slices)
-        return not is_spread and self._layers.is_chosen(layer.name)
+        # A name that is taken is that of a layer that was replaced, or moved as others before it were deleted.
+        is_free = layer.name not in {one.name for one in self._layers.all}
+        return not is_spread and is_free and self._layers.is_chosen(layer.name)
 
     def _warn_of_unexplained(self, observer: AttentionObserver) -> None:
         """Name the attention that ran and is not watched, once for each kind of module."""
         layers = self._layers
-        refused = {refusal.name for refusal in layers.refused}
+        here = set(self._model.modules())
+        # What came in the place of a layer is reported with it.
+        refused = {one.name for one in layers.refused} | {one.name for one in layers.all if one.module not in here}
         reported = [path for path, _ in self._model.named_modules() if users_name(path) in refused]
         with isolated(self._model, keeps_defaults=True):
             unexplained = observer.unexplained(layers.all, reported=reported)
@@ -213,6 +223,7 @@ class HeadVerifier:
         self._unexplained |= {one.name for one in found}
         in_part = {layer.name: layer for layer in layers.all if layer.left_out}
         found = [one for one in found if one.layer not in in_part]  # which says what exactly is left out
+        found = [replace(one, message=self._of_taken_name(one)) if self._has_taken_name(one) else one for one in found]
         new = [layer for name, layer in in_part.items() if name not in self._read_in_part]
         self._read_in_part |= in_part.keys()
         kinds = (Refusal(layer.name, type(layer.module).__name__, layer.left_out) for layer in new)
@@ -220,6 +231,18 @@ class HeadVerifier:
         refusals = [Refusal(users_name(one.name), one.module_type, one.reason) for one in found]
         warn_by_kind(zip(refusals, (one.message for one in found)), stacklevel=6)
         layers.refuse(refusal for one, refusal in zip(found, refusals) if not one.layer)
+
+    def _has_taken_name(self, one: Unexplained) -> bool:
+        """Return whether attention stands where another layer stood, which is watched under that name."""
+        known = next((layer for layer in self._layers.all if layer.name == users_name(one.name)), None)
+        return known is not None and known.module is not self._model.get_submodule(one.name)
+
+    @staticmethod
+    def _of_taken_name(one: Unexplained) -> str:
+        return (
+            f"The attention in `{one.name}` ({one.module_type}) is not watched: modules moved, and a layer that stood "
+            "there before is watched under its name. A new monitor would watch both."
+        )
 
     def _warn_of_refused(self, unchecked: Collection[str]) -> None:
         """Warn about what no forward will decide; `unchecked` names what one would."""
