@@ -1,6 +1,7 @@
 """Attention layers: modules in, head weights and head outputs out."""
 
 from hdi_callback.attention.capture import Capture, Taps
+from hdi_callback.attention.finding.conventions import is_named_attention
 from hdi_callback.attention.finding.discovery import find_attention, survey
 from hdi_callback.attention.finding.results import Refusal, Survey, message_of_part
 from hdi_callback.attention.finding.runtime_finder import RuntimeFinder, layers_observed
@@ -23,6 +24,7 @@ __all__ = [
     "Survey",
     "Taps",
     "find_attention",
+    "is_named_attention",
     "layers_observed",
     "message_of_part",
     "register_layout",

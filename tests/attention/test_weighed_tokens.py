@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import survey
+from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
 
 NO_PRODUCTS = "its scores are no products of queries and keys"
 WIDTH, EXPERTS = 24, 4
@@ -225,3 +228,55 @@ def test_three_recurrent_layers_in_a_row_are_run_in_seconds():
     start = time.process_time()
     _refusals(LayersWeighed, has_forward=False)
     assert time.process_time() - start < 20  # it took minutes, as each step was followed to the first
+
+
+def make_attn(width: int) -> nn.Module:
+    return nn.Identity()
+
+
+class ABlockOfConvolutions(nn.Module):
+    """A block of a ResNet: its parts are chosen when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.chosen = make_attn(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.chosen(self.first(x))) + x[:, 4:, ::2, ::2]
+
+
+class KernelsWeighedByAList(nn.Module):
+    """A softmax and a product, of inputs that nobody can make up: kernels are weighed, not tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels, self.gate = nn.Parameter(torch.randn(3, WIDTH, WIDTH)), nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        (x,) = inputs
+        weights = torch.softmax(self.gate(x.mean(1)), -1)
+        return torch.matmul(x, (weights[:, :, None, None] * self.kernels).sum(1))
+
+
+class _OfAList(_Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block([x])
+
+
+def test_a_block_is_not_taken_for_attention_by_how_it_is_made():
+    assert _refusals(ABlockOfConvolutions, has_forward=False) == []
+
+
+def test_what_computed_no_attention_in_a_forward_is_not_listed():
+    model, x = _OfAList(KernelsWeighedByAList()), torch.randn(2, 7, WIDTH)
+    assert [one.reason for one in survey(model).refused] == ["it could not be run with inputs that are made up"]
+    assert survey(model, forward=lambda: model(x)).refused == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsupportedAttentionWarning)
+        monitor = HeadDiversityMonitor(model)
+        monitor.arm()
+        model(x)
+        with pytest.warns(MonitoringWarning, match="No attention layer was found"):
+            monitor.measure(0)
+        monitor.close()

@@ -75,6 +75,18 @@ def is_called_attention(module: nn.Module) -> bool:
     return bool(_ATTENTION_NAME.search(type(module).__name__))
 
 
+def is_named_attention(module: nn.Module) -> bool:
+    """Return whether the name of a class, or those of its projections, say that it is attention.
+
+    Args:
+        module: the module.
+
+    Returns:
+        True if so; what looks like attention by its code alone may compute a softmax of another kind.
+    """
+    return is_called_attention(module) or _has_usual_names(module)
+
+
 def _has_usual_names(module: nn.Module) -> bool:
     names = module._modules
     is_fused = any(name in names for name in FUSED_NAMES) and any(name in names for name in ROLE_NAMES["output"])
@@ -94,7 +106,10 @@ def _computes_attention(module: nn.Module) -> bool:
     if type(module).forward is nn.MultiheadAttention.forward or isinstance(module, nn.Softmax):
         return False
     # A layer of a graph network sends its messages in methods beside its forward.
-    own = [forward, *(one for one in vars(type(module)).values() if isinstance(one, types.FunctionType))]
+    members = [
+        one for name, one in vars(type(module)).items() if name != "__init__"
+    ]  # which makes parts, and runs none
+    own = [forward, *(one for one in members if isinstance(one, types.FunctionType))]
     return any(_asks_for_attention(one.__code__) for one in own)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.finding.conventions import is_called_attention, looks_like_attention
+from hdi_callback.attention.finding.conventions import is_called_attention, is_named_attention, looks_like_attention
 from hdi_callback.attention.finding.runtime_finder import layers_observed
 from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
 from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
@@ -295,7 +295,9 @@ class Search:
         for name in names:
             known = (*self.layers, *(other for other in self.reasons if other != name))
             is_reported = any(name == other or is_inside(other, name) or is_inside(name, other) for other in known)
-            if name in self._ran and name not in self.reasons and not is_reported and not self._is_explained(name):
+            is_named = is_named_attention(self.places[name].module)  # of other code nobody expects any
+            is_silent = name in self._ran and name not in self.reasons and not is_reported
+            if is_named and is_silent and not self._is_explained(name):
                 self.reasons[name] = Reason(_NO_SOFTMAX_SEEN)
 
     def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:

@@ -13,6 +13,7 @@ from hdi_callback.attention import (
     Refusal,
     RuntimeFinder,
     RuntimeVerifier,
+    is_named_attention,
     layers_observed,
     message_of_part,
 )
@@ -53,6 +54,7 @@ class HeadVerifier:
         self._check = RuntimeVerifier(layers.all) if is_on else None
         self._search = RuntimeFinder(undecided) if undecided else None
         awaited = {place.name for place in undecided}
+        self._named = {place.name for place in undecided if is_named_attention(place.module)}
         self._pending = {one.name: one for one in layers.refused if one.name in awaited}  # refused, until a forward
         layers.decide({name: replace(one, reason=one.reason + _DECIDES) for name, one in self._pending.items()})
         self._has_warned_of_pending = self._has_searched = False
@@ -297,6 +299,8 @@ class HeadVerifier:
             return f"{refusal.reason}, and no call of it in Python was observed in the first forward that was read"
         if not self._has_searched:  # searching failed, which was reported
             return refusal.reason
+        if name not in self._named:  # nobody expects any of it
+            return None
         return (
             "no softmax-weighted sum of tokens that single matrices of its own give was found in the first forward "
             "that was read"
