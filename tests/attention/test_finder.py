@@ -394,6 +394,41 @@ def test_two_streams_that_attend_together_are_a_layer_each():
         assert torch.equal(layer.weight("output"), weight.T.reshape(H, -1, D))
 
 
+class OfTwoKinds(TextFirst):
+    """One sequence, some of whose tokens have maps of their own: both streams are parts of one input."""
+
+    def forward(self, x):
+        is_text = torch.zeros(x.shape[1], dtype=torch.bool)
+        is_text[: 3 if self.is_text_first else 0] = True
+        is_text[4:6] = True
+        both = []
+        for role in "qkv":
+            mixed = torch.empty_like(x)
+            mixed[:, is_text] = getattr(self, f"add_{role}")(x[:, is_text])
+            mixed[:, ~is_text] = getattr(self, f"to_{role}")(x[:, ~is_text])
+            both.append(mixed.unflatten(-1, (H, -1)))
+        made, out = attend(*both), torch.empty_like(x)
+        out[:, is_text], out[:, ~is_text] = self.add_out(made[:, is_text]), self.to_out(made[:, ~is_text])
+        return out
+
+    is_text_first = True
+
+
+@pytest.mark.parametrize("is_text_first", [False, True])
+def test_queries_of_a_kind_of_token_go_with_the_keys_of_that_kind(is_text_first):
+    torch.manual_seed(0)
+    model = nn.Sequential(OfTwoKinds())
+    model[0].is_text_first = is_text_first
+    layers = {one.name: one for one in find_attention(model)}
+    assert sorted(layers) == ["0.add_k", "0.to_k"]
+    for stream, layer in ((name.removeprefix("0.")[:-2], layer) for name, layer in layers.items()):
+        for role in ("query", "key", "value"):
+            weight = model[0].get_parameter(f"{stream}_{role[0]}.weight")
+            assert torch.equal(layer.weight(role), weight.view(H, -1, D)), (stream, role)
+        weight = model[0].get_parameter(f"{stream}_out.weight")
+        assert torch.equal(layer.weight("output"), weight.T.reshape(H, -1, D)), stream
+
+
 class StridedText(TextFirst):
     """The same code, but for the heads of the second stream, whose features lie apart."""
 

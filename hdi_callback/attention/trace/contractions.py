@@ -37,13 +37,23 @@ def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer in place of a contraction of the last dims of a tensor with the first of a parameter."""
+    """Answer in place of a contraction of some dims of a tensor with some of a parameter."""
     x, other, dims = torch_arguments(args, kwargs, "a", "b", "dims")
-    if not isinstance(x, Tensor) or not isinstance(other, Tensor) or type(dims) is not int or dims < 1:
+    if not isinstance(x, Tensor) or not isinstance(other, Tensor):
+        return NotImplemented
+    if type(dims) is int:  # the last of the one, the first of the other
+        dims = list(range(x.dim() - dims, x.dim())), list(range(dims))
+    are_pairs = (
+        isinstance(dims, (tuple, list)) and len(dims) == 2 and all(isinstance(one, (tuple, list)) for one in dims)
+    )
+    if not are_pairs or not dims[0]:
         return NotImplemented
     letters = "abcdefghijklmnop"
-    taken, made = letters[: x.dim()], letters[x.dim() : x.dim() + other.dim() - dims]
-    return einsum(cut, torch.einsum, (f"{taken},{taken[-dims:]}{made}->{taken[:-dims]}{made}", x, other), {})
+    taken, made = list(letters[: x.dim()]), list(letters[x.dim() : x.dim() + other.dim()])
+    for one, two in zip(*dims):
+        made[two] = taken[one]
+    out = [one for one in taken if one not in made] + [one for one in made if one not in taken]
+    return einsum(cut, torch.einsum, (f"{''.join(taken)},{''.join(made)}->{''.join(out)}", x, other), {})
 
 
 def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor], which: int, out: str) -> Any:

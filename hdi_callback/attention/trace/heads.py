@@ -63,8 +63,12 @@ class CoreReading(CoreView):
         first = self.heads()
         if first.row is None:
             return [first]
+        maps = {one.parameter for one in first.rows.get("query", ())}
+        row = CoreParts(self.trace, self.number).row_of_others(maps)
+        if row is None:
+            return [first]
         try:
-            second = CoreReading(self.trace, self.number).heads(is_last_first=True)
+            second = CoreReading(self.trace, self.number).heads(of_row=row)
         except NoHeadsError:
             return [first]
         both = [first, second]
@@ -78,11 +82,11 @@ class CoreReading(CoreView):
             one.remarks.append(_STREAM)
         return both
 
-    def heads(self, *, is_last_first: bool = False) -> HeadRows:
+    def heads(self, *, of_row: int | None = None) -> HeadRows:
         """Read the rows of every head.
 
         Args:
-            is_last_first: of the tokens that ask, the last is looked at, and not the first.
+            of_row: the token that is looked at, of those that ask; one that sees most keys by default.
 
         Returns:
             The rows.
@@ -106,7 +110,7 @@ class CoreReading(CoreView):
         N = core.weights.shape[0]
         chosen = range(N) if N <= _MOST_ROWS else sorted(set(torch.linspace(0, N - 1, _MOST_ROWS).long().tolist()))
         parts = CoreParts(self.trace, self.number)
-        parts.is_last_first = is_last_first
+        parts.row = of_row
         self.units = parts.units = parts.find_units(chosen[0])
         units = [n * self.units.count + part for n in chosen for part in range(self.units.count)]
         rows = [(unit, where) for unit in units if (where := parts.where(unit)) is not None]
@@ -118,7 +122,7 @@ class CoreReading(CoreView):
         if parts.is_of_a_map(rows[0][1], product):
             return self._grouped(rows, product)
         # The query of a class token may be its input as it is, where a map gives those of the others.
-        parts.is_last_first = not is_last_first
+        parts.is_last_first = True
         others = [(unit, where) for unit in units if (where := parts.where(unit)) is not None]
         if not others or not parts.is_of_a_map(others[0][1], product):
             return self._grouped(rows, product)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,15 +12,19 @@ from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NoHeadsError, UndecidedError, Units, module_of
 from hdi_callback.attention.trace.support import Support, columns_of, random_weights, weights_at
 
+_MOST_QUERIES = 16  # that are asked which map gives them
+
 
 class CoreParts(CoreView):
     """The parts of a core: its matrices of weights, or some rows of each.
 
     Attributes:
         is_last_first: of the queries that see most keys the last is looked at, and not the first.
+        row: the query that is looked at, whatever it sees; any by default.
     """
 
     is_last_first = False
+    row: int | None = None
 
     def find_units(self, n: int) -> Units:
         """Return whether rows of one matrix of weights are of several heads, which share its keys."""
@@ -62,7 +67,8 @@ class CoreParts(CoreView):
         most = own[(live == live.max()).nonzero().flatten()].tolist()
         # The first of the queries that see most keys; where it sees padding alone, others.
         rows = [most[0], most[-1], most[len(most) // 2]]
-        for row in dict.fromkeys(rows[::-1] if self.is_last_first else rows):
+        rows = rows[::-1] if self.is_last_first else rows
+        for row in dict.fromkeys(rows if self.row is None else [self.row]):
             where = self._where_in_row(n, row)
             if where:
                 return where
@@ -82,6 +88,24 @@ class CoreParts(CoreView):
             number != product or bool(self.support(self.side(number, 1 - keys), at_query))
             for number, keys, at_query, _ in where
         )
+
+    def row_of_others(self, maps: Collection[str]) -> int | None:
+        """Find a query that other maps give.
+
+        Args:
+            maps: those that give a query which is known, by their parameters.
+
+        Returns:
+            Its row in the weights, the last there is; `None` if the same maps give all.
+        """
+        count = self.core.weights.shape[1]
+        rows: set[int] = set(torch.linspace(0, count - 1, min(count, _MOST_QUERIES)).long().tolist())
+        for row in sorted(rows, reverse=True):
+            for number, keys, at_query, _ in self._where_in_row(0, row):
+                found = self.support(self.side(number, 1 - keys), at_query)
+                if found and not {self.trace.parameter_of(leaf) for leaf in found.masks} & set(maps):
+                    return row
+        return None
 
     def _where_in_row(self, n: int, row: int) -> list[tuple[int, int, Tensor, Tensor]]:
         weights = self.core.weights

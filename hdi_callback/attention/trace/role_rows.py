@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hdi_callback.attention.heads import Role
 from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.head_rows import NoRowsError, Rows, module_of
-from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights
+from hdi_callback.attention.trace.head_rows import NoHeadsError, NoRowsError, Rows, module_of
+from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights, weights_at
 
 _KEPT: tuple[Role, Role] = ("key", "value")
 
@@ -202,9 +202,7 @@ class RoleRows(CoreView):
             streams[tuple(self.trace.parameter_of(next(iter(one))) for one in maps)] = None  # type: ignore[index]
         if len(streams) != 2:
             return ""
-        of_query = {self._source(leaf) for leaf in supports[first]["query"].masks}
-        kept = next((one for one in streams if self._source_of_map(one[0], supports[first]["key"]) in of_query), None)
-        kept = kept or next(iter(streams))
+        kept = self._stream_of_query(list(streams), supports[first])
         for of_roles in supports.values():
             for role, name in zip(_KEPT, kept):
                 leaves = [leaf for leaf in of_roles[role].masks if self.trace.parameter_of(leaf) == name]
@@ -213,8 +211,28 @@ class RoleRows(CoreView):
         named = " and ".join(f"`{module_of(name)}`" for name in dropped)
         return f"keys and values of a second stream, which {named} give"
 
-    def _source_of_map(self, parameter: str, support: Support) -> Any:
-        return next(self._source(leaf) for leaf in support.masks if self.trace.parameter_of(leaf) == parameter)
+    def _stream_of_query(self, streams: list[tuple[str, str]], supports: dict[Role, Support]) -> tuple[str, str]:
+        """Choose the stream of the tokens that ask: by its map, by what that is given, by the places of its tokens."""
+        query, keys = supports["query"], supports["key"]
+        own = {self.trace.parameter_of(leaf) for leaf in query.masks}
+        of_query = {self._source(leaf) for leaf in query.masks}
+        leaves = {one: [leaf for leaf in keys.masks if self.trace.parameter_of(leaf) == one[0]] for one in streams}
+        alike = [one for one in streams if one[0] in own]
+        alike = alike or [one for one in streams if any(self._source(leaf) in of_query for leaf in leaves[one])]
+        if len(alike) > 1:  # parts of one input
+            places = {place for leaf in query.masks for place in self._places(leaf, query.positions(leaf))}
+            alike = [one for one in alike if places <= {at for leaf in leaves[one] for at in self._places(leaf)}]
+            if len(alike) != 1:
+                raise NoHeadsError("its keys are of two streams of tokens, and whose queries are whose is not shown")
+        return alike[0] if alike else streams[0]
+
+    def _places(self, leaf: int, positions: Sequence[int] = ()) -> set[tuple[int, int]]:
+        """Places in the inputs that a map is given, at some or all of its positions."""
+        taken = self.trace.leaves[leaf].taken
+        inputs = [one for name, one in self.trace.run.others.items() if name.startswith("input")]
+        weights = weights_at(taken, torch.tensor(positions)) if positions else random_weights(taken.shape)
+        found = Support.of(taken, weights, inputs)
+        return {(number, place) for number in found.masks for place in found.positions(number)}
 
     def _source(self, leaf: int) -> tuple[frozenset[int], frozenset[int]]:
         """What a map is given: other maps, and inputs."""

@@ -81,6 +81,7 @@ READ = [
     # Two streams, prompts with a softmax of their own, filters behind maps, heads whose outputs are subtracted.
     "Joint", "SecondStreamIfGiven", "GatedPrompts", "PooledHeads", "DepthwiseBehindMaps", "DifferentialOfTheSecondKind",
     "DifferentialInTwoCalls", "KeysOfTheLayerBefore", "Packed", "MappedOverHeads",
+    "MapsOfEachKindOfToken", "InteractingFields",
     # A matrix that is scaled when it is used, one whose transpose takes the outputs.
     "EqualizedMaps", "OutputByTheValues",
     # Positions between two maps, kernels of three dims, a first step that sees one key.
