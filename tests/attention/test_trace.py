@@ -116,13 +116,15 @@ def test_an_attention_beside_a_child_that_is_attention_is_a_layer_too():
     assert [(one.path, one.layer and one.layer.name) for one in found] == [("child", "block.child"), ("", "block")]
 
 
-def test_of_joint_attention_one_stream_is_read_and_the_other_said():
+def test_of_joint_attention_each_stream_is_a_layer():
     torch.manual_seed(0)
     module = adversarial.Joint()
-    (layer,) = layers_of(module, torch.randn(2, 8, D), torch.randn(2, 5, D))
-    assert torch.equal(layer.weight("key"), module.to_k.weight.view(H, 8, D))
-    assert torch.equal(layer.weight("query"), module.to_q.weight.view(H, 8, D))
-    assert "`add_k` and `add_v`" in layer.left_out
+    layers = {one.name: one for one in layers_of(module, torch.randn(2, 8, D), torch.randn(2, 5, D))}
+    assert sorted(layers) == ["add_k", "to_k"]
+    for stream in ("to", "add"):
+        for role in ("query", "key", "value"):
+            weight = module.get_parameter(f"{stream}_{role[0]}.weight")
+            assert torch.equal(layers[f"{stream}_k"].weight(role), weight.view(H, 8, D)), (stream, role)
 
 
 @pytest.mark.parametrize(("kind", "centring"), [("function", "head"), ("ln_k", "head"), ("by hand", "head"), ("", "")])

@@ -221,7 +221,16 @@ class Differential(nn.Module):
 
 @pytest.mark.parametrize("share", [-1.0, -0.2, 0.2, 0.8])
 def test_two_softmaxes_are_not_taken_for_one_head(share):
-    assert "what several heads give is added up" in refusal_of(Differential(share))
+    require_two_heads_for_each_value(Differential(share))
+
+
+def require_two_heads_for_each_value(module):
+    with pytest.warns(UnsupportedAttentionWarning, match="the outputs of its heads, several of which are added up"):
+        (layer,) = find_attention(nn.Sequential(module))
+    assert sorted(layer.slices) == ["key", "query", "value"], "no output is that of one head"
+    for number, role in enumerate(("query", "key")):
+        assert torch.equal(layer.weight(role), module.a.weight[number * D : number * D + D].view(2 * H, 4, D)), role
+    assert torch.equal(layer.weight("value"), module.a.weight[2 * D :].view(H, 8, D))
 
 
 class UsesTheWeight(nn.Module):
@@ -261,7 +270,7 @@ class LearnedDifference(Differential):
 
 
 def test_a_learned_difference_of_two_softmaxes_is_not_taken_for_one_head():
-    assert "what several heads give is added up" in refusal_of(LearnedDifference())
+    require_two_heads_for_each_value(LearnedDifference())
 
 
 class ScaledLatent(nn.Module):
@@ -362,9 +371,15 @@ def test_what_comes_between_heads_and_output_projection_hides_no_keys(between):
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=["norm", "activation", "both"])
-def test_two_softmaxes_behind_a_norm_are_refused(between):
+def test_two_softmaxes_behind_a_norm_are_two_heads_without_an_output(between):
     torch.manual_seed(0)
-    assert "what several heads give is added up" in refusal_of(NormedOutputs(*between, is_twin=True))
+    module = NormedOutputs(*between, is_twin=True)
+    with pytest.warns(UnsupportedAttentionWarning, match="the outputs of its heads, several of which are added up"):
+        (layer,) = find_attention(nn.Sequential(module))
+    assert sorted(layer.slices) == ["key", "query", "value"]
+    for role, part in (("query", module.a), ("key", module.b)):
+        assert torch.equal(layer.weight(role), part.weight.view(2 * H, 4, D)), role
+    assert torch.equal(layer.weight("value"), module.c.weight.view(H, 8, D))
 
 
 class FedByValues(nn.Module):
