@@ -77,6 +77,42 @@ def let_miss(*missing: str) -> None:
             sys.modules[name] = MagicMock(__version__="2.11.0", __spec__=ModuleSpec(name, None), __path__=[])
 
 
+class _Missing:
+    """Finds everything in packages that are missing."""
+
+    def __init__(self) -> None:
+        self.roots: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name.partition(".")[0] in self.roots else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(__version__="2.11.0", __spec__=spec, __path__=[])
+
+    def exec_module(self, module: Any) -> None:
+        """There is nothing to run."""
+
+
+_MISSING = _Missing()
+
+
+def let_miss_whole(*roots: str) -> None:
+    """Let packages be missing with all that is in them."""
+    if _MISSING not in sys.meta_path:
+        sys.meta_path.append(_MISSING)  # type: ignore[arg-type]
+    _MISSING.roots.update(roots)
+
+
+def without(build: Build, *roots: str) -> Build:
+    """Build where packages may be missing with all that is in them."""
+
+    def built() -> nn.Module:
+        let_miss_whole(*roots)
+        return build()
+
+    return built
+
+
 def beside(build: Build, *missing: str) -> Build:
     def built() -> nn.Module:
         let_miss(*missing)
