@@ -138,7 +138,9 @@ def _outputs_in(
                 raise NoHeadsError(f"what attention gives goes to one of several matrices of `{module_of(parameter)}`")
         raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
     if len(set(features.flatten().tolist())) < features.numel():
-        return HeadOutputs(-1 if receiver is None else receiver, None, False, are_added_up=True)
+        if receiver is None:  # heads may lie in a dim of their own
+            raise NoHeadsError("what several heads give is added up before it is returned")
+        return HeadOutputs(receiver, None, False, are_added_up=True)
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
     is_linear &= not any(_depends(one, cores[0]) and _acts(one, end) for one in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))
