@@ -147,13 +147,16 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
-    """Return whether all matrices beside a map are narrow, some made for what it takes and some for what it gives."""
+    """Return whether all matrices beside a map are narrow, some made for what it takes and some for what it gives.
+
+    What it gives may be of several parts side by side, each with an update of its own, as of queries and values.
+    """
     weight = base._parameters.get("weight")  # where it is computed, asking for it would run the user's code
     if weight is None or is_lazy(weight) or weight.dim() != 2:
         return False
     own = {id(one) for one in base.parameters()}
     rows, columns = weight.shape
-    takes = gives = count = 0
+    takes = gives = matrices = count = 0
     for one in module.parameters():
         count += 1
         if count > _MOST_PARAMETERS or is_lazy(one) or not one.is_floating_point():
@@ -161,11 +164,13 @@ def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
         if id(one) in own or one.dim() < 2:
             continue
         narrow, wide = sorted(one.shape[-2:])
-        if one.dim() > 2 or narrow >= min(rows, columns) or wide not in (rows, columns):
+        is_of_a_part = rows % wide == 0 and rows > columns
+        if one.dim() > 2 or narrow >= min(rows, columns) or not (wide in (rows, columns) or is_of_a_part):
             return False
+        matrices += 1
         takes += wide == columns
-        gives += wide == rows
-    return min(takes, gives) > 0 and takes + gives > (2 if rows == columns else 1)
+        gives += wide == rows or is_of_a_part
+    return min(takes, gives) > 0 and matrices > 1
 
 
 def _kind_of(module: nn.Module) -> Any:

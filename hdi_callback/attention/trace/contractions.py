@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from hdi_callback.attention.trace.torch_arguments import torch_arguments
 
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
+    from hdi_callback.attention.trace.weight_views import ParameterPart
 
 
 def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -20,20 +22,39 @@ def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     formula, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
-    if not isinstance(formula, str) or "->" not in formula or "." in formula:
+    if not isinstance(formula, str) or "->" not in formula or not all(isinstance(one, Tensor) for one in operands):
         return NotImplemented
-    joined, _, out = formula.replace(" ", "").partition("->")
-    terms, names = joined.split(","), [cut.views.name_of(one) for one in operands]
-    if len([name for name in names if name is not None]) != 1:
+    with torch._C.DisableTorchFunction():
+        parts = [cut.views.part_of(one) for one in operands]
+    if len([part for part in parts if part is not None]) != 1:
         return NotImplemented
-    which = next(place for place, name in enumerate(names) if name is not None)
+    which = next(place for place, part in enumerate(parts) if part is not None)
+    joined, _, out = _lettered(formula.replace(" ", ""), operands).partition("->")
+    terms = joined.split(",")
+    if "." in joined + out or len(terms) != len(operands):
+        return NotImplemented
     if len(operands) == 3:
         return _of_three(cut, func, terms, operands, which, out)
     if len(operands) != 2:
         return NotImplemented
-    return _Contraction(
-        cut, str(names[which]), operands[1 - which], operands[which], terms[1 - which], terms[which], out
-    )()
+    part: Any = parts[which]
+    return _Contraction(cut, part, operands[1 - which], operands[which], terms[1 - which], terms[which], out)()
+
+
+def _lettered(formula: str, operands: list[Tensor]) -> str:
+    """Write letters for the dims that an ellipsis stands for, the same in all terms."""
+    joined, _, out = formula.partition("->")
+    terms = joined.split(",")
+    if len(terms) != len(operands) or "..." not in joined:
+        return formula
+    free = [letter for letter in string.ascii_letters if letter not in formula]
+    most = 0
+    for place, (term, operand) in enumerate(zip(terms, operands)):
+        if "..." in term:
+            count = operand.dim() - len(term) + 3
+            most = max(most, count)
+            terms[place] = term.replace("...", "".join(free[:count][::-1]))  # those of the end are shared
+    return f"{','.join(terms)}->{out.replace('...', ''.join(free[:most][::-1]))}"
 
 
 def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -72,8 +93,11 @@ def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor]
 class _Contraction:
     """One tensor and one parameter: ``x[ix] weight[iw] -> [out]``."""
 
-    def __init__(self, cut: GraphCut, name: str, x: Tensor, weight: Tensor, ix: str, iw: str, out: str) -> None:
-        self.cut, self.name, self.x, self.weight, self.ix, self.iw, self.out = cut, name, x, weight, ix, iw, out
+    def __init__(
+        self, cut: GraphCut, part: ParameterPart, x: Tensor, weight: Tensor, ix: str, iw: str, out: str
+    ) -> None:
+        self.cut, self.part, self.x, self.weight, self.ix, self.iw, self.out = cut, part, x, weight, ix, iw, out
+        self.name = part.parameter
         self.summed = [i for i in ix if i in iw and i not in out]
         self.new = [i for i in iw if i not in ix]
         self.shared = [i for i in iw if i in ix and i in out]
@@ -89,6 +113,8 @@ class _Contraction:
     def _by_each_matrix(self) -> Any:
         """Parts of tokens with a matrix each, ``(H, d, width)`` in this order."""
         if not len(self.shared) == len(self.summed) == len(self.new) == 1 or len(self.out) != len(self.ix):
+            return NotImplemented
+        if not self.part.is_whole:
             return NotImplemented
         order = [i for i in self.positions if i not in self.shared]
         if not order or self.iw.index(self.shared[0]) != 0 or self.iw.index(self.new[0]) != 2:
@@ -119,7 +145,13 @@ class _Contraction:
         taken = self.x.permute([self.ix.index(i) for i in self.positions + self.summed]).flatten(len(self.positions))
         axes = tuple(self.iw.index(i) for i in self.new)
         sizes = [self.weight.shape[axis] for axis in axes]
-        answer = self.cut.answer(self.name, taken, math.prod(sizes), axes=axes)
+        owned, start = axes, 0
+        if not self.part.is_whole:  # as the queries of one parameter of all roles
+            if self.part.has_first and 0 not in axes:
+                return NotImplemented
+            owned = axes if self.part.has_first else (0, *(axis + 1 for axis in axes))
+            start = self.part.first * math.prod(self.part.shape[axis] for axis in owned if axis)
+        answer = self.cut.answer(self.name, taken, math.prod(sizes), axes=owned, start=start)
         return self._arranged(answer.view(*answer.shape[:-1], *sizes), self.positions + self.new)
 
     def _arranged(self, tensor: Tensor, dims: list[str]) -> Tensor:

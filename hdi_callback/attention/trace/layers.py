@@ -232,8 +232,8 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     if value_rows:
         slices["value"] = weight_of(trace, path, value_rows)
     projection = None
-    if output is not None and output.features is not None and is_whole(trace, trace.leaves[output.receiver]):
-        leaf = trace.leaves[output.receiver]
+    leaf = None if output is None or output.features is None else output.receiver
+    if leaf is not None and output is not None and output.features is not None and is_whole(trace, leaf):
         slices["output"] = output_weight(trace, path, leaf, output.features[order])
         projection = leaf.module if output.is_side_by_side else None
     kind = kind_of(slices, heads)

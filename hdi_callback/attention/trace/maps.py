@@ -40,6 +40,8 @@ def is_like_a_map(module: nn.Module) -> bool:
         return True
     if _holds_matrix(module):  # its own code multiplies with that, and is followed
         return False
+    if _whole_numbers(module) is not None:
+        return True
     counts = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     is_counted = all(type(count) is int for count in counts)
     return is_counted and "linear" in type(module).__name__.lower() and not isinstance(module, nn.Bilinear)
@@ -48,6 +50,13 @@ def is_like_a_map(module: nn.Module) -> bool:
 def _holds_matrix(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and weight.is_floating_point()
+
+
+def _whole_numbers(module: nn.Module) -> Tensor | None:
+    """Give the matrix of whole numbers, ``(out_features, in_features)``, that a quantised map by hand holds."""
+    weight = module._parameters.get("weight", module._buffers.get("weight"))
+    is_whole = weight is not None and weight.dim() == 2 and weight.dtype in (torch.int8, torch.uint8)
+    return weight if is_whole and not any(True for _ in module.children()) else None
 
 
 def objection_to(module: nn.Module) -> str | None:
@@ -83,7 +92,9 @@ class MapStub(nn.Module):
         try:
             taken, made = projections.features(linear)
         except Exception:
-            taken, made = linear.in_features, linear.out_features  # type: ignore[assignment]
+            whole = _whole_numbers(linear)
+            sizes = (None, None) if whole is None else whole.shape[::-1]
+            taken, made = (getattr(linear, f"{side}_features", size) for side, size in zip(("in", "out"), sizes))
         self.in_features, self.out_features = int(taken), int(made)
         self.in_channels, self.out_channels, self.nf = self.in_features, self.out_features, self.out_features
         self.kernel_size = getattr(linear, "kernel_size", ())
@@ -103,4 +114,5 @@ class MapStub(nn.Module):
         x = x.movedim(self.dim, -1)
         for dim, stride in enumerate(self.strides):
             x = x[(slice(None),) * (dim + x.dim() - 1 - len(self.strides)) + (slice(None, None, stride),)]
-        return answer(f"{self.path}.weight", x, self.out_features, module=self).movedim(-1, self.dim)
+        made = answer(f"{self.path}.weight", x, self.out_features, module=self)
+        return made if self.dim == -1 else made.movedim(-1, self.dim).contiguous()  # as a convolution has it

@@ -17,6 +17,7 @@ from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, modul
 from hdi_callback.attention.trace.own_inputs import taken_for
 from hdi_callback.attention.trace.support import agreed, columns_of, derivatives, random_weights, weights_at
 from hdi_callback.attention.trace.traced_cores import TracedCores
+from hdi_callback.attention.trace.traced_run import Leaf
 
 # Nodes that leave each feature proportional to what it was.
 _LINEAR = (
@@ -33,13 +34,13 @@ class HeadOutputs:
     """Where the outputs of heads are in what a map takes, or in what comes back.
 
     Attributes:
-        receiver: number of the linear map that takes them; -1 if none does.
+        receiver: the call of a linear map that takes them; `None` if none does.
         features: ``(heads, width)``, features of its input; `None` if they are not those of a matrix.
         is_side_by_side: whether they are all of its input, head by head.
         are_added_up: whether those of several heads are added up before.
     """
 
-    receiver: int
+    receiver: Leaf | None
     features: Tensor | None
     is_side_by_side: bool
     are_added_up: bool = False
@@ -71,13 +72,16 @@ def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOu
     raise mixed or NoHeadsError
 
 
-def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[int | None, list[Tensor]]:
+def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[Leaf | None, list[Tensor]]:
     """What takes the outputs of heads, features last: a linear map, else a convolution, else whoever called."""
     receiver = receiver_of(trace, cores[0], row)
     if receiver is None and row is not None and receiver_of(trace, cores[0]) is not None:
         return None, []  # the map that is there takes the outputs of another stream
     if receiver is not None:
-        return receiver, [trace.leaves[receiver].taken]
+        return trace.leaves[receiver], [trace.leaves[receiver].taken]
+    for stack in trace.run.stacked:
+        if _depends(stack.taken, cores[0]):
+            return stack, [stack.taken]
     for one in trace.run.convolved:
         if _depends(one, cores[0]):
             return None, [one.movedim(1, -1)]
@@ -100,7 +104,7 @@ def _depends(tensor: Tensor, core: Core, row: int | None = None) -> bool:
 
 
 def _outputs_in(
-    trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: int | None, end: Tensor
+    trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: Leaf | None, end: Tensor
 ) -> HeadOutputs:
     codes = columns_of(end, [core.output for core in cores])
     placed, is_repeated = [], False
@@ -132,7 +136,7 @@ def _outputs_in(
         if receiver is not None and heads.tied is None and is_last and _are_apart(end, cores, heads):
             return HeadOutputs(receiver, None, False)
         if receiver is not None:
-            parameter = trace.leaves[receiver].parameter
+            parameter = receiver.parameter
             taking = [one for one in trace.leaves if one.parameter == parameter and _depends(one.taken, cores[0])]
             if len({one.start for one in taking}) > 1:
                 raise NoHeadsError(f"what attention gives goes to one of several matrices of `{module_of(parameter)}`")
@@ -149,7 +153,7 @@ def _outputs_in(
     if receiver is None:
         if not is_side_by_side and features.numel() == end.shape[-1] and not trace.run.convolved:
             raise NoHeadsError("the outputs of its heads do not lie side by side in what it returns")
-        return HeadOutputs(-1, None, False)
+        return HeadOutputs(None, None, False)
     return HeadOutputs(receiver, features if is_linear else None, is_side_by_side and is_linear)
 
 

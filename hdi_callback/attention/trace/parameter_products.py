@@ -25,19 +25,23 @@ def linear(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 def matmul(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Answer in place of a product with a parameter: a matrix, its transpose, or one matrix for each head."""
     x, other = torch_arguments(args, kwargs, "input", "mat2" if "mat2" in kwargs else "other")
-    if func in (torch.addmm, Tensor.addmm):
-        x, other = args[1], args[2]
+    if func in (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm):
+        x, other = torch_arguments(
+            args[1:], kwargs, *(("mat1", "mat2") if "addmm" == func.__name__ else ("batch1", "batch2"))
+        )
     with torch._C.DisableTorchFunction():
         if not isinstance(x, Tensor) or not isinstance(other, Tensor) or cut.views.is_of_parameter(x):
             return NotImplemented
         name, is_turned = cut.views.stack_of(other) if other.dim() == 3 else (None, False)
     if name is None or x.dim() < 3 or x.shape[-3] not in (1, len(other)):
         return _by_rows(cut, x, other.mT) if other.dim() == 2 else NotImplemented
+    if x.shape[-3] > 1 and x.stride(-3) == 0:  # every matrix takes the same
+        x = x[..., :1, :, :]
     if x.shape[-3] != 1 or len(other) == 1:  # a matrix for each of what are heads already
         return NotImplemented if is_turned else by_each_matrix(cut, name, x, other)
     heads, _, width = other.shape
     answer = cut.answer(name, x.squeeze(-3), heads * width, axes=(0, 1) if is_turned else (0, 2))
-    return answer.view(*answer.shape[:-1], heads, width).movedim(-2, -3)
+    return answer.view(*answer.shape[:-1], heads, width).movedim(-2, -3).contiguous()  # as the product has it
 
 
 def _by_rows(cut: GraphCut, x: Tensor, matrix: Any) -> Any:
@@ -92,7 +96,19 @@ MIXING_TOKENS: dict[Any, int] = {
 }
 HANDLERS = {
     linear: (F.linear,),
-    matmul: (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm),
+    matmul: (
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        torch.mm,
+        Tensor.mm,
+        torch.addmm,
+        Tensor.addmm,
+        torch.bmm,
+        Tensor.bmm,
+        torch.baddbmm,
+        Tensor.baddbmm,
+    ),
     einsum: (torch.einsum,),
     tensordot: (torch.tensordot,),
     embedding: (F.embedding, torch.embedding),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hdi_callback.attention.trace.traced_run import Leaf
+
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
 
@@ -23,10 +25,14 @@ def by_each_matrix(cut: GraphCut, name: str, x: Tensor, stack: Tensor) -> Any:
     Returns:
         ``(..., H, n, width)``; `NotImplemented` where maps gave the parts, of which each head has one already.
     """
-    if stack.shape[0] == 1 or x.dim() < 3 or _is_made_of_maps(x, cut.run.tensors):
+    if stack.shape[0] == 1 or x.dim() < 3:
         return NotImplemented
     heads, _, width = stack.shape
     taken = x.movedim(-3, -2).flatten(-2)
+    if _is_made_of_maps(x, cut.run.tensors):
+        # If no map takes it after, this is the output projection, and what it gives of each head is summed later.
+        cut.run.stacked.append(Leaf(name, torch.empty(width), taken, axes=(2,)))
+        return NotImplemented
     answer = cut.answer(name, taken, heads * width, axes=(0, 2), is_of_parts=True)
     return answer.view(*answer.shape[:-1], heads, width).movedim(-2, -3)
 

@@ -40,6 +40,7 @@ class TracedRun:
         module: the original.
         leaves: calls of linear maps, in their order.
         others: what else values may come from, parameters and inputs: name -> tensor.
+        stacked: products of what maps gave with a matrix for each head, which are in the graph.
         scores: node of each softmax -> its input.
         mixed: node of a softmax -> the map that mixes its weights over heads, and was left out.
         spans: path of a module -> the sequence numbers of nodes that were made in one of its calls.
@@ -56,6 +57,7 @@ class TracedRun:
     module: nn.Module
     leaves: list[Leaf] = field(default_factory=list)
     others: dict[str, Tensor] = field(default_factory=dict)
+    stacked: list[Leaf] = field(default_factory=list)
     scores: dict[Any, Tensor] = field(default_factory=dict)
     mixed: dict[Any, str] = field(default_factory=dict)
     spans: list[tuple[str, int, int]] = field(default_factory=list)

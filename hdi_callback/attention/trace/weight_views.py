@@ -30,6 +30,25 @@ class WeightRows:
     map: MapStub | None = None
 
 
+@dataclass(frozen=True)
+class ParameterPart:
+    """A whole parameter, or what is chosen of it by its first dim.
+
+    Attributes:
+        parameter: dotted path.
+        shape: of the whole parameter.
+        first: the first that is chosen.
+        has_first: the first dim is there still: several were chosen, not one.
+        is_whole: all were chosen.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    first: int = 0
+    has_first: bool = True
+    is_whole: bool = True
+
+
 class WeightViews:
     """Recognises parameters of a copy, and views of them.
 
@@ -45,6 +64,28 @@ class WeightViews:
     def name_of(self, tensor: Any) -> str | None:
         """Give the path of a whole parameter; `None` for any other tensor."""
         return self.names.get(id(tensor))
+
+    def part_of(self, tensor: Tensor) -> ParameterPart | None:
+        """Recognise a whole parameter, ``parameter[i]`` or ``parameter[i:j]``.
+
+        Args:
+            tensor: a parameter, or a view of one.
+
+        Returns:
+            What was chosen; `None` of anything else.
+        """
+        name = self.name_of(tensor)
+        if name is not None:
+            return ParameterPart(name, tuple(tensor.shape))
+        base = _base(tensor)
+        name, shape = self.name_of(base), tuple(base.shape)
+        if name is None or len(shape) < 3 or not base.is_contiguous() or not tensor.is_contiguous():
+            return None
+        has_first = tensor.dim() == base.dim()
+        first, left = divmod(int(tensor.storage_offset() - base.storage_offset()), base.stride(0))
+        if left or tuple(tensor.shape[has_first:]) != shape[1:]:
+            return None
+        return ParameterPart(name, shape, first, has_first, is_whole=False)
 
     def is_of_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter or a view of one."""

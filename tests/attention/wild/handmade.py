@@ -243,7 +243,7 @@ class DirectionsAndLengths(_made(lambda i: _DoRA())):  # type: ignore[misc]
     """DoRA, by hand."""
 
 
-@case(_BY_MATRICES)
+@case(_BY_MATRICES, may_refuse="without a matrix that is read")
 class WholeNumbers(_made(_Int8)):  # type: ignore[misc]
     """Weights of eight bits, made to floats when they are used."""
 
@@ -409,3 +409,41 @@ class BatchedProducts(nn.Module):
         weights = torch.bmm(q, k.transpose(1, 2)).mul_(WIDTH**-0.5).softmax(-1)
         out = torch.bmm(weights, v).view(H, b * n, WIDTH)
         return torch.bmm(out, self.maps["o"]).sum(0).view(b, n, c)
+
+
+@case(
+    Core(*(rows(f"maps.{m}", "h c d") for m in "qkv"),
+         tuple(rows("maps.o", "g d c", h=1, n_g=H, g=H - 1 - i) for i in range(H)), scores="(h b) q k"),
+)  # fmt: skip
+class HeadsTurnedRoundInFrontOfTheStack(BatchedProducts):
+    """The outputs of heads are flipped before each meets a matrix of the last stack."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        flat = x.reshape(1, b * n, c).expand(H, -1, -1)
+        q, k, v = (torch.bmm(flat, self.maps[m]).view(H * b, n, WIDTH) for m in "qkv")
+        out = torch.bmm((q @ k.mT * WIDTH**-0.5).softmax(-1), v).view(H, b * n, WIDTH)
+        return torch.bmm(out.flip(0), self.maps["o"]).sum(0).view(b, n, c)
+
+
+class _AdaptedInParts(_UpdatedInParts):
+    """The same with a ReLU between the factors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x)
+        qkv[:, :, :24] += self.b_q(F.relu(self.a_q(x)))
+        qkv[:, :, -24:] += self.b_v(F.relu(self.a_v(x)))
+        return qkv
+
+
+@case(
+    Core(None, rows("qkv.qkv.weight", "(r h d) c", n_r=3, r=1), rows("qkv.qkv.weight", "(r h d) c", n_r=3, r=2),
+         rows("proj.weight", "c (h d)"), scores="(b h) q k", proved=("key", "output")),
+    may_refuse="takes the output of another one",
+)  # fmt: skip
+class AdaptersInPlace(UpdatesInPlace):
+    """What is added in place is no linear map, so that no matrix gives the queries; the values are those of the base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = _AdaptedInParts()

@@ -86,6 +86,9 @@ READ = [
     "EqualizedMaps", "OutputByTheValues",
     # Positions between two maps, kernels of three dims, a first step that sees one key.
     "SeriesInPatches", "FromFlax", "TokenByToken",
+    # Updates of parts of a map, stacks of matrices that all take the same, an ellipsis, dims by lists, heads summed last.
+    "UpdatesInPlace", "BatchedProducts", "FeaturesThenItems", "InteractingFields", "WrittenForInterpreting",
+    "HeadsTurnedRoundInFrontOfTheStack",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
@@ -114,6 +117,9 @@ REFUSALS = {
     "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
     # Weights that a map makes.
     "Hypernetwork": "the weights that give its keys are themselves made by `k.make`",
+    "WholeNumbers": "its projection `q` is a _Int8 of tests without a matrix that is read",
+    "FramesOfASpectrum": "between its key projection and attention lies an activation",
+    "AdaptersInPlace": "as its projection `qkv.b_v` takes the output of another one",
 }
 
 
