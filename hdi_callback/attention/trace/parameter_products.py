@@ -27,7 +27,7 @@ def matmul(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     x, other = torch_arguments(args, kwargs, "input", "mat2" if "mat2" in kwargs else "other")
     if func in (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm):
         x, other = torch_arguments(
-            args[1:], kwargs, *(("mat1", "mat2") if "addmm" == func.__name__ else ("batch1", "batch2"))
+            args[1:], kwargs, *(("mat1", "mat2") if func.__name__ == "addmm" else ("batch1", "batch2"))
         )
     with torch._C.DisableTorchFunction():
         if not isinstance(x, Tensor) or not isinstance(other, Tensor) or cut.views.is_of_parameter(x):

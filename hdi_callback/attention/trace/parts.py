@@ -68,11 +68,25 @@ class CoreParts(CoreView):
         # The first of the queries that see most keys; where it sees padding alone, others.
         rows = [most[0], most[-1], most[len(most) // 2]]
         rows = rows[::-1] if self.is_last_first else rows
-        for row in dict.fromkeys(rows if self.row is None else [self.row]):
+        rows = list(dict.fromkeys(rows if self.row is None else [self.row]))
+        for row in rows:
             where = self._where_in_row(n, row)
             if where:
                 return where
-        return None
+        logits = self._logits()
+        found = (self._where_in_row(n, row, logits) for row in rows if logits is not None)
+        return next((where for where in found if where), None)
+
+    def _logits(self) -> Tensor | None:
+        """Give what the softmax takes, one matrix for each of the weights: a mask of heads may silence those of one."""
+        if len(self.core.logits) != 1 or not self.core.logits[0].requires_grad:
+            return None
+        (logits,) = self.core.logits
+        return (
+            logits
+            if logits.dim() > 1 and logits.reshape(-1, *logits.shape[-2:]).shape == self.core.weights.shape
+            else None
+        )
 
     def is_of_a_map(self, where: list[tuple[int, int, Tensor, Tensor]], product: int) -> bool:
         """Return whether a map gives the query of a part of the core.
@@ -107,13 +121,14 @@ class CoreParts(CoreView):
                     return row
         return None
 
-    def _where_in_row(self, n: int, row: int) -> list[tuple[int, int, Tensor, Tensor]]:
+    def _where_in_row(self, n: int, row: int, logits: Tensor | None = None) -> list[tuple[int, int, Tensor, Tensor]]:
         weights = self.core.weights
         gradient = torch.zeros(weights.shape)
         gradient[n, row] = random_weights(weights.shape[-1:])
+        made = weights if logits is None else logits
         where = []
         for number, product in enumerate(self.core.scores):
-            acts = product.acting_on(weights, gradient)
+            acts = product.acting_on(made, gradient.view(made.shape))
             if not len(acts[0]) or not len(acts[1]) or max(map(len, acts)) < 2:
                 continue
             keys = 1 if len(acts[1]) >= len(acts[0]) else 0

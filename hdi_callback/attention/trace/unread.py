@@ -40,7 +40,7 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
             yield node, f"its heads mix: `{path}` maps the {what} of all of them {where} the softmax"
         elif logits.shape[-1] == 1 and logits.requires_grad and logits.dim() > 2:
             yield node, SINGLE_KEYS
-        elif is_over_tokens(run, logits):
+        elif is_over_tokens(run, logits) or _is_of_one_query(run, node, logits):
             yield node, "its values are weighted by no matrix product"
         elif weighs_tokens(run, node):
             yield node, NO_PRODUCTS
@@ -184,6 +184,23 @@ def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:
         support = Support.of(logits, weights.reshape(logits.shape), run.tensors)
         met.append(_tokens_of(run, support, columns * columns))
     return len(met[0]) > 1 and met[0] != met[1]
+
+
+def _is_of_one_query(run: TracedRun, node: Any, logits: Tensor) -> bool:
+    """Recognise scores of one query, which a map gives, with keys that maps make of one token each."""
+    if logits.dim() < 3 or logits.shape[-2] != 1 or logits.shape[-1] < 2 or not logits.requires_grad:
+        return False
+    products = [product_at(one) for one in made_of(node.next_functions[0][0], Learned(run))[1]]
+    if len(products) != 1 or products[0] is None:
+        return False
+    left, right = products[0].left, products[0].right
+    query, keys = (left, right) if left.shape[1] == 1 else (right, left)
+    if query.shape[1] != 1 or keys.shape[1] != logits.shape[-1]:
+        return False
+    met = [Support.of(keys, weights_at(keys, torch.tensor([place])), run.tensors) for place in (0, keys.shape[1] - 1)]
+    tokens = [{(leaf, one.positions(leaf)) for leaf in one.masks} for one in met]
+    is_asked = bool(Support.of(query, random_weights(query.shape), run.tensors))
+    return is_asked and all(len(one) == 1 for one in tokens) and tokens[0] != tokens[1]
 
 
 def _tokens_of(run: TracedRun, support: Support, pairs: int) -> set[tuple[Any, int]]:

@@ -602,6 +602,29 @@ class AHeadIsMasked(Four):
         return self.o(context.view(*context.size()[:-2], MODEL))
 
 
+@case(separate(proved=("query", "key")), may_refuse="not every head|multiplied by zero|gives nothing")
+class OutputsOfAHeadAreMasked(AHeadIsMasked):
+    """The same by what the head gives, and not by its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
+        return self.o(join(attend(q, k, v) * self.head_mask.view(1, -1, 1, 1)))
+
+
+@case(separate(proved=("query", "key")))
+class TheFirstHeadIsMasked(Four):
+    """The head that is pruned comes first, and the mask is causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("head_mask", torch.tensor([0.0, 1.0, 1.0, 1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(m(x)) for m in (self.q, self.k, self.v))
+        weights = _causal(q @ k.mT / WIDTH**0.5).softmax(-1) * self.head_mask[:, None, None]
+        return self.o(join(weights @ v))
+
+
 def _half(role: int) -> Any:
     return rows("attn.qkv.weight", "(r h d) c", n_r=3, r=role, source="norm")
 

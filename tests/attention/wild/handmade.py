@@ -442,7 +442,7 @@ class _AdaptedInParts(_UpdatedInParts):
     may_refuse="takes the output of another one",
 )  # fmt: skip
 class AdaptersInPlace(UpdatesInPlace):
-    """What is added in place is no linear map, so that no matrix gives the queries; the values are those of the base."""
+    """What is added in place is no linear map, so that no matrix gives the queries and the values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -261,7 +261,7 @@ class InteractingFields(nn.Module):
         None, _of_each("keys.{}.weight"), None, None, loop=True, free=("query", "value", "output"), proved=("key",),
         query_token=0, heads_alone=True,
     ),
-    inputs=("b n c", "b c", "b n"), may_refuse="values are its inputs|values of|no projection",
+    inputs=("b n c", "b c", "b n"), may_refuse="values are its inputs|no matrix product|no projection",
 )  # fmt: skip
 class CreditsOfAgents(nn.Module):
     """Qatten: the state of all asks what each agent sees; what is averaged are the values of the agents' actions."""
@@ -286,7 +286,7 @@ class CreditsOfAgents(nn.Module):
 @case(
     Core(_of_each("selectors.{}.weight"), _of_each("keys.{}.weight"), None, None, loop=True,
          free=("value", "output"), proved=()),
-    may_refuse="activation|which tokens|one head|values",
+    may_refuse="activation|which tokens|no matrix product",
 )  # fmt: skip
 class CriticsOfOthers(nn.Module):
     """MAAC: each agent asks all others, in a loop over agents and heads; values pass a leaky ReLU."""

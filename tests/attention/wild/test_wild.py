@@ -86,9 +86,11 @@ READ = [
     "EqualizedMaps", "OutputByTheValues",
     # Positions between two maps, kernels of three dims, a first step that sees one key.
     "SeriesInPatches", "FromFlax", "TokenByToken",
-    # Updates of parts of a map, stacks of matrices that all take the same, an ellipsis, dims by lists, heads summed last.
+    # Updates of parts of a map, stacks of matrices, an ellipsis, dims by lists, heads that are summed last.
     "UpdatesInPlace", "BatchedProducts", "FeaturesThenItems", "InteractingFields", "WrittenForInterpreting",
     "HeadsTurnedRoundInFrontOfTheStack",
+    # A mask leaves nothing of what a head weighs.
+    "AHeadIsMasked", "OutputsOfAHeadAreMasked", "TheFirstHeadIsMasked",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
@@ -119,6 +121,7 @@ REFUSALS = {
     "Hypernetwork": "the weights that give its keys are themselves made by `k.make`",
     "WholeNumbers": "its projection `q` is a _Int8 of tests without a matrix that is read",
     "FramesOfASpectrum": "between its key projection and attention lies an activation",
+    "CriticsOfOthers": "its values are weighted by no matrix product",
     "AdaptersInPlace": "as its projection `qkv.b_v` takes the output of another one",
 }
 
