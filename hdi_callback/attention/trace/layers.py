@@ -232,10 +232,10 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     if value_rows:
         slices["value"] = weight_of(trace, path, value_rows)
     projection = None
-    leaf = None if output is None or output.features is None else output.receiver
-    if leaf is not None and output is not None and output.features is not None and is_whole(trace, leaf):
-        slices["output"] = output_weight(trace, path, leaf, output.features[order])
-        projection = leaf.module if output.is_side_by_side else None
+    taken_by = None if output is None else output.receiver
+    if output is not None and output.features is not None and taken_by is not None and is_whole(trace, taken_by):
+        slices["output"] = output_weight(trace, path, taken_by, output.features[order])
+        projection = taken_by.module if output.is_side_by_side else None
     kind = kind_of(slices, heads)
     if is_reordered:
         kind += f", heads by their keys ({', '.join(map(str, order))})"

@@ -93,8 +93,7 @@ class MapStub(nn.Module):
             taken, made = projections.features(linear)
         except Exception:
             whole = _whole_numbers(linear)
-            sizes = (None, None) if whole is None else whole.shape[::-1]
-            taken, made = (getattr(linear, f"{side}_features", size) for side, size in zip(("in", "out"), sizes))
+            made, taken = (linear.out_features, linear.in_features) if whole is None else whole.shape  # type: ignore[assignment]
         self.in_features, self.out_features = int(taken), int(made)
         self.in_channels, self.out_channels, self.nf = self.in_features, self.out_features, self.out_features
         self.kernel_size = getattr(linear, "kernel_size", ())
