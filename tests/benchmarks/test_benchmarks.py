@@ -106,7 +106,8 @@ def test_what_work_adds_is_the_median_difference_of_pairs_whatever_the_drift(mon
 def test_the_plan_sends_what_its_sizes_say():
     small = plan.Model(layers=1, heads=2, key_heads=1, value_dim=3, width=8)
     assert plan.bytes_of_weights(small) == 8 * (4 + 9 + 22)
-    assert plan.bytes_of_outputs(small) == 8 * (1 + 6 + 1 + 4) + 4 * 9 * 3  # blocks of each pair of heads, once
+    # Blocks of each pair of heads once, and the squares of them.
+    assert plan.bytes_of_outputs(small) == 8 * (1 + 6 + 1 + 4) + 4 * 9 * 3 + 8 * 4
     large = plan.Model(layers=1, heads=2, key_heads=1, value_dim=256, width=8)
     assert plan.bytes_of_outputs(large) == 8 * (1 + 512 + 1 + 4) + 4 * 256**2 * 3 + 8 * 4
     assert plan.bytes_of_outputs(small, with_overlap=False) == 8 * 12
