@@ -297,23 +297,3 @@ def test_movement_that_is_asked_for_or_counted_on_is_that_of_all_weights(options
         with torch.no_grad():
             model.blocks[0].attn.q_proj.weight[1] += 1.0  # not among the quarter
         assert monitor.measure(1).record().layers["blocks.0.attn"].arrays["head_movement"][0] > 0
-
-
-def test_where_layers_wait_for_their_turn_only_what_leads_to_the_others_is_followed(small_is_wide):
-    model = classifier()
-    hooked = []
-
-    def look(module, args, kwargs):
-        hooked.append({name for name, one in model.named_modules() if one._forward_hooks})
-
-    with HeadDiversityMonitor(model, unasked=RULE_METRICS, in_turn=True) as monitor:
-        for number in range(2):
-            monitor.arm()
-            handle = model.blocks[4].register_forward_pre_hook(look, with_kwargs=True)
-            train(model, number, number + 1)
-            handle.remove()
-            record = monitor.measure(number).record()
-    assert {f"blocks.{place}.attn" for place in range(BLOCKS)} <= hooked[0], "heads are checked in all layers at first"
-    assert layers_with(record, "attention_logit") == [3]
-    assert {"", "blocks", "blocks.3", "blocks.3.attn", "blocks.3.attn.q_proj"} <= hooked[1]
-    assert not {name for name in hooked[1] if name.startswith(("blocks.0", "blocks.1", "blocks.2", "blocks.4", "head"))}

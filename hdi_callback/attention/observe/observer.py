@@ -42,7 +42,7 @@ from hdi_callback.attention.observe.mode import ObservingMode
 from hdi_callback.attention.observe.proposals import propose
 from hdi_callback.attention.observe.quiet import quiet
 from hdi_callback.attention.observe.recorder import Recorder
-from hdi_callback.attention.observe.regions import lead_to, split_open_and_closed
+from hdi_callback.attention.observe.regions import split_open_and_closed
 from hdi_callback.attention.observe.row_reader import Request
 from hdi_callback.attention.observe.rows import RowChunk
 from hdi_callback.attention.observe.samples import MapCall
@@ -164,9 +164,6 @@ class AttentionObserver:
             self._who_is_read(without_rows),
         )
         self._forward = _Forward(Recorder(request, names), self.failures)
-        if without_rows and not keeps_samples:
-            passed_over = {layer.name for layer in without_rows}
-            opened = lead_to([layer.module for layer in self._layers if layer.name not in passed_over], opened)
         self._window.open(self._forward, opened, {name: module for name, (module, _) in closed.items()})
 
     def _who_is_read(self, without_rows: Sequence[AttentionLayer]) -> dict[int, bool]:

@@ -9,7 +9,6 @@ called (`window.py`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -115,27 +114,3 @@ def split_open_and_closed(model: nn.Module) -> tuple[dict[str, nn.Module], dict[
             closed[name] = (module, reason)
             inside |= {id(part) for part in module.modules()}
     return {name: module for name, module in opened.items() if id(module) not in inside}, closed
-
-
-def lead_to(parts: Iterable[nn.Module], opened: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Choose the modules whose calls tell where some parts of a model run; the others need no hooks.
-
-    Args:
-        parts: modules that are to be recognised, with all that they hold.
-        opened: path -> module, of those that may be observed.
-
-    Returns:
-        Those in the parts and around them; and those that may take torch's fast path, for which the mode is taken off.
-    """
-    wanted = {id(inner) for part in parts for inner in part.modules()}
-    paths = [name for name, module in opened.items() if id(module) in wanted]
-    around = {
-        "",
-        *(".".join(names[:end]) for names in (path.split(".") for path in paths) for end in range(len(names))),
-    }
-    fast = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-    return {
-        name: module
-        for name, module in opened.items()
-        if id(module) in wanted or name in around or isinstance(module, fast)
-    }

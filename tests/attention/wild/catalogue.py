@@ -11,7 +11,7 @@ wrong.
 
 from __future__ import annotations
 
-from tests.attention.wild import (  # noqa: F401  # noqa: F401
+from tests.attention.wild import (  # noqa: F401
     decoders,
     fields,
     fused,
