@@ -277,13 +277,17 @@ def _tried(module: nn.Module) -> _Way | None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Tell a module that multiplies with the matrix that it holds."""
+    """Tell a module that multiplies with the matrix that it holds, as it lies or turned."""
     try:
         with isolated(module, seed=0), asking_no_other_rank(), torch.no_grad():
             trial = isolated_copy(module, dict(_drawn(module, torch.Generator().manual_seed(0))))
             way = _WAYS[_kind_of(module)]
             found = None if way is None else _read(trial, way, sizes_of(module))
-            return found is not None and torch.allclose(found[0], trial.get_parameter("weight"), rtol=1e-4, atol=1e-6)
+            weight = trial.get_parameter("weight")
+            return found is not None and any(
+                one.shape == found[0].shape and torch.allclose(found[0], one, rtol=1e-4, atol=1e-6)
+                for one in (weight, weight.mT)  # GPT-2's maps keep it turned
+            )
     except Exception:
         return True
 

@@ -20,9 +20,6 @@ _SPREAD = 4.0
 """Largest product of the mean of a head's squared singular values and the mean of their inverses: float32 then gives
 overlaps to 1e-7, and to 5e-7 where they are near 1."""
 
-_HELD = 2**25
-"""Bytes that the products of all heads may take with what is computed of them, for them to be held at once."""
-
 
 @dataclass(frozen=True)
 class BothLenses:
@@ -57,58 +54,7 @@ def lenses_of_products(
     """
     H, k, _ = weight.shape
     weight = weight.float()
-    flat, parts = weight.flatten(0, 1), list(head_chunks(H, 16 * k * H * k, memory_budget, at_least=4))
-    products: list[Tensor] = []
-    if 7 * (H * k) ** 2 <= min(memory_budget, _HELD):
-        # Each head with itself is in the product of all; formed by itself it takes a third of that where heads are few.
-        for _, product in products_of(flat, H, iter(parts)):
-            if not products and _scales(_with_themselves(product), rank_tol) is None:
-                return None  # the other parts would be formed in vain
-            products.append(product)
-        gram = torch.cat([_with_themselves(product) for product in products])
-    else:
-        gram = weight @ weight.mT
-    scales = _scales(gram, rank_tol)
-    if scales is None:
-        return None
-    shared, energy = flat.new_empty(2, H, H)
-    T, trace = scales.whitener, scales.trace
-    for part, product in zip(parts, products) if products else products_of(flat, H, iter(parts)):
-        heads, others = part.stop - part.start, H - part.start
-        _write(energy, part, product.square().sum((1, 3)))
-        taken = T[part] @ product.view(heads, k, others * k)
-        # (others, heads * k, k), strided: batched products read it as it lies.
-        both = taken.view(heads * k, others, k).transpose(0, 1) @ T[part.start :].mT
-        _write(shared, part, both.square_().view(others, heads, k * k).sum(-1).mT)
-        if kept is not None:
-            kept.append((part, product))
-    energy /= (trace[:, None] * trace).float()
-    return BothLenses(shared, energy, trace.sqrt(), scales.flatness)
-
-
-@dataclass(frozen=True)
-class _Scales:
-    """What heads of like directions are taken to orthonormal rows by.
-
-    Attributes:
-        whitener: ``(H, k, k)``, in float32.
-        trace: ``(H,)``, squared norms of the heads, in float64.
-        flatness: ``(H,)``, see `BothLenses`.
-    """
-
-    whitener: Tensor
-    trace: Tensor
-    flatness: Tensor
-
-
-def _with_themselves(product: Tensor) -> Tensor:
-    """Give the products of each head of a chunk with itself, ``(heads, k, k)``."""
-    return product.diagonal(dim1=0, dim2=2).movedim(-1, 0)
-
-
-def _scales(gram: Tensor, rank_tol: float) -> _Scales | None:
-    """Whiten the Gram matrices of heads, ``(H, k, k)``; `None` where this would show in products of float32."""
-    gram, k = gram.double(), gram.shape[-1]
+    gram = (weight @ weight.mT).double()
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     # Fourth powers of norms must not leave the range of float32 either.
     low, high = trace.aminmax()
@@ -122,8 +68,22 @@ def _scales(gram: Tensor, rank_tol: float) -> _Scales | None:
     amplified = float(whitener.square().sum((-2, -1)).max())
     if not (amplified <= _SPREAD * k * k and rank_tol**2 * amplified <= SINGLE):
         return None
+    norm = trace.sqrt()
+    T = (whitener / norm[:, None, None]).float()
+    flat, parts = weight.flatten(0, 1), head_chunks(H, 16 * k * H * k, memory_budget, at_least=4)
+    shared, energy = weight.new_empty(2, H, H)
+    for part, product in products_of(flat, H, parts):
+        heads, others = part.stop - part.start, H - part.start
+        _write(energy, part, product.square().sum((1, 3)))
+        taken = T[part] @ product.view(heads, k, others * k)
+        # (others, heads * k, k), strided: batched products read it as it lies.
+        both = taken.view(heads * k, others, k).transpose(0, 1) @ T[part.start :].mT
+        _write(shared, part, both.square_().view(others, heads, k * k).sum(-1).mT)
+        if kept is not None:
+            kept.append((part, product))
+    energy /= (trace[:, None] * trace).float()
     flatness = (2 * factor.diagonal(dim1=-2, dim2=-1).log().mean(-1)).exp() * k
-    return _Scales((whitener / trace.sqrt()[:, None, None]).float(), trace, flatness)
+    return BothLenses(shared, energy, norm, flatness)
 
 
 def _write(matrix: Tensor, part: slice, blocks: Tensor) -> None:

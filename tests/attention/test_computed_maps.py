@@ -274,6 +274,13 @@ class PlainMatrix(Equalized):
         return self.weight
 
 
+class PlainMatrixTurned(Equalized):
+    """GPT-2's map under another name."""
+
+    def matrix(self):
+        return self.weight.T
+
+
 def test_an_activation_within_a_map_that_scales_its_matrix_is_refused():
     assert not is_scaled(EqualizedAndBent(D, D))
     found = survey(nn.Sequential(Attention(EqualizedAndBent)))
@@ -284,6 +291,7 @@ def test_an_activation_within_a_map_that_scales_its_matrix_is_refused():
 def test_a_matrix_that_is_used_as_it_is_stays_a_place_to_write_to():
     assert is_scaled(Equalized(D, D))
     assert not is_scaled(PlainMatrix(D, D))
+    assert not is_scaled(PlainMatrixTurned(D, D))
     model = trained(PlainMatrix)
     (layer,) = find_attention(model)
     weight = layer.weight("key")

@@ -212,3 +212,13 @@ def test_a_vmap_without_parameters_is_left_to_torch():
 
     assert len(survey(nn.Sequential(Masked())).layers) == 1
     assert len(calls) < 100, "a hundred parts are not run one by one"
+
+
+def test_modules_run_plainly_where_functions_are_applied_by_a_class_method_of_c(monkeypatch):
+    # So it is in torch 2.14: what has no `__func__` had every traced run fail.
+    written_in_c = torch._C._FunctionBase.__dict__["apply"]
+    assert not hasattr(written_in_c, "__func__")
+    monkeypatch.setattr(torch.autograd.Function, "apply", written_in_c)
+    layers = find_attention(nn.Sequential(Written()))
+    assert [layer.num_heads for layer in layers] == [H]
+    assert torch.autograd.Function.__dict__["apply"] is written_in_c

@@ -85,7 +85,9 @@ def _without_autocast() -> Iterator[None]:
 def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
     """Let what attends, or asks other ranks, in a `torch.autograd.Function` run plainly, to be in the graph."""
     thread, known = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
-    apply: Callable[..., Any] = known.__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # a class method, of Python or from torch 2.14 on of C
+        return known.__get__(None, cls)(*args, **kwargs)
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or not torch.is_grad_enabled():

@@ -21,9 +21,13 @@ ALL = cases()
 NOT_SEEN = {
     "ProductByHand", "Neighbourhoods", "SlotsOfObjects", "GatedPrompts", "Scripted", "Compiled", "CompiledInPlace",
     "WordsOfADocument", "PointCloud", "VectorsOfPoints", "Deformable", "WeightsAreTheAnswer", "TracedByTorch",
+    "KeysUnfolded", "CompiledInside", "FlexAttention", "SeparableScores", "CreditsOfAgents", "CriticsOfOthers",
+    "EdgesOfAList",
 }  # fmt: skip
 # Attention beside the one that is written down: keys that are averaged with themselves, weights of another module.
 OTHERS = {"StatesOfAHopfieldNetwork", "WeightsUsedTwice"}
+# What is added to scores may be a bias: that it mixes the scores of all heads, a traced run tells, and not observation.
+TRACED_ALONE = {"ComposedHeads"}
 ELSEWHERE = {"OnMeta"}  # its inputs are on another device
 
 
@@ -74,7 +78,7 @@ def test_attention_is_observed_and_no_proposed_head_is_wrong(name):
         assert core.unread or core.rows is not None
     for layer in observer.proposals().values():
         if isinstance(layer, AttentionLayer):
-            assert not ALL[name].refused
+            assert not ALL[name].refused or name in TRACED_ALONE
             assert name in OTHERS or any(is_right(core, layer, observer._model.block) for core in ALL[name].cores)
 
 
