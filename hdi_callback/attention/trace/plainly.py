@@ -36,30 +36,35 @@ def plainly(mode: GraphCut) -> Iterator[None]:
 def _without_checkpoints() -> Iterator[None]:
     """Let activation checkpoints of this thread run plainly: what they compute again is in no graph of the run."""
     thread = threading.get_ident()
-    again, reentrant = (getattr(checkpoint, name) for name in _CHECKPOINTS)
+    known = {name: getattr(checkpoint, name) for name in (*_GENERATORS, _REENTRANT) if hasattr(checkpoint, name)}
 
-    def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if threading.get_ident() == thread:
-            yield
-        else:
-            yield from again(*args, **kwargs)
+    def plain(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+        def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
+            if threading.get_ident() == thread:
+                yield
+            else:
+                yield from generator(*args, **kwargs)
+
+        return plainly
 
     class Plain:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             here = threading.get_ident() == thread
-            return function(*args) if here else reentrant.apply(function, preserve, *args)
+            return function(*args) if here else known[_REENTRANT].apply(function, preserve, *args)
 
-    for name, value in zip(_CHECKPOINTS, (plainly, Plain)):
-        setattr(checkpoint, name, value)
+    for name, value in known.items():
+        setattr(checkpoint, name, Plain if name == _REENTRANT else plain(value))
     try:
         yield
     finally:
-        for name, value in zip(_CHECKPOINTS, (again, reentrant)):
+        for name, value in known.items():
             setattr(checkpoint, name, value)
 
 
-_CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+_REENTRANT = "CheckpointFunction"
+# From torch 2.14 on the second.
+_GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 
 
 @contextmanager
