@@ -118,6 +118,17 @@ def test_groups_in_another_order_are_wrong():
     assert finding.key_heads != 2  # repeated in tiles, they are not told from as many of their own
 
 
+def test_heads_that_are_claimed_in_an_order_of_their_keys_are_compared_in_it():
+    torch.manual_seed(0)
+    module = by_hand.GroupsTiled()
+    claim = claim_of(find_attention(nn.Sequential(module))[0])
+    assert claim.order == (0, 2, 1, 3)
+    assert judged(module, claim).is_right
+    assert "output" in claim.roles
+    for order in ((), (0, 1, 2, 3), (2, 0, 1, 3), (0, 2, 3, 1)):
+        assert judged(module, replace(claim, order=order)).is_right is False
+
+
 def test_a_wrong_output_weight_or_projection_is_wrong():
     torch.manual_seed(0)
     module = by_hand.NanoGPT().eval()

@@ -37,6 +37,7 @@ class Claim:
     roles: frozenset[str] = frozenset({"query", "key", "value", "output"})
     bias: Callable[[str], Tensor | None] = lambda _: None
     is_of_one_stream: bool = False  # it says that the tokens of another one, or queries of some tokens, are left out
+    order: tuple[int, ...] = ()  # number of each claimed head among those of attention; () if it is the same
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,10 @@ def _judge(claim: Claim, observed: Witness, computation: Computation, heads: _He
     if not heads.pairs:
         return Finding(None, "no product of queries and keys has a part for each sequence")
     H = heads.output.shape[2]
+    if len(claim.order) == H:
+        at = list(claim.order)
+        pairs = [(_in_order(query, at), _in_order(key, at)) for query, key in heads.pairs]
+        heads = replace(heads, pairs=pairs, value=_in_order(heads.value, at))
     facts = {
         "heads": H,
         "key_heads": _distinct_heads(heads.pairs[0][1]),
@@ -262,6 +267,11 @@ def _judge(claim: Claim, observed: Witness, computation: Computation, heads: _He
     if not verdict.is_right:
         return Finding(verdict.is_right, verdict.reason, **facts)
     return Finding(True, remarks=tuple(remarks) + verdict.remarks, **facts)
+
+
+def _in_order(tensor: Tensor, at: list[int]) -> Tensor:
+    """Number heads as they are claimed: those that share a key head side by side."""
+    return tensor[:, :, at] if tensor.shape[2] == len(at) else tensor
 
 
 def _left_out(role: str, actual: Tensor, inputs: list[Tensor], batch: int) -> Finding:
@@ -599,6 +609,7 @@ def _compare_output(claim: Claim, observed: Witness, computation: Computation, o
         return Finding(True, remarks=("no output weight",))
     try:
         weight = claim.weight("output").detach().float()
+        weight = weight[torch.tensor(claim.order).argsort()] if len(claim.order) == len(weight) else weight
     except Exception as error:
         return Finding(False, f"its output weight cannot be read: {error}")
     width, features = weight.shape[1:]
@@ -815,6 +826,7 @@ def claim_of(layer) -> Claim:
         "second stream" in layer.left_out
         or "queries of other tokens" in layer.left_out
         or "one of two streams" in layer.kind,
+        layer.head_order,
     )
 
 
