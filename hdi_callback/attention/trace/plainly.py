@@ -89,10 +89,10 @@ def _without_autocast() -> Iterator[None]:
 @contextmanager
 def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
     """Let what attends, or asks other ranks, in a `torch.autograd.Function` run plainly, to be in the graph."""
-    thread, known = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
+    thread, own = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # a class method, of Python or from torch 2.14 on of C
-        return known.__get__(None, cls)(*args, **kwargs)
+        return own.__get__(None, cls)(*args, **kwargs)
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or not torch.is_grad_enabled():
@@ -123,7 +123,7 @@ def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = known  # type: ignore[method-assign]
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 # Torch's all-to-all of lists sends one scatter after the other with gloo.
