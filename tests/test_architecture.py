@@ -41,11 +41,21 @@ ARROWS: dict[str, set[str]] = {
 }
 # Which folders of its own room each folder may import. A folder and its parent do not import each other.
 FOLDERS: dict[str, set[str]] = {
-    "attention": {"attention/isolation"},
-    "attention/finding": {"attention", "attention/isolation", "attention/observe", "attention/trace"},
+    "attention": set(),
     "attention/isolation": set(),
-    "attention/observe": {"attention", "attention/isolation"},
-    "attention/trace": {"attention", "attention/isolation"},
+    "attention/layer": {"attention", "attention/isolation"},
+    "attention/capture": {"attention", "attention/layer"},
+    "attention/trace": {"attention", "attention/isolation", "attention/layer"},
+    "attention/observe/scores": set(),
+    "attention/observe/compare": {"attention/layer", "attention/observe/scores"},
+    "attention/observe": {"attention", "attention/layer", "attention/observe/scores", "attention/observe/compare"},
+    "attention/finding": {
+        "attention",
+        "attention/isolation",
+        "attention/layer",
+        "attention/observe",
+        "attention/trace",
+    },
     "monitoring/alerts": {"monitoring"},
     "monitoring/history": {"monitoring", "monitoring/alerts"},
     "monitoring/ranks": set(),
@@ -285,7 +295,7 @@ def test_files_that_import_each_other_are_noticed(tmp_path, one, other, is_circl
     [
         "import hdi_callback.attention",
         "from hdi_callback import attention",
-        "from hdi_callback.attention.heads import AttentionLayer",
+        "from hdi_callback.attention.layer.heads import AttentionLayer",
         "def later():\n    import hdi_callback.monitoring.monitor",
         "import importlib\nimportlib.import_module('hdi_callback.integrations.lightning')",
         "from ..attention import heads",
@@ -317,19 +327,19 @@ CHANGED_BY_OTHERS = {
 # Files that fill records of one forward, of one traced run or of one measurement, and what else they change. Elsewhere
 # in `attention` and `monitoring/monitor`, as in all other rooms, nobody does.
 WORKING_RECORDS = {
-    "attention/capture.py": "taps that it has made are armed and disarmed together",
+    "attention/capture/taps.py": "taps that it has made are armed and disarmed together",
     "attention/isolation/collectives.py": "which ranks are answered for in this thread",
     "attention/isolation/copies.py": "defaults of a function that it has just copied",
     "attention/isolation/isolated.py": "what is isolated in this thread",
     "attention/isolation/printing.py": "sys.stdout, put back at the end",
     "attention/isolation/user_data.py": "what the user's closures hold, put back",
-    "attention/observe/lineage.py": "what is known of scores grows with each function that they pass",
+    "attention/observe/scores/lineage.py": "what is known of scores grows with each function that they pass",
     "attention/observe/mode.py": "the same; and a check of torch's that is put back when the call ends",
     "attention/observe/observer.py": "failures of its mode are taken over when a forward ends",
     "attention/observe/recorder.py": "what was read of an attention is filed when it has run",
     "attention/observe/row_reader.py": "what is read of rows, chunk by chunk",
-    "attention/slopes.py": "gradients are added up during a backward, by hooks that must not keep the sums alive",
-    "attention/tap.py": "samples of one armed forward are thinned and joined",
+    "attention/capture/slopes.py": "gradients are added up in a backward, by hooks that must not keep the sums alive",
+    "attention/capture/tap.py": "samples of one armed forward are thinned and joined",
     "attention/trace/exchange.py": "the runs of several ranks become one",
     "attention/trace/graph_cut.py": "what stubs of maps answer for the time of a run",
     "attention/trace/heads.py": "what is found of the heads of one core",

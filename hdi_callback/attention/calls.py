@@ -1,67 +1,90 @@
-"""The calls that are going on around attention, and the operator by which compiled graphs hand over what they have."""
+"""The calls that are going on: of which modules, with which arguments, and on whose behalf.
+
+They are found on Python's stack, where torch keeps the arguments of each module: so nothing has to be put on modules.
+"""
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import sys
-import weakref
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from types import FrameType
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.padding import Frame, frame
 
-_numbers = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+@dataclass
+class Frame:
+    """One call that is going on: a module and its arguments.
 
-
-class Entry:
-    """Where a compiled graph hands over what it has.
-
-    Args:
-        take: takes the tensor.
+    Attributes:
+        module: the module.
+        arguments: by the names of its forward's parameters.
     """
 
-    def __init__(self, take: Callable[[Tensor], None]) -> None:
-        self.take = take
-        # A tensor, as a graph that is shared by the layers of a model would have to be compiled anew for each number.
-        self.number = torch.tensor(next(_numbers), device="cpu")
-        _by_number[int(self.number)] = self
+    module: nn.Module
+    arguments: Mapping[str, Any]
+
+    @property
+    def first(self) -> Any:
+        """The first tensor among its arguments."""
+        return next((value for value in self.arguments.values() if isinstance(value, Tensor)), None)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of the parameters of its forward."""
+        return frozenset(parameters_of(self.module))
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
+        """Give names to the arguments of a call.
+
+        Args:
+            module: the module that is called.
+            args: by position.
+            kwargs: by name.
+
+        Returns:
+            The call.
+        """
+        names = parameters_of(module)
+        by_position = {
+            names[place] if place < len(names) else f"argument {place}": value for place, value in enumerate(args)
+        }
+        return cls(module, {**by_position, **kwargs})
 
 
-# An operator without a result would do, were it not for the compilers of torch before 2.13, which leave it out as dead
-# code; so the projection works on what this one hands on.
-@torch.library.custom_op("hdi_callback::take", mutates_args=())
-def _take(passed: Tensor, outputs: Tensor, number: Tensor) -> Tensor:
-    entry = _by_number.get(int(number))
-    if entry is not None:
-        entry.take(outputs)
-    return passed.clone()
-
-
-@_take.register_fake
-def _(passed: Tensor, outputs: Tensor, number: Tensor) -> Tensor:
-    return torch.empty_like(passed)
-
-
-_take.register_autograd(lambda _, gradient: (gradient, None, None))
-
-
-def take_in_graph(passed: Tensor, outputs: Tensor, entry: Entry) -> Tensor:
-    """Hand a tensor over from a compiled graph, whenever it runs.
+def parameters_of(module: nn.Module) -> tuple[str, ...]:
+    """Name the parameters of the forward of a module that may be passed by position.
 
     Args:
-        passed: what the graph goes on with.
-        outputs: what is handed over.
-        entry: to whom.
+        module: any module.
 
     Returns:
-        `passed`, for the graph to go on with.
+        Their names; none where the forward has no signature.
     """
-    handed_on: Tensor = torch.ops.hdi_callback.take(passed, outputs.detach(), entry.number)
-    return handed_on
+    kind: Any = type(module)
+    return _parameters(kind)
+
+
+@lru_cache(maxsize=1024)
+def _parameters(kind: Any) -> tuple[str, ...]:
+    try:
+        found = inspect.signature(kind.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD)[1:]
+
+
+def _stack() -> Iterator[FrameType]:
+    """The calls of Python's functions that are going on, from the innermost outwards."""
+    code: FrameType | None = sys._getframe(1)
+    while code is not None:
+        yield code
+        code = code.f_back
 
 
 def is_recomputing() -> bool:
@@ -70,12 +93,7 @@ def is_recomputing() -> bool:
     Returns:
         False also where the first time was without autograd, as with ``use_reentrant=True``.
     """
-    code: FrameType | None = sys._getframe(1)
-    while code is not None:
-        if code.f_code.co_name == "unpack_hook" and "checkpoint" in code.f_code.co_filename:
-            return True
-        code = code.f_back
-    return False
+    return any(one.f_code.co_name == "unpack_hook" and "checkpoint" in one.f_code.co_filename for one in _stack())
 
 
 def is_inferring_shapes() -> bool:
@@ -86,33 +104,23 @@ def is_inferring_shapes() -> bool:
     """
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
-    code: FrameType | None = sys._getframe(1)
-    while code is not None:
-        if code.f_code.co_name in _INFERENCES and "pipelining" in code.f_code.co_filename:
-            return True
-        code = code.f_back
-    return False
+    return any(one.f_code.co_name in _INFERENCES and "pipelining" in one.f_code.co_filename for one in _stack())
 
 
 def calls_going_on() -> list[Frame]:
     """Give the calls of modules that are going on, from the innermost outwards.
 
-    They are found on Python's stack, where torch keeps the arguments of each module: so nothing has to be put on the
-    modules around attention.
-
     Returns:
         The calls; of a module that was compiled as a whole that of the whole.
     """
     found: list[Frame] = []
-    code: FrameType | None = sys._getframe(1)
-    while code is not None:
-        if code.f_code in _CALLS:
-            variables = code.f_locals
+    for one in _stack():
+        if one.f_code in _CALLS:
+            variables = one.f_locals
             module = variables["self"]
             module = getattr(module, "_orig_mod", module)
             if not found or found[-1].module is not module:
-                found.append(frame(module, variables["args"], variables["kwargs"]))
-        code = code.f_back
+                found.append(Frame.of(module, variables["args"], variables["kwargs"]))
     return found
 
 

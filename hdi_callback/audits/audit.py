@@ -14,8 +14,8 @@ from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Role, survey
 from hdi_callback.attention.autocast import without_autocast
+from hdi_callback.attention.layer.sharding import Sharding
 from hdi_callback.attention.names import printable
-from hdi_callback.attention.sharding import Sharding
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.audits.one_layer import with_weights
 from hdi_callback.audits.sources import Source, open_source

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention import Taps, find_attention
-from hdi_callback.attention.sampling import sample_tokens
+from hdi_callback.attention.capture.sampling import sample_tokens
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
 from tests.attention.witness import witness

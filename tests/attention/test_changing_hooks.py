@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback import find_attention, watch_heads
-from hdi_callback.attention.changing_hooks import changing_hook
+from hdi_callback.attention.layer.changing_hooks import changing_hook
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.wild.catalogue import cases
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import AttentionLayer, HeadSlice, RuntimeVerifier, find_attention, register_layout
-from hdi_callback.attention import registry as known
+from hdi_callback.attention.layer import registry as known
 from hdi_callback.attention.trace.inputs import recorded_inputs
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention import models as by_hand

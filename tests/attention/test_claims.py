@@ -12,8 +12,8 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import AttentionLayer, find_attention, register_layout
 from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
+from hdi_callback.attention.layer.registry import _REGISTERED
 from hdi_callback.attention.observe import Verdict
-from hdi_callback.attention.registry import _REGISTERED
 from hdi_callback.attention.trace.inputs import Inputs
 from tests.attention.models import D, NanoGPT
 

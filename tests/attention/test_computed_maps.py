@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hdi_callback import find_attention
 from hdi_callback.attention import survey
-from hdi_callback.attention.computed_maps import is_scaled, is_sum_of_maps
+from hdi_callback.attention.layer.computed_maps import is_scaled, is_sum_of_maps
 from hdi_callback.monitoring.interventions.parameters import owner_of
 
 D, H, R = 24, 4, 3

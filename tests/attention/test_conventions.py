@@ -8,7 +8,7 @@ from torch import nn
 
 from hdi_callback.attention import find_attention, survey
 from hdi_callback.attention.finding.conventions import looks_like_attention
-from hdi_callback.attention.registry import Place
+from hdi_callback.attention.layer.registry import Place
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.models import D, H, attend
 

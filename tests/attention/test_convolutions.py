@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, find_attention, register_layout
 from hdi_callback.attention import AttentionLayer, HeadSlice, RuntimeVerifier, Taps
-from hdi_callback.attention.heads import check_layer
-from hdi_callback.attention.projections import (
+from hdi_callback.attention.layer.heads import check_layer
+from hdi_callback.attention.layer.projections import (
     effective_weight,
     feature_dim,
     features,

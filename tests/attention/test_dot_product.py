@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hdi_callback.attention.dot_product import dot_product_scores, repeated_for_queries
+from hdi_callback.attention.trace.dot_product import dot_product_scores, repeated_for_queries
 
 OPTIONS = {
     "plain": {},

@@ -12,7 +12,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import Taps, find_attention
-from hdi_callback.attention.sampling import shared_out
+from hdi_callback.attention.capture.sampling import shared_out
 from tests.attention.test_capture import inputs_of_projections, tap, tokens
 from tests.models import LAYERS, Checkpointed, Classifier
 

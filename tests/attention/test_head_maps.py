@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hdi_callback.attention.head_maps import HeadProduct
-from hdi_callback.attention.head_slice import HeadSlice
+from hdi_callback.attention.layer.head_maps import HeadProduct
+from hdi_callback.attention.layer.head_slice import HeadSlice
 
 
 def latent(inner: int = 6, rows: int = 8) -> HeadProduct:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, register_layout, survey
-from hdi_callback.attention import registry as known
+from hdi_callback.attention.layer import registry as known
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 from tests.attention import models as by_hand
 from tests.attention.models import D, H

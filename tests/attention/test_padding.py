@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, watch_heads
-from hdi_callback.attention.padding import Frame, find_padding
+from hdi_callback.attention.calls import Frame
+from hdi_callback.attention.capture.padding import find_padding
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import read_records
 from tests.attention.test_capture import truth_of

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hdi_callback.attention import survey
 from hdi_callback.attention.finding.runtime_finder import RuntimeFinder
-from hdi_callback.attention.registry import Place
+from hdi_callback.attention.layer.registry import Place
 from hdi_callback.attention.trace.inputs import Inputs
 from tests.attention.wild.idioms import attend, join, split
 from tests.attention.wild.plain import Four

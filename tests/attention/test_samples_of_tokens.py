@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hdi_callback.attention.kept_lengths import kept_lengths
-from hdi_callback.attention.sampling import TokenSample, largest_prime, sample_tokens
+from hdi_callback.attention.capture.sampling import TokenSample, largest_prime, sample_tokens
+from hdi_callback.attention.trace.kept_lengths import kept_lengths
 
 B, T = 3, 50
 NUMBERS = torch.arange(B * T, dtype=torch.float32)

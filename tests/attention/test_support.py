@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hdi_callback.attention import survey
 from hdi_callback.attention.finding.runtime_verifier import RuntimeVerifier
-from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable
 

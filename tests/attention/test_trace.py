@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hdi_callback.attention import find_attention, survey
-from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from hdi_callback import find_attention
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.weight_reading import read_tensor
+from hdi_callback.attention.layer.weight_reading import read_tensor
 from hdi_callback.monitoring.interventions import DiversityPenalty
 
 D, H = 16, 4

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, find_attention
-from hdi_callback.attention.inputs import tap_inputs
+from hdi_callback.attention.capture.inputs import tap_inputs
 from tests.core.no_sync import NoSync
 from tests.models import HEADS, LAYERS, LENGTH, WIDTH, Classifier, tokens
 

@@ -277,7 +277,7 @@ def test_memory_that_is_not_enough_for_one_layer_costs_one_warning(monkeypatch):
 
 def test_memory_that_ends_in_a_capture(monkeypatch):
     run = Run()
-    monkeypatch.setattr("hdi_callback.attention.tap.sample_tokens", out_of_memory)
+    monkeypatch.setattr("hdi_callback.attention.capture.tap.sample_tokens", out_of_memory)
     for _ in range(3):
         run.step()
     assert len(run.warnings) == 1

@@ -18,7 +18,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import find_attention
-from hdi_callback.attention.sharding import Sharding, _tensor_parallel_degree, as_if_whole
+from hdi_callback.attention.layer.sharding import Sharding, _tensor_parallel_degree, as_if_whole
 from tests.benchmarks.memory import peak
 from tests.models import HEADS, WIDTH, Attention, Classifier
 from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of, reading_alone

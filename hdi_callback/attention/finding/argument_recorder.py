@@ -2,18 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from hdi_callback.attention.calls import is_inferring_shapes
+from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.recorder import Recorder
 from hdi_callback.attention.trace.inputs import Inputs, recorded_inputs
 
 
-class ArgumentRecorder(Recorder[Inputs]):
-    """Keeps the arguments of the next forward of some modules, for a traced run."""
+class ArgumentRecorder(Hooks):
+    """Keeps the arguments of the next forward of some modules, for a traced run.
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Inputs]:
-        with isolated(module):
-            return list(recorded_inputs(args, kwargs))
+    Args:
+        modules: the modules, by their names.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._recorded: dict[str, list[Inputs]] = {}
+        self.is_armed = self._is_done = False
+        self.ran: frozenset[str] = frozenset()  # modules that were called in the last forward that was recorded
+        super().__init__()
+        self.resume()
+
+    def arm(self) -> None:
+        """Keep the arguments of the next forward."""
+        self.is_armed = True
+
+    def take(self) -> dict[str, list[Inputs]]:
+        """Stop recording, and hand over what was kept.
+
+        The hooks leave if anything was, and else stay and do nothing more: a compiled model would be compiled anew
+        without them.
+
+        Returns:
+            For each module that ran its arguments, cut in several ways; an empty list if they could not be copied.
+        """
+        self.is_armed = False
+        if self._recorded:
+            self._is_done = True
+            self.suspend()
+        recorded, self._recorded = self._recorded, {}
+        self.ran = frozenset(recorded)
+        return recorded
+
+    def resume(self) -> None:
+        """Put the hooks back after `suspend`, unless everything was recorded."""
+        if not self._is_done:
+            super().resume()
+
+    def _install(self) -> Iterator[Handle]:
+        for name, module in self._modules.items():
+            if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                continue
+            yield from observe_calls(module, self._hook(name), eager_only=True)
+
+    def _hook(self, name: str) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling() or not self.is_armed or name in self._recorded or is_inferring_shapes():
+                return
+            try:
+                with isolated(module):
+                    self._recorded[name] = list(recorded_inputs(args, kwargs))
+            except Exception:  # what cannot be copied or cut is not tried
+                self._recorded[name] = []
+
+        return record

@@ -12,8 +12,8 @@ import types
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.heads import INPUT_ROLES, Role
-from hdi_callback.attention.registry import Place
+from hdi_callback.attention.layer.heads import INPUT_ROLES, Role
+from hdi_callback.attention.layer.registry import Place
 
 ROLE_NAMES: dict[Role, tuple[str, ...]] = {
     "query": ("q_proj", "query", "q", "q_lin", "query_proj", "Wq", "wq", "W_q", "w_q", "to_q", "q_linear", "linear_q"),

@@ -15,8 +15,8 @@ With ``forward=`` the model runs once for real, with hooks that record arguments
 
 4. **Recorded inputs.** What could not run with inputs that are made up is traced with those of the forward.
 5. **Observation.** The queries, keys and values that attention received are compared with what the maps gave
-   (`observe.judge`): a layer that they contradict is read again or refused; attention that no layer explains is read
-   from them (`observe.proposals`) or named (`observe.accounts`).
+   (`observe.compare.judge`): a layer that they contradict is read again or refused; attention that no layer explains
+   is read from them (`observe.compare.proposals`) or named (`observe.compare.accounts`).
 6. **Silence**, of what was open until then.
 
 Last, `include` and `exclude` choose among layers and refusals (`results`). Why each step is there and what it costs:
@@ -36,10 +36,10 @@ from hdi_callback.arguments import function, shown, words
 from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
 from hdi_callback.attention.finding.results import Survey, chosen_from, message_of_part
 from hdi_callback.attention.finding.search import Search
-from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.layer.heads import AttentionLayer
+from hdi_callback.attention.layer.registry import Place
 from hdi_callback.attention.observe import AttentionObserver
-from hdi_callback.attention.registry import Place
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
 

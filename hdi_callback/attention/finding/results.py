@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hdi_callback.attention.finding.search import Search
-from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.layer.heads import AttentionLayer
+from hdi_callback.attention.layer.registry import Place
 from hdi_callback.attention.names import is_inside, matches
-from hdi_callback.attention.registry import Place
 from hdi_callback.errors import MisconfigurationError
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from torch import nn
 
-from hdi_callback.attention.changing_hooks import changing_hook
 from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
-from hdi_callback.attention.head_maps import single_maps
-from hdi_callback.attention.heads import PLURAL, AttentionLayer
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
+from hdi_callback.attention.layer.changing_hooks import changing_hook
+from hdi_callback.attention.layer.head_maps import single_maps
+from hdi_callback.attention.layer.heads import PLURAL, AttentionLayer
+from hdi_callback.attention.layer.registry import Place
 from hdi_callback.attention.names import is_within, printable
 from hdi_callback.attention.observe import AttentionObserver
-from hdi_callback.attention.registry import Place
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
 from hdi_callback.attention.wrappers import users_name

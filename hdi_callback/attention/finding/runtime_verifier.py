@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from hdi_callback.attention.changing_hooks import shown_change
 from hdi_callback.attention.finding.argument_recorder import ArgumentRecorder
-from hdi_callback.attention.head_maps import single_maps
-from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
+from hdi_callback.attention.layer.changing_hooks import shown_change
+from hdi_callback.attention.layer.head_maps import single_maps
+from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.observe import Verdict
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.layers import layers_in

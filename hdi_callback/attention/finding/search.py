@@ -17,12 +17,12 @@ from torch.nn.parameter import is_lazy
 from hdi_callback.attention.finding.conventions import is_called_attention, is_named_attention, looks_like_attention
 from hdi_callback.attention.finding.runtime_finder import layers_observed
 from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
-from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
+from hdi_callback.attention.layer.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
+from hdi_callback.attention.layer.projections import is_map
+from hdi_callback.attention.layer.registry import Place, is_known_kind, known_layer
 from hdi_callback.attention.names import containers, is_inside, is_within, printable
 from hdi_callback.attention.observe import AttentionObserver, Verdict
-from hdi_callback.attention.projections import is_map
-from hdi_callback.attention.registry import Place, is_known_kind, known_layer
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer

@@ -1,9 +1,9 @@
 """Attention as it runs: observed in a real forward, which is not touched by it."""
 
-from hdi_callback.attention.observe.accounts import Unexplained
-from hdi_callback.attention.observe.cores import ObservedCore
+from hdi_callback.attention.observe.compare.accounts import Unexplained
+from hdi_callback.attention.observe.compare.cores import ObservedCore
+from hdi_callback.attention.observe.compare.verdicts import RoleVerdict, Verdict
 from hdi_callback.attention.observe.observer import AttentionObserver
-from hdi_callback.attention.observe.rows import RowChunk
-from hdi_callback.attention.observe.verdicts import RoleVerdict, Verdict
+from hdi_callback.attention.observe.scores.rows import RowChunk
 
 __all__ = ["AttentionObserver", "ObservedCore", "RoleVerdict", "RowChunk", "Unexplained", "Verdict"]

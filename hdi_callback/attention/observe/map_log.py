@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.changing_hooks import Effect
+from hdi_callback.attention.layer.changing_hooks import Effect
+from hdi_callback.attention.observe.compare.samples import MAX_FEATURES, MapCall, arrangements, sample_of_map
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.quiet import holds_numbers
-from hdi_callback.attention.observe.samples import MAX_FEATURES, MapCall, arrangements, sample_of_map
 
 _BEFORE_A_CORE = 64  # calls before an attention among which its queries, keys and values are searched
 _AFTER_A_CORE = 8  # and after it, among which its output projection is searched

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hdi_callback.attention.observe.cores import no_softmax
-from hdi_callback.attention.observe.lineage import Lineage, Scores
-from hdi_callback.attention.observe.masks import MaskTerm
+from hdi_callback.attention.observe.compare.cores import no_softmax
 from hdi_callback.attention.observe.mode_stack import take_off
-from hdi_callback.attention.observe.products import PRODUCTS, operands, product_of, tied_product_of
 from hdi_callback.attention.observe.quiet import quiet, without_transforms
 from hdi_callback.attention.observe.recorder import Recorder
 from hdi_callback.attention.observe.row_reader import ReadRows
+from hdi_callback.attention.observe.scores.lineage import Lineage, Scores
+from hdi_callback.attention.observe.scores.masks import MaskTerm
+from hdi_callback.attention.observe.scores.products import PRODUCTS, operands, product_of, tied_product_of
 
 # Functions that neither make nor change numbers that matter here; the first is how attributes are read.
 _PASSED = frozenset((

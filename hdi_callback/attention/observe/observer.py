@@ -33,22 +33,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.changing_hooks import Effect, has_hooks, note_effect
-from hdi_callback.attention.heads import AttentionLayer
-from hdi_callback.attention.observe.accounts import Unexplained, unexplained
-from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.judge import judge
+from hdi_callback.attention.layer.changing_hooks import Effect, has_hooks, note_effect
+from hdi_callback.attention.layer.heads import AttentionLayer
+from hdi_callback.attention.layer.projections import feature_dim, is_map
+from hdi_callback.attention.observe.compare.accounts import Unexplained, unexplained
+from hdi_callback.attention.observe.compare.cores import ObservedCore
+from hdi_callback.attention.observe.compare.judge import judge
+from hdi_callback.attention.observe.compare.proposals import propose
+from hdi_callback.attention.observe.compare.samples import MapCall
+from hdi_callback.attention.observe.compare.verdicts import Verdict
 from hdi_callback.attention.observe.mode import ObservingMode
-from hdi_callback.attention.observe.proposals import propose
 from hdi_callback.attention.observe.quiet import quiet
 from hdi_callback.attention.observe.recorder import Recorder
 from hdi_callback.attention.observe.regions import split_open_and_closed
 from hdi_callback.attention.observe.row_reader import Request
-from hdi_callback.attention.observe.rows import RowChunk
-from hdi_callback.attention.observe.samples import MapCall
-from hdi_callback.attention.observe.verdicts import Verdict
+from hdi_callback.attention.observe.scores.rows import RowChunk
 from hdi_callback.attention.observe.window import Window
-from hdi_callback.attention.projections import feature_dim, is_map
 
 _CALLED_BY_FUNCTION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

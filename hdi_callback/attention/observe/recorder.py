@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.lineage import Scores
+from hdi_callback.attention.observe.compare.cores import ObservedCore
+from hdi_callback.attention.observe.compare.samples import arrangements, arrangements_of_rows
 from hdi_callback.attention.observe.map_log import MapLog
-from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.quiet import holds_numbers
 from hdi_callback.attention.observe.row_reader import ReadRows, Request, RowReader
-from hdi_callback.attention.observe.samples import arrangements, arrangements_of_rows
+from hdi_callback.attention.observe.scores.lineage import Scores
+from hdi_callback.attention.observe.scores.masks import MaskTerm
 
 
 class Recorder:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.observe.axes import Axes, resolve
-from hdi_callback.attention.observe.chosen import ChosenTokens
-from hdi_callback.attention.observe.lineage import Scores
 from hdi_callback.attention.observe.map_log import MapLog
-from hdi_callback.attention.observe.masks import MaskTerm
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.quiet import is_plain, is_transformed
-from hdi_callback.attention.observe.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
+from hdi_callback.attention.observe.scores.axes import Axes, resolve
+from hdi_callback.attention.observe.scores.chosen import ChosenTokens
+from hdi_callback.attention.observe.scores.lineage import Scores
+from hdi_callback.attention.observe.scores.masks import MaskTerm
+from hdi_callback.attention.observe.scores.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
 
 _AXES_UNKNOWN = "sequences and heads share a dimension, and nothing tells them apart"
 

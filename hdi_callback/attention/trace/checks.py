@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import INPUT_ROLES, Role
+from hdi_callback.attention.layer.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NOT_FOLLOWED, NoHeadsError, Rows, UndecidedError, module_of
 from hdi_callback.attention.trace.support import Support, weights_at

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hdi_callback.attention.heads import Centring, Role
+from hdi_callback.attention.layer.heads import Centring, Role
 
 SINGLE_KEYS = "every query has a single key in what was run, which tells nothing of keys"
 NOT_FOLLOWED = "its {role}s are made with `{name}` in a way that is not followed"

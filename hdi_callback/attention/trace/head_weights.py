@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention import projections
-from hdi_callback.attention.heads import HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
+from hdi_callback.attention.layer import projections
+from hdi_callback.attention.layer.heads import HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError
 from hdi_callback.attention.trace.maps import objection_to
 from hdi_callback.attention.trace.traced_cores import TracedCores

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import INPUT_ROLES, Role
+from hdi_callback.attention.layer.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.checks import HeadChecks
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.cores import Learned, made_of

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention import projections
-from hdi_callback.attention.kept_lengths import kept_lengths
+from hdi_callback.attention.layer import projections
 from hdi_callback.attention.trace.arguments import with_tensors
+from hdi_callback.attention.trace.kept_lengths import kept_lengths
 
 _TOKENS, _FEW_TOKENS = 8, 5
 _MOST_WORDS = 8

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
+from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
 from hdi_callback.attention.trace.inputs import (

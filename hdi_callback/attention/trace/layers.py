@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdi_callback.attention.changing_hooks import has_hooks
-from hdi_callback.attention.heads import INPUT_ROLES, AttentionLayer, HeadWeight, Role
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.layer.changing_hooks import has_hooks
+from hdi_callback.attention.layer.heads import INPUT_ROLES, AttentionLayer, HeadWeight, Role
 from hdi_callback.attention.trace.cores import Core, cores_of
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS, HeadRows, NoHeadsError, Rows, UndecidedError, module_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention import projections
+from hdi_callback.attention.layer import projections
 
 
 def linear_maps(module: nn.Module) -> dict[str, nn.Module]:

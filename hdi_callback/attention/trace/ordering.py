@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Centring, Role
+from hdi_callback.attention.layer.heads import Centring, Role
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows
 from hdi_callback.attention.trace.support import derivatives, random_weights, weights_at

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Role
+from hdi_callback.attention.layer.heads import Role
 from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows
 from hdi_callback.attention.trace.traced_cores import TracedCores
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Role
+from hdi_callback.attention.layer.heads import Role
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NoHeadsError, NoRowsError, Rows, module_of
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, derivatives, random_weights, weights_at

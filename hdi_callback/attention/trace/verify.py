@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.trace.layers import Found
 from hdi_callback.attention.trace.traced_run import TracedRun
 

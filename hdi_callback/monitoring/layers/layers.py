@@ -13,8 +13,8 @@ from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Refusal, survey
 from hdi_callback.attention.isolation import isolated
+from hdi_callback.attention.layer.sharding import Sharding, as_if_whole
 from hdi_callback.attention.names import matches
-from hdi_callback.attention.sharding import Sharding, as_if_whole
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import ContradictedError

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.autocast import without_autocast
-from hdi_callback.attention.inputs import layers_of_inputs, tap_inputs
-from hdi_callback.attention.padding import PaddingChoice
-from hdi_callback.attention.sharding import is_first_holder, whole
+from hdi_callback.attention.capture.inputs import layers_of_inputs, tap_inputs
+from hdi_callback.attention.capture.padding import PaddingChoice
+from hdi_callback.attention.layer.sharding import is_first_holder, whole
 from hdi_callback.core import HeadDiversity, head_diversity_from_covariance
 from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from hdi_callback.arguments import shown, whole_number
 from hdi_callback.attention import AttentionLayer, Refusal, Taps
-from hdi_callback.attention.padding import PaddingChoice
+from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.core.whitening import Method
 from hdi_callback.errors import MisconfigurationError

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Taps
+from hdi_callback.attention.capture.padding import PaddingChoice
+from hdi_callback.attention.capture.slopes import SlopeReducer
 from hdi_callback.attention.fast_path import takes_fast_path
-from hdi_callback.attention.padding import PaddingChoice
-from hdi_callback.attention.slopes import SlopeReducer
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of, listed
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import COVARIANCE

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, Capture
 from hdi_callback.attention.autocast import without_autocast
-from hdi_callback.attention.padding import PaddingChoice
-from hdi_callback.attention.sharding import is_first_holder, whole
+from hdi_callback.attention.capture.padding import PaddingChoice
+from hdi_callback.attention.layer.sharding import is_first_holder, whole
 from hdi_callback.core import HeadCovariance, head_covariance
 from hdi_callback.core.contribution import head_slopes
 from hdi_callback.core.covariance import HeadSums, count_and_total

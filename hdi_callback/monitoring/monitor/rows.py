@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.calls import calls_going_on
+from hdi_callback.attention.capture.padding import PaddingChoice, find_padding, fit_padding
 from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk
-from hdi_callback.attention.padding import PaddingChoice, find_padding, fit_padding
 from hdi_callback.core import AttentionSums, NormSums, logit_bound
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Role
-from hdi_callback.attention.heads import HeadWeight
+from hdi_callback.attention.layer.heads import HeadWeight
 from hdi_callback.monitoring.ranks.ranks import Ranks
 
 

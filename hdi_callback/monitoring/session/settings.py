@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal
 
 from hdi_callback.arguments import flag, function, number, path, shown, whole_number
-from hdi_callback.attention.padding import PaddingChoice
+from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.core.whitening import Method
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Rule

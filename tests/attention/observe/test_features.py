@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.attention.observe import found_rows, judge, proposals
-from hdi_callback.attention.observe.features import find_features, find_rotated, may_hold, tolerance
+from hdi_callback.attention.observe.compare import found_rows, judge, proposals
+from hdi_callback.attention.observe.compare.features import find_features, find_rotated, may_hold, tolerance
 
 P, H, WIDTH = 12, 3, 8
 

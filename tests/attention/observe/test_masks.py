@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.observe.axes import Axes
-from hdi_callback.attention.observe.masks import MaskTerm
+from hdi_callback.attention.observe.scores.axes import Axes
+from hdi_callback.attention.observe.scores.masks import MaskTerm
 from hdi_callback.core.kernels import NormSums, logit_bound
 from tests.attention.observe.oracle import observed, observed_sums
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdi_callback.attention.observe.features import find_features, find_rotated, match_heads, tolerance
+from hdi_callback.attention.observe.compare.features import find_features, find_rotated, match_heads, tolerance
 from tests.attention.observe.test_features import WIDTH, H, P, turned
 
 ORDER = [2, 0, 1]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hdi_callback.attention.observe.found_rows import FoundRows
-from hdi_callback.attention.observe.proposals import slice_of
+from hdi_callback.attention.observe.compare.found_rows import FoundRows
+from hdi_callback.attention.observe.compare.proposals import slice_of
 
 
 @pytest.mark.parametrize("pairs", [[0, 1, 2, 3], [0, 2, 1, 3], [2, 0, 3, 1]])

@@ -239,7 +239,7 @@ def test_reduced_in_small_pieces_it_is_the_same_number(monkeypatch):
     torch.manual_seed(0)
     model, x = nn.Sequential(ByHand("transposed")), torch.randn(B, T, 16)
     whole = observed(model, lambda: model(x)).cores[0].rows
-    monkeypatch.setattr("hdi_callback.attention.observe.rows.BUDGET", 4 * T * 2)  # two queries of four heads
+    monkeypatch.setattr("hdi_callback.attention.observe.scores.rows.BUDGET", 4 * T * 2)  # two queries of four heads
     pieces = observed(model, lambda: model(x)).cores[0].rows
     assert len(pieces.chunks) > len(whole.chunks)
     sums = [

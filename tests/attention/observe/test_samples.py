@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdi_callback.attention.observe.samples import TOKENS, places
+from hdi_callback.attention.observe.compare.samples import TOKENS, places
 
 
 @pytest.mark.parametrize("tokens", [TOKENS + 1, TOKENS + 2, 1000, 2**20 + 7])

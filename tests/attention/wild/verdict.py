@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback import HDICallback, HeadDiversityMonitor, find_attention
-from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.errors import UnsupportedAttentionError, UnsupportedAttentionWarning
 from tests.attention.wild.proof import first_tensor, make_inputs, randomize, run
 from tests.attention.wild.truth import Case, Core, weight_of

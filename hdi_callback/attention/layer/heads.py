@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from hdi_callback.attention.head_maps import HeadPieces, HeadProduct
-from hdi_callback.attention.head_slice import Centring, HeadSlice
+from hdi_callback.attention.layer.head_maps import HeadPieces, HeadProduct
+from hdi_callback.attention.layer.head_slice import Centring, HeadSlice
 from hdi_callback.errors import UnsupportedAttentionError
 
 __all__ = [

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.observe.axes import Axes, spread
-from hdi_callback.attention.observe.masks import HIDDEN, MaskTerm, hidden_by
+from hdi_callback.attention.observe.scores.axes import Axes, spread
+from hdi_callback.attention.observe.scores.masks import HIDDEN, MaskTerm, hidden_by
 
 BUDGET = 2**22
 """Numbers in one piece."""

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from hdi_callback.arguments import shown
-from hdi_callback.attention import projections
-from hdi_callback.attention.heads import INPUT_ROLES, AttentionLayer, HeadSlice, RefusedError, Role, check_layer
-from hdi_callback.attention.torch_attention import is_torch_attention
+from hdi_callback.attention.layer import projections
+from hdi_callback.attention.layer.heads import INPUT_ROLES, AttentionLayer, HeadSlice, RefusedError, Role, check_layer
+from hdi_callback.attention.layer.torch_attention import is_torch_attention
 from hdi_callback.errors import MisconfigurationError
 
 

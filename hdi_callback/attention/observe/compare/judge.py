@@ -9,12 +9,12 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.heads import INPUT_ROLES, PLURAL, AttentionLayer, HeadSlice, Role
-from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.features import find_features, match_heads, tolerance
-from hdi_callback.attention.observe.found_rows import are_all_found, find_rows
-from hdi_callback.attention.observe.samples import Arrangement, MapCall
-from hdi_callback.attention.observe.verdicts import RoleVerdict, State, Verdict
+from hdi_callback.attention.layer.heads import INPUT_ROLES, PLURAL, AttentionLayer, HeadSlice, Role
+from hdi_callback.attention.observe.compare.cores import ObservedCore
+from hdi_callback.attention.observe.compare.features import find_features, match_heads, tolerance
+from hdi_callback.attention.observe.compare.found_rows import are_all_found, find_rows
+from hdi_callback.attention.observe.compare.samples import Arrangement, MapCall
+from hdi_callback.attention.observe.compare.verdicts import RoleVerdict, State, Verdict
 
 
 def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:

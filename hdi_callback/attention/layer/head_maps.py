@@ -9,8 +9,8 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.head_slice import HeadSlice
-from hdi_callback.attention.weight_reading import read_tensor
+from hdi_callback.attention.layer.head_slice import HeadSlice
+from hdi_callback.attention.layer.weight_reading import read_tensor
 from hdi_callback.errors import UnsupportedAttentionError
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.sharding import on_parts
+from hdi_callback.attention.layer.sharding import on_parts
 
 
 @dataclass(frozen=True)

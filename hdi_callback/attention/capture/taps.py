@@ -30,13 +30,13 @@ from types import TracebackType
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from hdi_callback.attention.capture.padding import PaddingChoice, takes_masks
+from hdi_callback.attention.capture.slopes import SlopeReducer
+from hdi_callback.attention.capture.tap import HEAD_OUTPUTS, Capture, Subject, Tap
 from hdi_callback.attention.compiled import may_recompile
-from hdi_callback.attention.heads import AttentionLayer
 from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
-from hdi_callback.attention.padding import PaddingChoice, takes_masks
-from hdi_callback.attention.slopes import SlopeReducer
-from hdi_callback.attention.tap import HEAD_OUTPUTS, Capture, Subject, Tap
-from hdi_callback.attention.torch_attention import is_torch_attention
+from hdi_callback.attention.layer.heads import AttentionLayer
+from hdi_callback.attention.layer.torch_attention import is_torch_attention
 
 __all__ = ["Capture", "Taps"]
 

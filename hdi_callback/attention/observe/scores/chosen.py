@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.observe.axes import Axes
+from hdi_callback.attention.observe.scores.axes import Axes
 
 _GATHERS = frozenset(["gather", "take_along_dim"])
 _KEEPS_PLACES = frozenset((

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.observe.axes import unravel
+from hdi_callback.attention.observe.scores.axes import unravel
 
 TOKENS = 14
 """Tokens of a sample, fewer if there are fewer."""

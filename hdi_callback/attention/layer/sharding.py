@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.head_slice import HeadSlice
-from hdi_callback.attention.heads import AttentionLayer, Role
+from hdi_callback.attention.layer.head_slice import HeadSlice
+from hdi_callback.attention.layer.heads import AttentionLayer, Role
 
 _HEAD_COUNTS = (
     "num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads", "num_head", "nheads", "n_h",

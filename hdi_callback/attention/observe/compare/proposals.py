@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hdi_callback.attention.head_slice import NO_MATRIX
-from hdi_callback.attention.heads import (
+from hdi_callback.attention.layer.head_slice import NO_MATRIX
+from hdi_callback.attention.layer.heads import (
     INPUT_ROLES,
     AttentionLayer,
     HeadSlice,
@@ -17,9 +17,9 @@ from hdi_callback.attention.heads import (
     Role,
     check_layer,
 )
-from hdi_callback.attention.observe.cores import ObservedCore, no_softmax
-from hdi_callback.attention.observe.found_rows import FoundRows, find_columns, find_rows
-from hdi_callback.attention.observe.samples import MapCall
+from hdi_callback.attention.observe.compare.cores import ObservedCore, no_softmax
+from hdi_callback.attention.observe.compare.found_rows import FoundRows, find_columns, find_rows
+from hdi_callback.attention.observe.compare.samples import MapCall
 
 
 def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> AttentionLayer | str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Role
-from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.features import find_features, find_rotated, may_hold, tolerance
-from hdi_callback.attention.observe.samples import MapCall
+from hdi_callback.attention.layer.heads import Role
+from hdi_callback.attention.observe.compare.cores import ObservedCore
+from hdi_callback.attention.observe.compare.features import find_features, find_rotated, may_hold, tolerance
+from hdi_callback.attention.observe.compare.samples import MapCall
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.arguments import shown, whole_number
-from hdi_callback.attention import projections
+from hdi_callback.attention.layer import projections
 from hdi_callback.errors import MisconfigurationError
 
 Centring = Literal["", "head", "layer"]

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.observe.masks import HIDDEN, MaskTerm
-from hdi_callback.attention.observe.products import Product
+from hdi_callback.attention.observe.scores.masks import HIDDEN, MaskTerm
+from hdi_callback.attention.observe.scores.products import Product
 
 Stage = Literal["scores", "weights", "statistic"]
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from hdi_callback.attention.heads import INPUT_ROLES, Role
-from hdi_callback.attention.observe.cores import ObservedCore
-from hdi_callback.attention.observe.found_rows import find_rows
-from hdi_callback.attention.observe.samples import MapCall
-from hdi_callback.attention.observe.verdicts import Verdict
+from hdi_callback.attention.layer.heads import INPUT_ROLES, Role
+from hdi_callback.attention.observe.compare.cores import ObservedCore
+from hdi_callback.attention.observe.compare.found_rows import find_rows
+from hdi_callback.attention.observe.compare.samples import MapCall
+from hdi_callback.attention.observe.compare.verdicts import Verdict
 
 
 @dataclass(frozen=True)

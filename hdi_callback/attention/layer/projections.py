@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hdi_callback.attention import computed_maps
-from hdi_callback.attention.changing_hooks import changing_hook
 from hdi_callback.attention.hooks import has_own_forward
 from hdi_callback.attention.isolation import IsolationError, isolated, isolated_copy
-from hdi_callback.attention.weight_reading import read_tensor, shape_of
+from hdi_callback.attention.layer import computed_maps
+from hdi_callback.attention.layer.changing_hooks import changing_hook
+from hdi_callback.attention.layer.weight_reading import read_tensor, shape_of
 from hdi_callback.errors import UnsupportedAttentionError
 
 _CONVOLUTIONS: tuple[type[nn.Conv1d | nn.Conv2d | nn.Conv3d], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

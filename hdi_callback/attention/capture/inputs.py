@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hdi_callback.attention.capture import Taps
-from hdi_callback.attention.heads import AttentionLayer, HeadPieces, HeadProduct
-from hdi_callback.attention.padding import PaddingChoice
-from hdi_callback.attention.projections import is_map
-from hdi_callback.attention.tap import Subject
+from hdi_callback.attention.capture.padding import PaddingChoice
+from hdi_callback.attention.capture.tap import Subject
+from hdi_callback.attention.capture.taps import Taps
+from hdi_callback.attention.layer.heads import AttentionLayer, HeadPieces, HeadProduct
+from hdi_callback.attention.layer.projections import is_map
 
 
 def tap_inputs(

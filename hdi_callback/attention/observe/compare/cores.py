@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hdi_callback.attention.observe.axes import Axes
-from hdi_callback.attention.observe.samples import Arrangement, MapCall
+from hdi_callback.attention.observe.compare.samples import Arrangement, MapCall
+from hdi_callback.attention.observe.scores.axes import Axes
 
 
 @dataclass(eq=False)

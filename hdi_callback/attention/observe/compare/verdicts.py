@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hdi_callback.attention.heads import Role
-from hdi_callback.attention.observe.cores import ObservedCore
+from hdi_callback.attention.layer.heads import Role
+from hdi_callback.attention.observe.compare.cores import ObservedCore
 
 State = Literal["established", "contradicted", "undecided"]
 

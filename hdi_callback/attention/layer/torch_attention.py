@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention.hooks import has_own_forward
-from hdi_callback.attention.weight_reading import read_tensor
+from hdi_callback.attention.layer.weight_reading import read_tensor
 
 
 def is_torch_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.observe.axes import Axes
+from hdi_callback.attention.observe.scores.axes import Axes
 
 HIDDEN = -5000.0
 """What is added to a score to hide a key is at most this (-10000 in old models, -inf, the least number of a type)."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from hdi_callback.attention.calls import Frame, parameters_of
 
 PaddingChoice = Literal["auto"] | int | Callable[..., Any] | None
 """How padding is known: from masks, by the token that is padding, by a function of the arguments, or not at all."""
@@ -43,30 +44,6 @@ _LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
 _HIDDEN = -1e3  # what is added to the score of a key that is hidden is less: -10000, the smallest number, -inf
 
 
-@dataclass
-class Frame:
-    """One call that is going on: a module and its arguments.
-
-    Attributes:
-        module: the module.
-        arguments: by the names of its forward's parameters.
-    """
-
-    module: nn.Module
-    arguments: Mapping[str, Any]
-
-    @property
-    def first(self) -> Any:
-        """The first tensor among its arguments."""
-        return next((value for value in self.arguments.values() if isinstance(value, Tensor)), None)
-
-    @property
-    def parameters(self) -> frozenset[str]:
-        """Names of the parameters of its forward."""
-        kind: Any = type(self.module)
-        return frozenset(_parameters(kind))
-
-
 @dataclass(frozen=True)
 class Padding:
     """What is known of the padding among the tokens of one call of attention.
@@ -79,34 +56,6 @@ class Padding:
 
     padded: Tensor | None = None
     doubt: str | None = None
-
-
-def frame(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
-    """Give names to the arguments of a call.
-
-    Args:
-        module: the module that is called.
-        args: by position.
-        kwargs: by name.
-
-    Returns:
-        The call.
-    """
-    kind: Any = type(module)
-    names = _parameters(kind)
-    by_position = {
-        names[place] if place < len(names) else f"argument {place}": value for place, value in enumerate(args)
-    }
-    return Frame(module, {**by_position, **kwargs})
-
-
-@lru_cache(maxsize=1024)
-def _parameters(kind: Any) -> tuple[str, ...]:
-    try:
-        found = inspect.signature(kind.forward).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD)[1:]
 
 
 def find_padding(
@@ -160,8 +109,7 @@ def takes_masks(module: nn.Module) -> bool:
     Returns:
         True for ``forward(self, x, padding_mask=None)``.
     """
-    kind: Any = type(module)
-    return bool(_MASK_NAMES & set(_parameters(kind)))
+    return bool(_MASK_NAMES & set(parameters_of(module)))
 
 
 def _masks(one: Frame, path: str) -> list[tuple[str, Tensor, str]]:

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.calls import Entry, calls_going_on, is_inferring_shapes, is_recomputing, take_in_graph
-from hdi_callback.attention.heads import AttentionLayer
+from hdi_callback.attention.calls import Frame, calls_going_on, is_inferring_shapes, is_recomputing
+from hdi_callback.attention.capture.graph_operator import Entry, take_in_graph
+from hdi_callback.attention.capture.padding import Padding, PaddingChoice, find_padding, fit_padding, takes_masks
+from hdi_callback.attention.capture.sampling import TokenSample, joined, sample_tokens, shared_out
+from hdi_callback.attention.capture.slopes import NO_BACKWARD, HeadSlopes, SlopeReducer
 from hdi_callback.attention.hooks import Arguments
-from hdi_callback.attention.padding import Frame, Padding, PaddingChoice, find_padding, fit_padding, takes_masks
-from hdi_callback.attention.projections import feature_dim
-from hdi_callback.attention.sampling import TokenSample, joined, sample_tokens, shared_out
-from hdi_callback.attention.sharding import as_part
-from hdi_callback.attention.slopes import NO_BACKWARD, HeadSlopes, SlopeReducer
-from hdi_callback.attention.torch_attention import before_projection, recompute_head_outputs, recompute_unseen
+from hdi_callback.attention.layer.heads import AttentionLayer
+from hdi_callback.attention.layer.projections import feature_dim
+from hdi_callback.attention.layer.sharding import as_part
+from hdi_callback.attention.layer.torch_attention import before_projection, recompute_head_outputs, recompute_unseen
 
 Pick = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 _SEPARATE = 16  # forwards that are kept apart

@@ -1,0 +1,1 @@
+"""What attention received in a real forward, compared with what linear maps gave."""
