@@ -10,21 +10,18 @@ from hdi_callback.core.allocation import (
 from hdi_callback.core.chance import chance_of_overlap
 from hdi_callback.core.circuits import CircuitSimilarity, ov_circuits, qk_circuits
 from hdi_callback.core.contribution import ContributionSums, ImportanceSums, head_slopes
-from hdi_callback.core.covariance import (
-    BiasVarianceCovariance,
-    HeadCovariance,
-    HeadMoments,
-    bias_variance_covariance,
-    head_covariance,
-)
+from hdi_callback.core.covariance import HeadCovariance, head_covariance
 from hdi_callback.core.diversity import (
     DiversityLens,
     HeadDiversity,
-    diversity_penalty,
     head_diversity,
     head_diversity_from_covariance,
 )
-from hdi_callback.core.kernels import AttentionRows, AttentionSums, NormSums, logit_bound, noise_covariance
+from hdi_callback.core.error_decomposition import BiasVarianceCovariance, bias_variance_covariance
+from hdi_callback.core.head_sums import HeadMoments
+from hdi_callback.core.kernels import AttentionRows, AttentionSums, noise_covariance
+from hdi_callback.core.norms import NormSums, logit_bound
+from hdi_callback.core.penalties import diversity_penalty
 from hdi_callback.core.separation import Folding, attention_agreement, fold_head, fresh_head, handover_loss
 from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bases, principal_cosines
 from hdi_callback.core.tokens import TokenSpread, token_spread

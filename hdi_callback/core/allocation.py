@@ -10,7 +10,7 @@ from typing import Any
 
 from hdi_callback.errors import MisconfigurationError
 
-_NEARLY_UNIFORM = 1.05  # n / ESS below which attention tells nothing of how its variance grows
+_NEARLY_UNIFORM = 1.05  # n / ESS below which attention is too uniform to show how its variance grows
 _PRECISION = 2  # of the model: best widths within this factor are one answer
 
 
@@ -100,8 +100,8 @@ class AllocationChoice:
         head_dim: d_k.
         bias: modelled squared bias, in units of the target squared.
         variance: modelled variance, in the same units.
-        excess: error over that of the best choice, less one: 0 for the best.
-        worst_excess: the largest excess under any of the assumptions that were tried.
+        excess: error / error of the best choice - 1: 0 for the best.
+        worst_excess: largest excess under any assumption.
     """
 
     num_heads: int
@@ -119,12 +119,12 @@ class AllocationChoice:
 
 @dataclass(frozen=True)
 class AllocationRanking:
-    """What measured constants say about the number of heads.
+    """Choices of head count and head width, ranked by modelled error.
 
     Attributes:
         choices: every admitted choice, the smallest modelled error first; sorted by `head_dim` they are the curve.
         flat: head widths whose error is within the tolerance of the best: how flat the optimum is.
-        best_by_assumption: the best head width under each assumption, by its description.
+        best_by_assumption: description of an assumption -> best head width under it.
         variance_growth: L, the growth of the log variance per unit of head width that the measurement implies.
         reason: why no choice can be ranked, or None.
     """
@@ -194,7 +194,7 @@ def rank_allocations(
         input_rank: instead of `spectrum`, its participation ratio, ``token_rank`` in the history; eigenvalues are then
             taken to fall exponentially.
         smoothness: s, how the squared bias follows the variance that is left out.
-        bias_scale: B, squared bias of a head that sees nothing, in units of the target squared.
+        bias_scale: B, squared bias at width 0, in units of the target squared.
         noise: sigma^2, noise variance, in the same units.
         noise_factor: by how much the noise may be larger or smaller.
         multiple_of: admit only head widths that are multiples of this.
@@ -260,7 +260,7 @@ def rank_allocations(
 def _why_not(
     known: list[float], n: float, widths: list[int], best: dict[str, int], flat: tuple[int, ...], tolerance: float
 ) -> str | None:
-    """Say why measured constants name no allocation; None if they name one."""
+    """Why the measured constants single out no allocation; None if they do."""
     mean = sum(known) / len(known)
     if n / mean < _NEARLY_UNIFORM:
         return (
@@ -287,7 +287,7 @@ def _why_not(
 
 
 def _left_out(spectrum: Sequence[float] | None, input_rank: float | None) -> Callable[[int], float]:
-    """Give the share of variance beyond the k leading directions, as a function of k."""
+    """tau(k): the share of variance beyond the k leading directions, as a function of k."""
     if (spectrum is None) == (input_rank is None):
         raise MisconfigurationError("Give either `spectrum` or `input_rank`: one of them says what narrow heads miss.")
     if spectrum is not None:

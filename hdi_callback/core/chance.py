@@ -1,4 +1,4 @@
-r"""How improbable an overlap is between heads that were drawn independently: a question for initialisation alone."""
+r"""Probability of an overlap between independently drawn heads: an upper bound, valid at initialisation only."""
 
 from __future__ import annotations
 

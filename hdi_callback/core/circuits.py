@@ -23,7 +23,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class CircuitSimilarity:
-    """How alike the circuits of the heads of a layer are. All fields have the batch dimensions of the weights in front.
+    """Cosines of the circuits of a layer's heads. All fields have the batch dimensions of the weights in front.
 
     Attributes:
         cosine: ``(H, H)``, cosine of every pair of circuits as vectors, in [-1, 1]: 1 is the same map up to a positive
@@ -54,7 +54,7 @@ class CircuitSimilarity:
 
 @dataclass(frozen=True)
 class CircuitProducts:
-    """What a similarity is read from, of some layers.
+    """Inner products and norms of the circuits of some layers, from which `CircuitSimilarity` is computed.
 
     Attributes:
         inner: ``(..., H, H)``, inner products of the circuits, up to a scale of each head.
@@ -69,7 +69,7 @@ class CircuitProducts:
     limit: Tensor
 
     def similarity(self) -> CircuitSimilarity:
-        """Divide by the norms, of all layers at once.
+        """Divide inner products by norms, all layers at once.
 
         Returns:
             The cosines.
@@ -89,7 +89,7 @@ def qk_circuits(
     rank_tol: float = 1e-6,
     memory_budget: int = DEFAULT_BUDGET,
 ) -> CircuitSimilarity:
-    r"""Compute how alike the heads score: the cosines of :math:`B_h = W_Q^{h\top} W_K^h`.
+    r"""Compute the cosines of the QK circuits :math:`B_h = W_Q^{h\top} W_K^h` of every two heads.
 
     .. math:: \langle B_h, B_g \rangle
               = \sum_{ij} (W_Q^h W_Q^{g\top})_{ij} \, (W_K^h W_K^{g\top})_{ij}
@@ -103,8 +103,8 @@ def qk_circuits(
     Args:
         query: ``(..., H, d_k, d)``, rows are features as in ``nn.Linear.weight``.
         key: ``(..., G, d_k, d')``, the distinct key heads; G divides H.
-        query_covariance: ``(..., d, d)``, covariance of what the queries are made of; the identity by default.
-        key_covariance: ``(..., d', d')``, covariance of what the keys are made of.
+        query_covariance: ``(..., d, d)``, covariance of the inputs of the queries; the identity by default.
+        key_covariance: ``(..., d', d')``, covariance of the inputs of the keys.
         key_head: ``(H,)``, whole numbers: the key head of each query head; by default the groups lie side by side.
         limit: cosines from here on join heads to a cluster.
         rank_tol: a circuit whose norm is below this fraction of the layer's largest is dead, and directions of a key
@@ -139,12 +139,12 @@ def qk_circuits_from_products(
     rank_tol: float = 1e-6,
     memory_budget: int = DEFAULT_BUDGET,
 ) -> CircuitProducts:
-    """Compute what `qk_circuits` of one layer is read from, out of products of its keys where they are known.
+    """Compute the inner products of the QK circuits, with products of keys that are known already.
 
     Args:
         query: ``(..., H, d_k, d)``; of one layer, ``(1, H, d_k, d)``, where products are given.
         key: ``(..., G, d_k, d')``.
-        products: of the keys, as `blocks_and_products` leaves them; used where each head has keys of its own.
+        products: of the keys, as `blocks_and_products` returns them; used where each head has keys of its own.
         rank_tol: as in `qk_circuits`.
         memory_budget: as in `qk_circuits`.
 
@@ -165,17 +165,17 @@ def ov_circuits_and_products(
     memory_budget: int = DEFAULT_BUDGET,
     keeps_products: bool = True,
 ) -> tuple[CircuitProducts, HeadProducts | None]:
-    """Compute what `ov_circuits` of layers is read from, and leave the products of the output weights of one layer.
+    """Compute the inner products of the OV circuits; return the products of one layer's output weights for reuse.
 
     Args:
         value: ``(..., G, d_v, d)``; ``(1, G, d_v, d)`` on a CPU for products.
         output: ``(..., H, d_v, d')``, likewise.
         rank_tol: as in `ov_circuits`.
         memory_budget: as in `ov_circuits`, beside the products.
-        keeps_products: leave them.
+        keeps_products: return these products.
 
     Returns:
-        The inner products; those of the weights, or `None` where the circuits are not computed from them.
+        The inner products; the products of the output weights, or `None` where the circuits are not computed from them.
     """
     require_tensors(value=value, output=output)
     kept: list[tuple[slice, Tensor]] | None = [] if keeps_products else None
@@ -197,7 +197,7 @@ def ov_circuits(
     rank_tol: float = 1e-6,
     memory_budget: int = DEFAULT_BUDGET,
 ) -> CircuitSimilarity:
-    r"""Compute how alike the heads write: the cosines of :math:`C_h = W_V^{h\top} W_O^h`.
+    r"""Compute the cosines of the OV circuits :math:`C_h = W_V^{h\top} W_O^h` of every two heads.
 
     .. math:: \langle C_h, C_g \rangle
               = \sum_{ij} (W_V^h W_V^{g\top})_{ij} \, (W_O^h W_O^{g\top})_{ij}
@@ -207,7 +207,7 @@ def ov_circuits(
     Args:
         value: ``(..., G, d_v, d)``, the distinct value heads; G divides H.
         output: ``(..., H, d_v, d')``, the output projection's slice of each head.
-        value_covariance: ``(..., d, d)``, covariance of what the values are made of; the identity by default.
+        value_covariance: ``(..., d, d)``, covariance of the inputs of the values; the identity by default.
         key_head: ``(H,)``, whole numbers: the value head of each head; by default the groups lie side by side.
         limit: cosines from here on join heads to a cluster.
         rank_tol: as in `qk_circuits`.
@@ -232,47 +232,6 @@ def ov_circuits(
     ).similarity()
 
 
-def circuit_penalty(query: Tensor, key: Tensor) -> Tensor:
-    r"""Compute the mean squared cosine of the heads' QK circuits as a penalty to train with; differentiable.
-
-    .. math:: \operatorname{mean}_{h \ne g} \frac{\langle B_h, B_g \rangle^2}{\lVert B_h \rVert^2 \lVert B_g \rVert^2}
-
-    Equal circuits are a stationary point: separating clones needs noise. Ours.
-
-    Args:
-        query: ``(H, d_k, d)``, at least two heads.
-        key: ``(G, d_k, d')``, the distinct key heads; G divides H, the groups lie side by side.
-
-    Returns:
-        The mean, in [0, 1], in float32 or wider; a head of zeros is like none.
-
-    Raises:
-        ShapeError: if the shapes do not belong together, or there are fewer than two heads.
-
-    Example:
-        >>> weight = torch.eye(4).reshape(2, 2, 4).requires_grad_()
-        >>> circuit_penalty(weight, weight).item()
-        0.0
-    """
-    _require_shapes(query, key, "query", "key")
-    H, G = query.shape[0], key.shape[0]
-    if query.dim() != 3 or H < 2:
-        raise ShapeError(f"A penalty on pairs needs (heads >= 2, width, features), got {tuple(query.shape)}.")
-    wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
-    group = torch.arange(H, device=query.device) // (H // G)
-    query, key = query.to(wide), key.to(wide)
-    # Each head's scale is its own business: without it, fourth powers of small weights would underflow.
-    query = query / torch.linalg.vector_norm(query.detach(), dim=(-2, -1), keepdim=True).clamp_min(_TINY)
-    key = key / torch.linalg.vector_norm(key.detach(), dim=(-2, -1), keepdim=True).clamp_min(_TINY)
-    of_queries = torch.einsum("hid,gjd->hgij", query, query)
-    of_keys = torch.einsum("hid,gjd->hgij", key, key)[group][:, group]
-    inner = (of_queries * of_keys).sum((-2, -1))
-    size = inner.diagonal()
-    squared = inner.square() / (size[:, None] * size[None, :]).clamp_min(_TINY)
-    pairs = ~torch.eye(H, dtype=torch.bool, device=query.device)
-    return torch.where(pairs, squared, 0).sum() / (H * (H - 1))
-
-
 def _products(
     own: Tensor,
     grouped: Tensor,
@@ -291,7 +250,7 @@ def _products(
     if not 0 < limit <= 1:
         raise MisconfigurationError(f"`limit` is a cosine in (0, 1], got {limit}. Write limit=0.9.")
     require_rank_tol(rank_tol)
-    _require_shapes(own, grouped, *names)
+    require_circuit_shapes(own, grouped, *names)
     H, G = own.shape[-3], grouped.shape[-3]
     group = torch.arange(H, device=own.device) // (H // G) if key_head is None else key_head
     if group.shape != (H,):
@@ -346,8 +305,8 @@ def _summarise(products: CircuitProducts) -> CircuitSimilarity:
 
 
 _CANCELLATION = 100.0
-"""How far below the product of their norms the two matrices of a circuit may meet, for float32 to give cosines to 1e-6.
-"""
+"""Largest product of the norms of a circuit's two Gram matrices, over their inner product, at which float32 gives
+cosines to 1e-6."""
 
 
 def _from_grams(
@@ -358,7 +317,7 @@ def _from_grams(
     products: HeadProducts | None,
     kept: list[tuple[slice, Tensor]] | None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Compute inner products of circuits from the Gram matrices of both sides as they are, layer by layer.
+    r"""Compute inner products of circuits from the unwhitened Gram matrices of both sides, layer by layer.
 
     The circuit's own is :math:`\langle Q_h Q_h^\top, K_h K_h^\top \rangle`. Where that is far below the product of the
     two norms, as with a scale that is shared unevenly between Q and K, digits cancel.
@@ -368,8 +327,8 @@ def _from_grams(
         grouped: ``(L, G, k, d')``.
         group: ``(H,)``.
         budget: bytes of temporary memory.
-        products: those of `grouped`, if they are known; of one layer.
-        kept: takes the products of `own`; of one layer.
+        products: of `grouped` with itself, of one layer, if they are known.
+        kept: receives the products of `own` with itself, of one layer.
 
     Returns:
         Inner products ``(L, H, H)``, and in which layers they are exact to rounding, ``(L,)``.
@@ -442,14 +401,14 @@ def _whitened(
 
 
 def _by_layer(covariance: Tensor | None, batch: torch.Size) -> Tensor | None:
-    """Flatten the batch dimensions of a covariance as those of the weights; one without them is for all layers."""
+    """Covariance with the flat batch dimension of the weights; one without batch dimensions is shared by all layers."""
     if covariance is None or covariance.dim() == 2:
         return covariance
     return covariance.expand(*batch, *covariance.shape[-2:]).reshape(-1, *covariance.shape[-2:])
 
 
 def _left(own: Tensor, back: Tensor, group: Tensor, out: torch.dtype, budget: int) -> tuple[Tensor, Tensor]:
-    """Take the small matrices of the groups into the heads: M^T Q, scaled to norm 1, and what it was scaled by."""
+    """M^T Q of every head with its group's matrix M, scaled to norm 1, and the norms."""
     *batch, H, k, d = own.shape
     left = torch.empty(*batch, H, k, d, dtype=out, device=own.device)
     size = torch.empty(*batch, H, dtype=back.dtype, device=own.device)
@@ -467,7 +426,7 @@ def _left(own: Tensor, back: Tensor, group: Tensor, out: torch.dtype, budget: in
 def _inner_products(
     left: Tensor, left_metric: Tensor | None, rows: Tensor, metric: Tensor | None, group: Tensor, budget: int
 ) -> Tensor:
-    """Sum the products of two blocks of each pair of heads, in chunks of heads, the upper triangle alone."""
+    """Sums of the products of two blocks, for each pair of heads; in chunks of heads, upper triangle only."""
     *batch, H, k, d = left.shape
     G, d_grouped = rows.shape[-3], rows.shape[-1]
     inner = left.new_empty(*batch, H, H)
@@ -488,7 +447,8 @@ def _inner_products(
     return inner
 
 
-def _require_shapes(own: Tensor, grouped: Tensor, own_name: str, grouped_name: str) -> None:
+def require_circuit_shapes(own: Tensor, grouped: Tensor, own_name: str, grouped_name: str) -> None:
+    """Check that two weights are of heads of equal width, and that the groups divide the heads."""
     fits = own.dim() >= 3 and grouped.dim() == own.dim() and own.shape[:-3] == grouped.shape[:-3]
     fits = fits and own.shape[-2] == grouped.shape[-2] and 0 not in own.shape[-3:] + grouped.shape[-3:]
     if not fits or own.shape[-3] % grouped.shape[-3]:

@@ -33,7 +33,7 @@ class ContributionSums:
     def of(
         cls, outputs: Tensor, output_weight: Tensor, *, bias: Tensor | None = None, valid: Tensor | None = None
     ) -> ContributionSums:
-        r"""Add up some tokens of one layer.
+        r"""Sums of some tokens of one layer.
 
         .. math:: \sum_t \lVert z_h(t) \rVert^2
                   = \langle \textstyle\sum_t o_h(t)^\top o_h(t), \; W_h W_h^\top \rangle_F
@@ -95,7 +95,7 @@ class ImportanceSums:
     @classmethod
     @torch.no_grad()
     def of(cls, outputs: Tensor, gradients: Tensor) -> ImportanceSums:
-        """Add up some sequences of one layer.
+        """Sums of some sequences of one layer.
 
         Args:
             outputs: ``(sequences, tokens, H, d_v)``, head outputs; ``(tokens, H, d_v)`` is one sequence.
@@ -118,7 +118,7 @@ class ImportanceSums:
     @classmethod
     @torch.no_grad()
     def of_slopes(cls, slopes: Tensor) -> ImportanceSums:
-        """Add up sequences whose slopes are known.
+        """Sums of sequences whose slopes are known.
 
         Args:
             slopes: ``(sequences, H)``, as `head_slopes` gives them.
@@ -170,7 +170,7 @@ def head_slopes(outputs: Tensor, gradients: Tensor) -> Tensor:
     Args:
         outputs: ``(sequences, tokens, H, d_v)``, head outputs.
         gradients: of the same shape, gradients of the loss with respect to them; where they are zero, as in padding,
-            the outputs may be anything.
+            the outputs may have any value.
 
     Returns:
         ``(sequences, H)``, in float32 or wider.
@@ -190,7 +190,7 @@ def head_slopes(outputs: Tensor, gradients: Tensor) -> Tensor:
         )
     wide = torch.promote_types(outputs.dtype, torch.float32)
     slopes = outputs.new_zeros(outputs.shape[0], outputs.shape[2], dtype=wide)
-    # In chunks of tokens, as the copies in the wider type need not be of the whole.
+    # In chunks of tokens: no copy of all of them in the wider type.
     step = max(1, _CHUNK // max(1, outputs.shape[0] * outputs.shape[2] * outputs.shape[3]))
     for own, gradient in zip(torch.split(outputs, step, 1), torch.split(gradients, step, 1)):
         product = own.to(wide) * gradient.to(wide)
@@ -202,7 +202,7 @@ _CHUNK = 2**22  # numbers
 
 
 def _kept(outputs: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Set the tokens that do not count to zero, and count the others."""
+    """Outputs with zeros in padding, and the number of other tokens."""
     if valid is None:
         return outputs, outputs.new_full((), outputs.shape[0])
     if valid.shape != outputs.shape[:1]:

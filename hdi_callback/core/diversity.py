@@ -29,7 +29,7 @@ from hdi_callback.errors import MisconfigurationError, ShapeError
 
 @dataclass(frozen=True)
 class DiversityLens:
-    """What one lens sees of the heads of a layer: the fields of `HeadDiversity.subspace` and `HeadDiversity.energy`.
+    """Diversity of a layer's heads through one lens: the fields of `HeadDiversity.subspace` and `HeadDiversity.energy`.
 
     Attributes:
         index: 1 - mean overlap over the pairs of live heads; NaN with fewer than two of them.
@@ -62,7 +62,7 @@ class DiversityLens:
 
 @dataclass(frozen=True)
 class HeadDiversity:
-    """How far apart the heads of a layer are. All fields have the batch dimensions of the weights in front.
+    """Overlaps of a layer's heads, and their indices. All fields have the batch dimensions of the weights in front.
 
     The subspace lens counts every direction that a head uses alike; the energy lens weighs it by how strongly it is
     used. Fields without a prefix are those of the subspace lens, those with ``energy_`` of the other one; `subspace`
@@ -175,9 +175,8 @@ def head_diversity(
             grouped-query attention pass the distinct key heads.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: ``"whiten"`` (default: no eigensolver, no host sync), ``"svd"`` (batched SVD) or ``"exact"`` (float64).
-        metric: ``(..., d, d)`` or ``(d, d)``, centred covariance of what the projections are given; the identity by
-            default. With fewer tokens than d it is cheaper to pass the centred features ``weight @ inputs.mT`` as the
-            weight.
+        metric: ``(..., d, d)`` or ``(d, d)``, centred covariance of the projections' inputs; the identity by default.
+            With fewer tokens than d it is cheaper to pass the centred features ``weight @ inputs.mT`` as the weight.
         tokens: number of tokens that `metric` was estimated from; chance is then ``d_k / (tokens - 1)``. With a metric
             and without it, alignment, chance and ceiling are NaN.
         memory_budget: bytes of temporary memory beyond one copy of a layer's weight in the type of the result, and of
@@ -207,7 +206,7 @@ def head_diversity(
 
 @dataclass(frozen=True)
 class HeadBlocks:
-    """What a diversity is read from, of some layers; see `HeadDiversity`, whose fields these become.
+    """Overlaps, spectra and norms of the heads of some layers, from which `HeadDiversity` is computed.
 
     Attributes:
         overlap: ``(..., H, H)``.
@@ -228,7 +227,7 @@ class HeadBlocks:
     width: Tensor
 
     def diversity(self) -> HeadDiversity:
-        """Reduce the matrices, of all layers at once.
+        """Reduce the matrices, all layers at once.
 
         Returns:
             The diversity.
@@ -245,16 +244,17 @@ def blocks_and_products(
     memory_budget: int = DEFAULT_BUDGET,
     keeps_products: bool = True,
 ) -> tuple[HeadBlocks, HeadProducts | None]:
-    """Compute what the diversity of layers is read from, and leave the products of the heads of one layer.
+    """Compute the `HeadBlocks` of layers; return the products of one layer's heads for reuse.
 
-    They are those of the weights as they are, to the rounding of float32: going back from whitened heads is exact.
+    The products are those of the unwhitened weights, to the rounding of float32: going back from whitened heads is
+    exact.
 
     Args:
-        weight: ``(..., H, d_k, d)``; ``(1, H, d_k, d)`` on a CPU for products, as the host reads what came.
+        weight: ``(..., H, d_k, d)``; ``(1, H, d_k, d)`` on a CPU for products, as the host inspects the values.
         rank_tol: as in `head_diversity`.
         method: as in `head_diversity`.
         memory_budget: as in `head_diversity`, beside the products.
-        keeps_products: leave them.
+        keeps_products: return the products.
 
     Returns:
         The blocks; the products, or `None` where a head is dead, or they are not finite, or are not float32.
@@ -279,13 +279,13 @@ def _measured(
     memory_budget: int,
     kept: list[tuple[slice, Tensor]] | None,
 ) -> tuple[HeadBlocks, Tensor]:
-    """Compute blocks of some layers, and what their heads were divided by in the products that were kept."""
+    """Blocks of some layers, and the norms by which their heads were divided in the kept products."""
     require_tensors(weight=weight)
     require_arguments(weight, rank_tol, method, memory_budget)
     *batch, H, k, d = weight.shape
     layers = weight.reshape(-1, H, k, d)
     metrics = None if metric is None else _metrics(metric, weight, method)
-    # As many layers at once as have their rows in the budget, one at the least: rows are the one copy of a weight.
+    # As many layers at once as have their rows within the budget, at least one: rows are the only copy of a weight.
     step = max(1, memory_budget // (H * k * d * 8))
     results = []
     both: BothLenses | None = None
@@ -318,7 +318,7 @@ def _measured(
 def head_diversity_from_covariance(
     covariance: Tensor, *, tokens: int | None = None, rank_tol: float = 1e-6
 ) -> HeadDiversity:
-    r"""Compute the same quantities from the covariance of the heads' keys, or of any other feature of the heads.
+    r"""Compute `HeadDiversity` from the covariance of the heads' keys, or of any other features of the heads.
 
     The overlap becomes the mean squared canonical correlation, the energy overlap the RV coefficient. A covariance has
     only the Gram, so accumulate it in float64; it is whitened in float64.
@@ -368,45 +368,6 @@ def head_diversity_from_covariance(
     energy = blocks.square().sum((-2, -1))
     widths = overlap.new_full(covariance.shape[:-4], width)
     return HeadBlocks(overlap, energy, rank, flatness_of(own), dead, variance.sqrt(), widths).diversity()
-
-
-def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
-    r"""Compute the mean overlap of the heads as a penalty to train with; differentiable.
-
-    Through Cholesky whitening with ``L L^T = W W^T + eps ||W||_F^2 / d_k I`` and never through an SVD, whose gradient
-    blows up at repeated singular values. Exactly aligned heads are a stationary point: separating clones needs noise.
-    Ours.
-
-    Args:
-        weight: ``(..., H, d_k, d)`` with at least two heads. A zero head overlaps with none and gets no gradient; a
-            head of deficient rank counts as full, so that its overlaps read low.
-        eps: size of the ridge, relative to the mean squared singular value of a head.
-
-    Returns:
-        ``(...)``, mean overlap over the pairs, in [0, 1]; in float32 or wider.
-
-    Raises:
-        ShapeError: if there are fewer than two heads.
-
-    Example:
-        >>> weight = torch.eye(4).reshape(2, 2, 4).requires_grad_()
-        >>> diversity_penalty(weight).item()
-        0.0
-    """
-    require_tensors(weight=weight)
-    if weight.dim() < 3 or weight.shape[-3] < 2:
-        raise ShapeError(f"A penalty on pairs needs (..., heads >= 2, width, in_features), got {tuple(weight.shape)}.")
-    *batch, H, k, d = weight.shape
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # no Cholesky in half precision
-    gram = weight @ weight.mT
-    ridge = eps * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    ridge = torch.where(ridge > 0, ridge, 1)
-    eye = torch.eye(k, dtype=weight.dtype, device=weight.device)
-    factor, _ = torch.linalg.cholesky_ex(gram + ridge * eye, check_errors=False)
-    rows = torch.linalg.solve_triangular(factor, weight, upper=False).reshape(*batch, H * k, d)
-    shared = (rows @ rows.mT).reshape(*batch, H, k, H, k).square().sum((-3, -1)) / k
-    mean: Tensor = (shared.sum((-2, -1)) - shared.diagonal(dim1=-2, dim2=-1).sum(-1)) / (H * (H - 1))
-    return mean
 
 
 def _summarise(blocks: HeadBlocks) -> HeadDiversity:

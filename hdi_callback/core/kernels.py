@@ -1,4 +1,4 @@
-r"""What heads do: attention rows of sampled queries -> `AttentionSums` -> `AttentionRows`; norms -> a bound of logits.
+r"""Attention rows of sampled queries -> `AttentionSums` -> `AttentionRows`.
 
 A head averages values with the row :math:`a_h(q)` over the n keys that query q sees, as a Nadaraya-Watson estimator
 does with its kernel. Sums over queries add up over chunks and over ranks, and are divided once, when they are read.
@@ -22,7 +22,7 @@ _PIECE = 2048  # products that are added one after the other
 
 @dataclass(frozen=True)
 class AttentionRows:
-    r"""How the heads of a layer attend, averaged over queries. What could not be measured is NaN (a position: -1).
+    r"""Attention statistics of a layer's heads, averaged over queries; NaN (positions: -1) where not measured.
 
     Attributes:
         queries: number of queries that count.
@@ -42,7 +42,7 @@ class AttentionRows:
         alike_worst: the largest `alike` of a pair.
         alike_worst_pair: ``(2,)``, its two heads; -1 with fewer than two heads that are not flat.
         logit: ``(H,)``, the largest score of a sampled query.
-        keys: mean number of keys that a query sees, of all queries that see any of several.
+        keys: mean number of visible keys, over queries with at least one of several keys visible.
         ahead: ``(H,)``, mean attention to keys that stand behind the query: 0 under a causal mask.
     """
 
@@ -66,7 +66,7 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class AttentionSums:
-    """Sums over queries of what attention rows tell. All add up over disjoint queries; `logit` merges by maximum.
+    """Sums over queries of the statistics in `AttentionRows`; they add up over disjoint queries, `logit` by maximum.
 
     Attributes:
         queries: number of queries that count.
@@ -77,9 +77,9 @@ class AttentionSums:
         product: ``(H, H)``, sum of the inner products of rows.
         centred: ``(H, H)``, the same with the uniform part taken out.
         logit: ``(H,)``, the largest score; minus infinity where there is none.
-        seeing: number of queries that see a key, where there are several.
-        seen: sum of the numbers of keys that these see, mean over heads.
-        placed: number of those of them whose places among the keys are known.
+        seeing: number of queries with a visible key, where there are several keys.
+        seen: sum of the numbers of their visible keys, mean over heads.
+        placed: number of them whose positions among the keys are known.
         ahead: ``(H,)``, sum of their attention to later keys.
     """
 
@@ -123,18 +123,18 @@ class AttentionSums:
         first: int | Tensor | None = None,
         positions: Tensor | None = None,
     ) -> AttentionSums:
-        """Add up the rows of some queries of one layer.
+        """Sums of the rows of some queries of one layer.
 
         Args:
-            rows: ``(..., H, queries, keys)``, what each key gets of each query's attention; all dimensions in front of
-                the heads are further queries. Rows that add up to less than 1 (learned sinks) are taken as they are.
-            visible: boolean, broadcastable to `rows`: True where that query sees that key; all by default. A query
-                that is to be left out sees no key.
-            logits: as `rows`, the scores after scale, softcap and bias; masked ones are not looked at.
+            rows: ``(..., H, queries, keys)``, attention of each query to each key; all dimensions in front of the heads
+                are further queries. Rows that add up to less than 1 (learned sinks) are taken as they are.
+            visible: boolean, broadcastable to `rows`: True where that query sees that key; all by default. A query to
+                leave out sees no key.
+            logits: as `rows`, the scores after scale, softcap and bias; masked ones are not read.
             min_keys: queries that see fewer keys are left out of everything but the largest score.
             first: column of the key that is left out, as many heads rest on the first token of a sequence: a number,
                 or whole numbers broadcastable to ``(..., H, queries)``. Rows are divided by what is left.
-            positions: ``(queries,)``, the places of the queries among the keys, where both are of one sequence.
+            positions: ``(queries,)``, the positions of the queries among the keys, where both are of one sequence.
 
         Returns:
             Their sums, in float32 or wider.
@@ -147,9 +147,9 @@ class AttentionSums:
         sequences = rows.shape[:-3].numel()
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         seen = wide.new_ones((), dtype=torch.bool) if visible is None else visible
-        # One mask for all heads stays one: what is asked of it costs a fraction of what is asked of rows.
+        # A mask shared by all heads is not expanded: operations on it cost a fraction of those on rows.
         seen = seen[(None,) * (rows.dim() - seen.dim())].expand(*rows.shape[:-3], -1, queries, keys)
-        # Where the host may look, nothing is asked of rows that it can see to be so: masks cost more than sums there.
+        # Where the host may read values, it checks first whether masking is needed: masks cost more than sums there.
         may_look = may_decide_on_host(rows)
         logit = _largest_logit(wide if logits is None else logits, seen, wide.dtype, given=logits is not None)
         sees = seen.sum(-1).to(wide.dtype)  # (..., H or 1, queries)
@@ -185,7 +185,7 @@ class AttentionSums:
             centred = torch.addcmul(a, mean, mask.to(wide.dtype), value=-1)
         else:
             centred = (a - mean).masked_fill_(~mask, 0)
-        # What is left of a uniform row is rounding, and rounding of two heads can look alike.
+        # What remains of a uniform row is rounding, which may correlate between two heads.
         rounding = 2 * torch.finfo(rows.dtype).eps * energy.sqrt()
         flat = torch.linalg.vector_norm(centred, dim=-1) <= rounding
         if not may_look or bool(flat.any()):
@@ -221,10 +221,10 @@ class AttentionSums:
         return AttentionSums(**added, logit=torch.maximum(self.logit, other.logit))
 
     def padded(self, keys: int) -> AttentionSums:
-        """Give the columns a fixed width, so that shapes agree over ranks.
+        """The same sums with columns of a fixed width, so that shapes agree over ranks.
 
         Args:
-            keys: width of the columns, at least what it is.
+            keys: width of the columns, at least the present one.
 
         Returns:
             The same sums with zeros in the new columns.
@@ -246,7 +246,7 @@ class AttentionSums:
             The averages; NaN where no query counts.
         """
         queries = self.queries
-        # A column more, as an empty tensor has no largest entry.
+        # One more column, as an empty tensor has no largest entry.
         sink, position = torch.nn.functional.pad(self.columns, (0, int(self.columns.shape[-1] == 0))).max(-1)
         overlap, alike = _cosine(self.product), _cosine(self.centred)
         # Heads that give all to a learned sink overlap with none; flat ones are like none. NaN stays in, and shows.
@@ -272,119 +272,9 @@ class AttentionSums:
         )
 
 
-@dataclass(frozen=True)
-class NormSums:
-    """Sums of the norms of a layer's queries or keys. All add up over disjoint tokens; `largest` merges by maximum.
-
-    Attributes:
-        count: ``(H,)``, number of tokens.
-        total: ``(H,)``, sum of the norms.
-        squares: ``(H,)``, sum of their squares.
-        largest: ``(H,)``, the largest norm; 0 without tokens.
-    """
-
-    count: Tensor
-    total: Tensor
-    squares: Tensor
-    largest: Tensor
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, features: Tensor, valid: Tensor | None = None) -> NormSums:
-        """Add up the norms of some tokens of one layer.
-
-        Args:
-            features: ``(..., H, tokens, width)``, as they enter the product of queries and keys; all dimensions in
-                front of the heads are further tokens.
-            valid: boolean, broadcastable to ``(..., H, tokens)``; False for padding.
-
-        Returns:
-            Their sums, in float64 where the device has it: a spread far below the mean would drown in float32.
-
-        Raises:
-            ShapeError: if `features` has fewer than three dimensions.
-        """
-        if features.dim() < 3:
-            raise ShapeError(f"Features have the shape (..., heads, tokens, width), got {tuple(features.shape)}.")
-        single = torch.promote_types(features.dtype, torch.float32)
-        wide = torch.float32 if features.device.type == "mps" else torch.float64
-        norm = torch.linalg.vector_norm(features, dim=-1, dtype=single).to(wide)
-        counts = torch.ones_like(norm) if valid is None else valid.expand(norm.shape).to(wide)
-        norm = torch.where(counts > 0, norm, 0)
-        flat = norm.movedim(-2, 0).flatten(1)
-        # A zero more, as an empty tensor has no largest entry.
-        largest = torch.nn.functional.pad(flat, (0, 1)).amax(-1)
-        return cls(_per_head(counts), flat.sum(-1), flat.square().sum(-1), largest)
-
-    def __add__(self, other: NormSums) -> NormSums:
-        """Join disjoint tokens of the same heads."""
-        return NormSums(
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares,
-            torch.maximum(self.largest, other.largest),
-        )
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean norm of each head, ``(H,)``; NaN without tokens."""
-        return self.total / self.count
-
-    @property
-    def spread(self) -> Tensor:
-        """Coefficient of variation of the norms of each head, ``(H,)``.
-
-        Softmax attention is the Gaussian kernel exactly where all keys have one norm, that is where this is 0.
-        """
-        return (self.squares / self.count - self.mean.square()).clamp_min(0).sqrt() / self.mean
-
-
-@torch.no_grad()
-def logit_bound(
-    query: NormSums,
-    key: NormSums,
-    scale: float | Tensor,
-    *,
-    bias: float | Tensor = 0.0,
-    key_head: Tensor | None = None,
-) -> Tensor:
-    r"""Bound the largest score of all queries, not only of those that were sampled.
-
-    .. math:: \max_{q,k} s_h(q, k) \le |\mathrm{scale}| \, \max \lVert q \rVert \, \max \lVert k \rVert + \max b
-
-    by the inequality of Cauchy and Schwarz. A softcap only lowers what it bounds.
-
-    Args:
-        query: norms of all queries, ``(H,)``.
-        key: norms of all keys, ``(G,)``; G divides H.
-        scale: what the products are multiplied with, a number or ``(H,)``.
-        bias: largest entry of what is added to the scores, a number or ``(H,)``.
-        key_head: ``(H,)``, the key head of each query head; by default the groups lie side by side.
-
-    Returns:
-        ``(H,)``; NaN where there was no query or no key.
-
-    Raises:
-        ShapeError: if the heads cannot be divided among the key heads.
-
-    Example:
-        >>> queries, keys = torch.full((2, 3, 4), 2.0), torch.ones(1, 5, 4)  # norms 4 and 2
-        >>> logit_bound(NormSums.of(queries), NormSums.of(keys), 0.5).tolist()
-        [4.0, 4.0]
-    """
-    H, G = query.largest.shape[0], key.largest.shape[0]
-    if key_head is None and H % G:
-        raise ShapeError(f"{H} heads cannot be divided among {G} key heads: give `key_head`.")
-    group = torch.arange(H, device=query.largest.device) // (H // G) if key_head is None else key_head
-    size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
-    bound = query.largest * key.largest.index_select(0, group) * size + bias
-    known = (query.count > 0) & (key.count.index_select(0, group) > 0)
-    return torch.where(known, bound, torch.nan)
-
-
 @torch.no_grad()
 def noise_covariance(product: Tensor, circuits: CircuitSimilarity, *, noise: float = 1.0) -> Tensor:
-    r"""Compute the covariance of two heads' contributions under independent noise of what they read.
+    r"""Compute the covariance of two heads' contributions under independent noise of their inputs.
 
     .. math:: N_{hg} = \sigma^2 A_{hg} \langle C_h, C_g \rangle_F
 
@@ -393,7 +283,7 @@ def noise_covariance(product: Tensor, circuits: CircuitSimilarity, *, noise: flo
 
     Args:
         product: ``(H, H)``, `AttentionRows.product`.
-        circuits: what `ov_circuits` gives for the layer.
+        circuits: `ov_circuits` of the layer.
         noise: variance :math:`\sigma^2` of the noise of each feature.
 
     Returns:
@@ -410,7 +300,7 @@ def noise_covariance(product: Tensor, circuits: CircuitSimilarity, *, noise: flo
 
 
 def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: bool) -> Tensor:
-    """Find the largest score of each head over all that is seen; minus infinity if there is none."""
+    """Largest visible score of each head; minus infinity if there is none."""
     H = logits.shape[-3]
     if not given or logits.numel() == 0:  # an empty tensor has no largest entry
         return torch.full((H,), -torch.inf, dtype=dtype, device=logits.device)
@@ -424,7 +314,7 @@ def _largest_logit(logits: Tensor, seen: Tensor, dtype: torch.dtype, *, given: b
 
 
 def _inner_products(flat: Tensor) -> Tensor:
-    """Sum the products of two heads, of ``(sequences, H, numbers)``."""
+    """Inner products of every two heads of ``(sequences, H, numbers)``."""
     # In pieces: of a million products that are added one after the other, float32 keeps five digits.
     count = -(-flat.shape[-1] // _PIECE)
     missing = count * _PIECE - flat.shape[-1]
@@ -435,12 +325,12 @@ def _inner_products(flat: Tensor) -> Tensor:
 
 
 def _per_head(values: Tensor) -> Tensor:
-    """Add up (..., H, queries) over everything but the heads."""
+    """Sums of (..., H, queries) over everything but the heads."""
     return values.movedim(-2, 0).flatten(1).sum(-1)
 
 
 def _cosine(product: Tensor) -> Tensor:
-    """Divide inner products (H, H) by the norms; 1 on the diagonal, NaN for what has no norm."""
+    """Cosines of inner products (H, H); 1 on the diagonal, NaN for heads of norm 0."""
     own = product.diagonal()
     cosine = product / (own.sqrt()[:, None] * own.sqrt()[None, :])
     eye = torch.eye(len(own), dtype=torch.bool, device=own.device)

@@ -1,4 +1,4 @@
-"""What a matrix over pairs of heads comes down to: its mean, its largest entry, and the clusters of heads it joins."""
+"""Reductions of a matrix over pairs of heads: its mean, its largest entry, and its clusters of heads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def clusters(matrix: Tensor, pairs: Tensor, limit: float | Tensor) -> Tensor:
         limit: entries from here on connect; a number, or one that broadcasts to the matrix.
 
     Returns:
-        ``(..., H)``, the smallest head of each head's cluster: a head that nothing joins has its own number.
+        ``(..., H)``, the smallest head of each head's cluster: its own number for a head alone.
     """
     H = matrix.shape[-1]
     joined = pairs & (matrix >= limit) | torch.eye(H, dtype=torch.bool, device=matrix.device)

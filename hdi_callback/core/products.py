@@ -1,8 +1,8 @@
-r"""Products of the heads of a layer with each other, and `HeadProducts`, which one function leaves for another.
+r"""Products of the heads of a layer with each other, and `HeadProducts`, which hands them to another function.
 
-On AMD's CPUs MKL, with which torch multiplies float32, leaves AVX-512 unused; oneDNN, which torch holds as well, uses
-it, and takes less than half of the time. So it multiplies there what is large, by the operator that torch's own
-compiler calls. Its sums are in another order, and are rounded as those of MKL are.
+torch multiplies float32 on CPUs with MKL, which does not use AVX-512 on AMD's; oneDNN, also a part of torch, does, in
+less than half of the time. So oneDNN forms large products there, through the operator that torch's own compiler calls.
+It adds in another order, with rounding of the same size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HeadProducts:
     Attributes:
         parts: pairs of a slice of heads and their products with all heads from the first of them on, ``(heads, k,
             others, k)``; the slices follow each other.
-        norm: ``(H,)``, what each head was divided by before; ones if by nothing.
+        norm: ``(H,)``, norm by which each head was divided before; ones if it was not.
     """
 
     parts: tuple[tuple[slice, Tensor], ...]
@@ -36,7 +36,7 @@ class HeadProducts:
         return sum(part.numel() * part.element_size() for _, part in self.parts)
 
     def scales(self, part: slice) -> Tensor:
-        """Give what the products of a chunk are to be multiplied with.
+        """Factors that undo the division by norms in a chunk.
 
         Args:
             part: one of the slices.
@@ -48,7 +48,7 @@ class HeadProducts:
 
 
 def products_of(flat: Tensor, heads: int, parts: Iterator[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Multiply the heads of one layer with each other, the upper triangle alone.
+    """Multiply the heads of one layer with each other, upper triangle only.
 
     Args:
         flat: ``(H k, d)``.
@@ -66,10 +66,10 @@ def products_of(flat: Tensor, heads: int, parts: Iterator[slice]) -> Iterator[tu
 
 
 _LARGE = 2**24
-"""Multiplications from which on a product gains more than it takes to choose who forms it."""
+"""Number of multiplications from which on choosing the faster library pays."""
 
 _COPIED = 2**24
-"""Numbers that are copied at most so that rows lie one after the other; oneDNN needs that, and MKL does not."""
+"""Largest number of entries to copy for contiguous rows, which oneDNN needs and MKL does not."""
 
 
 def row_products(left: Tensor, right: Tensor) -> Tensor:
@@ -90,25 +90,25 @@ def row_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def laid_out(rows: Tensor) -> Tensor:
-    """Lay rows one after the other where `row_products` of them with each other is faster then.
+    """Make rows contiguous where their `row_products` with each other is faster then.
 
     Args:
         rows: ``(..., n, d)``.
 
     Returns:
-        The same rows; a copy if they lie otherwise, are not too many, and it pays.
+        The same rows; a copy if `gains_by_layout`.
     """
     return rows.contiguous() if gains_by_layout(rows) else rows
 
 
 def gains_by_layout(rows: Tensor) -> bool:
-    """Tell whether rows are to be laid one after the other for `row_products` of them with each other.
+    """Return whether a contiguous copy of rows pays for `row_products` of them with each other.
 
     Args:
         rows: ``(..., n, d)``.
 
     Returns:
-        False where they lie so, are too many, or it makes no difference.
+        False if they are contiguous, too many to copy, or it makes no difference.
     """
     return not rows.is_contiguous() and rows.numel() <= _COPIED and _suit_onednn(rows, rows)
 
@@ -127,7 +127,7 @@ def _suit_onednn(left: Tensor, right: Tensor) -> bool:
 
 
 def _is_plain_matrix(rows: Tensor) -> bool:
-    """Return whether this is one matrix of float32 on a CPU, of which nothing is recorded."""
+    """Return whether this is one matrix of float32 on a CPU that autograd does not record."""
     return (
         type(rows) in (Tensor, Parameter)
         and rows.dtype == torch.float32
@@ -139,16 +139,16 @@ def _is_plain_matrix(rows: Tensor) -> bool:
 
 
 def _is_float32_kept() -> bool:
-    """Return whether nothing was set by which float32 might be rounded before it is multiplied."""
+    """Return whether no setting allows float32 to be rounded before it is multiplied."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # it was set for each backend by itself, which torch from 2.9 on allows
+    except RuntimeError:  # set for each backend by itself, which torch allows from 2.9 on
         return False
 
 
 @functools.cache
 def _mkl_is_the_slower() -> bool:
-    """Return whether this is a CPU with AVX-512 of which MKL makes no use, and torch holds both libraries."""
+    """Return whether this is a CPU with AVX-512 that MKL does not use, and torch has both libraries."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
         return False
     if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -157,7 +157,7 @@ def _mkl_is_the_slower() -> bool:
 
 
 def _maker_of_cpu() -> str:
-    """Give what names the CPU's maker, as "AuthenticAMD"; anything else where nothing does."""
+    """Vendor of the CPU, such as "AuthenticAMD"; another text where it is not known."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
             return next((line for line in file if line.startswith("vendor_id")), "")

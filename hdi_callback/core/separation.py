@@ -1,4 +1,4 @@
-r"""Linear algebra that takes heads apart: a fresh subspace for one, and its part in the output given to another."""
+r"""Linear algebra that separates heads: a fresh subspace for one, its contribution folded into another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hdi_callback.errors import ShapeError
 
 @torch.no_grad()
 def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None = None) -> Tensor:
-    r"""Draw a projection for one head, as far from the subspaces of the others as there is room.
+    r"""Draw a projection for one head, as far from the subspaces of the others as the width allows.
 
     Where the others leave ``d_k`` free dimensions, its row space is uniformly random among them, orthogonal to all
     others; else it is spanned by the directions that the others use least (the smallest eigenvectors of the sum of
@@ -65,16 +65,16 @@ def attention_agreement(
     *,
     is_normed: bool = False,
 ) -> Tensor:
-    r"""Estimate from weights how alike two heads attend: the cosine of their attention rows.
+    r"""Estimate the cosine of two heads' attention rows from their weights.
 
     .. math:: \gamma = e^{-s^2 / 2}, \qquad s^2 = \max(1, \sigma^{-2}) \, \lVert B_a - B_b \rVert_F^2 / d_k,
               \qquad B = W_Q^\top W_K, \quad \sigma^2 = \lVert B_b \rVert_F^2 / d_k
 
     For tokens that are independent with unit variance, as behind a LayerNorm, :math:`s^2` is the variance of the
     difference of the two heads' scores, and for Gaussian scores over many tokens :math:`\gamma` is the cosine of
-    their rows of attention. Scores are taken to have a spread of at least one, as those of heads that look at
-    something: heads that hardly attend yet are alike because they look at nothing. A query bias adds its part; the bias
-    of the keys drops out of the softmax. Ours.
+    their rows of attention. Scores are taken to have a standard deviation of at least one: two heads with nearly
+    uniform attention would agree only because neither is selective yet. A query bias adds its part; the bias of the
+    keys drops out of the softmax. Ours.
 
     Args:
         queries: ``(d_k, d)`` each, query weights of the head that stays and of the one that leaves.
@@ -121,8 +121,8 @@ def handover_loss(lost: Tensor, agreement: Tensor) -> Tensor:
     with attention :math:`A`, tokens :math:`X` that are independent with unit variance, :math:`C_b = W_V^\top W_O` of
     the head that leaves, :math:`C_b'` the part of it that the other head's values can express, :math:`\ell` the share
     of :math:`C_b` beyond that (`Folding.lost`), and :math:`\gamma` how alike both attend
-    (`attention_agreement`). Heads of the same attention lose :math:`\ell`; heads with the same values and nothing in
-    common in what they look at lose everything. Ours.
+    (`attention_agreement`). Heads of the same attention lose :math:`\ell`; heads with the same
+    values and unrelated attention lose everything. Ours.
 
     Args:
         lost: share of the map from input to output that cannot be expressed.
@@ -143,7 +143,7 @@ def handover_loss(lost: Tensor, agreement: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Folding:
-    """What it takes to let one head speak for another.
+    """Output weight and bias with which one head contributes for two.
 
     Attributes:
         output: ``(d_v, d)``, the output weight of the head that stays.
@@ -163,7 +163,7 @@ def fold_head(
     outputs: tuple[Tensor, Tensor],
     biases: tuple[Tensor, Tensor] | None = None,
 ) -> Folding:
-    r"""Give the part of a leaving head in the layer's output to a head that attends as it does.
+    r"""Fold the contribution of a leaving head into a head with the same attention.
 
     Heads with the same attention weights have :math:`o_b = A x W_b^\top + b_b` and :math:`o_a = A x W_a^\top + b_a`.
     With :math:`M = W_b W_a^+` the contribution :math:`o_b W_O^b` becomes :math:`o_a M^\top W_O^b` and a constant, so
@@ -175,7 +175,7 @@ def fold_head(
         biases: ``(d_v,)`` each, their value biases.
 
     Returns:
-        The output weight of the head that stays, the shift of the bias, and what is lost.
+        The output weight of the head that stays, the shift of the bias, and the share that is lost.
 
     Example:
         >>> values, output = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)), torch.ones(2, 8)

@@ -1,8 +1,8 @@
-r"""Products of float32 matrices that are as good as float64, from products that a device does fast.
+r"""Products of float32 matrices as exact as in float64, from low-precision products that devices do fast.
 
-GPUs for consumers do float64 at 1/64 of float32, and tensor cores round what they are given. So each row is cut into
-slices of eight bits, whole numbers that bfloat16, TF32 and float32 all hold exactly. So are their products, and the
-sums of 1024 of them, which stay within the 24 bits of float32. After Ozaki, Ogita, Oishi and Rump 2012.
+Consumer GPUs do float64 at 1/64 of the rate of float32, and tensor cores round their inputs. So each row is cut into
+slices of eight bits: whole numbers that bfloat16, TF32 and float32 hold exactly. Their products, and sums of 1024 of
+these, stay within the 24 bits of float32. After Ozaki, Ogita, Oishi and Rump 2012.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 
 def has_fast_float64(device: torch.device) -> bool:
-    """Tell whether float64 products cost a small multiple of float32 products.
+    """Return whether float64 products cost a small multiple of float32 products.
 
     Args:
         device: where the product is to be formed.
@@ -67,7 +67,7 @@ def sliced_product(left: Tensor, right: Tensor) -> Tensor:
     left_slices, left_exponent = _cut(left, dim=-1)
     right_slices, right_exponent = _cut(right, dim=-2)
     product = torch.zeros(*left.shape[:-1], right.shape[-1], dtype=torch.float32, device=left.device)
-    # From the smallest to the largest; what would be smaller still is left out.
+    # From the smallest to the largest; smaller ones still are below rounding.
     for total in reversed(range(_SLICES + 1)):
         for i in range(max(0, total - _SLICES + 1), min(total, _SLICES - 1) + 1):
             for start in range(0, left.shape[-1], _TERMS):

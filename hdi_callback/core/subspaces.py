@@ -69,7 +69,7 @@ def head_overlap(rows: Tensor, rank: Tensor | None = None, *, memory_budget: int
     .. math:: \kappa_{hg} = \lVert Q_h Q_g^\top \rVert_F^2 / \sqrt{r_h r_g}
 
     The normalised projection kernel (Yamagiwa, Takase and Shimodaira 2026, on frozen models). Memory is bounded: the
-    product of all rows is formed in chunks of heads, the upper triangle alone.
+    product of all rows is formed in chunks of heads, upper triangle only.
 
     Args:
         rows: ``(..., H, d_k, d)``, as `orthonormal_bases` gives them; a dead head is all zeros.
@@ -113,17 +113,17 @@ def block_norms(
     memory_budget: int = DEFAULT_BUDGET,
     kept: list[tuple[slice, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Compute the squared norms of the blocks of :math:`B = R S R^\top`, and of :math:`M_h B_{hg} M_g^\top`.
+    r"""Squared norms of the blocks of :math:`B = R S R^\top`, and of :math:`M_h B_{hg} M_g^\top`.
 
-    One product serves both lenses: the blocks themselves compare subspaces, and taken back by the small matrices M they
-    compare the heads as they are. Chunks of heads, the upper triangle alone.
+    One product serves both lenses: the blocks themselves compare subspaces; multiplied with the small matrices M they
+    compare the unwhitened heads. In chunks of heads, upper triangle only.
 
     Args:
         rows: ``(..., H, d_k, d)``.
         back: ``(..., H, d_k, d_k)``, M; without it the second result is the first.
         metric: ``(..., d, d)``, S, symmetric; the identity by default.
         memory_budget: bytes of temporary memory.
-        kept: takes the blocks :math:`M_h B_{hg} M_g^\top` of one layer, as `HeadProducts` holds them; with `back`.
+        kept: receives the blocks :math:`M_h B_{hg} M_g^\top` of one layer, as `HeadProducts` holds them; with `back`.
 
     Returns:
         ``(..., H, H)`` twice, symmetric.
@@ -158,7 +158,7 @@ def block_norms(
 
 
 def _write(matrix: Tensor, part: slice, blocks: Tensor) -> None:
-    """Write the rows of some heads from themselves on, and their mirror image."""
+    """Write the rows of some heads from the diagonal on, and their mirror image."""
     matrix[..., part, part.start :] = blocks
     matrix[..., part.start :, part] = blocks.mT
 

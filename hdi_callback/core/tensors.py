@@ -1,4 +1,4 @@
-"""What the functions of this room take: real tensors of floating point numbers, and where the host may read them."""
+"""Checks of tensor arguments: real floating point numbers, dimensions, and whether the host may read their values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hdi_callback.errors import ShapeError
 
 
 def require_tensors(least: int = 0, **given: Any) -> None:
-    """Refuse what is no tensor of real floating point numbers, or has too few dimensions.
+    """Check that arguments are tensors of real floating point numbers with enough dimensions.
 
     Args:
         least: the smallest number of dimensions.
-        given: argument -> what came.
+        given: argument -> its value.
 
     Raises:
-        ShapeError: for the first that cannot be computed with; says what came.
+        ShapeError: for the first argument that is not; the message says what was passed.
 
     Example:
         >>> require_tensors(weight=[1.0])
@@ -39,12 +39,12 @@ def require_tensors(least: int = 0, **given: Any) -> None:
 
 
 def may_decide_on_host(weight: Tensor) -> bool:
-    """Tell whether the host may read what float32 gives, and take another way where that is not exact enough.
+    """Return whether the host may inspect a float32 result, and choose another method where it is not exact enough.
 
     Args:
-        weight: of which something is computed.
+        weight: the argument of the computation.
 
     Returns:
-        True where that waits for no device, and the result is to be float32.
+        True if that waits for no device, and the result is to be float32.
     """
     return weight.device.type == "cpu" and weight.dtype != torch.float64 and type(weight) in (Tensor, Parameter)

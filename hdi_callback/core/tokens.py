@@ -1,4 +1,4 @@
-r"""How different the tokens are that a layer is given: rank collapse shows here before it shows in the heads."""
+r"""Effective rank and mean cosine of a layer's input tokens: rank collapse shows here before it shows in the heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK_ELEMENTS = 2**22  # of a product of two chunks of tokens, about 16 MB in 
 
 @dataclass(frozen=True)
 class TokenSpread:
-    """How different tokens are. All fields have the batch dimensions of the tokens in front.
+    """Effective rank and mean cosine of tokens. All fields have the batch dimensions of the tokens in front.
 
     Attributes:
         rank: effective rank of the centred tokens, the participation ratio ``(tr C)^2 / ||C||_F^2`` of the eigenvalues
@@ -101,7 +101,7 @@ def gram_energy(rows: Tensor) -> Tensor:
     step = max(1, min(-(-n // 4), _CHUNK_ELEMENTS // max(1, torch.Size(batch).numel() * n)))
     energy = rows.new_zeros(batch)
     for start in range(0, n, step):
-        # Pairs of later rows stand on both sides of the diagonal.
+        # Pairs with later rows count twice, above and below the diagonal.
         block = row_products(rows[..., start : start + step, :], rows[..., start:, :])
         energy += 2 * block.square().sum((-2, -1)) - block[..., : block.shape[-2]].square().sum((-2, -1))
     return energy
@@ -118,8 +118,8 @@ def energy_of_tokens(rows: Tensor, weights: Tensor) -> Tensor:
               = \sum_t w_t^2 \lVert x_t \rVert^4 + \sum_{t \ne s} w_t w_s \langle x_t, x_s \rangle^2
 
     Up to 512 tokens, or features, it is exact. Beyond, each token is paired with 256 others that a fixed order of the
-    tokens puts beside it, and their mean stands for all pairs. No token is left out, so that what one token alone does
-    is seen in full. Ours.
+    tokens puts beside it, and their mean stands for all pairs. No token is left out, so that a single outlier has its
+    full effect. Ours.
 
     Args:
         rows: ``(n, d)``, tokens times the roots of their weights, of norm 1 or so: fourth powers are added up.
@@ -132,7 +132,7 @@ def energy_of_tokens(rows: Tensor, weights: Tensor) -> Tensor:
     if min(n, d) <= _FULL:
         return gram_energy(rows if n < d else rows.mT)
     place = torch.arange(n, device=rows.device)
-    # A permutation that any device gives alike, without a draw: neighbours in a text are not to be partners.
+    # A permutation that is the same on every device and draws nothing: neighbours in a text must not be paired.
     order = ((place * place * 7919 + place * 40503) % 65521).argsort(stable=True)
     blocks, counts = (torch.split(one[order], _BLOCK) for one in (rows, weights.to(rows.dtype)))
     seen, pairs = rows.new_zeros(()), rows.new_zeros(())

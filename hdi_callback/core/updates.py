@@ -1,4 +1,4 @@
-r"""What training did to the heads between two readings: W(t) - W(t - k) in place of W(t)."""
+r"""Updates of the heads' weights between two readings, W(t) - W(t - k): movement, diversity, spectral entropy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hdi_callback.errors import ShapeError
 
 @dataclass(frozen=True)
 class HeadUpdate:
-    r"""How the weights of the heads moved. All fields have the batch dimensions of the weights in front.
+    r"""Change of the heads' weights between two readings. All fields have the weights' batch dimensions in front.
 
     Attributes:
         movement: ``(H,)``, :math:`\lVert W(t) - W(t-k) \rVert / \lVert W(t-k) \rVert`; 0 means frozen, or updates that
             round away. NaN for a head that was zero.
-        diversity: the two lenses on the updates: do heads learn the same. A head that stood still is dead in it.
+        diversity: `HeadDiversity` of the updates: low if heads learn the same. A head that did not move is dead in it.
         spectral_entropy: ``(H,)``, entropy of the update's energy over its directions, over log d_k: 1 spread evenly, 0
-            one direction; NaN for a head that stood still, or of width one.
+            one direction; NaN for a head that did not move, or of width one.
     """
 
     movement: Tensor
@@ -60,7 +60,7 @@ def head_movement(weight: Tensor, before: Tensor) -> Tensor:
 def head_update(
     weight: Tensor, before: Tensor, *, rank_tol: float = 1e-6, memory_budget: int = DEFAULT_BUDGET
 ) -> HeadUpdate:
-    """Look at the update of the heads instead of at their weights.
+    """Compute movement, diversity and spectral entropy of the heads' updates.
 
     The circuits of updates are ``qk_circuits(weight_update(query, ...), weight_update(key, ...))``.
 

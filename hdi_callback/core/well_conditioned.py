@@ -1,7 +1,7 @@
-r"""Heads whose directions are of like size: both lenses from the product of the weights as they are.
+r"""Both lenses of well-conditioned heads, from one product of the unwhitened weights.
 
 With :math:`P_{hg} = K_h K_g^\top` and whiteners :math:`T_h P_{hh} T_h^\top = I`, the subspaces are compared by
-:math:`\lVert T_h P_{hg} T_g^\top \rVert` and the heads as they are by :math:`\lVert P_{hg} \rVert`. Whitening a product
+:math:`\lVert T_h P_{hg} T_g^\top \rVert` and the unwhitened heads by :math:`\lVert P_{hg} \rVert`. Whitening a product
 amplifies its rounding by :math:`\lVert T_h \rVert \lVert T_g \rVert`, which the host reads first: heads beyond the
 limit are whitened before they are multiplied, see `whitening`.
 """
@@ -41,16 +41,16 @@ class BothLenses:
 def lenses_of_products(
     weight: Tensor, *, rank_tol: float, memory_budget: int, kept: list[tuple[slice, Tensor]] | None = None
 ) -> BothLenses | None:
-    """Compare the heads of one layer from one product in float32.
+    """Compute the block norms of both lenses of one layer from one product in float32.
 
     Args:
-        weight: ``(H, k, d)``, on a CPU, not of float64: the host reads what comes.
+        weight: ``(H, k, d)``, on a CPU, not of float64: the host inspects the values.
         rank_tol: singular values below ``rank_tol`` times a head's largest are not to count.
         memory_budget: bytes of temporary memory beyond a copy in float32 of a weight in another type.
-        kept: takes the blocks of the product, as `HeadProducts` holds them.
+        kept: receives the blocks of the product, as `HeadProducts` holds them.
 
     Returns:
-        The norms; `None` where a head is dead, short of directions, or too uneven for float32.
+        The norms; `None` where a head is dead, rank-deficient, or too ill-conditioned for float32.
     """
     H, k, _ = weight.shape
     weight = weight.float()
@@ -87,6 +87,6 @@ def lenses_of_products(
 
 
 def _write(matrix: Tensor, part: slice, blocks: Tensor) -> None:
-    """Write the rows of some heads from themselves on, and their mirror image."""
+    """Write the rows of some heads from the diagonal on, and their mirror image."""
     matrix[part, part.start :] = blocks
     matrix[part.start :, part] = blocks.mT

@@ -1,4 +1,4 @@
-r"""Each head taken to orthonormal rows, and back: the step that both lenses and the circuits share.
+r"""Whitening: each head as a small matrix times orthonormal rows; shared by both lenses and the circuits.
 
 With :math:`K_h` the weight of a head scaled to norm 1, :math:`G_h = K_h K_h^\top` and a whitener :math:`T_h`, the rows
 :math:`R_h = T_h K_h` span what the head reads, and :math:`K_h = M_h R_h` with :math:`M_h = G_h T_h^\top`. From one
@@ -29,7 +29,7 @@ DEFAULT_BUDGET = 2**26
 """Bytes of temporary memory beyond the rows of the layers at hand: 64 MiB."""
 
 SINGLE = 1e-7
-"""How far an overlap in float32 may be off."""
+"""Largest error of an overlap in float32."""
 
 _FINEST_RANK_TOL = 1e-7  # its square must stay above the rounding of a Gram matrix in float64
 
@@ -62,7 +62,7 @@ def whiten_heads(
     memory_budget: int = DEFAULT_BUDGET,
     precise: bool = False,
 ) -> WhitenedHeads:
-    """Take every head to orthonormal rows.
+    """Whiten every head: each as a small matrix times orthonormal rows.
 
     Args:
         weight: ``(..., H, d_k, d)``.
@@ -105,7 +105,7 @@ def whiten_heads(
 
 
 def whitener_of(gram: Tensor, rank_tol: float, tolerance: float = 0.0) -> Tensor:
-    r"""Take Gram matrices of heads to T with ``T gram T^T`` a projector on the directions that count.
+    r"""Compute whiteners T of Gram matrices: ``T gram T^T`` is a projector on the directions that count.
 
     With ``L L^T = gram + s I``, ``L^{-1}`` takes singular values to :math:`q = \sigma / \sqrt{\sigma^2 + s}`. Two steps
     of :math:`q \mapsto 2.5 q^3 - 1.5 q^5` then drive them to 0 or 1: a rank cut without an eigensolver, a mask or a
@@ -114,8 +114,8 @@ def whitener_of(gram: Tensor, rank_tol: float, tolerance: float = 0.0) -> Tensor
     Args:
         gram: ``(..., k, k)``.
         rank_tol: square roots of eigenvalues below ``rank_tol`` times the size of the matrix do not count.
-        tolerance: where the squares ``q^2`` of no matrix fall short of 1 by more than this in all, the two steps are
-            left out; the host reads them then. It does not at 0, the default.
+        tolerance: the two steps are left out if ``sum(1 - q^2)`` is at most this for every matrix, which the host
+            reads; at 0, the default, it reads nothing.
 
     Returns:
         ``(..., k, k)``; NaN where the factorisation fails.
@@ -155,7 +155,7 @@ def flatness_of(gram: Tensor) -> Tensor:
 
 
 def head_chunks(heads: int, bytes_of_head: int, budget: int, *, at_least: int = 1) -> Iterator[slice]:
-    """Part the heads into chunks whose temporaries fit into a budget; a chunk has one head at the least.
+    """Split the heads into chunks whose temporaries fit into a budget, of at least one head each.
 
     Args:
         heads: H.
@@ -172,7 +172,7 @@ def head_chunks(heads: int, bytes_of_head: int, budget: int, *, at_least: int = 
 
 
 def require_arguments(weight: Tensor, rank_tol: float, method: str = "whiten", memory_budget: int = 1) -> None:
-    """Refuse what cannot be whitened, and say what to write.
+    """Check the arguments of whitening.
 
     Args:
         weight: ``(..., H, d_k, d)``.
@@ -181,7 +181,7 @@ def require_arguments(weight: Tensor, rank_tol: float, method: str = "whiten", m
         memory_budget: positive.
 
     Raises:
-        MisconfigurationError: if one of the others is out of range.
+        MisconfigurationError: if one of the others is out of range; says what to write.
         ShapeError: if `weight` has fewer than three dimensions or an empty one.
     """
     if method not in get_args(Method):
@@ -197,7 +197,7 @@ def require_arguments(weight: Tensor, rank_tol: float, method: str = "whiten", m
 
 
 def require_rank_tol(rank_tol: float) -> None:
-    """Refuse a rank tolerance that leaves no rank, or every rank.
+    """Check a rank tolerance.
 
     Args:
         rank_tol: in (0, 1).
@@ -281,7 +281,7 @@ def _rows(whitener: Tensor, scale: Tensor, weight: Tensor, out: torch.dtype, bud
 
 
 def _polish(rows: Tensor, whitener: Tensor, metric: Tensor | None, budget: int) -> Tensor:
-    """Cut the rank once more, from the rows as they came out, in place; give the whitener that leads there."""
+    """Cut the rank once more by the Gram matrix of the rows, in place; returns the whitener of the result."""
     # A Gram matrix has the square of the head's condition number, and its rounding with it; that of the rows has not.
     *batch, H, k, d = rows.shape
     polished = torch.empty_like(whitener)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hdi_callback.core import circuits, head_diversity, ov_circuits, qk_circuits
-from hdi_callback.core.circuits import circuit_penalty, ov_circuits_and_products, qk_circuits_from_products
+from hdi_callback.core.circuits import ov_circuits_and_products, qk_circuits_from_products
 from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.core.pairs import clusters
+from hdi_callback.core.penalties import circuit_penalty
 from hdi_callback.errors import MisconfigurationError, ShapeError
 from tests.core.search import SEARCH
 from tests.core.tensor_sizes import TensorSizes

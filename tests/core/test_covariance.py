@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hdi_callback.core import HeadMoments, bias_variance_covariance, head_covariance
 from hdi_callback.core.circuits import ov_circuits_and_products
-from hdi_callback.core.covariance import HeadSums
+from hdi_callback.core.head_sums import HeadSums
 from hdi_callback.errors import ShapeError
 from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian

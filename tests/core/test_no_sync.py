@@ -31,7 +31,7 @@ from hdi_callback.core import (
     whitening,
 )
 from hdi_callback.core import head_diversity_from_covariance as from_covariance
-from hdi_callback.core.covariance import HeadSums
+from hdi_callback.core.head_sums import HeadSums
 from tests.core.no_sync import NoSync
 from tests.core.test_subspaces import CASES, gaussian
 from tests.skips import NEEDS_CUDA_BUILD, NEEDS_GPU

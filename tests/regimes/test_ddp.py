@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.core import head_covariance
-from hdi_callback.core.covariance import HeadSums
 from hdi_callback.core.diversity import blocks_and_products
+from hdi_callback.core.head_sums import HeadSums
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from hdi_callback.monitoring.metrics import TOKENS

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, head_diversity
-from hdi_callback.core.covariance import HeadMoments
 from hdi_callback.core.diversity import blocks_and_products
+from hdi_callback.core.head_sums import HeadMoments
 from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
 from hdi_callback.monitoring.layers import HeadVerifier
 from tests.models import LAYERS, LENGTH, Attention, Classifier

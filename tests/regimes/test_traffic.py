@@ -7,7 +7,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.core.covariance import HeadSums
+from hdi_callback.core.head_sums import HeadSums
 from tests.benchmarks.plan import METRICS, Model, bytes_of_outputs, bytes_of_tokens, bytes_of_weights
 from tests.models import HEADS, WIDTH
 from tests.regimes.test_ddp import batch, classifier

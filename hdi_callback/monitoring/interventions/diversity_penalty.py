@@ -14,7 +14,7 @@ from hdi_callback.arguments import number, one_of, words
 from hdi_callback.attention import AttentionLayer, Role
 from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.core import diversity_penalty, head_diversity, qk_circuits
-from hdi_callback.core.circuits import circuit_penalty
+from hdi_callback.core.penalties import circuit_penalty
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.interventions.parameters import parameters_of, refuse_sharded
 from hdi_callback.monitoring.interventions.while_active import WhileActive

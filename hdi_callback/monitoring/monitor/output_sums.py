@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.core.contribution import ContributionSums, ImportanceSums
-from hdi_callback.core.covariance import HeadSums
+from hdi_callback.core.head_sums import HeadSums
 from hdi_callback.core.products import HeadProducts
 from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, IMPORTANCE
 from hdi_callback.monitoring.monitor.importance import Importances

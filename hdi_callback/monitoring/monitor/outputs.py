@@ -15,7 +15,7 @@ from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.attention.layer.sharding import is_first_holder, whole
 from hdi_callback.core import HeadCovariance, head_covariance
 from hdi_callback.core.contribution import head_slopes
-from hdi_callback.core.covariance import HeadSums, count_and_total
+from hdi_callback.core.head_sums import HeadSums, count_and_total
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers

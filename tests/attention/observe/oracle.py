@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk
-from hdi_callback.core.kernels import AttentionSums, NormSums
+from hdi_callback.core.kernels import AttentionSums
+from hdi_callback.core.norms import NormSums
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hdi_callback.attention.observe.scores.axes import Axes
 from hdi_callback.attention.observe.scores.masks import MaskTerm
-from hdi_callback.core.kernels import NormSums, logit_bound
+from hdi_callback.core.norms import NormSums, logit_bound
 from tests.attention.observe.oracle import observed, observed_sums
 
 B, T = 2, 7

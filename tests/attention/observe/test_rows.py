@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback.attention.observe import AttentionObserver
-from hdi_callback.core.kernels import AttentionSums, logit_bound
+from hdi_callback.core.kernels import AttentionSums
+from hdi_callback.core.norms import logit_bound
 from tests.attention.observe.oracle import Rows, against_eager, observed, observed_sums
 from tests.attention.sweep.architectures import config_of, variants
 
