@@ -380,6 +380,46 @@ def test_the_output_map_is_read_of_heads_that_no_token_of_a_run_may_choose():
     assert torch.equal(layer.weight("output").flatten(0, 1), module.o.weight.T)
 
 
+class QueriesOfExperts(nn.Module):
+    """As in JetMoe: a router sends each token to two of four experts, which give its queries and take its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.kv = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 2 * WIDTH)
+        self.into, self.back = (nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4) for _ in range(2))
+        self.received: list[torch.Tensor] = []
+
+    def forward(self, x):
+        gates, chosen = self.router(x).flatten(0, 1).topk(2)
+        order = chosen.flatten().argsort()
+        sizes = [int((chosen == expert).sum()) for expert in range(4)]
+        tokens = x.flatten(0, 1)[order // 2].split(sizes)
+        query = torch.cat([F.linear(part, one) for part, one in zip(tokens, self.into)])
+        query = torch.zeros(len(order), WIDTH).index_add(0, order, query).view(*x.shape[:2], 4, -1).transpose(1, 2)
+        key, value = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
+        key, value = key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1)
+        self.received = [query.detach(), key.detach()]
+        heads = ((query @ key.mT).softmax(-1) @ value).transpose(1, 2).reshape(len(order), WIDTH)
+        given = torch.cat([F.linear(part, one) for part, one in zip(heads[order].split(sizes), self.back)])
+        given = given * gates.softmax(-1).flatten()[order, None]
+        return torch.zeros(x.shape).flatten(0, 1).index_add(0, order // 2, given).view(x.shape)
+
+
+@pytest.mark.parametrize("has_forward", [False, True])
+def test_heads_of_experts_are_counted_once_whichever_expert_gives_their_queries(has_forward):
+    module, x = QueriesOfExperts(), torch.randn(3, TOKENS, WIDTH)
+    (layer,) = survey(module, forward=(lambda: module(x)) if has_forward else None).layers
+    module(x)
+    query, key = module.received
+    assert layer.num_heads == query.shape[1]
+    claimed = x[:, None] @ layer.weight("key").mT + module.kv.bias[:WIDTH].view(2, 1, -1)
+    received = key[:, list(layer.head_order)]  # those that share a key side by side
+    torch.testing.assert_close(claimed.repeat_interleave(2, 1), received)
+    assert "query" not in layer.slices
+    outputs = "the outputs of its heads, which go to one of several matrices of `back`"
+    assert layer.left_out == f"the weights of its queries and {outputs}"
+
+
 class TokensOfATable(Attention):
     """A whole model in one module, which takes the numbers of words."""
 

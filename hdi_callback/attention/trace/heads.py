@@ -14,6 +14,7 @@ of each role (`role_rows`), checks (`checks`), the order of features (`ordering`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -239,8 +240,39 @@ class CoreReading(CoreView):
             key = tuple((one.parameter, one.features, one.inner) for role in INPUT_ROLES for one in raw[n][role])
             alone = () if raw[n]["query"] else _features(of_roles["query"])
             by_rows.setdefault((key, alone), []).append(n)
-        members = list(by_rows.values())
+        members = self._joined_by_sequence(list(by_rows.values()), raw, supports)
         return members, {role: [raw[of_head[0]][role] for of_head in members] for role in INPUT_ROLES}
+
+    def _joined_by_sequence(
+        self,
+        members: list[list[int]],
+        raw: dict[int, dict[Role, list[Rows]]],
+        supports: dict[int, dict[Role, Support]],
+    ) -> list[list[int]]:
+        """Join what is one head of several sequences, in each of which other rows give its queries, as of experts.
+
+        A head is met in every sequence: of parts with the same keys, each is met where the others are.
+
+        Returns:
+            The parts of each head.
+        """
+        by_keys: dict[Any, list[list[int]]] = {}
+        for of_head in members:
+            by_keys.setdefault(tuple(raw[of_head[0]]["key"]), []).append(of_head)
+        if len(by_keys) == len(members) or len(supports) >= _MOST_ROWS:  # of more, some are looked at
+            return members
+        sequences = _sequences({n: of_roles["key"] for n, of_roles in supports.items()})
+        if all(len({frozenset(map(sequences.get, one)) for one in alike}) == 1 for alike in by_keys.values()):
+            return members
+        for of_roles in raw.values():
+            of_roles["query"] = []
+        joined: dict[Any, list[int]] = {}
+        counts: Counter[Any] = Counter()
+        for n in sorted(supports):
+            key = (*raw[n]["key"], *raw[n]["value"])
+            joined.setdefault((key, counts[key, sequences[n]]), []).append(n)
+            counts[key, sequences[n]] += 1
+        return list(joined.values())
 
     def _supports(
         self, product: int, places: dict[int, tuple[int, Tensor, Tensor]], flat_values: Tensor
@@ -379,6 +411,16 @@ def _are_apart(of_heads: list[list[Rows]], width: int) -> bool:
 
 def _features(support: Support) -> tuple[Any, ...]:
     return tuple((leaf, support.features(leaf)) for leaf in support.masks)
+
+
+def _sequences(keys: dict[int, Support]) -> dict[int, int]:
+    """Number the sequences that parts of a core attend to: those whose keys have tokens in common are of one."""
+    tokens = {n: {(leaf, at) for leaf in one.masks for at in one.positions(leaf)} for n, one in keys.items()}
+    found: list[set[tuple[int, int]]] = []
+    for own in tokens.values():
+        apart = [one for one in found if one.isdisjoint(own)]
+        found = [*apart, own.union(*(one for one in found if not one.isdisjoint(own)))]
+    return {n: next((i for i, one in enumerate(found) if not one.isdisjoint(own)), -1) for n, own in tokens.items()}
 
 
 def _sums(role: str, found: Iterable[Sequence[Rows]]) -> str:

@@ -27,8 +27,6 @@ from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.unread import unread_averages, unread_exponentials, unread_softmaxes
 
-_ADDED_UP = "the outputs of its heads, several of which are added up"
-
 
 @dataclass(frozen=True)
 class Found:
@@ -240,8 +238,7 @@ def _layer(trace: TracedCores, name: str, numbers: tuple[int, ...], heads: HeadR
     if is_reordered:
         kind += f", heads by their keys ({', '.join(map(str, order))})"
     full = ".".join(one for one in (name, path) if one)
-    added_up = _ADDED_UP if output is not None and output.are_added_up else ""
-    left_out = " and ".join(filter(None, (heads.left_out, added_up)))
+    left_out = " and ".join(filter(None, (heads.left_out, "" if output is None else output.left_out)))
     layer = AttentionLayer(
         full, module, H, len(key_rows), len(key_rows[0].features), value_dim, kind, slices,
         projection, frozenset(heads.normed), left_out, "trace", tuple(order) if is_reordered else (),

@@ -37,13 +37,13 @@ class HeadOutputs:
         receiver: the call of a linear map that takes them; `None` if none does.
         features: ``(heads, width)``, features of its input; `None` if they are not those of a matrix.
         is_side_by_side: whether they are all of its input, head by head.
-        are_added_up: whether those of several heads are added up before.
+        left_out: why they are not read, in words, where that is to be said of the layer.
     """
 
     receiver: Leaf | None
     features: Tensor | None
     is_side_by_side: bool
-    are_added_up: bool = False
+    left_out: str = ""
 
 
 def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOutputs | None:
@@ -135,16 +135,15 @@ def _outputs_in(
         is_last = all(others.isdisjoint(nodes_between([end], core.node)) for core in cores)
         if receiver is not None and heads.tied is None and is_last and _are_apart(end, cores, heads):
             return HeadOutputs(receiver, None, False)
-        if receiver is not None:
-            parameter = receiver.parameter
-            taking = [one for one in trace.leaves if one.parameter == parameter and _depends(one.taken, cores[0])]
-            if len({one.start for one in taking}) > 1:
-                raise NoHeadsError(f"what attention gives goes to one of several matrices of `{module_of(parameter)}`")
+        if receiver is not None and _is_one_of_several(trace, receiver, cores[0]):
+            raise NoHeadsError(f"what attention gives goes to {_one_of(receiver)}")
         raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
     if len(set(features.flatten().tolist())) < features.numel():
         if receiver is None:  # heads may lie in a dim of their own
             raise NoHeadsError("what several heads give is added up before it is returned")
-        return HeadOutputs(receiver, None, False, are_added_up=True)
+        is_sent = _is_one_of_several(trace, receiver, cores[0])
+        what = f"which go to {_one_of(receiver)}" if is_sent else "several of which are added up"
+        return HeadOutputs(receiver, None, False, f"the outputs of its heads, {what}")
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
     is_linear &= not any(_depends(one, cores[0]) and _acts(one, end) for one in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))
@@ -155,6 +154,16 @@ def _outputs_in(
             raise NoHeadsError("the outputs of its heads do not lie side by side in what it returns")
         return HeadOutputs(None, None, False)
     return HeadOutputs(receiver, features if is_linear else None, is_side_by_side and is_linear)
+
+
+def _is_one_of_several(trace: TracedCores, receiver: Leaf, core: Core) -> bool:
+    """Tell a map that takes what attention gives beside others of one stack of matrices, as those of experts."""
+    alike = (one for one in trace.leaves if one.parameter == receiver.parameter and _depends(one.taken, core))
+    return len({one.start for one in alike}) > 1
+
+
+def _one_of(receiver: Leaf) -> str:
+    return f"one of several matrices of `{module_of(receiver.parameter)}`"
 
 
 def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
