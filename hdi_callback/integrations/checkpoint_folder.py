@@ -19,7 +19,7 @@ def restored_from(args: Any, state: Any, warn_once: WarnOnce) -> Any:
     Args:
         args: of the trainer.
         state: of the trainer.
-        warn_once: takes what goes wrong.
+        warn_once: warns once of each kind of failure.
 
     Returns:
         What the checkpoint holds; `None` for a training from the start.

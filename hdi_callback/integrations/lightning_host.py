@@ -29,7 +29,7 @@ class LightningHost:
         trainer: the trainer.
         settings: what the run is watched with.
         prefix: put before every tag.
-        warn_once: takes what goes wrong.
+        warn_once: warns once of each kind of failure.
 
     Attributes:
         broadcast: gives every rank the value of the first.

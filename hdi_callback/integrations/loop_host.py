@@ -77,7 +77,7 @@ class LoopHost(PlainHost):
 
     Args:
         settings: those of the loop.
-        warn_once: takes what goes wrong.
+        warn_once: warns once of each kind of failure.
 
     Attributes:
         step: optimizer steps so far.

@@ -27,7 +27,7 @@ class Dashboards:
 
     Args:
         settings: with ``metrics``, ``figures_every`` and ``on_alert``.
-        warn_once: takes what goes wrong.
+        warn_once: warns once of each kind of failure.
 
     Attributes:
         folder: directory of the TensorBoard run that was opened here; a checkpoint keeps it.

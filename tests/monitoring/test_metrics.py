@@ -38,7 +38,7 @@ EXAMPLES = {
     OV: lambda weight: ov_circuits(weight, weight),
     FINITENESS: lambda weight: WeightFiniteness(torch.zeros(3, 4)),
     MOVEMENT: lambda weight: HeadMovement(torch.ones(3, 4), torch.zeros(3, 4)),
-    ROWS: lambda weight: join(ROWS, [(name, RowSums.none(4, weight.device).attending()) for name in "abc"]).values,
+    ROWS: lambda weight: join(ROWS, [(name, RowSums.none(4, weight.device).averages()) for name in "abc"]).values,
     KEYS: head_diversity,
     TOKENS: token_spread,
     UPDATES: lambda weight: UpdateLens(LastWeights(), rank_tol=1e-6).keys("abc", {"key": weight}),

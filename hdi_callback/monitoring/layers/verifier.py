@@ -40,7 +40,7 @@ class HeadVerifier:
         layers: its layers, as they were found without a forward.
         is_on: verify at all; else only what is refused is reported.
         strict: make it an error if there is nothing to watch.
-        warn_once: turns what goes wrong into one warning.
+        warn_once: warns once of each kind of failure.
 
     Raises:
         NothingToWatchError: if there is nothing to watch and `strict` is set.
@@ -87,7 +87,7 @@ class HeadVerifier:
     @property
     def is_verifying(self) -> bool:
         """Whether heads are verified by the forward that is armed, on this rank or on another."""
-        is_awaited = not self._count or self._has_grown or bool(self._awaited()) or self._others_await
+        is_awaited = not self._count or self._has_grown or bool(self._undecided()) or self._others_await
         return self._is_armed and is_awaited
 
     @property
@@ -95,7 +95,7 @@ class HeadVerifier:
         """Whether one forward alone has verified heads so far, the one that `ran` is of."""
         return self._count == 1
 
-    def _awaited(self) -> list[str]:
+    def _undecided(self) -> list[str]:
         """Names of the modules that a forward is to decide, and that no forward has called yet."""
         ran = frozenset() if self._search is None else self._search.ran
         return [name for name in self._pending if name not in ran]
@@ -118,7 +118,7 @@ class HeadVerifier:
         Returns:
             What a `Roster` is made of: whether this rank awaits further forwards.
         """
-        return {"awaits": bool(self._awaited())}
+        return {"awaits": bool(self._undecided())}
 
     def adopt(self, *, others_await: bool) -> None:
         """Verify as long as any rank does, so that all arm the same forwards.
@@ -272,7 +272,7 @@ class HeadVerifier:
 
     def _warn_of_decided(self) -> None:
         """Warn about what a forward was to decide and did not, once for each kind of module, with what it showed."""
-        waiting = set(self._awaited()) if self._count < _MOST_READINGS else set()
+        waiting = set(self._undecided()) if self._count < _MOST_READINGS else set()
         decided = {name: one for name, one in self._pending.items() if name not in waiting}
         self._pending = {name: one for name, one in self._pending.items() if name in waiting}
         known: dict[str, Refusal | None] = {}

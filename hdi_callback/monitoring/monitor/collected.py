@@ -1,4 +1,4 @@
-"""`Collected`: captures of layers, kept until they are measured."""
+"""`Collected`: what armed forwards captured, until it is measured."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from hdi_callback.attention import AttentionLayer, Capture
 
 
 class Collected:
-    """Captures of layers between the forward that they are of and their measurement."""
+    """Captures of layers, from the forward to the measurement."""
 
     _tapped: list[AttentionLayer]
     _captures: dict[str, Capture] | None = None
 
     @property
     def has_collected(self) -> bool:
-        """Whether a forward was to be captured for the measurement that follows."""
+        """Whether a forward was armed for the next measurement."""
         return self._captures is not None
 
     @property
@@ -21,10 +21,10 @@ class Collected:
         """The layers that are captured."""
         return self._tapped
 
-    def take_part(self) -> None:
-        """Measure what other ranks have captured, though no forward was to be captured on this one."""
+    def join_measurement(self) -> None:
+        """Take part in the measurement of other ranks' captures without one of this rank's own."""
         self._captures = {} if self._captures is None else self._captures
 
-    def forget(self) -> None:
-        """Let go of what was collected, once it is measured."""
+    def clear(self) -> None:
+        """Release the captures after the measurement."""
         self._captures = None

@@ -13,12 +13,12 @@ from hdi_callback.core.tensors import may_decide_on_host
 
 @dataclass(frozen=True)
 class HeadContribution:
-    """What each head adds to the output of its layer.
+    """Size of each head's contribution to the output of its layer.
 
     Attributes:
         relative: ``(H,)``, RMS over tokens of the norm of what a head adds, over that of what all heads add together.
         not_finite: ``(H,)``, 1 where an output of the head is NaN or infinite, 0 elsewhere.
-        tokens: how many tokens counted.
+        tokens: number of tokens.
     """
 
     relative: Tensor
@@ -27,11 +27,11 @@ class HeadContribution:
 
     @classmethod
     def of(cls, sums: ContributionSums, bad: Tensor) -> HeadContribution:
-        """Take the roots of what was summed.
+        """The contributions from sums of squares.
 
         Args:
             sums: over the tokens.
-            bad: ``(H,)``, whether an output of the head is not finite.
+            bad: ``(H,)``, True where an output of the head is not finite.
 
         Returns:
             The contribution of each head.
@@ -42,14 +42,14 @@ class HeadContribution:
 def contribution_sums(
     outputs: Tensor, output_weight: Tensor, weights: Tensor | None, trace: Tensor | None = None
 ) -> ContributionSums:
-    """Add up what heads contribute, each token as often as it counts.
+    """Weighted sums over tokens of the heads' contributions.
 
     Args:
         outputs: ``(tokens, H, d_v)``.
         output_weight: ``(H, d_v, d)``.
         weights: ``(tokens,)``, how often each token counts, 0 for padding; once if `None`.
-        trace: ``(H, H)``, trace of the covariance of two heads' contributions, if it is known: then no token is
-            projected once more.
+        trace: ``(H, H)``, trace of the covariance of two heads' contributions, if it is known: then tokens need not be
+            projected.
 
     Returns:
         Their sums.
@@ -59,7 +59,7 @@ def contribution_sums(
     if weights is None:
         return ContributionSums.of(outputs, output_weight)
     wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    # Squares are added up, so that the root of a weight counts a token that often; NaN in padding stays out.
+    # Squares are added up, so that tokens are scaled by the root of their weight; NaN in padding stays out.
     counted = torch.where(weights[:, None, None] == 0, 0, wide * weights.sqrt()[:, None, None])
     sums = ContributionSums.of(counted, output_weight)
     return ContributionSums(weights.sum().to(sums.count.dtype), sums.heads, sums.output)
@@ -84,12 +84,12 @@ def _contributions_of(
 
 
 def not_finite(outputs: Tensor, weights: Tensor | None, sums: ContributionSums | None = None) -> Tensor:
-    """Return which heads gave what is no number.
+    """Return which heads have NaN or infinite outputs.
 
     Args:
         outputs: ``(tokens, H, d_v)``.
         weights: ``(tokens,)``, 0 for padding, which does not count; `None` if there is none.
-        sums: what was added up of them: where the host may look, and all of it is finite, so are the outputs.
+        sums: sums over the outputs: where the host may read them, and they are finite, so are the outputs.
 
     Returns:
         ``(H,)``, boolean.
@@ -98,4 +98,4 @@ def not_finite(outputs: Tensor, weights: Tensor | None, sums: ContributionSums |
         return torch.zeros(outputs.shape[1], dtype=torch.bool, device=outputs.device)
     if weights is not None:
         outputs = torch.where((weights != 0)[:, None, None], outputs, 0)
-    return (outputs * 0).sum((0, 2)).isnan()  # what is no number is none after that either
+    return (outputs * 0).sum((0, 2)).isnan()  # 0 * x is NaN for NaN and infinity

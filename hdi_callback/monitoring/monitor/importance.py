@@ -1,4 +1,4 @@
-"""What losing heads would cost, from the slopes that the backward of the armed step has shown."""
+"""First-order cost of losing heads, from the slopes that the backward of the armed step recorded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hdi_callback.monitoring.readings import Measurement
 
 @dataclass(frozen=True)
 class HeadImportance:
-    """What losing heads would cost, to first order; in units of the mean over the heads of the layer, but for `slope`.
+    """First-order cost of losing heads, over the mean of the layer's heads (`slope` is not divided).
 
     Attributes:
-        importance: ``(H,)``, of each head: 1 is an average one.
+        importance: ``(H,)``, of each head; 1 is average.
         pairs: ``(G, G)``, of all heads of two key heads, and on the diagonal of those of one.
         worst_pair_one: of the less important of the two key heads whose keys overlap most.
         worst_pair_both: of both of them.
-        slope: ``(H,)``, how fast what backward was called on grows with a factor on the head.
+        slope: ``(H,)``, derivative, in a factor on the head, of the tensor that backward was called on.
     """
 
     importance: Tensor
@@ -33,11 +33,11 @@ class HeadImportance:
 
 @dataclass(frozen=True)
 class Importances:
-    """Sums over the sequences of one layer that a rank holds.
+    """Sums of head importance over a rank's sequences, of one layer.
 
     Attributes:
-        heads: of its heads.
-        groups: of its key heads, each with all of its query heads.
+        heads: sums of the heads.
+        groups: sums of the key heads, each with all of its query heads.
     """
 
     heads: ImportanceSums
@@ -58,29 +58,29 @@ class Importances:
         return cls(ImportanceSums.of_slopes(slopes), ImportanceSums.of_slopes(by_group))
 
     def tensors(self) -> list[Tensor]:
-        """Give what adds up, in a fixed order."""
+        """The tensors that add up over ranks, in a fixed order."""
         return [self.heads.slope, self.heads.pairs, self.groups.slope, self.groups.pairs]
 
     def averaged(self, ranks: Tensor) -> Importances:
-        """Take the slopes of the mean of the ranks' losses, which is what data-parallel training minimises.
+        """The sums for the mean of the ranks' losses, which data-parallel training minimises.
 
         Args:
-            ranks: how many of them were added up.
+            ranks: number of ranks that were added up.
 
         Returns:
-            The same with these slopes.
+            The same sums with slopes divided by that number.
         """
         heads, groups = (replace(one, slope=one.slope / ranks) for one in (self.heads, self.groups))
         return Importances(heads, groups)
 
     def importance(self, worst_pair: Tensor | None) -> HeadImportance:
-        """Divide by the mean over heads.
+        """Importance relative to the mean over heads.
 
         Args:
             worst_pair: ``(2,)``, two key heads, or -1; `None` if they are not known.
 
         Returns:
-            What is measured.
+            The importance of heads and of pairs.
         """
         unit = self.heads.importance.mean()
         unit = torch.where(unit > 0, unit, torch.nan)
@@ -98,10 +98,10 @@ class Importances:
 
 
 def closest_pairs(measurements: Sequence[Measurement]) -> dict[str, Tensor]:
-    """Find the two key heads of each layer whose keys overlap most.
+    """The two key heads of each layer whose keys overlap most.
 
     Args:
-        measurements: what was measured.
+        measurements: the measurements of this reading.
 
     Returns:
         Layer name -> ``(2,)``, -1 where there is no pair.

@@ -1,4 +1,4 @@
-"""Sums over the input tokens of a layer, and how different they tell that the tokens are."""
+"""Sums over the input tokens of a layer -> effective rank and mean cosine, see `TokenSpread`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hdi_callback.core.tokens import TokenSpread, energy_of_tokens
 
 @dataclass(frozen=True)
 class InputMean:
-    """Sums over the input tokens of a layer, of which each counts as often as its weight says.
+    """Weighted sums over the input tokens of a layer.
 
     Attributes:
         count: sum of the weights.
         total: ``(d,)``, sum of the tokens.
         size: sum of the squared norms of the tokens.
         directions: ``(d,)``, sum of the tokens scaled to norm 1.
-        pointing: sum of the weights of tokens that are not zero.
+        pointing: sum of the weights of tokens other than zero, which have a direction.
         pointing_squares: sum of the squares of these weights.
     """
 
@@ -55,7 +55,7 @@ class InputMean:
 
     @classmethod
     def none(cls, width: int, device: torch.device) -> InputMean:
-        """Give the sums over no tokens.
+        """Sums over no tokens.
 
         Args:
             width: d.
@@ -68,16 +68,16 @@ class InputMean:
         return cls(zero, zeros, zero, zeros, zero, zero)
 
     def tensors(self) -> list[Tensor]:
-        """Give what adds up, in a fixed order."""
+        """The tensors that add up over ranks, in a fixed order."""
         return [self.count, self.total, self.size, self.directions, self.pointing, self.pointing_squares]
 
 
 @dataclass(frozen=True)
 class InputSums:
-    """What tells how different the input tokens of a layer are.
+    """Sums over the input tokens of a layer that give their effective rank and mean cosine.
 
     Attributes:
-        mean: sums over them.
+        mean: sums over the tokens before centring.
         variance: sum of the squared norms of the centred tokens.
         energy: squared Frobenius norm of the sum of their outer products.
     """
@@ -88,11 +88,11 @@ class InputSums:
 
     @classmethod
     def of_rows(cls, mean: InputMean, rows: Tensor, weights: Tensor) -> InputSums:
-        """Add up what is centred already; inner products are taken in float32.
+        """Sums of centred tokens; inner products are taken in float32.
 
         Args:
             mean: sums over the tokens.
-            rows: ``(n, d)``, float64, centred, times the roots of the weights; used up.
+            rows: ``(n, d)``, float64, centred, times the roots of the weights; overwritten.
             weights: ``(n,)``.
 
         Returns:
@@ -104,14 +104,14 @@ class InputSums:
 
     @classmethod
     def in_single(cls, tokens: Tensor, weights: Tensor) -> InputSums | None:
-        """Add up tokens in float32: their mean is taken off twice, and long sums are made of short ones.
+        """Sums of tokens in float32: the mean is subtracted twice, and long sums are made of short ones.
 
         Args:
             tokens: ``(n, d)``, float32, on a CPU: the host reads their norms.
             weights: ``(n,)``, float64, at least 0.
 
         Returns:
-            The sums; `None` where norms leave the range of float32, or are no numbers.
+            The sums; `None` where norms leave the range of float32, or are not finite.
         """
         norm = torch.linalg.vector_norm(tokens, dim=-1)
         if not len(norm) or not 1e-10 < float(norm.max()) < 1e15:
@@ -143,9 +143,9 @@ class InputSums:
 
     @classmethod
     def over_ranks(cls, mean: InputMean, rows: Tensor, add_up: Callable[[Tensor], None]) -> InputSums:
-        """Add up what is centred already with other ranks: a scatter, of which each pair of features travels once.
+        """Sums of centred tokens over ranks, from a scatter that is sent with each pair of features once.
 
-        It travels in float32, whose rounding changes the sums by 1e-7 or so, as each is made of squares.
+        It is sent in float32, whose rounding changes the sums, which are made of squares, by about 1e-7.
 
         Args:
             mean: sums over the tokens of all ranks.
@@ -168,19 +168,19 @@ class InputSums:
             block = block.view(min(step, d - start), d - start).double()
             own = block[:, : len(block)]
             trace = trace + own.diagonal().sum()
-            # Pairs with later features stand on both sides of the diagonal.
+            # Pairs with later features count twice, above and below the diagonal.
             energy = energy + 2 * block.square().sum() - own.square().sum()
         return cls(mean, trace * scale**2, energy * scale**4)
 
     def spread(self) -> TokenSpread:
-        """Tell how different tokens are, see `token_spread`.
+        """Effective rank and mean cosine of the tokens, see `token_spread`.
 
         Returns:
             The spread; NaN with fewer than two tokens.
         """
         mean = self.mean
         rank = self.variance.square() / self.energy
-        # What is left of tokens that are one is the rounding of what was captured.
+        # Equal tokens leave a residue: the rounding of the captured values.
         is_one = self.variance <= (8 * torch.finfo(torch.float32).eps) ** 2 * mean.size
         rank = torch.where(is_one, 0, rank)
         pairs = mean.pointing.square() - mean.pointing_squares

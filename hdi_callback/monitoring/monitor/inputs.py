@@ -28,7 +28,7 @@ from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 
 SOURCES = (KEYS, TOKENS)
-"""What is measured on the inputs of layers."""
+"""Sources that are measured on the inputs of layers."""
 
 
 class LayerInputs(Collected):
@@ -37,12 +37,12 @@ class LayerInputs(Collected):
     Args:
         layers: the layers that are watched.
         reader: reads their key weights.
-        sources: what is asked for.
+        sources: which of `SOURCES` are asked for.
         max_tokens: largest number of tokens kept per layer.
         model: the model around them.
         padding: how padding is known.
         rank_tol: see `head_diversity_from_covariance`.
-        turns: the layers that a reading passes over.
+        turns: which layers a reading skips.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class LayerInputs(Collected):
         self._tapped = [layer for layer in self._layers.all if layer.name not in without]
 
     def begin(self) -> None:
-        """Pass over the layers whose turn comes later, at the reading for which a forward is armed next."""
-        # Where keys were asked for, what is added up for them tells of the tokens as well.
+        """Skip, at the reading that is armed next, the layers whose turn comes later."""
+        # Where keys are measured, their sums give the statistics of tokens as well.
         self.taps.passed_over = self._turns.waiting(TOKENS) if KEYS not in self._sources else frozenset()
 
     def add(self, layers: Sequence[AttentionLayer], absent: Absent) -> None:
@@ -77,7 +77,7 @@ class LayerInputs(Collected):
 
         Args:
             layers: layers with names of their own.
-            absent: takes what this reading lacks of them.
+            absent: notes what this reading lacks of them.
         """
         tapped, why_not = layers_of_inputs(layers)
         self.taps.add(tapped)
@@ -90,10 +90,10 @@ class LayerInputs(Collected):
             )
 
     def collect(self, absent: Absent) -> None:
-        """Take over what was captured, for the measurement that follows.
+        """Collect the captures for the next measurement.
 
         Args:
-            absent: takes what was not captured.
+            absent: notes what was not captured.
         """
         self.taps.disarm()
         self._captures = None
@@ -105,7 +105,7 @@ class LayerInputs(Collected):
                 **self.taps.absent,
             }
             for layer in self._layers.all:
-                # None: it was found in this very forward, and `add` says so.
+                # None: the layer was found in this very forward, which `add` has noted.
                 why = reasons.get(layer.name)
                 if why is not None and layer.name not in {*self._captures, *self._layers.removed}:
                     for source in self._sources:
@@ -120,17 +120,17 @@ class LayerInputs(Collected):
         device: torch.device,
         absent: Absent,
     ) -> list[Measurement]:
-        """Measure what was captured, by all ranks together.
+        """Measure the captures of all ranks together.
 
         Args:
             layers: those that any rank captures, the same on every rank.
-            left_out: names of those whose heads are not what was claimed.
+            left_out: names of those whose heads are contradicted.
             ranks: those that measure together; all of them call this. Memory is bounded to one layer at a time.
-            device: where they add up.
-            absent: takes what cannot be measured.
+            device: the device of the sums.
+            absent: notes what cannot be measured.
 
         Returns:
-            Measurements; none if no forward was to be captured, as it was on all ranks then.
+            Measurements; none if no forward was armed, which is the same on all ranks.
         """
         if self._captures is None:
             return []
@@ -160,8 +160,8 @@ class LayerInputs(Collected):
         ranks: Ranks,
         device: torch.device,
     ) -> tuple[InputSums, Tensor | None]:
-        """Add up the tokens of a layer, and the outer products of the centred ones where they are needed themselves."""
-        is_of_tokens_alone = ranks.size == 1 and KEYS not in self._sources  # inner products tell as much of them
+        """Sums over the tokens of a layer, and their scatter where keys need it."""
+        is_of_tokens_alone = ranks.size == 1 and KEYS not in self._sources  # inner products give the same statistics
         if is_of_tokens_alone and held is not None and may_decide_on_host(held[0]):
             found = InputSums.in_single(*held)
             if found is not None:
@@ -208,7 +208,7 @@ class LayerInputs(Collected):
     def _from_holders(
         self, layer: AttentionLayer, found: Any, is_here: bool, ranks: Ranks, device: torch.device
     ) -> HeadDiversity:
-        """Give every rank what the first of those that hold a layer has measured; NaN if it could not."""
+        """Send the result of the first rank that holds a layer to all ranks; NaN if it could not measure."""
         G, d_k = layer.num_key_heads, layer.head_dim
         blank = head_diversity_from_covariance(torch.empty(G, d_k, G, d_k, dtype=torch.float64, device="meta"))
         blanks = {item.name: getattr(blank, item.name) for item in fields(blank)}
@@ -221,7 +221,7 @@ class LayerInputs(Collected):
         return replace(blank, **{name: one.to(blanks[name].dtype) for name, one in zip(blanks, added)})
 
     def _tokens_of(self, layer: AttentionLayer, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Give the tokens of a layer, ``(n, d)`` and their weights; `None` if this rank has none to tell of."""
+        """The captured tokens of a layer, ``(n, d)``, and their weights; `None` if this rank has none."""
         capture = None if self._captures is None else self._captures.get(layer.name)
         if capture is None:
             return None
@@ -232,7 +232,7 @@ class LayerInputs(Collected):
         if capture.weights is None:
             return tokens, torch.ones(len(tokens), dtype=torch.float64, device=device)
         weights = capture.weights.to(device, torch.float64)
-        return torch.where(weights[:, None] == 0, 0, tokens), weights  # what is in padding does not count
+        return torch.where(weights[:, None] == 0, 0, tokens), weights  # padding may hold anything
 
 
 def _mean_of(layer: AttentionLayer, held: tuple[Tensor, Tensor] | None, device: torch.device) -> InputMean:

@@ -16,7 +16,7 @@ def join(source: str, results: Sequence[tuple[str, Any]]) -> Measurement:
     """Join the results of several layers along a new first dimension.
 
     Args:
-        source: what they are of.
+        source: the source of the results.
         results: names of the layers, and frozen records of tensors of one shape.
 
     Returns:

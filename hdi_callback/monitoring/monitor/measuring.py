@@ -15,7 +15,7 @@ from hdi_callback.monitoring.ranks import check_process_group
 METHODS: tuple[Method, ...] = get_args(Method)
 
 DEFAULT_MEMORY = 512 * 2**20
-"""Bytes that reading weights may take at a time."""
+"""Default of `memory_budget`, in bytes."""
 
 
 def _padding(value: Any) -> Any:
@@ -44,17 +44,17 @@ MEASURING: Mapping[str, Callable[[Any], Any]] = {
     "check_heads": lambda value: flag("check_heads", value),
     "process_group": check_process_group,
 }
-"""Argument -> what checks it: takes what came, gives what is used, raises a `MisconfigurationError`."""
+"""Argument -> its check: value -> value that is used; raises a `MisconfigurationError`."""
 
 
 def check_arguments(**arguments: Any) -> dict[str, Any]:
     """Check the arguments of a measurement.
 
     Args:
-        arguments: argument -> what came.
+        arguments: argument -> its value.
 
     Returns:
-        The same, as they are used.
+        The arguments in the form in which they are used.
 
     Raises:
         MisconfigurationError: if one of them cannot work.

@@ -66,22 +66,22 @@ class HeadDiversityMonitor:
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
         memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone.
-        strict: make a model without any readable attention layer an error instead of a warning: at once, or at the
-            first reading where a real forward may still show the heads of modules that resemble attention.
+        strict: raise an error, in place of a warning, for a model without any readable attention layer: at once, or at
+            the first reading if a real forward may still show the heads of modules that resemble attention.
         check_heads: check, on a few tokens of the first armed forward, that every layer computes attention with the
-            heads that were found; a layer that does not is left out from then on, with a warning that shows why. What
-            is proposed by names alone is watched from the forward on that confirms it. Modules that were refused are
-            searched again there, watched from then on if it shows their heads, and warned of if it does not;
-            attention that ran and is not watched is named once.
+            heads that were found; a layer that does not is left out from then on, with a warning that shows why. Layers
+            proposed by names alone are watched once a forward has confirmed them. Modules that were refused are
+            searched again there, watched from then on if it shows their heads, and warned of if it does not; attention
+            that ran and is not watched is named once.
         process_group: the ranks that measure together, each its share of the weights and its own tokens: ``"auto"`` for
             all of them once `torch.distributed` is initialised, a process group, or `None` for this rank alone.
         padding: how it is known which tokens are padding, whose outputs are left out: ``"auto"`` from the masks that
             attention and the modules around it receive; the number of the token that is padding, among the integers
             that the model receives; a function that takes the arguments of the outermost watched module, by name, and
             returns ``(batch, length)``, true where a token is padding; `None` to count every token.
-        unasked: further metrics to measure, of which nothing is said where they cannot be.
-        in_turn: measure those of them that take long not of every wide layer at every reading, see `Turns`, and its
-            movement by a quarter of its weights.
+        unasked: further metrics to measure, without a warning where they cannot be.
+        in_turn: measure the costly ones among them only at some readings of each wide layer, see `Turns`, and its
+            movement on a quarter of its weights.
 
     Raises:
         MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set
@@ -177,7 +177,7 @@ class HeadDiversityMonitor:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that measure together, as they were asked for."""
+        """The ranks that measure together."""
         return self._rendezvous.asked
 
     @property
@@ -187,14 +187,14 @@ class HeadDiversityMonitor:
 
     @property
     def facts(self) -> tuple[dict[str, Any], ...]:
-        """What is known of each layer, as plain data; once the ranks have met, of the layers of all of them."""
+        """Facts about each layer as plain data; after the first reading over ranks, about the layers of all ranks."""
         return self._layers.facts if self._roster is None or not self._roster.spans else self._roster.facts
 
     def sizes(self) -> dict[str, list[int]]:
-        """Give the sizes by which a checkpoint knows this model again.
+        """Sizes of the layers, by which a checkpoint recognises this model.
 
         Returns:
-            Name -> sizes, of `facts`; without the layers that a forward of this rank has shown, or contradicted.
+            Name -> sizes, of `facts`; without layers that a forward of this rank has found or contradicted.
         """
         here, late = {layer.name for layer in self.layers}, self.found_late
         elsewhere = {facts["name"] for facts in self.facts} - set(self._layers.names)
@@ -203,7 +203,7 @@ class HeadDiversityMonitor:
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether other ranks hold other layers, which `facts` tells of too."""
+        """Whether other ranks hold other layers, which `facts` includes."""
         return self._roster is not None and self._roster.spans
 
     @property
@@ -237,11 +237,11 @@ class HeadDiversityMonitor:
     def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
         """Capture the head outputs of the forwards that follow, for the next `measure`.
 
-        Read are the forwards that train, all that come before `measure`: those that autograd records, without those
-        that no backward reaches while it reaches others. If autograd records none of them, they are all read.
+        All forwards before `measure` that train are read: those that autograd records, except those that no backward
+        reaches while it reaches others. If autograd records none, all are read.
 
         Args:
-            training_only: pass over forwards that autograd does not record, even if there are no others.
+            training_only: skip forwards that autograd does not record, even if there are no others.
             padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
         """
         self._begin_turn()
@@ -264,17 +264,17 @@ class HeadDiversityMonitor:
             capture.disarm()
 
     def rest(self) -> None:
-        """Make compiled graphs free of samples again, before a forward that is not to be captured."""
+        """Remove samples from compiled graphs before a forward that is not captured."""
         for capture in self._captures:
             capture.rest()
 
     def release(self) -> None:
-        """Capture nothing more, and let go of what was captured."""
+        """Stop capturing, and discard what was captured."""
         for capture in self._captures:
             capture.release()
 
     def suspend(self) -> None:
-        """Take the hooks off for an evaluation, so that it runs exactly as without a monitor."""
+        """Remove the hooks for an evaluation, so that it runs exactly as without a monitor."""
         for capture in self._captures:
             capture.suspend()
         self._verifier.suspend()
@@ -282,7 +282,7 @@ class HeadDiversityMonitor:
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         *taps, rows = self._captures
-        for one in (*taps, self._verifier, rows):  # in the order in which they came: compiled graphs are guarded by it
+        for one in (*taps, self._verifier, rows):  # in the order of installation, on which compiled graphs have guards
             one.resume()
 
     def measure(
@@ -315,7 +315,7 @@ class HeadDiversityMonitor:
         self._turns.end()
         self._verify()
         self._layers.find_removed()
-        # Over several ranks all sums are made at once.
+        # Over several ranks all sums are exchanged at once.
         alone = number_of_processes() == 1
         self._pending_outputs = set()
         if self._outputs is not None:
@@ -329,10 +329,10 @@ class HeadDiversityMonitor:
         with torch.no_grad(), self._reader.remembering_views():
             measurements = self._measure_together(absent)
             measurements = self._measure_alone(absent) if measurements is None else measurements
-        self._shared.forget()
+        self._shared.clear()
         for collected in (self._outputs, self._rows, self._inputs):
             if collected is not None:
-                collected.forget()
+                collected.clear()
         self._warn_of_weights_not_kept()
         names = self._layers.names if self._roster is None else self._roster.names
         late = self._layers.take_late()
@@ -353,11 +353,11 @@ class HeadDiversityMonitor:
         """Add to the last reading the head outputs of forwards that came after it.
 
         Args:
-            reading: what `measure` gave with ``is_last_forward=False``.
+            reading: the result of `measure` with ``is_last_forward=False``.
             is_last_forward: False if forwards of further layers may still follow.
 
         Returns:
-            The same reading, with what was captured since.
+            The same reading, with the head outputs captured since.
         """
         pending = self._pending_outputs
         found: list[Measurement] = []
@@ -371,8 +371,8 @@ class HeadDiversityMonitor:
             self._rows.collect(pending, self._pending_outputs, absent)
             with torch.no_grad():
                 found = [*self._outputs.measure(absent, reading.measurements), *self._rows.measure(absent)]
-            self._outputs.forget()
-            self._rows.forget()
+            self._outputs.clear()
+            self._rows.clear()
         if self._pending_outputs:
             self._arm(self._training_only)
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent.reasons)
@@ -393,7 +393,7 @@ class HeadDiversityMonitor:
             self._outputs.verified(self._verifier.ran)
 
     def _describe(self, absent: Absent) -> dict[str, Any]:
-        """Say what this rank measures, see `Roster`."""
+        """Describe what this rank measures, for `Roster`."""
         if self._sample is None:  # once, as it waits for the device
             self._sample = self._layers.sample()
         outputs, inputs = (
@@ -440,7 +440,7 @@ class HeadDiversityMonitor:
             self._verifier.adopt(others_await=roster.awaits)
             absent.reasons.update(roster.absent)
             for one in collected if is_any_armed else ():
-                one.take_part()
+                one.join_measurement()
             measurements = measure_over_ranks(
                 roster,
                 self._layers,

@@ -1,4 +1,4 @@
-"""How far the weights of each head moved since the last reading, whose weights wait on the host until then."""
+"""Relative change of each head's weights since the last reading, whose weights are kept on the host."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hdi_callback.core.updates import weight_update
 from hdi_callback.monitoring.monitor import turns
 
 LARGEST = 2**31
-"""Bytes of weights that are kept on the host in all; nothing is known of the movement and updates of layers beyond."""
+"""Bytes of weights kept on the host in all; the movement and updates of further layers are absent."""
 
 LARGEST_UNASKED = 2**28
-"""The same where no such curve was asked for, and the default rules alone need them."""
+"""The same where only the default rules need these weights."""
 
 _EVERY = 4
-"""Of so many rows, or columns, of a wide layer one is kept where rules alone look at the movement."""
+"""One of so many rows, or columns, of a wide layer is kept where only rules need the movement."""
 
 
 @dataclass(frozen=True)
 class HeadMovement:
-    """How far heads moved.
+    """Relative change of the heads' weights between two readings.
 
     Attributes:
         movement: ``(H,)``, norm of the change of a head's own weights over the norm that they had: of query and output,
-            and of key and value where no other head shares them. 0 means frozen, or updates that round away. NaN where
-            there is nothing to compare with.
+            and of key and value where no other head shares them. 0 means frozen, or updates that round away. NaN
+            without an earlier reading.
         unchanged: ``(H,)``, share of these weights that are exactly what they were, to the last bit.
     """
 
@@ -39,12 +39,12 @@ class HeadMovement:
 
 
 class LastWeights:
-    """Keep the weights of the last reading on the host.
+    """Weights of the last reading, kept on the host.
 
     Args:
         largest: bytes that may be kept in all.
-        for_movement_alone: nothing else is computed of them: on a CPU a weight is then written over the last one.
-        samples_wide: and of layers that are wide a quarter is kept and compared, for rules alone.
+        for_movement_alone: only `movement` needs them: on a CPU a weight then overwrites the last one.
+        samples_wide: only rules need them: a quarter of the weights of wide layers is kept and compared.
     """
 
     def __init__(self, largest: int = LARGEST, *, for_movement_alone: bool = False, samples_wide: bool = False) -> None:
@@ -66,7 +66,7 @@ class LastWeights:
         """Begin a reading.
 
         Args:
-            step: of the reading; one more at the same step is compared with nothing, as its weights are the same.
+            step: step of the reading; a second reading at one step has the same weights, and is not compared.
         """
         if step == self._step:
             self._kept = {}
@@ -74,13 +74,13 @@ class LastWeights:
         self._finite = set()
 
     def are_finite(self, names: Sequence[str]) -> bool:
-        """Return whether the movement of layers at this reading has shown that all their weights are finite.
+        """Return whether all weights of layers are finite, as far as their movement at this reading has shown.
 
         Args:
             names: of some layers.
 
         Returns:
-            True if it has; False where it was not asked.
+            True if they are; False if not, or if it was not checked.
         """
         return self._finite.issuperset(names)
 
@@ -107,16 +107,16 @@ class LastWeights:
                 if own.shape[0] != H:
                     are_all_seen = False
                     if not self._for_movement_alone:
-                        self._exchange(name, role, own)
+                        self._replace(name, role, own)
                     continue
                 numbers = own[0].numel()
-                if self._samples_wide and turns.makes_wide(own.numel()):
+                if self._samples_wide and turns.is_wide_weight(own.numel()):
                     own = _sample(own)
                     are_all_seen = False
-                # What was seen of a weight stands for all of it, so that each role counts as it does in whole layers.
+                # A sample is scaled up to the whole weight, so that each role counts as in layers that are not sampled.
                 seen = own[0].numel()
-                last = self._to_write_over(name, role, own)
-                before = self._exchange(name, role, own) if last is None else last
+                last = self._reusable(name, role, own)
+                before = self._replace(name, role, own) if last is None else last
                 if before is None:
                     moved[row] = same[row] = torch.nan
                     continue
@@ -124,32 +124,32 @@ class LastWeights:
                 change = weight_update(own, before) if last is None else self._difference(own, before)
                 count[row] += numbers
                 moved[row] += _squares(change) * (numbers / seen)
-                # Written as numbers, in place: adding up truth values is six times as slow. Divided first, so that a
-                # weight that stood still counts whole to the last bit.
+                # As floats, in place: summing booleans is six times as slow. Divided first, so that an unchanged weight
+                # gives exactly `numbers`.
                 same[row] += change.eq_(0).sum((-2, -1)) / seen * numbers
                 if last is not None:
                     self._next[name, role] = last.copy_(own)
-        # A weight less one that is finite is finite if it is.
+        # The difference from a finite weight is finite only if the weight is.
         if are_all_seen and may_decide_on_host(some):
             is_finite = (moved + size).isfinite().all(-1).tolist()
             self._finite.update(name for name, own in zip(names, is_finite) if own)
         return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()), same / count)
 
     def before(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
-        """Give the weights of the last reading, and keep those of this one.
+        """Return the weights of the last reading, and keep those of this one.
 
         Args:
             names: of some layers.
             weights: role -> ``(layers, heads, width, features)``.
 
         Returns:
-            The same at the last reading; NaN in layers of which nothing is known.
+            The same at the last reading; NaN in layers without an earlier one.
         """
         found: dict[Role, Tensor] = {}
         for role, weight in weights.items():
             found[role] = torch.full_like(weight, torch.nan)
             for row, name in enumerate(names):
-                before = self._exchange(name, role, weight[row])
+                before = self._replace(name, role, weight[row])
                 if before is not None:
                     found[role][row].copy_(before, non_blocking=True)
         return found
@@ -160,8 +160,8 @@ class LastWeights:
         self._bytes = 0
         self._room = None
 
-    def _to_write_over(self, name: str, role: Role, weight: Tensor) -> Tensor | None:
-        """Give what a weight was, if this reading is to be written over it and there is room for that."""
+    def _reusable(self, name: str, role: Role, weight: Tensor) -> Tensor | None:
+        """The weight of the last reading, if this one may be written over it and it is within the limit."""
         before = self._kept.get((name, role))
         is_alike = before is not None and before.shape == weight.shape and before.dtype == weight.dtype
         if not (self._for_movement_alone and is_alike and type(weight) is Tensor and weight.device.type == "cpu"):
@@ -172,14 +172,14 @@ class LastWeights:
         return None if self.is_full else before
 
     def _difference(self, weight: Tensor, before: Tensor) -> Tensor:
-        """Subtract, into the memory of the last difference: memory that is used already costs a third."""
+        """Weight - before, in the memory of the last difference: reused memory costs a third."""
         room = self._room
         if room is None or room.shape != before.shape or room.stride() != before.stride() or room.dtype != before.dtype:
             room = self._room = torch.empty_like(before)
         return torch.sub(weight, before, out=room)
 
-    def _exchange(self, name: str, role: Role, weight: Tensor) -> Tensor | None:
-        """Keep a weight, and give what it was."""
+    def _replace(self, name: str, role: Role, weight: Tensor) -> Tensor | None:
+        """Keep a weight; return that of the last reading."""
         if not weight.is_meta:
             self._keep(name, role, weight)
         before = self._kept.get((name, role))
@@ -192,7 +192,7 @@ class LastWeights:
         if self.is_full:
             return
         if weight.device.type == "cuda":
-            # A copy into pinned memory is not waited for; what reads it later is queued behind it.
+            # The host does not wait for a copy into pinned memory; later reads are queued behind it.
             host = torch.empty(weight.shape, dtype=weight.dtype, device="cpu", pin_memory=True)
             self._next[name, role] = host.copy_(weight, non_blocking=True)
         else:
@@ -200,14 +200,14 @@ class LastWeights:
 
 
 def _sample(heads: Tensor) -> Tensor:
-    """Take every fourth row of each head, or column where columns lie one after the other; always the same ones."""
+    """Every fourth row of each head, or column where columns are contiguous; always the same ones."""
     by_row = heads.stride(-2) >= heads.stride(-1)
     part = heads[:, ::_EVERY] if by_row else heads[:, :, ::_EVERY]
     return part if part.device.type == "cpu" else part.contiguous()  # which is then copied without a wait
 
 
 def _squares(heads: Tensor) -> Tensor:
-    """Add up squares by head; of heads that do not lie one after the other, a norm takes four times as long."""
+    """Sums of squares by head; of heads that are not contiguous a norm takes four times as long."""
     if heads.is_contiguous():
         norms: Tensor = torch.linalg.vector_norm(heads, dim=(-2, -1))
         return norms.square()

@@ -33,15 +33,15 @@ _UNCALLED = (
 
 
 class OutputCapture(Collected):
-    """Capture head outputs, and say which were missed.
+    """Capture head outputs, and report which are missing.
 
     Args:
         layers: the layers that are watched.
         max_tokens: largest number of tokens kept per layer.
         model: the model around them.
         padding: how padding is known.
-        warn_once: turns what goes wrong into one warning.
-        reduce_slopes: makes of gradients at head outputs what is kept of them; `None` to capture none.
+        warn_once: warns once of each kind of failure.
+        reduce_slopes: reduces gradients at head outputs to what is kept; `None` to capture none.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OutputCapture(Collected):
 
         Args:
             layers: layers with names of their own.
-            absent: takes what this reading lacks of them.
+            absent: notes what this reading lacks of them.
         """
         self.taps.add(layers)
         self._tap()
@@ -75,7 +75,7 @@ class OutputCapture(Collected):
             absent.reasons[outputs_of(layer.name)] = self.taps.absent.get(layer.name, FOUND_LATE)
 
     def verified(self, ran: Collection[str]) -> None:
-        """Take note, after the heads were verified, of layers that ran without calling their output projection.
+        """Note, after verification, the layers that ran without calling their output projection.
 
         Args:
             ran: names of the layers that ran.
@@ -83,18 +83,18 @@ class OutputCapture(Collected):
         self._uncalled = set(self.taps.missed).intersection(ran)
 
     def pending(self) -> set[str]:
-        """Name the layers that were to be captured and did not run yet."""
+        """Names of armed layers that have not run yet."""
         if not self.taps.was_armed:
             return set()
         return set(self.taps.missed) - self._layers.removed
 
     def collect(self, names: Collection[str], pending: Collection[str], absent: Absent) -> None:
-        """Take over what the taps of some layers hold, for the measurement that follows.
+        """Collect the captures of some layers for the next measurement.
 
         Args:
             names: of these layers.
-            pending: layers that may still run, of which nothing is said yet.
-            absent: takes what was not captured.
+            pending: layers that may still run, which are not reported yet.
+            absent: notes what was not captured.
         """
         self.taps.disarm()
         self._captures = None
@@ -161,7 +161,7 @@ class OutputCapture(Collected):
 
 
 def outputs_of(name: str) -> str:
-    """Give the key under which the head outputs of a layer are said to be missing.
+    """Key of a layer's head outputs in `Reading.absent`.
 
     Args:
         name: of the layer.

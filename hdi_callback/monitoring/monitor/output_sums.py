@@ -1,4 +1,4 @@
-"""`OutputSums`: what ranks add up of the head outputs of one layer."""
+"""`OutputSums`: sums of one layer's head outputs that add up over ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hdi_callback.monitoring.monitor.importance import Importances
 
 @dataclass
 class OutputSums:
-    """Sums over the tokens of one layer that a rank holds.
+    """Sums over a rank's tokens of one layer.
 
     Attributes:
-        covariance: of the covariance term, without a scatter; `None` if it is not asked for.
-        contribution: of the contributions; `None` if they are not asked for. Beside a covariance it is of the mean
-            token alone, and on one rank: what differs from it is in the covariance.
-        not_finite: ``(H,)``, how many ranks saw an output that is not finite.
-        importance: of their importance; `None` if it is not asked for.
-        followed: how many ranks know it.
-        squares: ``(H, H)``, of the scatter over all ranks, on one of them; `None` if the overlap of outputs is not
-            measured.
+        covariance: sums of the covariance term, without a scatter; `None` if it is not asked for.
+        contribution: sums of the contributions; `None` if they are not asked for. With a covariance they are those of
+            the mean token alone, on one rank: the rest is in the covariance.
+        not_finite: ``(H,)``, number of ranks with an output that is not finite.
+        importance: sums of head importance; `None` if it is not asked for.
+        followed: number of ranks that have measured it.
+        squares: ``(H, H)``, squared norms of the blocks of the scatter over all ranks, on one of them; `None` if the
+            overlap of outputs is not measured.
     """
 
     covariance: HeadSums | None
@@ -40,7 +40,7 @@ class OutputSums:
     squares: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Give what adds up, in a fixed order."""
+        """The tensors that add up over ranks, in a fixed order."""
         parts = [self.covariance, self.contribution]
         found = [getattr(part, item.name) for part in parts if part is not None for item in fields(part)]
         found += [] if self.importance is None else self.importance.tensors()
@@ -48,7 +48,7 @@ class OutputSums:
         return [tensor for tensor in found if tensor is not None]
 
     def added_up(self, added: Iterator[Tensor]) -> OutputSums:
-        """Take the same tensors over all ranks."""
+        """Replace the tensors by their sums over all ranks."""
 
         def take(part: Any) -> Any:
             if part is None:
@@ -65,7 +65,7 @@ class OutputSums:
         return OutputSums(covariance, contribution, last[0], importance, *last[1:])
 
     def mix(self, scatter: Tensor, mean: Tensor, weight: Tensor, products: HeadProducts | None) -> None:
-        """Take from the scatter over all ranks what is computed of it, on one of them.
+        """Compute covariance and overlap from the scatter over all ranks, on one of them.
 
         Args:
             scatter: see `HeadSums`.
@@ -79,7 +79,7 @@ class OutputSums:
         self.add_mean(mean, weight)
 
     def add_mean(self, mean: Tensor, weight: Tensor) -> None:
-        """Add what the mean token contributes; arguments as for `mix`."""
+        """Add the contribution of the mean token; arguments as for `mix`."""
         if self.contribution is not None and self.covariance is not None:
             wide = torch.promote_types(weight.dtype, torch.float32)
             heads = (mean.to(weight.device, wide)[:, None, :] @ weight.to(wide))[:, 0].to(mean.device, torch.float64)
@@ -87,7 +87,7 @@ class OutputSums:
             self.contribution = ContributionSums(torch.zeros_like(squares[1]), *squares)
 
     def lose(self) -> None:
-        """Say that what `mix` computes is not known."""
+        """Mark the results of `mix` as unknown."""
         assert self.covariance is not None
         assert self.squares is not None
         self.covariance = replace(self.covariance, products=self.covariance.products + torch.nan)
@@ -97,7 +97,7 @@ class OutputSums:
             self.contribution = replace(self.contribution, heads=lost, output=self.contribution.output + torch.nan)
 
     def contributions(self) -> ContributionSums | None:
-        """Add what tokens contribute beside their mean, once all is added up.
+        """Contributions of all tokens, once ranks are added up: those of the mean and of the deviations from it.
 
         Returns:
             Sums over all tokens; `None` if they are not asked for.
@@ -113,12 +113,12 @@ class OutputSums:
     def zeros(
         layer: AttentionLayer, sources: Collection[str], device: torch.device, *, with_overlap: bool
     ) -> OutputSums:
-        """Make the sums over no tokens.
+        """Sums over no tokens.
 
         Args:
-            layer: which.
+            layer: the layer.
             sources: what is measured.
-            device: where they add up.
+            device: the device of the sums.
             with_overlap: measure the overlap of outputs.
 
         Returns:

@@ -1,4 +1,4 @@
-"""`HeadOutputs`: what is measured on captured head outputs, alone or with other ranks."""
+"""`HeadOutputs`: measurements on captured head outputs, of one process or of all ranks."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from hdi_callback.monitoring.readings import Measurement
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 SOURCES = (COVARIANCE, CONTRIBUTION, IMPORTANCE)
-"""What is measured on head outputs."""
+"""Sources that are measured on head outputs."""
 
 _ROUND = 2**22
-"""Bytes of scatters that are added up at once, so that those of all layers are never alive together."""
+"""Bytes of scatters that are added up at once, so that those of all layers are never in memory together."""
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank is to do for the head outputs of a layer that some rank captures.
+    """One rank's part in the measurement of a layer that some rank captures.
 
     Attributes:
         layer: the layer.
-        mean: of its head outputs over the tokens of all ranks, ``(H, d_v)``.
-        is_here: this rank captures it too.
-        is_taken: this rank computes what one of the ranks that hold it has to compute.
+        mean: mean head outputs over the tokens of all ranks, ``(H, d_v)``.
+        is_here: whether this rank captures the layer.
+        is_taken: whether this rank computes what only one of the ranks computes.
     """
 
     layer: AttentionLayer
@@ -56,7 +56,7 @@ class _Share:
 
 
 class HeadOutputs(OutputCapture):
-    """Measure what heads put out in the armed forwards of one step.
+    """Measure the head outputs of the armed forwards of one step.
 
     Args:
         layers: the layers that are watched.
@@ -65,8 +65,8 @@ class HeadOutputs(OutputCapture):
         max_tokens: largest number of tokens kept per layer.
         model: the model around them.
         padding: how padding is known.
-        warn_once: turns what goes wrong into one warning.
-        shared: holds products of output weights that were formed for circuits.
+        warn_once: warns once of each kind of failure.
+        shared: products of output weights that were formed for circuits.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class HeadOutputs(OutputCapture):
         self._wants_overlap = "head_output_overlap" in metrics
 
     def measure(self, absent: Absent, weights: Sequence[Measurement] = ()) -> list[Measurement]:
-        """Measure what was collected, as one process alone.
+        """Measure the captures of one process.
 
         Args:
-            absent: takes what cannot be measured.
-            weights: what was measured of weights at this reading.
+            absent: notes what cannot be measured.
+            weights: measurements of weights at this reading.
 
         Returns:
             One measurement for each source and number of heads.
@@ -108,7 +108,7 @@ class HeadOutputs(OutputCapture):
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         closest = closest_pairs(weights)
         for layer in self._layers.all:
-            # Taken out, so that the next layer is measured in the memory that this one leaves.
+            # Popped, so that the next layer reuses the memory of this one.
             capture = None if self._captures is None else self._captures.pop(layer.name, None)
             if capture is None:
                 continue
@@ -139,7 +139,7 @@ class HeadOutputs(OutputCapture):
         return [join(source, group) for (source, *_), group in measured.items()]
 
     def shares(self, layers: Sequence[AttentionLayer], ranks: Ranks, device: torch.device) -> list[Tensor]:
-        """Compute the mean head outputs of layers over the tokens of all ranks.
+        """Mean head outputs of layers over the tokens of all ranks.
 
         Args:
             layers: those that any rank captures, the same on every rank.
@@ -147,7 +147,7 @@ class HeadOutputs(OutputCapture):
             device: where they add up.
 
         Returns:
-            One ``(H, d_v)`` for each layer; none if no forward was to be captured.
+            One ``(H, d_v)`` for each layer; none if no forward was armed.
         """
         held = self._captures
         if held is None:  # on no rank
@@ -174,19 +174,19 @@ class HeadOutputs(OutputCapture):
         device: torch.device,
         absent: Absent,
     ) -> list[OutputSums]:
-        """Add up the tokens at hand about the mean of all; zeros where there are none.
+        """Sums over this rank's tokens, centred by the mean of all ranks; zeros where it has none.
 
-        Scatters are added up over the ranks here, some layers at a time, and one rank computes of each what is kept.
+        Scatters are added up over the ranks here, some layers at a time, and one rank reduces each of them.
 
         Args:
             layers: as for `shares`.
-            means: what `shares` gave.
+            means: the result of `shares`.
             ranks: those that measure together; all of them call this.
             device: where they add up.
-            absent: takes what cannot be measured.
+            absent: notes what cannot be measured.
 
         Returns:
-            One for each layer, to be added up; none if no forward was to be captured, as it was on all ranks then.
+            Sums to add up over ranks, one for each layer; none if no forward was armed, which is the same on all ranks.
         """
         if self._captures is None:
             return []
@@ -212,14 +212,14 @@ class HeadOutputs(OutputCapture):
     def _own(
         self, share: _Share, scatter: Tensor | None, ranks: Ranks, device: torch.device, absent: Absent
     ) -> OutputSums:
-        """Add up the tokens of one layer that this rank has; the scatter is written to its place."""
+        """Sums over this rank's tokens of one layer; writes their scatter into `scatter`."""
         layer = share.layer
         found = OutputSums.zeros(layer, self._sources, device, with_overlap=scatter is not None)
         if not share.is_here:
             return found
         capture = None if self._captures is None else self._captures.get(layer.name)
         with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
-            # Both may be collective calls, so that every rank makes them.
+            # Both may be collective calls, so every rank makes them.
             weight = None if scatter is not None else self._reader.weight(layer, "output", ranks)
             outputs = None if capture is None else whole(capture.outputs)
             if weight is not None and share.is_taken:
@@ -251,7 +251,7 @@ class HeadOutputs(OutputCapture):
             return
         is_known = False
         with absent.unless_measured(COVARIANCE, share.layer.name), without_autocast(scatter.device):
-            # On every rank, as it may be a collective call.
+            # On every rank: it may be a collective call.
             weight = self._reader.weight(share.layer, "output", ranks)
             if share.is_taken:
                 _require_numbers(weight, share.mean)
@@ -262,7 +262,7 @@ class HeadOutputs(OutputCapture):
             sums.lose()
 
     def _taken(self, ranks: Ranks) -> set[str]:
-        """Name the layers whose weights this rank measures, of those that it and its peers hold."""
+        """Names of the layers whose weights this rank measures for its peers."""
         return {layer.name for place, layer in enumerate(self._layers.all) if ranks.takes(place)}
 
     def read_sums(
@@ -273,18 +273,18 @@ class HeadOutputs(OutputCapture):
         absent: Absent,
         weights: Sequence[Measurement] = (),
     ) -> list[Measurement]:
-        """Measure what was added up over the ranks.
+        """Measurements from sums over the ranks.
 
         Args:
             layers: as for `shares`.
-            kept: whether the heads of each of them are what was claimed, on all ranks.
-            totals: what `sums` gave, over all ranks, after `mix`.
-            absent: takes what cannot be measured.
+            kept: whether the heads of each of them are established, not contradicted, on all ranks.
+            totals: the result of `sums`, over all ranks, after `mix`.
+            absent: notes what cannot be measured.
             weights: what was measured of weights at this reading.
 
         Returns:
-            One measurement for each source and number of heads; none if no forward was to be captured, as it was on
-            all ranks then.
+            One measurement for each source and number of heads; none if no forward was armed, which is the same on all
+            ranks.
         """
         if self._captures is None:
             return []
@@ -304,7 +304,7 @@ class HeadOutputs(OutputCapture):
                 mean = total.importance.averaged(total.followed)
                 values = mean.importance(closest.get(layer.name))
                 measured.setdefault((IMPORTANCE, layer.num_heads, layer.num_key_heads), []).append((layer.name, values))
-            if total.covariance is None:  # else its tokens tell whether other ranks have captured it
+            if total.covariance is None:  # else its number of tokens shows whether other ranks have captured it
                 absent.reasons.pop(outputs_of(layer.name), None)
         if self._wants_errors:
             self._warn_once.warn(
@@ -323,7 +323,7 @@ class HeadOutputs(OutputCapture):
         return capture.slopes if why is None else None
 
     def _fits(self, layers: Sequence[AttentionLayer], absent: Absent) -> bool:
-        """Tell, the same on every rank, whether what the overlap of outputs adds up over ranks keeps within bounds."""
+        """Return, the same on every rank, whether the scatters for the overlap of outputs fit into the budget."""
         size = sum(_bytes_of_scatter(layer) for layer in layers)
         budget = self._reader.memory_budget
         if size <= budget:
@@ -342,7 +342,7 @@ def _bytes_of_scatter(layer: AttentionLayer) -> int:
 
 
 def _in_rounds(sizes: Sequence[int]) -> Iterator[slice]:
-    """Part layers into rounds of at most `_ROUND` bytes, or of one layer; it follows from their sizes alone."""
+    """Split layers into rounds of at most `_ROUND` bytes, or of one layer; depends on sizes alone."""
     first, held = 0, 0
     for place, size in enumerate(sizes):
         if place > first and held + size > _ROUND:

@@ -1,6 +1,6 @@
 """One measurement over several ranks: every rank measures a share of the weights and its own tokens, and all add up.
 
-Whatever fails before a sum leaves zeros or NaN in it, so that every rank takes part with the same shapes.
+A failure before a sum leaves zeros or NaN in it, so that every rank takes part with the same shapes.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def measure_over_ranks(
         roster: the layers of all ranks that measure together.
         layers: those that are watched on this rank.
         reader: reads their weights.
-        sources: what is computed from weights.
-        outputs: what was captured; `None` if head outputs are not asked for.
-        rows: what was observed of attention; `None` if its rows are not asked for.
-        absent: takes what cannot be measured.
-        warn_once: turns what goes wrong into one warning.
-        turns: the layers that this reading passes over.
+        sources: the sources that are computed from weights.
+        outputs: captured head outputs; `None` if they are not asked for.
+        rows: observed attention; `None` if its rows are not asked for.
+        absent: notes what cannot be measured.
+        warn_once: warns once of each kind of failure.
+        turns: which layers this reading skips.
 
     Returns:
         The whole measurement, on every rank.
@@ -57,7 +57,7 @@ def measure_over_ranks(
     shares = [] if outputs is None else outputs.shares(captured, ranks, device)
     mine = {layer.name for place, layer in enumerate(layers.all) if ranks.takes(place)}
     elsewhere = {name: why for name, why in roster.contradicted.items() if not layers.is_contradicted(name)}
-    sheets = [_Sheet(source, every, device) for source in sources]
+    sheets = [_SharedResults(source, every, device) for source in sources]
     for sheet in sheets:
         missing = Absent(warn_once, unasked=absent.unasked)
         waiting = turns.waiting(sheet.source.name)
@@ -80,10 +80,10 @@ def measure_over_ranks(
     return measurements + ([] if rows is None else rows.measure_over(every, left_out, ranks, device, absent))
 
 
-class _Sheet:
-    """Room for the results of one source in all layers: every rank fills in its share, and the rest comes by adding up.
+class _SharedResults:
+    """Results of one source in all layers: every rank fills in its share, and sums over ranks give the whole.
 
-    Its shapes follow from the numbers of heads alone, so that they are the same on every rank whatever fails on one.
+    Shapes depend on the numbers of heads alone, so they are the same on every rank, even if one fails.
     """
 
     def __init__(self, source: WeightSource, layers: Sequence[AttentionLayer], device: torch.device) -> None:
@@ -108,7 +108,7 @@ class _Sheet:
             )
 
     def fill(self, measurements: Sequence[Measurement], mine: Collection[str]) -> None:
-        """Write down what this rank measured; NaN for what it should have measured and could not."""
+        """Enter this rank's measurements; NaN where one failed."""
         for names, blanks in zip(self._groups.values(), self._blanks):
             places = {name: place for place, name in enumerate(names)}
             lost = {places[name] for name in mine if name in places}
@@ -123,11 +123,11 @@ class _Sheet:
                     blank[place] = torch.nan if self._dtypes[field].is_floating_point else -1
 
     def tensors(self) -> list[Tensor]:
-        """Everything on the sheet, in a fixed order."""
+        """All results, in a fixed order."""
         return [blank for blanks in self._blanks for blank in blanks.values()]
 
     def read(self, added: Iterator[Tensor]) -> list[Measurement]:
-        """Read the sheet again after it was added up; a layer that is absent here is left out."""
+        """Measurements from the sums over ranks; layers that are absent here are left out."""
         measurements = []
         for names, blanks in zip(self._groups.values(), self._blanks):
             sums = {field: next(added) for field in blanks}
@@ -149,7 +149,7 @@ class _Sheet:
 
 
 def _write(target: Tensor, places: Sequence[int], values: Tensor, rows: Sequence[int]) -> None:
-    """Write rows of one tensor to places of another: by slices, as a device waits for a list of them."""
+    """Write rows of one tensor to places of another, by slices: an index list makes the host wait for the device."""
     to, of = _as_slice(places), _as_slice(rows)
     if to is not None and of is not None:
         target[to] = values[of]
@@ -159,7 +159,7 @@ def _write(target: Tensor, places: Sequence[int], values: Tensor, rows: Sequence
 
 
 def _as_slice(places: Sequence[int]) -> slice | None:
-    """Give places at equal distances as a slice; `None` if they are not."""
+    """Equally spaced places as a slice; `None` if they are not."""
     if not places:
         return slice(0, 0)
     step = places[1] - places[0] if len(places) > 1 else 1

@@ -1,4 +1,4 @@
-"""What heads attend to: attention rows of the armed forward, observed, and measured alone or with other ranks."""
+"""Attention rows of the armed forward: observed, and measured by one process or over ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hdi_callback.monitoring.readings import Measurement
 
 
 @dataclass(frozen=True)
-class Attending:
-    """How the heads of a layer attend; see `AttentionRows`, whose fields these are, but for the following.
+class HeadAttention:
+    """Attention statistics of a layer's heads: the fields of `AttentionRows`, and the following.
 
     Attributes:
-        logit_bound: ``(H,)``, no score of any query can be larger; NaN where scores are not products of queries and
-            keys plus what is known.
+        logit_bound: ``(H,)``, upper bound of the scores of all queries; NaN where scores are not products of queries
+            and keys plus known terms.
         query_norm: ``(H,)``, mean norm of the queries as they enter the product.
         key_norm: ``(H,)``, mean norm of the keys that a head sees.
         key_norm_spread: ``(H,)``, coefficient of variation of these norms.
@@ -57,14 +57,14 @@ class Attending:
 
 @dataclass(frozen=True)
 class RowSums:
-    """Sums over the queries and tokens of one layer that a rank holds.
+    """Sums over a rank's queries and tokens of one layer.
 
     Attributes:
-        rows: of the sampled queries.
+        rows: sums over the sampled queries.
         query: norms of all queries, for each of H heads.
         key: norms of all keys, for each of H heads.
         scale: size of the factor of the scores.
-        bias: largest number that is added to a score.
+        bias: largest additive term of a score.
         unbounded: 1 where the scores are not bounded by norms, 0 elsewhere.
     """
 
@@ -77,14 +77,14 @@ class RowSums:
 
     @classmethod
     def none(cls, heads: int, device: torch.device) -> RowSums:
-        """Give what adds nothing.
+        """Sums over no queries.
 
         Args:
             heads: H.
-            device: where.
+            device: the device of the sums.
 
         Returns:
-            Sums over no queries.
+            Zeros.
         """
         nothing = torch.zeros(1, heads, 0, 0, device=device)
         norms = NormSums.of(torch.zeros(heads, 0, 1, device=device))
@@ -92,22 +92,22 @@ class RowSums:
         return cls(AttentionSums.of(nothing), norms, norms, zero, zero - torch.inf, zero)
 
     def added(self) -> list[Tensor]:
-        """Give what adds up over ranks, in a fixed order."""
+        """The tensors that add up over ranks, in a fixed order."""
         return [getattr(part, name) for part in (self.rows, self.query, self.key) for name in _added(part)]
 
     def largest(self) -> list[Tensor]:
-        """Give that of which the largest counts, in a fixed order."""
+        """The tensors that merge by maximum over ranks, in a fixed order."""
         return [self.rows.logit, self.query.largest, self.key.largest, self.scale, self.bias, self.unbounded]
 
     def over_ranks(self, added: Sequence[Tensor], largest: Sequence[Tensor]) -> RowSums:
-        """Take the same over all ranks.
+        """The sums over all ranks.
 
         Args:
-            added: what `added` gave, added up.
-            largest: the largest of what `largest` gave.
+            added: `added`, summed over ranks.
+            largest: `largest`, maximum over ranks.
 
         Returns:
-            The sums over all ranks.
+            The sums.
         """
         rest = iter(added)
         parts: list[Any] = []
@@ -118,17 +118,17 @@ class RowSums:
         rows, query, key = parts
         return RowSums(rows, query, key, *largest[3:])
 
-    def attending(self) -> Attending:
+    def averages(self) -> HeadAttention:
         """Divide by the numbers of queries and tokens.
 
         Returns:
-            What is measured.
+            The averages.
         """
         rows = self.rows.rows()
         bound = logit_bound(self.query, self.key, self.scale, bias=torch.where(self.bias.isfinite(), self.bias, 0))
         bound = torch.where(self.unbounded > 0, torch.nan, bound)
-        of_rows = {item.name: getattr(rows, item.name) for item in fields(Attending) if hasattr(rows, item.name)}
-        return Attending(
+        of_rows = {item.name: getattr(rows, item.name) for item in fields(HeadAttention) if hasattr(rows, item.name)}
+        return HeadAttention(
             **of_rows,
             logit_bound=bound,
             query_norm=self.query.mean,
@@ -145,12 +145,12 @@ class AttentionReadings:
         verifier: verifies their heads by the same forward.
         model: the model that is called.
         padding: how padding is known.
-        turns: the layers that a reading passes over.
+        turns: which layers a reading skips.
         reads_rows: measure attention rows; else attention is observed to verify heads alone.
-        max_queries: how many queries of each layer are read.
+        max_queries: number of queries of each layer that are read.
 
     Attributes:
-        observer: what observes the armed forward.
+        observer: observes the armed forward.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class AttentionReadings:
         )
         self._padding_mask: Tensor | None = None
         self._is_armed = self._training_only = self._is_suspended = False
-        self._seen: dict[str, RowSums] | None = None
+        self._sums: dict[str, RowSums] | None = None
 
     def arm(self, *, training_only: bool, padding_mask: Tensor | None) -> None:
         """Observe the forwards that follow; see `HeadDiversityMonitor.arm`.
 
         Args:
-            training_only: pass over what autograd does not record.
+            training_only: skip forwards that autograd does not record.
             padding_mask: ``(batch, length)``, true where a token is padding.
         """
         self._is_armed, self._training_only, self._padding_mask = True, training_only, padding_mask
@@ -199,11 +199,11 @@ class AttentionReadings:
             )
 
     def disarm(self) -> None:
-        """Observe nothing more, and keep what was observed."""
+        """Stop observing; keep the observations."""
         self.observer.disarm()
 
     def release(self) -> None:
-        """Observe nothing more, and let go of what was observed."""
+        """Stop observing; discard the observations."""
         self.observer.release()
         self._is_armed, self._padding_mask = False, None
 
@@ -211,34 +211,34 @@ class AttentionReadings:
         """Do nothing: an observer leaves nothing in a graph."""
 
     def remove(self) -> None:
-        """Take everything off the model, and let go of what was observed."""
+        """Remove all hooks from the model, and discard the observations."""
         self.release()
         self.suspend()
 
     def suspend(self) -> None:
-        """Take everything off the model."""
+        """Remove all hooks from the model."""
         self._is_suspended = True
         self.observer.suspend()
 
     def resume(self) -> None:
-        """Allow `arm` again; what was armed before `suspend` is not observed any more."""
+        """Put the hooks back after `suspend`."""
         self._is_suspended = False
         self.observer.resume()
         if self._is_armed:
             self._observe()
 
     def collect(self, names: Collection[str], pending: Collection[str], absent: Absent) -> None:
-        """Take over what was observed, for the measurement that follows.
+        """Collect the observations for the next measurement.
 
         Args:
             names: of the layers that are asked for.
             pending: names of those whose forward may still come.
-            absent: takes what was not observed.
+            absent: notes what was not observed.
         """
         self.observer.disarm()
-        self._seen = None
+        self._sums = None
         if self._is_armed and self._reads_rows:
-            self._seen = {}
+            self._sums = {}
             modules = {name: id(module) for name, module in self._model.named_modules()}
             paths = {identity: name for name, identity in modules.items()}
             watched = {id(layer.module) for layer in self._layers.all}
@@ -254,32 +254,32 @@ class AttentionReadings:
                 if isinstance(found, str):
                     absent.leave_out(absence_of(ROWS, layer.name), f"they are not known: {found}", f"{ROWS} {found}")
                 else:
-                    self._seen[layer.name] = found
+                    self._sums[layer.name] = found
         self.release()
 
     @property
     def has_collected(self) -> bool:
-        """Whether a forward was to be read for the measurement that follows."""
-        return self._seen is not None
+        """Whether a forward was armed for the next measurement."""
+        return self._sums is not None
 
-    def take_part(self) -> None:
-        """Measure what other ranks have observed, though no forward was to be read on this one."""
-        self._seen = {} if self._seen is None and self._reads_rows else self._seen
+    def join_measurement(self) -> None:
+        """Take part in the measurement of other ranks' observations without one of this rank's own."""
+        self._sums = {} if self._sums is None and self._reads_rows else self._sums
 
-    def forget(self) -> None:
-        """Let go of what was collected, once it is measured."""
-        self._seen = None
+    def clear(self) -> None:
+        """Discard the observations after the measurement."""
+        self._sums = None
 
     def measure(self, absent: Absent) -> list[Measurement]:
-        """Measure what was observed, as one process alone.
+        """Measure the observations of one process.
 
         Args:
-            absent: takes what cannot be measured.
+            absent: notes what cannot be measured.
 
         Returns:
             One measurement for each number of heads.
         """
-        return self._measure({} if self._seen is None else self._seen, absent)
+        return self._measure({} if self._sums is None else self._sums, absent)
 
     def measure_over(
         self,
@@ -289,22 +289,22 @@ class AttentionReadings:
         device: torch.device,
         absent: Absent,
     ) -> list[Measurement]:
-        """Measure what all ranks saw.
+        """Measure the observations of all ranks.
 
         Args:
             layers: those of all ranks, the same on every rank.
-            left_out: names of those whose heads are not what was claimed.
+            left_out: names of those whose heads are contradicted.
             ranks: those that measure together; all of them call this.
             device: where they add up.
-            absent: takes what cannot be measured.
+            absent: notes what cannot be measured.
 
         Returns:
-            One measurement for each number of heads; none if no forward was to be read, as it was on all ranks then.
+            One measurement for each number of heads; none if no forward was armed, which is the same on all ranks.
         """
-        if self._seen is None:
+        if self._sums is None:
             return []
-        sums = [self._seen.get(layer.name, RowSums.none(layer.num_heads, device)) for layer in layers]
-        # Sequences may be of other lengths on other ranks, and all are to add up numbers of one shape.
+        sums = [self._sums.get(layer.name, RowSums.none(layer.num_heads, device)) for layer in layers]
+        # Sequence lengths may differ between ranks; the shapes of sums must not.
         widths = [torch.tensor(float(one.rows.columns.shape[-1]), device=device) for one in sums]
         keys = [int(width) for width in ranks.largest(widths, device)]
         sums = [replace(one, rows=one.rows.padded(width)) for one, width in zip(sums, keys)]
@@ -314,21 +314,21 @@ class AttentionReadings:
         for layer, one, width in zip(layers, sums, keys):
             of_sum, added = added[: len(one.added())], added[len(one.added()) :]
             of_largest, largest = largest[: len(one.largest())], largest[len(one.largest()) :]
-            # Nothing is reported of a layer that no rank saw, whose reason is known already.
+            # A layer that no rank observed is not reported: its reason is known already.
             if width and layer.name not in left_out:
                 totals[layer.name] = one.over_ranks(of_sum, of_largest)
         return self._measure(totals, absent)
 
     def _measure(self, sums: dict[str, RowSums], absent: Absent) -> list[Measurement]:
-        measured: dict[tuple[int, torch.device], list[tuple[str, Attending]]] = {}
+        measured: dict[tuple[int, torch.device], list[tuple[str, HeadAttention]]] = {}
         for name, one in sums.items():
             with absent.unless_measured(ROWS, name):
-                values = one.attending()
+                values = one.averages()
                 measured.setdefault((len(values.entropy), values.entropy.device), []).append((name, values))
         return [join(ROWS, group) for group in measured.values()]
 
     def _sums_of(self, layer: AttentionLayer, path: str, places: Mapping[str, int]) -> RowSums | str:
-        """Find the attention that is a layer's, or say why there is none; `places` are those of all layers' modules."""
+        """The sums of a layer's attention, or why there are none; `places`: name of a watched module -> its id."""
         closed = [why for name, why in self.observer.closed.items() if name in ("", path) or _is_in(path, name)]
         if closed:
             return closed[0]
@@ -353,7 +353,7 @@ class AttentionReadings:
         return _sums(read[0], layer)
 
     def _padding(self, sequences: int, length: int) -> Tensor | None:
-        """Return which tokens of the running attention are padding; `None` leaves it to the masks that it receives."""
+        """Which tokens of the running attention are padding; `None` leaves it to the masks that it receives."""
         shape = (sequences, length)
         if self._padding_mask is not None:
             padding = fit_padding(self._padding_mask.bool(), shape)
@@ -365,7 +365,7 @@ class AttentionReadings:
 
 
 def _reduce(chunk: RowChunk) -> AttentionSums:
-    # Where there are more keys than queries, as behind a cache, or fewer, nothing says which is later.
+    # With more keys than queries, as behind a cache, or fewer, their order is not known.
     placed = chunk.positions if chunk.queries == chunk.weights.shape[-1] else None
     return AttentionSums.of(chunk.weights, chunk.visible, logits=chunk.logits, positions=placed)
 
@@ -380,14 +380,14 @@ def _sums(core: ObservedCore, layer: AttentionLayer) -> RowSums | str:
     query, key = (_by_query_head(core.norms.get(role), H, device, layer.head_order) for role in ("query", "key"))
     number = partial(torch.tensor, device=device, dtype=torch.float32)
     is_bounded = core.is_bounded and core.scale is not None and {"query", "key"} <= set(core.norms)
-    # A number that is made on the host waits for nothing.
+    # A number from the host makes no device wait.
     scale = core.scale.abs().float() if isinstance(core.scale, Tensor) else number(abs(core.scale or 0.0))
     bias = number(-torch.inf) if core.bias is None else core.bias.float().to(device)
     return RowSums(rows, query, key, scale, bias, number(float(not is_bounded)))
 
 
 def _by_query_head(norms: NormSums | None, heads: int, device: torch.device, order: Sequence[int] = ()) -> NormSums:
-    """Give every query head the norms of its key head; the groups lie side by side."""
+    """Norms of each query head's key head; the groups lie side by side."""
     if norms is None or heads % len(norms.count):
         return NormSums.of(torch.zeros(heads, 0, 1, device=device))
     group = torch.arange(heads, device=norms.count.device) // (heads // len(norms.count))

@@ -1,4 +1,4 @@
-"""`SharedProducts`: products of heads that one source of a reading leaves for another, within a budget."""
+"""`SharedProducts`: products of heads that two sources of one reading share, within a memory budget."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hdi_callback.core.products import HeadProducts
 
 
 class SharedProducts:
-    """Keep products from the source that forms them to the one that uses them up, in one reading.
+    """Products of heads, kept from the source that forms them to the source that reuses them, within one reading.
 
     Args:
-        budget: bytes of products that are kept at a time; what goes beyond is formed again.
-        roles: of the weights whose products are used again.
+        budget: bytes of products that are kept at a time; further ones are formed twice.
+        roles: roles of the weights whose products are reused.
 
     Attributes:
         budget: the same.
@@ -27,16 +27,16 @@ class SharedProducts:
         self._unused: dict[Role, Collection[str]] = {}
 
     def begin(self, unused: Mapping[Role, Collection[str]]) -> None:
-        """Begin a reading with nothing.
+        """Begin a reading without products.
 
         Args:
-            unused: by role the layers whose products this reading does not use again.
+            unused: role -> layers whose products this reading does not reuse.
         """
-        self.forget()
+        self.clear()
         self._unused = dict(unused)
 
     def is_used(self, layer: str, role: Role) -> bool:
-        """Return whether the products of a layer's heads are used again.
+        """Return whether the products of a layer's heads are reused.
 
         Args:
             layer: its name.
@@ -61,20 +61,20 @@ class SharedProducts:
         self._bytes += products.nbytes
 
     def take(self, layer: str, role: Role) -> HeadProducts | None:
-        """Give the products of a layer's heads away.
+        """Take the products of a layer's heads out.
 
         Args:
             layer: its name.
             role: of the weight.
 
         Returns:
-            What was kept; `None` if nothing was.
+            The products; `None` if none are kept.
         """
         products = self._kept.pop((layer, role), None)
         self._bytes -= 0 if products is None else products.nbytes
         return products
 
-    def forget(self) -> None:
-        """Let go of what nobody took."""
+    def clear(self) -> None:
+        """Discard what was not taken."""
         self._kept.clear()
         self._bytes = 0

@@ -1,4 +1,4 @@
-"""Sources of readings that are computed from weights alone, by name."""
+"""The sources of a reading that are computed from weights alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hdi_callback.monitoring.monitor.weights import WeightSource
 
 @dataclass(frozen=True)
 class WeightFiniteness:
-    """Where weights are no numbers.
+    """Heads with NaN or infinite weights.
 
     Attributes:
-        not_finite: ``(H,)``, of how many of its roles a head's weights hold NaN or infinity; under grouped queries the
+        not_finite: ``(H,)``, number of roles in which a head's weights hold NaN or infinity; under grouped queries the
             keys and values of a group belong to all of its heads.
     """
 
@@ -44,16 +44,16 @@ def weight_sources(
     shared: SharedProducts | None = None,
     memory_budget: int = DEFAULT_MEMORY,
 ) -> list[WeightSource]:
-    """Choose what is computed from weights.
+    """The sources that are computed from weights for the metrics asked for.
 
     Args:
         names: sources of the metrics that are asked for; the key weights are always read.
         last: the weights of the last reading.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
         method: how overlaps are computed, see `head_diversity`.
-        shared: takes products that another source uses too; by default each source forms its own.
-        memory_budget: bytes that a reading may take; half of them is for what is computed, with what `shared` holds,
-            the other half for copies of weights, see `WeightReader`.
+        shared: shares products between sources; by default each source forms its own.
+        memory_budget: bytes that a reading may take; one half is for computation and `shared`, the other half for
+            copies of weights, see `WeightReader`.
 
     Returns:
         Sources, in a fixed order.
@@ -64,24 +64,24 @@ def weight_sources(
     similarity = CircuitProducts.similarity
     lens = UpdateLens(last, **options)
     chosen = [
-        WeightSource(role, _just(role), diversity, HeadBlocks.diversity)
+        WeightSource(role, _fixed(role), diversity, HeadBlocks.diversity)
         for role in ROLES
         if role == "key" or role in names
     ]
     others = (
-        WeightSource(QK, _just("query", "key"), partial(_qk, shared=shared, **options), similarity),
-        WeightSource(OV, _just("value", "output"), partial(_ov, shared=shared, **options), similarity),
+        WeightSource(QK, _fixed("query", "key"), partial(_qk, shared=shared, **options), similarity),
+        WeightSource(OV, _fixed("value", "output"), partial(_ov, shared=shared, **options), similarity),
         WeightSource(MOVEMENT, _all_roles, last.movement),
-        WeightSource(FINITENESS, _all_roles, partial(_finiteness, last=last)),  # after it, which may tell as much
-        WeightSource(UPDATES, _just("key"), lens.keys),
-        WeightSource(UPDATES_QK, _just("query", "key"), lens.qk),
-        WeightSource(UPDATES_OV, _just("value", "output"), lens.ov),
+        WeightSource(FINITENESS, _all_roles, partial(_finiteness, last=last)),  # reuses what movement found
+        WeightSource(UPDATES, _fixed("key"), lens.keys),
+        WeightSource(UPDATES_QK, _fixed("query", "key"), lens.qk),
+        WeightSource(UPDATES_OV, _fixed("value", "output"), lens.ov),
     )
     return chosen + [source for source in others if source.name in names]
 
 
 def shared_roles(names: Collection[str]) -> frozenset[Role]:
-    """Tell of which weights two sources need the same products.
+    """Roles of the weights whose products two sources need.
 
     Args:
         names: sources of the metrics that are asked for.
@@ -93,18 +93,18 @@ def shared_roles(names: Collection[str]) -> frozenset[Role]:
     return frozenset(role for role, sources in uses.items() if sources <= set(names))
 
 
-def _just(*roles: Role) -> Callable[[AttentionLayer], tuple[Role, ...]]:
-    """Take the same roles of every layer."""
+def _fixed(*roles: Role) -> Callable[[AttentionLayer], tuple[Role, ...]]:
+    """The same roles for every layer."""
     return lambda layer: roles
 
 
 def _all_roles(layer: AttentionLayer) -> tuple[Role, ...]:
-    """Take what the layer has: not of every layer is the output known."""
+    """The roles that a layer has: the output weight of some is not known."""
     return tuple(role for role in ROLES if role in layer.slices)
 
 
 def _is_alone(names: Sequence[str], weights: Mapping[Role, Tensor]) -> bool:
-    """Return whether this is one layer, whose results the host may read."""
+    """Return whether this is a single layer whose results the host may read."""
     return len(names) == 1 and all(may_decide_on_host(weight) for weight in weights.values())
 
 
@@ -139,18 +139,18 @@ def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor], *, last: L
     if last.are_finite(names) or _have_norms(weights.values()):
         some = next(iter(weights.values()))
         return WeightFiniteness(torch.zeros(len(names), H, dtype=torch.float32, device=some.device))
-    # Nothing times what is no number is none; layer by layer, as a product of all layers leaves the cache.
+    # 0 * x is 0 only for finite x; layer by layer, as a product of all layers does not fit into the cache.
     sums = [torch.stack([(own * 0).sum((-2, -1)) for own in weight]) for weight in weights.values()]
     return WeightFiniteness(torch.stack([by_head(one, H) for one in sums]).isnan().float().sum(0))
 
 
 def _have_norms(weights: Iterable[Tensor]) -> bool:
-    """Return whether the host may see norms of all weights, and they are finite: so are the weights then."""
+    """Return whether the host may read norms of all weights and finds them finite: then the weights are."""
     return all(may_decide_on_host(one) and bool(torch.linalg.vector_norm(one).isfinite()) for one in weights)
 
 
 def by_head(values: Tensor, heads: int) -> Tensor:
-    """Give each head what is known of its group.
+    """Values of each head, from those of its group.
 
     Args:
         values: ``(layers, groups)``; the groups lie side by side.

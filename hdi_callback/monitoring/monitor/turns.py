@@ -1,4 +1,4 @@
-"""`Turns`: which layers a reading passes over, where what rules alone look at is measured in turn."""
+"""`Turns`: which wide layers a reading skips, for metrics that only rules need."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from hdi_callback.monitoring.metrics import OV, QK, ROWS, TOKENS
 
 EVERY: Mapping[str, int] = {ROWS: 4, TOKENS: 4, QK: 8, OV: 8}
-"""What takes most of a reading's time, and the number of readings in which each wide layer has its turn once. Weights
-move slowly, and attention and its inputs may change at once, as by data of another kind. Of the rest, movement is that
-between two readings, and NaN is to be found at once."""
+"""Costly sources -> each wide layer is measured once in so many readings. Circuits, made of weights, change slowly;
+attention and inputs may change at once, for instance with other data. Other sources cannot wait: movement compares two
+consecutive readings, and NaN must be found at once."""
 
 _WIDE = 512 * 512
-"""Numbers in the query weights beyond which a layer is wide."""
+"""Entries of the query weights beyond which a layer is wide."""
 
 
 class Turns:
-    """Choose the wide layers of which a reading measures what nobody asked for by name.
+    """Choose, reading by reading, the wide layers on which costly metrics for rules are measured.
 
-    The first reading of a process measures all layers, so that rules know how each began; after that each wide layer
-    has its turn as often as `EVERY` says. Layers that are not wide have theirs every time. It follows from the number
-    of readings alone, so that ranks that measure together choose alike.
+    The first reading of a process measures all layers, so that rules know how each began; later ones measure each wide
+    layer as often as `EVERY` says, and the other layers every time. The choice depends on the number of readings alone,
+    so that all ranks choose alike.
 
     Args:
-        sources: what is measured for rules alone.
+        sources: sources that are measured for rules alone.
 
     Example:
         >>> turns = Turns([ROWS])
@@ -47,7 +47,7 @@ class Turns:
         """Choose layers for the reading that comes next.
 
         Args:
-            layers: what is known of each, see `AttentionLayer.facts`; the same on all ranks that measure together.
+            layers: `AttentionLayer.facts` of each; the same on all ranks that measure together.
         """
         wide = [str(facts["name"]) for facts in layers if is_wide(facts)]
         number = self._readings
@@ -57,14 +57,14 @@ class Turns:
         }
 
     def end(self) -> None:
-        """Count a reading; what waited for its turn is known until the next one begins."""
+        """Count a reading; `waiting` stays as it is until the next one begins."""
         self._readings += 1
 
     def waiting(self, source: str) -> frozenset[str]:
-        """Name the layers that this reading passes over.
+        """Names of the layers that this reading skips.
 
         Args:
-            source: what is measured.
+            source: the source in question.
 
         Returns:
             Their names; none where the source was asked for, or is not costly.
@@ -73,7 +73,7 @@ class Turns:
 
 
 def is_wide(facts: Mapping[str, Any]) -> bool:
-    """Return whether a layer is so wide that what rules alone look at is measured in turn.
+    """Return whether a layer is so wide that metrics for rules alone are measured in turn.
 
     Args:
         facts: see `AttentionLayer.facts`.
@@ -81,14 +81,14 @@ def is_wide(facts: Mapping[str, Any]) -> bool:
     Returns:
         True if it is.
     """
-    return makes_wide(facts["num_heads"] * facts["head_dim"] * facts["width"])
+    return is_wide_weight(facts["num_heads"] * facts["head_dim"] * facts["width"])
 
 
-def makes_wide(numbers: int) -> bool:
-    """Return whether a weight has so many numbers that what rules alone look at is not measured of all of it.
+def is_wide_weight(numbers: int) -> bool:
+    """Return whether a weight has so many entries that metrics for rules alone are measured on a sample.
 
     Args:
-        numbers: how many a weight of all heads has.
+        numbers: entries of a weight of all heads.
 
     Returns:
         True if it has.

@@ -1,4 +1,4 @@
-"""What training did to the heads since the last reading: the lenses on weights, put on W(t) - W(t - k)."""
+"""Updates of the heads since the last reading, W(t) - W(t - k), through the lenses for weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hdi_callback.monitoring.monitor.movement import LastWeights
 
 @dataclass(frozen=True)
 class KeyUpdates:
-    """How the key weights of the heads changed; a head that stood still is left out.
+    """Diversity of the key weights' updates; a head that did not move is left out.
 
     Attributes:
         index: HDI of the updates.
         energy_index: the same with directions weighted by their energy.
         worst: largest overlap of two updates.
-        worst_pair: ``(2,)``, of these two key heads; -1 if fewer than two moved.
+        worst_pair: ``(2,)``, the two key heads; -1 if fewer than two moved.
         overlap: ``(G, G)``.
         energy_overlap: ``(G, G)``.
-        entropy: ``(G,)``, spectral entropy: 1 spread evenly over directions, 0 one direction; NaN if it stood still.
+        entropy: ``(G,)``, spectral entropy: 1 spread evenly over directions, 0 one direction; NaN if it did not move.
     """
 
     index: Tensor
@@ -51,7 +51,7 @@ class UpdateLens:
         self._options: dict[str, Any] = {"rank_tol": rank_tol, "memory_budget": memory_budget}
 
     def keys(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> KeyUpdates:
-        """Compare the updates of the keys of every two heads.
+        """Diversity of the updates of the key weights.
 
         Args:
             names: of some layers.
@@ -73,7 +73,7 @@ class UpdateLens:
         )
 
     def qk(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> CircuitSimilarity:
-        """Compare the QK circuits of the updates.
+        """Cosines of the QK circuits of the updates.
 
         Args:
             names: of some layers.
@@ -86,7 +86,7 @@ class UpdateLens:
         return qk_circuits(update["query"], update["key"], **self._options)
 
     def ov(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> CircuitSimilarity:
-        """Compare the OV circuits of the updates.
+        """Cosines of the OV circuits of the updates.
 
         Args:
             names: of some layers.

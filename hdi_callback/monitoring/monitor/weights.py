@@ -26,14 +26,14 @@ Heads = tuple[tuple[Role, int], ...]
 
 @dataclass(frozen=True)
 class WeightSource:
-    """What is computed from the weights of a layer alone.
+    """A measurement that needs the weights of a layer alone.
 
     Attributes:
-        name: what the catalogue of metrics calls it.
-        roles: the weights of a layer that it takes.
-        compute: takes the names of some layers and by role their weights, ``(layers, heads, width, features)``, to a
-            frozen record of tensors ``(layers, ...)``.
-        finish: takes such a record of all layers to another, at once; by default nothing is left to do.
+        name: its name in the catalogue of metrics.
+        roles: the weights of a layer that it needs.
+        compute: names of some layers, role -> weights ``(layers, heads, width, features)`` -> a frozen record of
+            tensors ``(layers, ...)``.
+        finish: turns such a record of all layers into the final one, at once; identity by default.
     """
 
     name: str
@@ -43,7 +43,7 @@ class WeightSource:
     _blanks: dict[Heads, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def measure(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> Any:
-        """Compute the result of layers whose weights lie side by side.
+        """Compute the result of layers with stacked weights.
 
         Args:
             names: of the layers.
@@ -55,27 +55,27 @@ class WeightSource:
         return self.finish(self.compute(names, weights))
 
     def heads(self, layer: AttentionLayer) -> Heads:
-        """Tell how many heads the weights of a layer have, by role.
+        """Numbers of heads of a layer's weights, by role.
 
         Args:
             layer: the layer.
 
         Returns:
-            What the shapes of the result follow from.
+            The numbers, which determine the shapes of the result.
         """
         shared = {"key": layer.num_key_heads, "value": layer.num_value_heads}
         return tuple((role, shared.get(role, layer.num_heads)) for role in self.roles(layer))
 
     def blank(self, heads: Heads) -> Any:
-        """Compute the shapes of the result of one layer, once for each number of heads.
+        """The shapes of the result of one layer; cached by its numbers of heads.
 
         Args:
-            heads: what `heads` gives for it.
+            heads: `heads` of the layer.
 
         Returns:
             A record of tensors ``(1, ...)`` on the meta device.
         """
-        if heads not in self._blanks:  # the meta device takes a hundred times as long as these tensors would
+        if heads not in self._blanks:  # computed once: the meta device is slow, for tensors of this size
             empty = {role: torch.empty(1, count, 1, 1, device="meta") for role, count in heads}
             self._blanks[heads] = self.measure([""], empty)
         return self._blanks[heads]
@@ -100,10 +100,10 @@ class WeightReader:
 
     @contextmanager
     def remembering_views(self) -> Iterator[None]:
-        """Look up each weight once inside, where it is a view of a parameter: several sources read the same ones.
+        """Cache views of parameters inside the block, as several sources read the same weights.
 
         Yields:
-            Nothing; what was found is forgotten at the end.
+            Nothing; the cache is emptied at the end.
         """
         self._views = {}
         try:
@@ -117,10 +117,10 @@ class WeightReader:
         """Measure the weights of all layers; of several ranks, every one measures its share of the layers.
 
         Args:
-            source: what is computed.
-            absent: takes what cannot be measured.
+            source: the measurement.
+            absent: notes what cannot be measured.
             ranks: those that measure together.
-            waiting: names of layers that this reading passes over, the same on every rank.
+            waiting: names of layers that this reading skips, the same on every rank.
 
         Returns:
             One measurement for each batch of layers of one shape.
@@ -131,7 +131,7 @@ class WeightReader:
             if layer.name in waiting:
                 continue
             with absent.unless_measured(source.name, layer.name):
-                # On every rank, as it may be a collective call.
+                # On every rank: it may be a collective call.
                 weights = {role: self.weight(layer, role, ranks) for role in source.roles(layer)}
                 kind = tuple((role, weight.shape, weight.device, weight.dtype) for role, weight in weights.items())
                 limit = min(_layers_per_call(weights.values(), self._budget), self._layers_at_once)
@@ -156,7 +156,7 @@ class WeightReader:
             ``(heads or key heads, width, features)``, detached.
 
         Raises:
-            HDIError: if it is not to be read, or cannot be.
+            HDIError: if it must not be read, or cannot be.
         """
         self._layers.require(layer)
         if self._views is not None and (layer.name, role) in self._views:
@@ -197,7 +197,7 @@ class WeightReader:
                     stacked = {role: torch.stack([weights[role] for _, weights in members]) for role in roles}
                     values = source.measure(names, stacked)
         except torch.OutOfMemoryError as error:
-            # Later readings start with what was left for this one.
+            # Later readings start from the batch size that worked.
             self._layers_at_once = max(1, len(members) // 2)
             reason = f"{of} cannot be measured ({error})"
         except Exception as error:
@@ -217,7 +217,7 @@ class WeightReader:
 
 
 def _is_part_of(weight: Tensor, module: nn.Module) -> bool:
-    """Tell whether a weight on a CPU lies in a parameter of a module, so that to keep it takes no memory."""
+    """Return whether a weight on a CPU is a view of a module's parameter, which takes no memory to keep."""
     if weight.device.type != "cpu" or type(weight) is not Tensor:
         return False
     place = weight.untyped_storage().data_ptr()
@@ -226,11 +226,11 @@ def _is_part_of(weight: Tensor, module: nn.Module) -> bool:
 
 
 _LARGE = 2**17
-"""Numbers in a weight from which on a CPU gains nothing by reading several at once, and loses what its cache holds."""
+"""Entries of a weight from which on batches of layers gain nothing on a CPU, and no longer fit into its cache."""
 
 
 def _are_read_alone(weights: Iterable[Tensor]) -> bool:
-    """Return whether the layers of a batch are read one after the other, as they lie, in place of a copy of all."""
+    """Return whether the layers of a batch are read one by one, without a stacked copy."""
     return all(weight.device.type == "cpu" and weight.numel() >= _LARGE for weight in weights)
 
 
@@ -241,7 +241,7 @@ def _joined(results: Sequence[Any]) -> Any:
 
 
 def _layers_per_call(weights: Iterable[Tensor], budget: int) -> int:
-    """How many layers are measured at once, so that the copies of their weights stay within the budget."""
+    """Number of layers to measure at once, so that copies of their weights stay within the budget."""
     # The weights are stacked, and beside them are two copies in float32 or wider, as of a circuit.
     each = sum(weight.numel() * (weight.element_size() + 2 * max(4, weight.element_size())) for weight in weights)
     return max(1, budget // max(1, each))

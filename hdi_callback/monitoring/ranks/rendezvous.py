@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hdi_callback.monitoring.ranks.ranks import Ranks, check_process_group, number_of_processes
-from hdi_callback.monitoring.ranks.roster import Roster, what_keeps_apart
+from hdi_callback.monitoring.ranks.roster import Roster, why_not_together
 
 _FIRST_TIMEOUT = timedelta(seconds=120)
 _TIMEOUT = timedelta(seconds=300)  # between two readings a rank may save a checkpoint or evaluate
@@ -79,7 +79,7 @@ class Rendezvous:
             if self._roster is not None and texts is None:
                 return self._roster, is_any_armed
             every = {rank: json.loads(text) for rank, text in (texts or {}).items()}
-            reason = what_keeps_apart(every)
+            reason = why_not_together(every)
             if reason is None:
                 self._roster = Roster(self._exchange.ranks, every)
                 return self._roster, is_any_armed
@@ -98,7 +98,7 @@ class Rendezvous:
     def close(self) -> None:
         """Take no further reading, so that ranks that still take one need not wait for this one."""
         if self._exchange is not None:
-            self._exchange.part()
+            self._exchange.leave()
 
 
 class _Exchange:
@@ -144,11 +144,11 @@ class _Exchange:
             texts = None if verdict.startswith("!") else self._texts_of(place, verdict)
         if verdict.startswith("!"):
             return verdict[1:]
-        self._forget_the_last(place, had_news=texts is not None)
+        self._delete_previous(place, had_news=texts is not None)
         self._count += 1
         return texts, int(verdict.split()[1]) > 0
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Tell ranks that come to the next reading that this one does not."""
         try:
             self._decide(f"{self._place}/{self._count}/first", f"!rank {self.ranks.rank} takes no further reading")
@@ -190,7 +190,7 @@ class _Exchange:
         if self._store.add(f"{key}/decided", 1) == 1:
             self._store.set(key, verdict)
 
-    def _forget_the_last(self, place: str, *, had_news: bool) -> None:
+    def _delete_previous(self, place: str, *, had_news: bool) -> None:
         """Delete what was written for the reading before this one, to which all ranks have come by now."""
         if self.ranks.rank == 0:
             for key in self._written:

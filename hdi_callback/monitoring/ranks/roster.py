@@ -19,7 +19,7 @@ from hdi_callback.monitoring.ranks.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class _Elsewhere:
+class _RemoteWeight:
     """A weight that another rank holds.
 
     Attributes:
@@ -107,7 +107,7 @@ class Roster:
         return [layer for layer in self.layers(held) if self._entries[layer.name][what]]
 
 
-def what_keeps_apart(findings: Mapping[int, Mapping[str, Any]]) -> str | None:
+def why_not_together(findings: Mapping[int, Mapping[str, Any]]) -> str | None:
     """Say why ranks cannot measure together.
 
     Args:
@@ -184,5 +184,5 @@ def _stand_in(entry: Mapping[str, Any]) -> AttentionLayer:
     roles = cast("Sequence[Role]", entry["roles"])
     heads, key_heads, head_dim, value_dim = (int(facts[name]) for name in SIZES)
     of_values = int(facts.get("num_value_heads", key_heads))
-    slices = {role: cast("HeadWeight", _Elsewhere(facts["width"], of_values)) for role in roles}
+    slices = {role: cast("HeadWeight", _RemoteWeight(facts["width"], of_values)) for role in roles}
     return AttentionLayer(facts["name"], nn.Module(), heads, key_heads, head_dim, value_dim, facts["kind"], slices)

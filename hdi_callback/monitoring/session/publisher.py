@@ -25,7 +25,7 @@ class Publisher:
         interventions: what may be done about alerts.
         sinks: where results go.
         broadcast: gives every rank what the first has, so that all intervene alike.
-        warn_once: turns what goes wrong into one warning.
+        warn_once: warns once of each kind of failure.
     """
 
     history: History | None

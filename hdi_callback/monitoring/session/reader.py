@@ -20,7 +20,7 @@ class Reader:
     Args:
         monitor: what measures.
         schedule: when a reading is due.
-        warn_once: turns what goes wrong into one warning.
+        warn_once: warns once of each kind of failure.
 
     Attributes:
         schedule: when a reading is due.

@@ -111,7 +111,7 @@ def restore_interventions(interventions: Sequence[Intervention], kept: Any, warn
     Args:
         interventions: those of the run.
         kept: pairs of a name and a state; several of one kind differ by their order.
-        warn_once: takes what goes wrong.
+        warn_once: warns once of each kind of failure.
     """
     left = list(kept)
     for intervention in interventions:
@@ -145,7 +145,7 @@ def state_of(intervention: Intervention, warn_once: WarnOnce) -> dict[str, Any]:
 
     Args:
         intervention: any.
-        warn_once: takes what goes wrong.
+        warn_once: warns once of each kind of failure.
 
     Returns:
         Its state; if that cannot be kept, no more than how often it has acted.

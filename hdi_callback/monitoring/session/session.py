@@ -53,7 +53,7 @@ class Session:
         host: the trainer.
         settings: what the run is watched with.
         name: what tells its history from others of the same folder, if there are others.
-        warn_once: turns what goes wrong into one warning.
+        warn_once: warns once of each kind of failure.
         schedule: when a reading is due; by default as the settings say.
 
     Attributes:

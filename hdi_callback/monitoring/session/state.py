@@ -21,7 +21,7 @@ def read_state(path: Path, warn_once: WarnOnce) -> dict[str, Any] | None:
 
     Args:
         path: the file.
-        warn_once: turns what goes wrong into one warning.
+        warn_once: warns once of each kind of failure.
 
     Returns:
         What the file holds; `None` if that is no dictionary.
