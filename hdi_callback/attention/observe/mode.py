@@ -17,9 +17,10 @@ from hdi_callback.attention.observe.mode_stack import take_off
 from hdi_callback.attention.observe.quiet import quiet, without_transforms
 from hdi_callback.attention.observe.recorder import Recorder
 from hdi_callback.attention.observe.row_reader import ReadRows
+from hdi_callback.attention.observe.scores.call import Call, from_the_end
 from hdi_callback.attention.observe.scores.lineage import Lineage, Scores
 from hdi_callback.attention.observe.scores.masks import MaskTerm
-from hdi_callback.attention.observe.scores.products import PRODUCTS, operands, product_of, tied_product_of
+from hdi_callback.attention.observe.scores.products import PRODUCTS, Product, operands, product_of
 
 # Functions that neither make nor change numbers that matter here; the first is how attributes are read.
 _PASSED = frozenset((
@@ -28,7 +29,6 @@ _PASSED = frozenset((
     "__repr__", "__bool__", "backward", "item", "tolist", "has_names", "is_cuda", "register_hook", "requires_grad_",
     "untyped_storage", "nelement", "ndimension", "_is_view", "is_inference",
 ))  # fmt: skip
-_SAMPLED = frozenset(("linear", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "normalize"))
 _KERNEL = re.compile(r"attn|attention|flash", re.IGNORECASE)
 
 
@@ -56,50 +56,38 @@ class ObservingMode(TorchFunctionMode):
         if name in _PASSED:
             result = func(*args, **kwargs)
             if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in ("mT", "T"):
-                self._lineage.follow("transpose", (args[0], -2, -1), {}, result)
+                self._lineage.follow(Call("transpose", (args[0], -2, -1), {}, result))
             return result
         if name == "multi_head_attention_forward" and func is F.multi_head_attention_forward:
             return self._inside(func, args, kwargs)
         result = func(*args, **kwargs)
-        handler, picks = self._handler_of(name, func, args, kwargs), self._chosen.may_concern(name, args)
+        call = Call(name, args, kwargs, result)
+        handler, picks = self._handler_of(func, call), self._chosen.may_concern(call)
         if handler is not None or picks:
             self._recorder.is_recorded = torch.is_grad_enabled()
+            device = next((one.device for one in call.tensors()), torch.device("cpu"))
             try:
-                with quiet(_device(args, kwargs)):
+                with quiet(device):
                     if picks:
-                        self._chosen.follow(name, args, kwargs, result)
+                        self._chosen.follow(call)
                     if handler is not None:
-                        handler(name, args, kwargs, result)
+                        handler(self, call)
             except Exception as error:  # the forward goes on, and the reading says why it is not whole
                 self.failures.append(f"{name}: {type(error).__name__} ({error})")
         return result
 
-    def _handler_of(self, name: str, func: Any, args: Any, kwargs: Any) -> Callable[..., None] | None:
+    def _handler_of(self, func: Any, call: Call) -> Callable[[ObservingMode, Call], None] | None:
         """Choose the handler of a call; most calls have none."""
-        handlers: dict[str, Callable[..., None]] = {
-            "scaled_dot_product_attention": self._saw_fused,
-            "linear": self._saw_linear,
-            "conv1d": self._saw_convolution,
-            "conv2d": self._saw_convolution,
-            "conv3d": self._saw_convolution,
-            "layer_norm": self._saw_norm,
-            "rms_norm": self._saw_norm,
-            "normalize": self._saw_norm,
-            "softmax": self._saw_softmax,
-            "_softmax": self._saw_softmax,
-        }
-        if name in _SAMPLED and not self._recorder.maps.keeps_samples:
+        handler = _HANDLERS.get(call.name)
+        if handler in _OF_SAMPLES and not self._recorder.maps.keeps_samples:
             # Of maps and norms samples alone are kept; what they do to scores is followed all the same.
-            return handlers[name] if self._lineage.any_of((*args, *kwargs.values())) is not None else None
-        if name in handlers:
-            return handlers[name]
-        if name in PRODUCTS:
-            return self._saw_product
+            return handler if self._lineage.any_of(call.tensors()) is not None else None
+        if handler is not None:
+            return handler
         if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) and _KERNEL.search(str(func)):
-            return self._saw_kernel
-        if name == "__setitem__" or self._lineage.any_of((*args, *kwargs.values())) is not None:
-            return self._saw_other
-        return None
+            return ObservingMode._record_kernel
+        is_followed = call.name == "__setitem__" or self._lineage.any_of(call.tensors()) is not None
+        return ObservingMode._follow if is_followed else None
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Watch torch's own attention from the inside, whose first step is to ask for modes like this one.
@@ -110,10 +98,8 @@ class ObservingMode(TorchFunctionMode):
             What torch's attention gives.
         """
         functional: Any = F
-        check = functional._mha_shape_check
+        check, thread = functional._mha_shape_check, threading.get_ident()
         is_on = False
-
-        thread = threading.get_ident()
 
         def check_and_watch(*shapes: Any) -> Any:
             nonlocal is_on
@@ -131,14 +117,16 @@ class ObservingMode(TorchFunctionMode):
             if is_on:
                 take_off(self)  # another observer may lie above it
 
+    def _follow(self, call: Call) -> None:
+        self._lineage.follow(call)
+
     # --- maps and norms
 
-    def _saw_linear(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = args[0] if args else kwargs["input"]
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
+    def _record_linear(self, call: Call) -> None:
+        inputs, weight = call.argument(0, "input"), call.argument(1, "weight")
         found = self._lineage.find(inputs)
         if found is not None and found[1] == "weights":
-            self._lineage.follow(name, args, kwargs, result)
+            self._follow(call)
             return
         parameter, rows = _parameter(weight)
         is_transposed = False
@@ -147,106 +135,92 @@ class ObservingMode(TorchFunctionMode):
             rows = _first_column(weight, parameter) if is_transposed else rows
             if weight.shape[1] != parameter.shape[0 if is_transposed else 1]:  # of a part of the features that come in
                 return
-        self._recorder.maps.map_ran(parameter, inputs, result, rows=rows, is_transposed=is_transposed)
+        self._recorder.maps.map_ran(parameter, inputs, call.result, rows=rows, is_transposed=is_transposed)
 
-    def _saw_convolution(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if isinstance(weight, Tensor) and all(size == 1 for size in weight.shape[2:]):
-            if self._lineage.any_of(args[:1]) is not None:
-                self._lineage.follow(name, args, kwargs, result)
-                return
-            inputs = args[0] if args else kwargs["input"]
-            self._recorder.maps.map_ran(_parameter(weight)[0], inputs, result, 1 - weight.dim())
-
-    def _saw_norm(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = args[0] if args else kwargs["input"]
-        if self._lineage.any_of((inputs,)) is not None:
-            self._lineage.follow(name, args, kwargs, result)
+    def _record_convolution(self, call: Call) -> None:
+        inputs, weight = call.argument(0, "input"), call.argument(1, "weight")
+        if not isinstance(weight, Tensor) or any(size != 1 for size in weight.shape[2:]):
             return
-        weight = next((one for one in (*args[1:], *kwargs.values()) if isinstance(one, nn.Parameter)), None)
-        self._recorder.maps.norm_ran(weight, inputs, result)
+        if self._lineage.any_of((inputs,)) is not None:
+            self._follow(call)
+        else:
+            self._recorder.maps.map_ran(_parameter(weight)[0], inputs, call.result, 1 - weight.dim())
+
+    def _record_norm(self, call: Call) -> None:
+        inputs = call.argument(0, "input")
+        if self._lineage.any_of((inputs,)) is not None:
+            self._follow(call)
+            return
+        weight = next((one for one in call.values[1:] if isinstance(one, nn.Parameter)), None)
+        self._recorder.maps.norm_ran(weight, inputs, call.result)
 
     # --- attention
 
-    def _saw_softmax(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = args[0] if args else kwargs["input"]
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    def _record_softmax(self, call: Call) -> None:
+        inputs, dim, result = call.argument(0, "input"), call.argument(1, "dim"), call.result
         if not isinstance(dim, int) or result.dim() < 2:
             return
-        axis = dim if dim < 0 else dim - result.dim()
+        axis = from_the_end(dim, result.dim())
         found = self._lineage.find(inputs)
         if found is None:
             scores = Scores(None, None, row_axis=-1 if axis != -1 else -2, key_axis=axis)
         elif found[1] == "scores":
             scores = found[0].branched()
         else:
-            self._lineage.follow(name, args, kwargs, result)
+            self._follow(call)
             return
         scores.kind = "softmax" if scores.query is not None else "additive"
         scores.taken = self._recorder.weights_ran(scores, inputs, result, axis)
         self._lineage.tag(result, scores, "weights")
 
-    def _saw_product(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        pair = operands(name, args, kwargs)
-        if pair is None or not isinstance(result, Tensor):
-            self._lineage.follow(name, args, kwargs, result)
+    def _record_product(self, call: Call) -> None:
+        pair = operands(call)
+        if pair is None or not isinstance(call.result, Tensor):
+            self._follow(call)
             return
         left, right = pair
-        for one in pair:
-            found = self._lineage.find(one)
-            if (
-                found is not None
-                and found[1] != "statistic"
-                and self._averages(name, args, kwargs, result, one, found[0])
-            ):
-                self._saw_average(name, args, kwargs, result, one, *found)
+        product = product_of(call, left, right)
+        for one, other, oriented in ((left, right, product), (right, left, product and product.swapped)):
+            found = self._lineage.any_of((one,))
+            if found is None or oriented is None or oriented.tied > 1 or _is_parameter(other):
+                continue
+            _, scores, stage = found
+            if oriented.left_axis == scores.key_axis:  # it sums over the keys
+                self._record_average(call, oriented, scores, stage)
                 return
-        for one, other in ((right, left), (left, right)):
-            parameter, rows = _parameter(one)
-            if isinstance(parameter, nn.Parameter):
-                if self._lineage.any_of((other,)) is not None:  # heads that are mixed
-                    self._lineage.follow(name, args, kwargs, result)
-                    return
-                self._saw_map(name, args, kwargs, result, parameter, rows, one, other, is_left=one is not right)
+        for weight, inputs, is_left in ((right, left, False), (left, right, True)):
+            if _is_parameter(weight):
+                if self._lineage.any_of((inputs,)) is not None:  # heads that are mixed
+                    self._follow(call)
+                else:
+                    self._record_map(call, product, weight, inputs, is_left)
                 return
-        product = product_of(name, args, kwargs, result) or tied_product_of(name, args, kwargs)
-        if product is None:
-            return
-        scores = self._lineage.start(result, product)
-        if name == "baddbmm":
-            alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+        if product is not None:
+            self._start(call, product)
+
+    def _start(self, call: Call, product: Product) -> None:
+        scores = self._lineage.start(call.result, product)
+        if call.name == "baddbmm":
+            alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
             scores.scale = float(alpha)
             if beta:
-                bias = (args[0] if args else kwargs["input"]).detach()
+                bias = call.argument(0, "input").detach()
                 scores.biases.append((bias, float(beta)))
                 scores.terms.append(MaskTerm(bias, "added"))
 
-    def _saw_map(
-        self,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        result: Tensor,
-        parameter: Tensor,
-        rows: int,
-        weight: Tensor,
-        inputs: Tensor,
-        is_left: bool,
-    ) -> None:
-        if name == "einsum":
-            product = product_of(name, args, kwargs, result)
-            letters = args[0].replace(" ", "")
-            if product is None or weight.dim() < 2 or "." in letters:
+    def _record_map(self, call: Call, product: Product | None, weight: Tensor, inputs: Tensor, is_left: bool) -> None:
+        (parameter, rows), maps = _parameter(weight), self._recorder.maps
+        if call.name == "einsum":
+            if product is None or product.tied > 1 or weight.dim() < 2 or "." in call.args[0]:
                 return
-            a, b = letters.split("->")[0].split(",")
-            out = letters.split("->")[1]
-            ours, theirs = (b, a) if weight is not args[1] else (a, b)
-            made = [one for one in ours if one not in theirs and one in out]
+            a, b, out = call.args[0].replace(" ", "").replace("->", ",").split(",")
+            ours, theirs = (a, b) if is_left else (b, a)
+            made = [one for one in ours if one in out and one not in theirs]
             taken = [one for one in ours if one in theirs and one not in out]
             order = [out.index(one) for one in out if one not in made] + [out.index(one) for one in made]
-            flat = result.permute(order).flatten(-len(made)) if made else result
             kept = [theirs.index(one) for one in theirs if one not in taken] + [theirs.index(one) for one in taken]
-            self._recorder.maps.map_ran(parameter, inputs.permute(kept).flatten(-len(taken)), flat)
+            flat = call.result.permute(order).flatten(-len(made))
+            maps.map_ran(parameter, inputs.permute(kept).flatten(-len(taken)), flat)
         elif weight.dim() == 2:
             # A matrix that is multiplied from the right as it is stored has its rows for what comes in; from the left
             # it has its columns for it, and takes the last dim but one: features in front of tokens, or tokens.
@@ -255,87 +229,62 @@ class ObservingMode(TorchFunctionMode):
             is_transposed = (weight.stride() == parameter.stride()) != is_left
             at = _first_column(weight, parameter) if is_transposed else rows
             dim = -2 if is_left and inputs.dim() > 1 else -1
-            self._recorder.maps.map_ran(parameter, inputs, result, dim, rows=at, is_transposed=is_transposed)
+            maps.map_ran(parameter, inputs, call.result, dim, rows=at, is_transposed=is_transposed)
 
-    def _averages(self, name: str, args: Any, kwargs: Any, result: Tensor, weights: Tensor, scores: Scores) -> bool:
-        """Return whether a product sums over the dimension of the keys, with anything but a parameter."""
-        product, pair = product_of(name, args, kwargs, result), operands(name, args, kwargs)
-        if product is None or pair is None or isinstance(_parameter(_other(pair, weights))[0], nn.Parameter):
-            return False
-        return (product.left_axis if pair[0] is weights else product.right_axis) == scores.key_axis
-
-    def _saw_average(
-        self, name: str, args: Any, kwargs: Any, result: Tensor, weights: Tensor, scores: Scores, stage: str
-    ) -> None:
+    def _record_average(self, call: Call, product: Product, scores: Scores, stage: str) -> None:
         """A product with weights, or with scores that were never turned into weights by a softmax."""
-        product, pair = product_of(name, args, kwargs, result), operands(name, args, kwargs)
-        assert product is not None
-        assert pair is not None
-        if pair[1] is weights:
-            product = product.swapped
         if stage == "scores" and scores.query is None:
             return
-        kind = scores.kind or "linear"
-        read = scores.taken if isinstance(scores.taken, ReadRows) else None
+        kind, read = scores.kind or "linear", scores.taken
         if kind not in ("softmax", "additive"):
             read = ReadRows(None, no_softmax(kind))
         elif read is None:
             read = ReadRows(None, "its weights were not observed")
-        output = product.canonical(result)
+        output = product.canonical(call.result)
         if scores.query is not None and scores.key is not None and kind != "softmax":
-            read.axes = self._recorder.reader.axes_of(
-                output.shape[:-2], int(scores.query.shape[-2]), int(scores.key.shape[-2])
-            )
-        self._recorder.core_ran(name, scores, product.right.mT, output, read, kind=kind)
+            queries, keys = int(scores.query.shape[-2]), int(scores.key.shape[-2])
+            read.axes = self._recorder.reader.axes_of(output.shape[:-2], queries, keys)
+        self._recorder.core_ran(call.name, scores, product.right.mT, output, read, kind=kind)
 
-    def _saw_fused(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        mask = arguments.get("attn_mask")
-        terms = [MaskTerm(None, "causal")] if arguments.get("is_causal") else []
-        if isinstance(mask, Tensor):
+    def _record_fused(self, call: Call) -> None:
+        query, key, value, mask = (
+            call.argument(place, name) for place, name in enumerate(("query", "key", "value", "attn_mask"))
+        )
+        terms = [MaskTerm(None, "causal")] if call.argument(5, "is_causal") else []
+        unread = "" if mask is None or type(mask) in (Tensor, nn.Parameter) else f"its mask is a {type(mask).__name__}"
+        if type(mask).__name__ == "CausalBias":
+            is_lower_right = "lower_right" in str(getattr(mask, "variant", "")).lower()
+            offset = int(key.shape[-2]) - int(query.shape[-2]) if is_lower_right else 0
+            terms, unread = [MaskTerm(None, "causal", offset)], ""
+        elif isinstance(mask, Tensor):
             terms.append(MaskTerm(mask.detach(), "visible" if mask.dtype is torch.bool else "added"))
-        unread = "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"
-        if isinstance(mask, Tensor) and type(mask) is not Tensor and type(mask) is not nn.Parameter:
-            unread = f"its mask is a {type(mask).__name__}"
-            lower_right = "lower_right" in str(getattr(mask, "variant", "")).lower()
-            if type(mask).__name__ == "CausalBias":
-                offset = int(arguments["key"].shape[-2]) - int(arguments["query"].shape[-2]) if lower_right else 0
-                terms, unread = [MaskTerm(None, "causal", offset)], ""
-        self._recorder.fused_ran(
-            name,
-            arguments["query"],
-            arguments["key"],
-            arguments["value"],
-            result,
-            terms=terms,
-            scale=arguments.get("scale"),
-            unread=unread,
-        )
+        scale = call.argument(6, "scale")
+        self._recorder.fused_ran(call.name, query, key, value, call.result, terms=terms, scale=scale, unread=unread)
 
-    def _saw_kernel(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point()]
-        outputs = [
-            one for one in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(one, Tensor)
-        ]
-        if len(tensors) < 3 or not outputs or tensors[0].dim() < 3:
+    def _record_kernel(self, call: Call) -> None:
+        tensors = [one for one in call.values if isinstance(one, Tensor) and one.is_floating_point()]
+        if len(tensors) < 3 or not call.results or tensors[0].dim() < 3:
             return
-        query, key, value = (one.transpose(1, 2) if one.dim() == 4 else one for one in tensors[:3])
-        self._recorder.fused_ran(
-            name,
-            query,
-            key,
-            value,
-            outputs[0].transpose(1, 2) if outputs[0].dim() == 4 else outputs[0],
-            unread=f"its kernel `{name}` keeps its weights to itself, and what it takes for a mask is not known",
+        query, key, value, output = (
+            one.transpose(1, 2) if one.dim() == 4 else one for one in (*tensors[:3], call.results[0])
         )
+        unread = f"its kernel `{call.name}` keeps its weights to itself, and what it takes for a mask is not known"
+        self._recorder.fused_ran(call.name, query, key, value, output, unread=unread)
 
-    def _saw_other(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        self._lineage.follow(name, args, kwargs, result)
+
+_HANDLERS: dict[str, Callable[[ObservingMode, Call], None]] = {
+    "scaled_dot_product_attention": ObservingMode._record_fused,
+    "linear": ObservingMode._record_linear,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), ObservingMode._record_convolution),
+    **dict.fromkeys(("layer_norm", "rms_norm", "normalize"), ObservingMode._record_norm),
+    **dict.fromkeys(("softmax", "_softmax"), ObservingMode._record_softmax),
+    **dict.fromkeys(PRODUCTS, ObservingMode._record_product),
+}
+_OF_SAMPLES = (ObservingMode._record_linear, ObservingMode._record_convolution, ObservingMode._record_norm)
 
 
-def _other(pair: tuple[Tensor, Tensor], one: Tensor) -> Tensor:
-    return pair[1] if pair[0] is one else pair[0]
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(_parameter(tensor)[0], nn.Parameter)
 
 
 def _parameter(tensor: Tensor) -> tuple[Tensor, int]:
@@ -351,14 +300,3 @@ def _parameter(tensor: Tensor) -> tuple[Tensor, int]:
 
 def _first_column(part: Tensor, parameter: Tensor) -> int:
     return int(part.storage_offset() - parameter.storage_offset()) % max(int(parameter.stride(0)), 1)
-
-
-def _device(args: Any, kwargs: Any) -> torch.device:
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, Tensor):
-            return one.device
-        if isinstance(one, (tuple, list)):
-            for inner in one:
-                if isinstance(inner, Tensor):
-                    return inner.device
-    return torch.device("cpu")

@@ -5,13 +5,13 @@ The rows of two heads are then of other queries, or their columns other keys, an
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdi_callback.attention.observe.scores.axes import Axes
+from hdi_callback.attention.observe.scores.call import Call, TensorNotes
 
 _GATHERS = frozenset(["gather", "take_along_dim"])
 _KEEPS_PLACES = frozenset((
@@ -30,53 +30,48 @@ class ChosenTokens:
 
     def __init__(self) -> None:
         # The dimensions over which the choice differs, negative; empty where they have been moved.
-        self._tags: dict[int, tuple[weakref.ref[Tensor], frozenset[int]]] = {}
+        self._notes = TensorNotes[frozenset[int]]()
+        self.clear = self._notes.clear
 
-    def clear(self) -> None:
-        """Forget all tensors."""
-        self._tags.clear()
-
-    def may_concern(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Return whether `follow` is to see a function.
+    def may_concern(self, call: Call) -> bool:
+        """Return whether `follow` is to see a call.
 
         Args:
-            name: of the function.
-            args: its arguments.
+            call: of any function.
 
         Returns:
             Whether tokens may be chosen by it, or were before.
         """
-        if name == "__getitem__":
-            return len(args) > 1 and bool(_indices(args[1]))
-        return name in _GATHERS or (bool(self._tags) and self._dims_of_any(args) is not None)
+        if call.name == "__getitem__":
+            return len(call.args) > 1 and bool(_indices(call.args[1]))
+        return call.name in _GATHERS or (bool(self._notes) and self._dims_of_any(call) is not None)
 
-    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def follow(self, call: Call) -> None:
         """Note a choice, or carry it on.
 
         Args:
-            name: of the function.
-            args: by position.
-            kwargs: by name.
-            result: what it gave.
+            call: of a function that may concern it.
         """
+        result, args = call.result, call.args
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return
-        plain = name.strip("_").removeprefix("i") if name.startswith("__i") else name.strip("_")
-        if name in _GATHERS:
-            index = next((one for one in (*args[1:], *kwargs.values()) if isinstance(one, Tensor)), None)
+        if call.name in _GATHERS:
+            index = next((one for one in call.values[1:] if isinstance(one, Tensor)), None)
             varies = frozenset() if index is None else _varying(index)
             if len(varies) > 1:
-                self._tag(result, varies)
-        elif name == "__getitem__" and (indices := _indices(args[1])):
+                self._notes[result] = varies
+        elif call.name == "__getitem__" and (indices := _indices(args[1])):
             most = max((_varying(one) for one in indices), key=len)
             if len(most) > 1:
                 place = _place(args[1], args[0].dim(), max(one.dim() for one in indices))
-                self._tag(result, _ANY if place is None else frozenset(place - result.dim() + dim for dim in most))
-        elif (dims := self._dims_of_any(args)) is not None:
-            if plain in _KEEPS_PLACES and result.dim() == max(one.dim() for one in args if isinstance(one, Tensor)):
-                self._tag(result, dims)
-            elif plain in _KEEPS_PLACES or plain in _MOVES:
-                self._tag(result, _ANY)
+                dims = _ANY if place is None else frozenset(place - result.dim() + dim for dim in most)
+                self._notes[result] = dims
+        elif (dims_of_any := self._dims_of_any(call)) is not None:
+            keeps_places = call.base in _KEEPS_PLACES
+            if keeps_places and result.dim() == max(one.dim() for one in call.tensors()):
+                self._notes[result] = dims_of_any
+            elif keeps_places or call.base in _MOVES:
+                self._notes[result] = _ANY
 
     def differ_by_head(self, tensor: Tensor, axes: Axes) -> bool:
         """Return whether heads have tokens of their own.
@@ -88,7 +83,7 @@ class ChosenTokens:
         Returns:
             False if all heads of a sequence have the same tokens, as far as they were followed.
         """
-        if not self._tags or axes.heads < 2:
+        if not self._notes or axes.heads < 2:
             return False
         dims = self._find(tensor)
         if dims is None:
@@ -97,27 +92,17 @@ class ChosenTokens:
             return True
         return any(dim - len(axes.lead) - 2 in dims for dim in axes.heads_dims)
 
-    def _tag(self, tensor: Tensor, dims: frozenset[int]) -> None:
-        key = id(tensor)
-        self._tags[key] = (weakref.ref(tensor, lambda _, key=key: self._tags.pop(key, None)), dims)  # type: ignore[misc]
-
-    def _find(self, tensor: Any) -> frozenset[int] | None:
-        if not isinstance(tensor, Tensor):
-            return None
-        tag = self._tags.get(id(tensor))
-        if tag is not None and tag[0]() is tensor:
-            return tag[1]
+    def _find(self, tensor: Tensor) -> frozenset[int] | None:
+        known = self._notes.get(tensor)
+        if known is not None:
+            return known
         base = tensor._base if type(tensor) is Tensor and tensor._is_view() else None
         dims = None if base is None else self._find(base)
         is_same = base is not None and base.shape == tensor.shape and base.stride() == tensor.stride()
         return dims if dims is None or is_same else _ANY  # turned twice, it is as it was
 
-    def _dims_of_any(self, args: tuple[Any, ...]) -> frozenset[int] | None:
-        for one in args:
-            for tensor in one if isinstance(one, (tuple, list)) else (one,):
-                if (dims := self._find(tensor)) is not None:
-                    return dims
-        return None
+    def _dims_of_any(self, call: Call) -> frozenset[int] | None:
+        return next((dims for one in call.tensors() if (dims := self._find(one)) is not None), None)
 
 
 def _indices(index: Any) -> list[Tensor]:

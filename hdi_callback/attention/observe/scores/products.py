@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
+
+from hdi_callback.attention.observe.scores.call import Call
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "einsum", "baddbmm", "addmm"})
 
@@ -44,112 +45,67 @@ class Product:
         return result.movedim((self.row_axis, self.column_axis), (-2, -1))
 
 
-def operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+def operands(call: Call) -> tuple[Tensor, Tensor] | None:
     """Name the two tensors that a function multiplies.
 
     Args:
-        name: of the function.
-        args: by position.
-        kwargs: by name.
+        call: of one of `PRODUCTS`.
 
     Returns:
         Left and right; None if they are not two.
     """
-    values = list(args)
-    if name == "einsum":
-        values = list(args[1]) if len(args) == 2 and isinstance(args[1], (tuple, list)) else list(args[1:])
-        pair = values if len(values) == 2 else []
-    elif name in ("baddbmm", "addmm"):
-        names = ("input", "batch1", "batch2") if name == "baddbmm" else ("input", "mat1", "mat2")
-        values += [kwargs.get(one) for one in names[len(values) :]]
-        pair = values[1:3]
-    elif name == "__rmatmul__":
-        pair = [args[1], args[0]]
+    if call.name == "einsum":
+        values = call.args[1:]
+        pair = list(values[0]) if len(values) == 1 and isinstance(values[0], (tuple, list)) else list(values)
+    elif call.name in ("baddbmm", "addmm"):
+        names = ("batch1", "batch2") if call.name == "baddbmm" else ("mat1", "mat2")
+        pair = [call.argument(place, name) for place, name in enumerate(names, 1)]
+    elif call.name == "__rmatmul__":
+        pair = [call.args[1], call.args[0]]
     else:
-        second = next((kwargs[one] for one in ("other", "mat2", "tensor2") if one in kwargs), None)
-        pair = [args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else second]
+        second = next((name for name in ("other", "mat2", "tensor2") if name in call.kwargs), "")
+        pair = [call.argument(0, "input"), call.argument(1, second)]
     fits = len(pair) == 2 and all(isinstance(one, Tensor) for one in pair)
     return (pair[0], pair[1]) if fits else None
 
 
-def product_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Product | None:
+def product_of(call: Call, left: Tensor, right: Tensor) -> Product | None:
     """Bring a product to one order of dimensions.
 
     Args:
-        name: of the function.
-        args: by position.
-        kwargs: by name.
-        result: what it gave.
+        call: of one of `PRODUCTS`.
+        left: the first of its `operands`.
+        right: the second.
 
     Returns:
-        The product; None if it is none of two matrices over one dimension.
+        The product; None if it is none of two matrices.
     """
-    pair = operands(name, args, kwargs)
-    if pair is None:
-        return None
-    left, right = pair
-    if name != "einsum":
-        if left.dim() < 2 or right.dim() < 2:
-            return None
-        return Product(left, right.mT, -2, -1)
-    return _of_einsum(args[0], left, right, result) if isinstance(args[0], str) else None
+    if call.name == "einsum":
+        return _of_einsum(call.args[0], left, right) if isinstance(call.args[0], str) else None
+    return Product(left, right.mT, -2, -1) if left.dim() > 1 and right.dim() > 1 else None
 
 
-def _of_einsum(equation: str, left: Tensor, right: Tensor, result: Tensor) -> Product | None:
+def _of_einsum(equation: str, left: Tensor, right: Tensor) -> Product | None:
     letters = _letters(equation, left, right)
     if letters is None:
         return None
     a, b, out = letters
     contracted = [one for one in a if one in b and one not in out]
-    columns = [one for one in b if one not in a and one in out]
-    rows = [one for one in out if one in a and one not in b]
-    is_plain = all(len(set(part)) == len(part) for part in (a, b, out)) and set(out) <= set(a) | set(b)
-    if len(contracted) != 1 or not columns or not rows or not is_plain or set(a) - set(out) != set(contracted):
+    rows, columns = [one for one in out if one in a and one not in b], [one for one in b if one in out and one not in a]
+    is_plain = all(len(set(part)) == len(part) for part in letters) and set(out) == set(a + b) - set(contracted)
+    if not rows or not columns or not is_plain or len(contracted) not in (1, 2):
+        return None
+    if len(contracted) == 2 and len(rows) + len(columns) > 2:
         return None
     # Several dimensions on one side are heads of grouped queries and a position; the position comes last.
-    row, column = rows[-1], columns[-1]
+    row, column, features = rows[-1], columns[-1], contracted[-1]
     lead = [one for one in out if one not in (row, column)]
-    return Product(
-        _ordered(left, a, [*lead, row, contracted[0]]),
-        _ordered(right, b, [*lead, column, contracted[0]]),
-        out.index(row) - len(out),
-        out.index(column) - len(out),
-        a.index(contracted[0]) - len(a),
-        b.index(contracted[0]) - len(b),
-    )
-
-
-def tied_product_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-    """Read a product that is summed over two dimensions, rows and features, as the scores of an alignment are.
-
-    Args:
-        name: of the function.
-        args: by position.
-        kwargs: by name.
-
-    Returns:
-        The product, the two dimensions side by side in the order in which the left tensor has them; None if it is none
-        of two tensors with a dimension of queries and one of keys.
-    """
-    pair = operands(name, args, kwargs) if name == "einsum" else None
-    letters = _letters(args[0], *pair) if pair is not None and isinstance(args[0], str) else None
-    if pair is None or letters is None:
-        return None
-    a, b, out = letters
-    contracted = [one for one in a if one in b and one not in out]
-    row, column = ([one for one in out if one in have and one not in other] for have, other in ((a, b), (b, a)))
-    is_plain = all(len(set(part)) == len(part) for part in (a, b, out)) and set(out) == set(a + b) - set(contracted)
-    if len(contracted) != 2 or len(row) != 1 or len(column) != 1 or not is_plain:
-        return None
-    lead = [one for one in out if one not in (*row, *column)]
-    left, right = (
-        _ordered(one.detach(), has, [*lead, *of, *contracted]).flatten(-2)
-        for one, has, of in zip(pair, (a, b), (row, column))
-    )
-    axes = (out.index(row[0]) - len(out), out.index(column[0]) - len(out))
-    features = contracted[-1]
-    rest = (a.index(features) - len(a), b.index(features) - len(b))
-    return Product(left, right, *axes, *rest, pair[0].shape[a.index(contracted[0])])
+    one, other = _ordered(left, a, [*lead, row, *contracted]), _ordered(right, b, [*lead, column, *contracted])
+    tied = 1
+    if len(contracted) == 2:  # side by side, in the order in which the left tensor has them
+        one, other, tied = one.detach().flatten(-2), other.detach().flatten(-2), left.shape[a.index(contracted[0])]
+    axes = out.index(row) - len(out), out.index(column) - len(out)
+    return Product(one, other, *axes, a.index(features) - len(a), b.index(features) - len(b), tied)
 
 
 def _ordered(tensor: Tensor, letters: str, order: list[str]) -> Tensor:
