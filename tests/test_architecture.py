@@ -335,7 +335,6 @@ WORKING_RECORDS = {
     "attention/isolation/user_data.py": "what the user's closures hold, put back",
     "attention/observe/scores/lineage.py": "what is known of scores grows with each function that they pass",
     "attention/observe/mode.py": "the same; and a check of torch's that is put back when the call ends",
-    "attention/observe/observer.py": "failures of its mode are taken over when a forward ends",
     "attention/observe/recorder.py": "what was read of an attention is filed when it has run",
     "attention/observe/row_reader.py": "what is read of rows, chunk by chunk",
     "attention/capture/slopes.py": "gradients are added up in a backward, by hooks that must not keep the sums alive",

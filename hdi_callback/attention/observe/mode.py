@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hdi_callback.attention.observe.compare.cores import no_softmax
+from hdi_callback.attention.observe.compare.cores import ReadRows, no_softmax
 from hdi_callback.attention.observe.mode_stack import take_off
-from hdi_callback.attention.observe.quiet import quiet, without_transforms
+from hdi_callback.attention.observe.quiet import unnoticed, without_transforms
 from hdi_callback.attention.observe.recorder import Recorder
-from hdi_callback.attention.observe.row_reader import ReadRows
 from hdi_callback.attention.observe.scores.call import Call, from_the_end
 from hdi_callback.attention.observe.scores.lineage import Lineage, Scores
 from hdi_callback.attention.observe.scores.masks import MaskTerm
@@ -37,12 +36,13 @@ class ObservingMode(TorchFunctionMode):
 
     Args:
         recorder: records linear maps and attentions.
+        failures: where it is noted what goes wrong.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, failures: list[str]) -> None:
         super().__init__()
         self._recorder, self._lineage, self._chosen = recorder, Lineage(), recorder.reader.chosen
-        self.failures: list[str] = []
+        self._failures = failures
 
     def forget(self) -> None:
         """Let go of all tensors, at the end of a forward."""
@@ -66,14 +66,11 @@ class ObservingMode(TorchFunctionMode):
         if handler is not None or picks:
             self._recorder.is_recorded = torch.is_grad_enabled()
             device = next((one.device for one in call.tensors()), torch.device("cpu"))
-            try:
-                with quiet(device):
-                    if picks:
-                        self._chosen.follow(call)
-                    if handler is not None:
-                        handler(self, call)
-            except Exception as error:  # the forward goes on, and the reading says why it is not whole
-                self.failures.append(f"{name}: {type(error).__name__} ({error})")
+            with unnoticed(name, device, self._failures):
+                if picks:
+                    self._chosen.follow(call)
+                if handler is not None:
+                    handler(self, call)
         return result
 
     def _handler_of(self, func: Any, call: Call) -> Callable[[ObservingMode, Call], None] | None:
@@ -237,9 +234,9 @@ class ObservingMode(TorchFunctionMode):
             return
         kind, read = scores.kind or "linear", scores.taken
         if kind not in ("softmax", "additive"):
-            read = ReadRows(None, no_softmax(kind))
+            read = ReadRows(unread=no_softmax(kind))
         elif read is None:
-            read = ReadRows(None, "its weights were not observed")
+            read = ReadRows(unread="its weights were not observed")
         output = product.canonical(call.result)
         if scores.query is not None and scores.key is not None and kind != "softmax":
             queries, keys = int(scores.query.shape[-2]), int(scores.key.shape[-2])

@@ -30,27 +30,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.layer.changing_hooks import Effect, has_hooks, note_effect
+from hdi_callback.attention.layer.changing_hooks import Effect, note_effect
 from hdi_callback.attention.layer.heads import AttentionLayer
-from hdi_callback.attention.layer.projections import feature_dim, is_map
 from hdi_callback.attention.observe.compare.accounts import Unexplained, unexplained
 from hdi_callback.attention.observe.compare.cores import ObservedCore
 from hdi_callback.attention.observe.compare.judge import judge
 from hdi_callback.attention.observe.compare.proposals import propose
 from hdi_callback.attention.observe.compare.samples import MapCall
 from hdi_callback.attention.observe.compare.verdicts import Verdict
-from hdi_callback.attention.observe.mode import ObservingMode
-from hdi_callback.attention.observe.quiet import quiet
-from hdi_callback.attention.observe.recorder import Recorder
+from hdi_callback.attention.observe.forward import ObservedForward
 from hdi_callback.attention.observe.regions import split_open_and_closed
 from hdi_callback.attention.observe.row_reader import Request
 from hdi_callback.attention.observe.scores.rows import RowChunk
 from hdi_callback.attention.observe.window import Window
-
-_CALLED_BY_FUNCTION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class AttentionObserver:
@@ -105,7 +99,7 @@ class AttentionObserver:
         self._model, self._layers, self._max_queries = model, tuple(layers), max_queries
         self._reduce_rows, self._reduce_norms = reduce_rows, reduce_norms
         self._window = Window()
-        self._forward: _Forward | None = None
+        self._forward: ObservedForward | None = None
         self._verdicts: dict[tuple[int, int, int], tuple[AttentionLayer, Verdict]] = {}
         self._proposed: dict[tuple[int, int, int], AttentionLayer | str] = {}
 
@@ -148,7 +142,6 @@ class AttentionObserver:
         self.release()
         opened, closed = split_open_and_closed(self._model)
         self.closed = {name: reason for name, (_, reason) in closed.items()}
-        self.failures = []
         names = {id(parameter): name for name, parameter in self._model.named_parameters(remove_duplicate=False)}
         names |= {id(module): name for name, module in self._model.named_modules()}
         heads = {names.get(id(layer.module), layer.name): layer.num_heads for layer in self._layers}
@@ -163,7 +156,8 @@ class AttentionObserver:
             claimed,
             self._who_is_read(without_rows),
         )
-        self._forward = _Forward(Recorder(request, names), self.failures)
+        self._forward = ObservedForward(request, names)
+        self.failures = self._forward.failures
         self._window.open(self._forward, opened, {name: module for name, (module, _) in closed.items()})
 
     def _who_is_read(self, without_rows: Sequence[AttentionLayer]) -> dict[int, bool]:
@@ -290,43 +284,3 @@ class AttentionObserver:
         if not cores:
             return "no attention was observed in its module"
         return next((core.unread for core in cores if core.unread), "")
-
-
-class _Forward:
-    """One armed forward, passed on to the recorder."""
-
-    def __init__(self, recorder: Recorder, failures: list[str]) -> None:
-        self.recorder, self._failures = recorder, failures
-        self.mode = ObservingMode(recorder)
-
-    def entered(self, name: str, module: nn.Module) -> None:
-        self.recorder.stack.enter(name, module)
-
-    def left(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        self.recorder.stack.leave(name)
-        if self.recorder.maps.keeps_samples and has_hooks(module) and is_map(module):
-            self._behind_hooks(name, module, result)
-        inputs = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(inputs, Tensor) or not self.recorder.maps.keeps_samples:
-            return
-        try:
-            with quiet(inputs.device):
-                if is_map(module) and type(module) not in _CALLED_BY_FUNCTION:
-                    self.recorder.maps.module_ran(module, "linear", inputs, result, feature_dim(module))
-                elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
-                    self.recorder.maps.module_ran(module, "norm", inputs, result, -1)
-        except Exception as error:  # the forward goes on
-            self._failures.append(f"{name}: {type(error).__name__} ({error})")
-
-    def _behind_hooks(self, name: str, module: nn.Module, result: Any) -> None:
-        try:
-            with quiet(result.device if isinstance(result, Tensor) else torch.device("cpu")):
-                self.recorder.maps.hooks_ran(module, result)
-        except Exception as error:  # the forward goes on
-            self._failures.append(f"{name}: {type(error).__name__} ({error})")
-
-    def ended(self) -> None:
-        self.recorder.forget()
-        self.mode.forget()
-        self._failures += self.mode.failures
-        self.mode.failures = []

@@ -37,6 +37,25 @@ def quiet(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unnoticed(name: str, device: torch.device, failures: list[str]) -> Iterator[None]:
+    """Compute quietly, and go on with the user's forward whatever fails.
+
+    Args:
+        name: of what is observed.
+        device: where the tensors are.
+        failures: where a failure is noted, so that the reading says why it is not whole.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        with quiet(device):
+            yield
+    except Exception as error:
+        failures.append(f"{name}: {type(error).__name__} ({error})")
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one that holds its numbers here: no DTensor, nested, quantised, fake or mapped one.
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hdi_callback.attention.observe.compare.cores import ObservedCore
-from hdi_callback.attention.observe.compare.samples import arrangements, arrangements_of_rows
+from hdi_callback.attention.observe.compare.cores import ObservedCore, ReadRows
+from hdi_callback.attention.observe.compare.samples import Arrangement, arrangements, arrangements_of_rows
 from hdi_callback.attention.observe.map_log import MapLog
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.quiet import holds_numbers
-from hdi_callback.attention.observe.row_reader import ReadRows, Request, RowReader
+from hdi_callback.attention.observe.row_reader import Request, RowReader
 from hdi_callback.attention.observe.scores.lineage import Scores
 from hdi_callback.attention.observe.scores.masks import MaskTerm
 
@@ -58,7 +58,7 @@ class Recorder:
 
     def weights_ran(self, scores: Scores, inputs: Tensor, weights: Tensor, axis: int) -> ReadRows:
         """Read the weights that a softmax gave; see `RowReader.of_weights`."""
-        return ReadRows(None) if self.is_repeated else self.reader.of_weights(scores, inputs, weights, axis)
+        return ReadRows() if self.is_repeated else self.reader.of_weights(scores, inputs, weights, axis)
 
     def core_ran(
         self,
@@ -87,45 +87,33 @@ class Recorder:
             return
         module = self.stack.innermost
         core = ObservedCore(
-            self.stack.owner,
-            "" if module is None else type(module).__name__,
-            kind,
-            self.maps.core_ran(),
-            parts=tuple(name for name, _ in self.stack.modules),
-            maps=self.maps.recent(),
-            is_recorded=self.is_recorded,
+            **vars(read or ReadRows()),
+            module=self.stack.owner,
+            module_type="" if module is None else type(module).__name__,
+            kind=kind,
+            order=self.maps.core_ran(),
             scale=scores.scale,
             changed=(*scores.unknown, *scores.altered),
+            maps=self.maps.recent(),
+            parts=tuple(name for name, _ in self.stack.modules),
+            is_recorded=self.is_recorded,
             tied=scores.tied,
         )
+        if scores.altered:
+            core.rows, core.unread = None, f"its weights go through {', '.join(scores.altered)} after the softmax"
+        query, key = scores.query, scores.key
+        # Sequences of several lengths in one nested tensor have no length that is a number.
+        if query is not None and key is not None and all(type(size) is int for size in (*query.shape, *key.shape)):
+            core.queries, core.keys, core.width = query.shape[-2], key.shape[-2], query.shape[-1] // scores.tied
         if place in self._by_place:
             self.cores.remove(self._by_place[place])
         self._by_place[place] = core
         self.cores.append(core)
-        if read is not None:
-            core.axes, core.unread, core.rows, core.norms = read.axes, read.unread, read.rows, read.norms
-            core.bias, core.is_bounded, core.is_self = read.bias, read.is_bounded, read.is_self
-        sides = (scores.query, scores.key)
-        # Sequences of several lengths in one nested tensor have no length that is a number.
-        if all(one is not None and all(type(size) is int for size in one.shape) for one in sides):
-            assert scores.query is not None
-            assert scores.key is not None
-            core.queries, core.width = int(scores.query.shape[-2]), int(scores.query.shape[-1]) // scores.tied
-            core.keys = int(scores.key.shape[-2])
-        if scores.altered:
-            core.rows, core.unread = None, f"its weights go through {', '.join(scores.altered)} after the softmax"
         if self.maps.keeps_samples:
             tokens = self.maps.tokens()[:4]
-            roles = {"query": scores.query, "key": scores.key, "value": value, "output": output}
-            for role, tensor in roles.items():
-                if tensor is None or not holds_numbers(tensor) or tensor.dim() < 2:
-                    continue
-                if scores.tied == 1:
-                    core.samples[role] = list(arrangements(tensor, tokens))
-                    continue
-                if role in ("query", "key"):
-                    tensor = tensor.reshape(*tensor.shape[:-1], scores.tied, -1).movedim(-2, 0)
-                core.samples[role] = list(arrangements_of_rows(tensor, tokens, scores.tied))
+            for role, tensor in (("query", query), ("key", key), ("value", value), ("output", output)):
+                if tensor is not None and holds_numbers(tensor) and tensor.dim() >= 2:
+                    core.samples[role] = list(_samples(tensor, tokens, scores.tied, role in ("query", "key")))
 
     def fused_ran(
         self,
@@ -152,7 +140,15 @@ class Recorder:
             unread: why its rows cannot be computed; empty if they can.
         """
         factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
-        read: ReadRows | None = None
-        if not self.is_repeated:
-            read = self.reader.of_operands(query, key, terms=terms, scale=factor, unread=unread)
-        self.core_ran(via, Scores(query.detach(), key.detach(), scale=factor), value, output, read)
+        biases = [(one.tensor, 1.0) for one in terms if one.kind == "added" and one.tensor is not None]
+        scores = Scores(query, key, scale=factor, terms=list(terms), biases=list(biases))
+        read = None if self.is_repeated else self.reader.of_operands(scores, unread)
+        self.core_ran(via, scores, value, output, read)
+
+
+def _samples(tensor: Tensor, tokens: Sequence[int], tied: int, is_tied: bool) -> Iterator[Arrangement]:
+    """Take samples of an input or output of attention, whose rows lie side by side in queries and keys if tied."""
+    if tied == 1:
+        return arrangements(tensor, tokens)
+    opened = tensor.reshape(*tensor.shape[:-1], tied, -1).movedim(-2, 0) if is_tied else tensor
+    return arrangements_of_rows(opened, tokens, tied)

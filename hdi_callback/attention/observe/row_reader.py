@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdi_callback.attention.observe.compare.cores import ReadRows
 from hdi_callback.attention.observe.map_log import MapLog
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.quiet import is_plain, is_transformed
@@ -47,19 +48,6 @@ class Request:
     heads: Mapping[str, int] = field(default_factory=dict)
     claimed: frozenset[int] = frozenset()
     is_read: Mapping[int, bool] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class ReadRows:
-    """What was read of the weights, before it is known that values are averaged with them; see `ObservedCore`."""
-
-    axes: Axes | None
-    unread: str = ""
-    rows: Any = None
-    norms: dict[str, Any] = field(default_factory=dict)
-    bias: Tensor | None = None
-    is_bounded: bool = True
-    is_self: bool = False
 
 
 class RowReader:
@@ -112,83 +100,62 @@ class RowReader:
             What was read.
         """
         if scores.query is None or scores.key is None:
-            return ReadRows(None, "its weights are a softmax, but its scores are no product of two activations")
+            return ReadRows(unread="its weights are a softmax, but its scores are no product of two activations")
         if axis == scores.row_axis:
-            swapped = scores.query, scores.row_axis
-            scores.query, scores.row_axis = scores.key, scores.key_axis
-            scores.key, scores.key_axis = swapped
+            scores.query, scores.key = scores.key, scores.query
+            scores.row_axis, scores.key_axis = scores.key_axis, scores.row_axis
         if scores.lost:
             done = ", ".join(dict.fromkeys(scores.lost))
-            return ReadRows(None, f"its scores go through {done} before the softmax, which is not followed")
+            return ReadRows(unread=f"its scores go through {done} before the softmax, which is not followed")
         if axis != scores.key_axis:
-            return ReadRows(None, "its softmax is over another dimension than that of the keys")
+            return ReadRows(unread="its softmax is over another dimension than that of the keys")
         order = (scores.row_axis, axis), (-2, -1)
         inputs, weights = inputs.movedim(*order), weights.movedim(*order)
         queries, keys = int(weights.shape[-2]), int(weights.shape[-1]) - scores.before - scores.after
         if not (is_plain(weights) and is_plain(scores.query) and is_plain(scores.key)):
-            return ReadRows(None, _of_a_kind_of_its_own(weights))
+            return ReadRows(unread=_of_a_kind_of_its_own(weights))
         if keys != scores.key.shape[-2] or queries != scores.query.shape[-2] or not queries or not keys:
-            return ReadRows(None, "its softmax is over other columns than its keys")
+            return ReadRows(unread="its softmax is over other columns than its keys")
         axes = self.axes_of(weights.shape[:-2], queries, keys, tied=scores.tied)
-        if axes is None:
-            return ReadRows(None, _AXES_UNKNOWN)
         shift = None if scores.shift is None else scores.shift.movedim(*order)
-        return self._read(
-            axes,
-            scores.query,
-            scores.key,
-            scores.terms,
-            scores.biases,
-            lambda plan: rows_of_weights(
-                weights, inputs, plan, first=scores.before, shift=shift, hides_by_scores=bool(scores.unknown)
-            ),
-            is_bounded=not scores.unknown and scores.scale is not None,
-        )
 
-    def of_operands(
-        self, query: Tensor, key: Tensor, *, terms: Sequence[MaskTerm], scale: float, unread: str
-    ) -> ReadRows:
+        def rows(plan: RowPlan) -> Iterator[RowChunk]:
+            hides = bool(scores.unknown)
+            return rows_of_weights(weights, inputs, plan, first=scores.before, shift=shift, hides_by_scores=hides)
+
+        return self._read(axes, scores, rows)
+
+    def of_operands(self, scores: Scores, unread: str) -> ReadRows:
         """Compute the rows that a kernel keeps to itself.
 
         Args:
-            query: ``(*lead, queries, width)``.
-            key: ``(*lead, keys, width)``.
-            terms: what hides keys, and what is added.
-            scale: factor of the scores.
+            scores: what it takes.
             unread: why they cannot be computed; empty if they can.
 
         Returns:
             What was read.
         """
+        query, key, scale = scores.query, scores.key, scores.scale
+        assert query is not None
+        assert key is not None
+        assert scale is not None
         if not (is_plain(query) and is_plain(key)):
-            return ReadRows(None, _of_a_kind_of_its_own(query))
+            return ReadRows(unread=_of_a_kind_of_its_own(query))
         axes = self.axes_of(query.shape[:-2], int(query.shape[-2]), int(key.shape[-2]))
-        if unread or axes is None:
-            return ReadRows(axes, unread or _AXES_UNKNOWN)
-        return self._read(
-            axes,
-            query,
-            key,
-            terms,
-            [(one.tensor, 1.0) for one in terms if one.kind == "added" and one.tensor is not None],
-            lambda plan: rows_of_operands(query.detach(), key.detach(), plan, scale=float(scale)),
-        )
+        if unread:
+            return ReadRows(axes, unread)
+        return self._read(axes, scores, lambda plan: rows_of_operands(query.detach(), key.detach(), plan, float(scale)))
 
-    def _read(
-        self,
-        axes: Axes,
-        query: Tensor,
-        key: Tensor,
-        terms: Sequence[MaskTerm],
-        biases: Sequence[tuple[Tensor | float, float]],
-        rows: Callable[[RowPlan], Iterator[RowChunk]],
-        *,
-        is_bounded: bool = True,
-    ) -> ReadRows:
+    def _read(self, axes: Axes | None, scores: Scores, rows: Callable[[RowPlan], Iterator[RowChunk]]) -> ReadRows:
+        if axes is None:
+            return ReadRows(unread=_AXES_UNKNOWN)
+        query, key, terms = scores.query, scores.key, scores.terms
+        assert query is not None
+        assert key is not None
         request, is_self = self._request, self._maps.have_one_source()
         read = ReadRows(axes, is_self=is_self)
-        read.bias, is_known = _largest(biases, query.device)
-        read.is_bounded = is_bounded and is_known
+        read.bias, is_known = _largest(scores.biases, query.device)
+        read.is_bounded = is_known and not scores.unknown and scores.scale is not None
         if request.reduce_rows is None:
             read.unread = "its rows were not asked for"
             return read

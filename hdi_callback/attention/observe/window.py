@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,27 +21,11 @@ from hdi_callback.attention.calls import is_inferring_shapes
 from hdi_callback.attention.compiled import is_compiling_allowed
 from hdi_callback.attention.fast_path import FAST_PATH, may_take_fast_path
 from hdi_callback.attention.hooks import Handle, observe_calls
+from hdi_callback.attention.observe.forward import ObservedForward
 from hdi_callback.attention.observe.mode_stack import put_back, take_off
 from hdi_callback.attention.observe.quiet import in_the_way
 
 _IN_A_GRAPH = "it did not run outside of what was compiled, and a compiled graph cannot be observed"
-
-
-class Watcher(Protocol):
-    """What is known of a forward."""
-
-    @property
-    def mode(self) -> TorchFunctionMode:
-        """The mode that is on while it runs."""
-
-    def entered(self, name: str, module: nn.Module) -> None:
-        """A module begins."""
-
-    def left(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A module ends; of one that raised there is no result."""
-
-    def ended(self) -> None:
-        """The outermost module has ended."""
 
 
 class Window:
@@ -53,7 +37,7 @@ class Window:
     """
 
     def __init__(self) -> None:
-        self._watcher: Watcher | None = None
+        self._forward: ObservedForward | None = None
         self._handles: dict[nn.Module, list[Handle]] = {}
         self._detours: list[_Detour] = []
         self._outermost: tuple[str, nn.Module] | None = None
@@ -65,16 +49,16 @@ class Window:
         self.has_run = self._is_suspended = False
         self.skipped: dict[str, str] = {}
 
-    def open(self, watcher: Watcher, modules: Mapping[str, nn.Module], closed: Mapping[str, nn.Module]) -> None:
+    def open(self, forward: ObservedForward, modules: Mapping[str, nn.Module], closed: Mapping[str, nn.Module]) -> None:
         """Wait for a forward.
 
         Args:
-            watcher: what is called with it.
+            forward: what is told of it.
             modules: those that are observed, by path.
             closed: those that are run without the mode, by path.
         """
         self.close()
-        self._watcher, self._compiled = watcher, _compiled_frames()
+        self._forward, self._compiled = forward, _compiled_frames()
         self._thread, self.reason, self.has_run = threading.get_ident(), "", False
         self.skipped = {name: _IN_A_GRAPH for name, module in modules.items() if module in self._staying}
         self._has_entered.clear()
@@ -91,13 +75,13 @@ class Window:
 
     def close(self) -> None:
         """Take everything off again that no graph was compiled with; calling it again does nothing."""
-        if self._watcher is None:
+        if self._forward is None:
             return
         for detour in self._detours:
             detour.remove()
         self._detours.clear()
         self._end()
-        self._watcher = None
+        self._forward = None
         if _compiled_frames() != self._compiled:
             for module in self._handles.keys() - self._has_entered:
                 self._staying[module] = self._handles.pop(module)
@@ -123,14 +107,14 @@ class Window:
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
         """Note that a module begins, and turn the mode on if it is the first."""
-        if self._watcher is None or threading.get_ident() != self._thread:
+        if self._forward is None or threading.get_ident() != self._thread:
             return
         self._has_entered.add(module)
         if self._passed_over:
             return
         if may_take_fast_path(module, args) and in_the_way() is None:
             self.skipped[name] = FAST_PATH
-            above = [] if self._outermost is None else take_off(self._watcher.mode)
+            above = [] if self._outermost is None else take_off(self._forward.mode)
             self._passed_over.append((module, above))
             return
         if self._outermost is None:
@@ -141,38 +125,38 @@ class Window:
                 self.reason = reason or self.reason
                 return
             self._outermost, self.has_run = (name, module), True
-            _push_mode(self._watcher.mode)  # type: ignore[no-untyped-call]
+            _push_mode(self._forward.mode)  # type: ignore[no-untyped-call]
         elif in_the_way() is not None:
             return
-        self._watcher.entered(name, module)
+        self._forward.module_begins(name, module)
 
     def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note that a module ends, and turn the mode off if it was the first."""
-        if self._watcher is None or threading.get_ident() != self._thread:
+        if self._forward is None or threading.get_ident() != self._thread:
             return
         if self._passed_over:
             if self._passed_over[-1][0] is module:
                 _, above = self._passed_over.pop()
                 if self._outermost is not None:
-                    put_back(self._watcher.mode, above)
+                    put_back(self._forward.mode, above)
             return
         if self._outermost is None or in_the_way() is not None:
             return
-        self._watcher.left(name, module, args, kwargs, result)
+        self._forward.module_ends(name, module, args, kwargs, result)
         if self._outermost == (name, module):
             self._end()
 
     def runs_beside(self) -> TorchFunctionMode | None:
         """Give the mode that is on, to take it off for a module that is not observed."""
-        if self._watcher is None or self._outermost is None or self._passed_over:
+        if self._forward is None or self._outermost is None or self._passed_over:
             return None
-        return self._watcher.mode if threading.get_ident() == self._thread else None
+        return self._forward.mode if threading.get_ident() == self._thread else None
 
     def _end(self) -> None:
-        if self._watcher is not None and self._outermost is not None:
+        if self._forward is not None and self._outermost is not None:
             self._outermost = None
-            take_off(self._watcher.mode)
-            self._watcher.ended()
+            take_off(self._forward.mode)
+            self._forward.ends()
 
 
 class _Detour:

@@ -12,7 +12,30 @@ from hdi_callback.attention.observe.scores.axes import Axes
 
 
 @dataclass(eq=False)
-class ObservedCore:
+class ReadRows:
+    """What was read of the weights of an attention, before it is known that values are averaged with them.
+
+    Attributes:
+        axes: which dimensions are sequences and which are heads; None if that is not known.
+        unread: why its rows were not read; empty if they were.
+        rows: what the rows were reduced to; None if they were not read.
+        norms: role -> what queries and keys were reduced to.
+        bias: largest number that is added to a score; None if nothing is added that is known.
+        is_bounded: scores are at most largest query norm x largest key norm x scale + bias.
+        is_self: its maps took the same tokens for queries and keys.
+    """
+
+    axes: Axes | None = None
+    unread: str = ""
+    rows: Any = None
+    norms: dict[str, Any] = field(default_factory=dict)
+    bias: Tensor | None = None
+    is_bounded: bool = True
+    is_self: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class ObservedCore(ReadRows):
     """One place in a model where values are averaged with weights that a forward computed.
 
     Attributes:
@@ -21,18 +44,11 @@ class ObservedCore:
         kind: ``"softmax"``, or what gives the weights in its place: ``"additive"``, ``"sigmoid"``, ``"relu"``,
             ``"linear"``, ``"unknown"``.
         order: of the calls of the forward.
-        axes: which dimensions are sequences and which are heads; None if that is not known.
         queries: length of a sequence of queries.
         keys: length of a sequence of keys, of those columns of the weights that have values.
         width: features of a query and key head.
         runs: how often it ran; all that is kept is of the first time.
-        unread: why its rows were not read; empty if they were.
-        is_self: its maps took the same tokens for queries and keys.
-        rows: what the rows were reduced to; None if they were not read.
-        norms: role -> what queries and keys were reduced to.
         scale: factor of the scores; None if it is not one number.
-        bias: largest number that is added to a score; None if nothing is added that is known.
-        is_bounded: scores are at most largest query norm x largest key norm x scale + bias.
         changed: names of functions that changed scores or weights in a way that is not followed.
         samples: a few tokens of queries, keys, values and outputs, for the comparison with claims.
         maps: calls of linear maps and norms before it, the latest last.
@@ -45,18 +61,11 @@ class ObservedCore:
     module_type: str
     kind: str
     order: int
-    axes: Axes | None = None
     queries: int = 0
     keys: int = 0
     width: int = 0
     runs: int = 1
-    unread: str = ""
-    is_self: bool = False
-    rows: Any = None
-    norms: dict[str, Any] = field(default_factory=dict)
     scale: float | Tensor | None = None
-    bias: Tensor | None = None
-    is_bounded: bool = True
     changed: tuple[str, ...] = ()
     samples: dict[str, list[Arrangement]] = field(default_factory=dict)
     maps: list[MapCall] = field(default_factory=list)

@@ -119,20 +119,27 @@ class RowPlan:
             for first in range(0, len(self.positions), step):
                 yield replace(part, positions=self.positions[first : first + step])
 
-    def visible(self) -> Tensor:
+    def hidden(self) -> Tensor | None:
+        """Return which keys the terms hide from the chosen queries.
+
+        Returns:
+            ``(S or 1, 1 or heads, q, keys or 1)``; None without terms.
+        """
+        return hidden_by(self.terms, self.axes, self.sequences, self.positions, self.keys)
+
+    def visible(self, hidden: Tensor | None) -> Tensor:
         """Return which keys the chosen queries see.
+
+        Args:
+            hidden: what `hidden` gives.
 
         Returns:
             ``(S, 1 or heads, q, keys)``; False throughout for queries that are padding.
         """
-        hidden = hidden_by(self.terms, self.axes, self.sequences, self.positions, self.keys)
-        shape = (len(self.sequences), 1, len(self.positions), self.keys)
-        device = self.positions.device
-        visible = (
-            torch.ones(shape, dtype=torch.bool, device=device)
-            if hidden is None
-            else (~hidden).expand(shape[0], hidden.shape[1], *shape[2:])
-        )
+        heads = 1 if hidden is None else hidden.shape[1]
+        shape = (len(self.sequences), heads, len(self.positions), self.keys)
+        none_hidden = torch.ones((), dtype=torch.bool, device=self.positions.device)
+        visible = (none_hidden if hidden is None else ~hidden).expand(shape)
         if self.left_out is not None:
             visible = visible & ~self.left_out[:, None, self.positions, None]
         return visible
@@ -171,13 +178,13 @@ def rows_of_weights(
         scores = None if raw is None else axes.rows(raw, part.sequences, part.positions)[..., keys].float()
         if scores is not None and moved is not None:
             scores = scores + axes.rows(moved, part.sequences, part.positions).float()
-        visible = part.visible()
+        visible = part.visible(part.hidden())
         if hides_by_scores and scores is not None:
             visible = visible & (scores > scores.amax(-1, keepdim=True) + HIDDEN)
         yield RowChunk(_of_seeing(rows, visible), visible, scores, part.sequences, part.positions, part.queries)
 
 
-def rows_of_operands(query: Tensor, key: Tensor, plan: RowPlan, *, scale: float) -> Iterator[RowChunk]:
+def rows_of_operands(query: Tensor, key: Tensor, plan: RowPlan, scale: float) -> Iterator[RowChunk]:
     """Compute rows from the inputs of a fused kernel.
 
     Args:
@@ -197,7 +204,7 @@ def rows_of_operands(query: Tensor, key: Tensor, plan: RowPlan, *, scale: float)
     if queries is None or keys is None:
         return
     width = query.shape[-1]
-    for part in plan.pieces(part_size(axes.heads, plan.keys), axes.heads * plan.keys * width):
+    for part in plan.pieces(axes.heads * plan.keys, axes.heads * plan.keys * width):
         q = axes.rows(queries, part.sequences, part.positions).float()  # (S, H, q, width)
         k = key_axes.rows(keys, part.sequences, None).float()  # (S, G, keys, width)
         groups = k.shape[1]
@@ -206,8 +213,8 @@ def rows_of_operands(query: Tensor, key: Tensor, plan: RowPlan, *, scale: float)
         for term in part.terms:
             added = term.added(axes, part.sequences, part.positions)
             scores = scores if added is None else scores + added
-        visible = part.visible()
-        hidden = hidden_by(part.terms, axes, part.sequences, part.positions, part.keys)
+        hidden = part.hidden()
+        visible = part.visible(hidden)
         masked = scores if hidden is None else _hide(scores, hidden)
         weights = masked.softmax(-1)
         yield RowChunk(_of_seeing(weights, visible), visible, scores, part.sequences, part.positions, part.queries)
@@ -224,11 +231,6 @@ def _hide(scores: Tensor, hidden: Tensor) -> Tensor:
 def _is_at_hand(tensor: Tensor) -> bool:
     """Tell whether the host may read a tensor without waiting for a device."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor
-
-
-def part_size(heads: int, keys: int) -> int:
-    """Count the numbers of one query's rows."""
-    return heads * keys
 
 
 def _of_seeing(rows: Tensor, visible: Tensor) -> Tensor:
