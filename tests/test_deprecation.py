@@ -86,7 +86,7 @@ class Loop:
         self.stopped = 0
 
     def loss_scale(self, optimizer):
-        return 1.0
+        return 8.0
 
     def stop(self):
         self.stopped += 1
@@ -102,10 +102,10 @@ def test_a_session_reads_records_judges_intervenes_and_writes_to_its_sinks_as_be
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     follower = Follower()
     with HeadDiversityMonitor(model) as monitor:
-        loop = Loop(monitor, optimizer)
+        loop, stop = Loop(monitor, optimizer), StopTraining(on="warning")
         watch = old("hdi_callback.monitoring.watch.Watch")(
             monitor, Schedule(2), history=History(tmp_path / "history.jsonl"),
-            alerts=Alerts([Always()], monitor.facts), interventions=[StopTraining(on="warning")],
+            alerts=Alerts([Always()], monitor.facts), interventions=[stop],
             training=loop, followers=[follower],
         )  # fmt: skip
         if begins:
@@ -118,11 +118,12 @@ def test_a_session_reads_records_judges_intervenes_and_writes_to_its_sinks_as_be
             optimizer.step()
             optimizer.zero_grad()
             watch.after_step(step + 1)
+        told = stop.training.loss_scale(optimizer)
         watch.finish(5)
         kept = watch.state_dict()
     assert follower.steps == [record.step for record in read_records(tmp_path / "history.jsonl")] == [0, 2, 4, 5]
     assert follower.reported[0] == "always"
-    assert loop.stopped == 1
+    assert (loop.stopped, told) == (1, 8.0)
     assert (kept["last_step"], kept["interventions"][0][0]) == (5, "StopTraining")
     assert [alert.rule for alert in watch.alerts.active] == ["always"] * 2
 

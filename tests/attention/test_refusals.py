@@ -96,19 +96,22 @@ REFUSED = {  # and how many layers there are
                             moving_average=3, num_time_features=1, encoder_layers=1, decoder_layers=1,
                             encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32,
                             decoder_ffn_dim=32),
-        3,
+        3, "no products of queries and keys",
     ),
-    "Longformer, windows": (tf.LongformerConfig(**SMALL | {"sep_token_id": 2}, attention_window=4), 2),
+    "Longformer, windows": (
+        tf.LongformerConfig(**SMALL | {"sep_token_id": 2}, attention_window=4), 2, "could not be run",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_families_whose_heads_cannot_be_read_are_refused_layer_by_layer(name):
-    config, layers = REFUSED[name]
+    config, layers, reason = REFUSED[name]
     found = survey(tf.AutoModel.from_config(config))
     assert found.layers == ()
     assert len(found.refused) == layers
     assert all("Attention" in refusal.module_type for refusal in found.refused)
+    assert all(reason in refusal.reason for refusal in found.refused)
 
 
 def test_a_refused_layer_can_be_skipped_by_name():
@@ -176,10 +179,12 @@ class OnAGraph(nn.Module):
 
 def test_attention_over_the_edges_of_a_graph_is_named_before_a_forward_and_after() -> None:
     model = OnAGraph()
-    for forward in (None, lambda: model(torch.randn(6, 32))):
+    reasons = {None: "could not be run", lambda: model(torch.randn(6, 32)): "added up by an index"}
+    for forward, reason in reasons.items():
         found = survey(model, forward=forward)
         assert found.layers == ()
         assert [refusal.name for refusal in found.refused] == ["layer"]
+        assert reason in found.refused[0].reason
 
 
 class MultiheadByFeature(nn.Module):
@@ -199,6 +204,7 @@ def test_attention_feature_by_feature_is_named() -> None:
     found = survey(nn.Sequential(MultiheadByFeature()))
     assert found.layers == ()
     assert [refusal.name for refusal in found.refused] == ["0"]
+    assert found.refused[0].reason == "its values are weighted by no matrix product"
 
 
 class RunsOnce(by_hand.Separate):

@@ -136,7 +136,11 @@ def test_values_are_the_same_in_turn_and_every_time(small_is_wide):
                 train(model, number, number + 1)
                 records.append(monitor.measure(number).record())
         found.append(records)
-    for whole, part in zip(*found):
+    for number, (whole, part) in enumerate(zip(*found, strict=True)):
+        assert list(part.layers) == list(whole.layers)
+        assert len(part.layers) == BLOCKS
+        fewer = sum(len(whole.layers[name].values) - len(layer.values) for name, layer in part.layers.items())
+        assert (fewer > 0) == (number > 0), "all have their turn at the first reading, some at each later one"
         for name, layer in part.layers.items():
             left = {metric for metric in whole.layers[name].values if metric not in layer.values}
             assert not left & set(EVERY_TIME)

@@ -1,0 +1,24 @@
+"""What is answered in place of norms, dropout and a top k, in a traced run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from hdi_callback.attention.trace import plain_norms
+
+
+def test_a_top_k_is_answered_with_all_in_the_order_that_torch_gives_them():
+    x, cut = torch.randn(3, 40), SimpleNamespace(keeps_top=False, has_all=False)
+    for largest in (True, False):
+        answer = plain_norms.top(cast("Any", cut), torch.topk, (x, 2), {"largest": largest})
+        expected, places = x.sort(-1, descending=largest)
+        assert torch.equal(answer.values, expected)
+        assert torch.equal(answer.indices, places)
+    assert cut.has_all
+    loose = plain_norms.top(cast("Any", cut), torch.topk, (x, 2), {"sorted": False})
+    assert torch.equal(loose.values, x.gather(-1, loose.indices))
+    cut.keeps_top = True
+    assert plain_norms.top(cast("Any", cut), torch.topk, (x, 2), {}) is NotImplemented

@@ -1,0 +1,28 @@
+"""`Publisher`: what follows from a reading."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hdi_callback.errors import MonitoringWarning
+from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Readout, Record
+from hdi_callback.monitoring.session.publisher import Publisher
+from hdi_callback.monitoring.warn_once import WarnOnce
+
+
+@pytest.mark.parametrize(
+    ("names", "listed"), [(["a", "b.attn"], "`a`, `b.attn`"), (["a", "b", "c", "d"], "`a`, `b`, `c` and others")]
+)
+def test_layers_whose_padding_can_be_read_in_two_ways_are_named_once_three_of_them(names, listed):
+    absent = {f"head_covariance/{name}": AMBIGUOUS_MASK for name in names} | {"hdi/x": "its weights are not finite"}
+    written: list[Any] = []
+    sink = SimpleNamespace(name="a sink", write=lambda result: written.append(result.record.step))
+    publisher = Publisher(None, None, (), [cast("Any", sink)], lambda value: value, WarnOnce())
+    with pytest.warns(MonitoringWarning) as caught:
+        for step in (0, 1):
+            publisher.publish(cast("Readout", SimpleNamespace(record=lambda step=step: Record(step, {}, absent))))
+    assert [str(one.message) for one in caught] == [f"Head outputs of {listed} are absent: {AMBIGUOUS_MASK}."]
+    assert written == [0, 1]
