@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from hdi_callback.attention.observe.axes import resolve
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.row_reader import Request, RowReader
+from hdi_callback.attention.observe.scores.axes import resolve
 
 
 @pytest.mark.parametrize("tied", [1, 2])

@@ -7,8 +7,12 @@ from pathlib import Path
 CHANGES = {
     "attention/finding": 8,
     "attention/observe": 8,
+    "attention/observe/compare": 8,
+    "attention/observe/scores": 8,
     "attention/trace": 8,
     "attention": 4,
+    "attention/layer": 4,
+    "attention/capture": 4,
     "attention/isolation": 4,
     "monitoring/rules": 4,
     "monitoring/monitor": 4,
@@ -17,10 +21,12 @@ CHANGES = {
     "monitoring/layers": 4,
     "monitoring/interventions": 4,
     "monitoring/session": 4,
+    "monitoring/ranks": 4,
     "monitoring/history": 4,
     "monitoring": 4,
     "audits": 4,
     "dashboards": 4,
+    "dashboards/report": 4,
 }
 """Folder -> the changes of each of its files."""
 TESTS = [
