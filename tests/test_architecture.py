@@ -344,7 +344,7 @@ WORKING_RECORDS = {
     "attention/trace/heads.py": "what is found of the heads of one core",
     "attention/trace/plain_attention.py": "what one run has met",
     "attention/trace/plain_norms.py": "the same",
-    "attention/trace/plainly.py": "methods of classes that are put back at the end of a run, and what a run has met",
+    "attention/trace/plainly.py": "what a run has met",
     "attention/trace/run.py": "the record of a run; the configuration of a copy",
     "attention/trace/states.py": "the name of a class that it has just made",
     "attention/trace/weight_views.py": "stubs that one run shares with the next",

@@ -8,9 +8,8 @@ stays: the graph shows all of it.
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,44 +19,26 @@ from torch._functorch import vmap as functorch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
+from hdi_callback.attention.trace.replaced import in_this_thread, replaced
+
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
 
 _MOST_PARTS = 64  # of one loop
 
 
-@contextmanager
-def without_batching(cut: GraphCut) -> Iterator[None]:
+def without_batching(cut: GraphCut) -> AbstractContextManager[None]:
     """Let `torch.vmap` and nested tensors of this thread run plainly.
 
     Args:
         cut: that of the run.
 
-    Yields:
-        Nothing.
+    Returns:
+        For the time of the run.
     """
-    thread = threading.get_ident()
     transforms: Any = apis
-    places: list[tuple[Any, str, Any]] = [(transforms, "vmap_impl", _Mapped(cut, transforms.vmap_impl))]
-    places += [(torch.nested, name, one) for name, one in _NESTED.items()]
-    known = [getattr(place, name) for place, name, _ in places]
-    for (place, name, plain), own in zip(places, known):
-        setattr(place, name, _for_thread(thread, plain, own))
-    try:
-        yield
-    finally:
-        for (place, name, _), own in zip(places, known):
-            setattr(place, name, own)
-
-
-def _for_thread(thread: int, plain: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return own(*args, **kwargs)
-        made = plain(*args, **kwargs)
-        return own(*args, **kwargs) if made is NotImplemented else made
-
-    return chosen
+    places = [(transforms, "vmap_impl", _Mapped(cut)), *((torch.nested, name, one) for name, one in _NESTED.items())]
+    return replaced(*((owner, name, in_this_thread(getattr(owner, name), plain)) for owner, name, plain in places))
 
 
 class _Mapped:
@@ -65,19 +46,18 @@ class _Mapped:
 
     Args:
         cut: of the run.
-        own: torch's own way.
     """
 
-    def __init__(self, cut: GraphCut, own: Callable[..., Any]) -> None:
-        self.cut, self.own = cut, own
+    def __init__(self, cut: GraphCut) -> None:
+        self.cut = cut
 
-    def __call__(self, func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, own: Any, func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the arguments of `vmap_impl`: randomness and the size of chunks come before those of the function."""
         leaves, calls = self.cut.run.leaves, dict(self.cut.calls)
         count, is_plain = len(leaves), any(isinstance(one, Tensor) and self._is_parameter(one) for one in args)
         if not is_plain:
             try:
-                made = self.own(func, in_dims, out_dims, *args, **kwargs)
+                made = own(func, in_dims, out_dims, *args, **kwargs)
             except Exception:
                 is_plain = True
             else:
@@ -111,13 +91,15 @@ def _looped(func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -
     return pytree.tree_unflatten(stacked, specs[0])
 
 
-def _nested(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _nested(own: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(tensors, Tensor):
         return tensors
     return _padded([one if isinstance(one, Tensor) else torch.as_tensor(one) for one in tensors])
 
 
-def _of_jagged(values: Tensor, offsets: Tensor | None = None, lengths: Tensor | None = None, *_: Any, **__: Any) -> Any:
+def _of_jagged(
+    own: Any, values: Tensor, offsets: Tensor | None = None, lengths: Tensor | None = None, *_: Any, **__: Any
+) -> Any:
     if offsets is None:
         return _padded(torch.split(values, lengths.tolist() if lengths is not None else []))
     return _padded([values[int(start) : int(end)] for start, end in itertools.pairwise(offsets)])
@@ -127,7 +109,7 @@ def _padded(tensors: Sequence[Tensor]) -> Any:
     return pad_sequence(list(tensors), batch_first=True)
 
 
-def _as_padded(tensor: Tensor, padding: float = 0.0, output_size: Any = None, **_: Any) -> Any:
+def _as_padded(own: Any, tensor: Tensor, *_: Any, **__: Any) -> Any:
     return NotImplemented if tensor.is_nested else tensor
 
 
@@ -141,7 +123,7 @@ _NESTED = {
 
 def to_padded(cut: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """What was padded from the beginning is returned as it is."""
-    return _as_padded(*args, **kwargs)
+    return _as_padded(func, *args, **kwargs)
 
 
 HANDLERS = {to_padded: (Tensor.to_padded_tensor,)}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils import checkpoint
 from hdi_callback.attention.trace.graph_cut import GraphCut
 from hdi_callback.attention.trace.plain_batches import without_batching
 from hdi_callback.attention.trace.plain_flex import without_kernels
+from hdi_callback.attention.trace.replaced import in_this_thread, replaced
 
 
 @contextmanager
@@ -25,81 +25,55 @@ def plainly(mode: GraphCut) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    plain = _without_checkpoints(), _without_autocast(), _without_own_backwards(mode)
-    with ExitStack() as stack:
-        for one in (*plain, without_batching(mode), without_kernels()):
-            stack.enter_context(one)
+    known: Any = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # a class method, of Python or from torch 2.14 on of C
+        return known.__get__(None, cls)(*args, **kwargs)
+
+    applied = classmethod(in_this_thread(apply, _Applied(mode)))
+    plain = [
+        (checkpoint, name, in_this_thread(getattr(checkpoint, name), _as_it_is))
+        for name in _GENERATORS
+        if hasattr(checkpoint, name)
+    ]
+    # What is small would be lost in numbers of half the digits.
+    plain += [
+        (torch.autocast, "__enter__", in_this_thread(torch.autocast.__enter__, lambda own, self: self)),
+        (torch.autocast, "__exit__", in_this_thread(torch.autocast.__exit__, lambda own, self, *raised: None)),
+        (torch.autograd.Function, "apply", applied),
+    ]
+    with replaced(*plain), without_batching(mode), without_kernels():
         yield
 
 
-@contextmanager
-def _without_checkpoints() -> Iterator[None]:
-    """Let activation checkpoints of this thread run plainly: what they compute again is in no graph of the run."""
-    thread = threading.get_ident()
-    known = {name: getattr(checkpoint, name) for name in (*_GENERATORS, _REENTRANT) if hasattr(checkpoint, name)}
-
-    def plain(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-        def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
-            if threading.get_ident() == thread:
-                yield
-            else:
-                yield from generator(*args, **kwargs)
-
-        return plainly
-
-    class Plain:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            here = threading.get_ident() == thread
-            return function(*args) if here else known[_REENTRANT].apply(function, preserve, *args)
-
-    for name, value in known.items():
-        setattr(checkpoint, name, Plain if name == _REENTRANT else plain(value))
-    try:
-        yield
-    finally:
-        for name, value in known.items():
-            setattr(checkpoint, name, value)
-
-
-_REENTRANT = "CheckpointFunction"
-# From torch 2.14 on the second.
+# Activation checkpoints: what they compute again is in no graph of the run. From torch 2.14 on the second.
 _GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 
 
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Let nothing of this thread begin autocast: what is small would be lost in numbers of half the digits."""
-    thread, known = threading.get_ident(), torch.autocast
-    enter, leave = known.__enter__, known.__exit__
-
-    def entered(self: Any) -> Any:
-        return self if threading.get_ident() == thread else enter(self)  # type: ignore[no-untyped-call]
-
-    def left(self: Any, *raised: Any) -> Any:
-        return None if threading.get_ident() == thread else leave(self, *raised)
-
-    known.__enter__, known.__exit__ = entered, left  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        known.__enter__, known.__exit__ = enter, leave  # type: ignore[method-assign]
+def _as_it_is(own: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
 
 
-@contextmanager
-def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
-    """Let what attends, or asks other ranks, in a `torch.autograd.Function` run plainly, to be in the graph."""
-    thread, own = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
+class _Applied:
+    """Runs what attends, or asks other ranks, in a `torch.autograd.Function` plainly, to be in the graph.
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # a class method, of Python or from torch 2.14 on of C
-        return own.__get__(None, cls)(*args, **kwargs)
+    Args:
+        mode: that of the run.
+    """
 
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or not torch.is_grad_enabled():
-            return apply(cls, *args, **kwargs)
+    def __init__(self, mode: GraphCut) -> None:
+        self.mode = mode
+
+    def __call__(self, apply: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of `apply` of a class of functions."""
+        if cls is checkpoint.CheckpointFunction:
+            function, _, *own = args
+            return function(*own)
+        if not torch.is_grad_enabled():
+            return NotImplemented
+        mode, exchange, leaves = self.mode, self.mode.exchange, self.mode.run.leaves
         if (cls.__module__, cls.__name__) == _BY_SCATTERS:
-            return tuple(mode.exchange.received(args[2:], args[0]))
-        leaves, exchange = mode.run.leaves, mode.exchange
+            return tuple(exchange.received(args[2:], args[0]))
         known, calls, sent = len(leaves), dict(mode.calls), len(exchange.sent)
         hidden, moved, exponentials = mode.hidden, exchange.calls, mode.exponentials
         answer = apply(cls, *args, **kwargs)
@@ -118,12 +92,6 @@ def _without_own_backwards(mode: GraphCut) -> Iterator[None]:
             leaves[known:], mode.calls = kept
             return answer
         return plain
-
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 # Torch's all-to-all of lists sends one scatter after the other with gloo.
