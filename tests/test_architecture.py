@@ -339,7 +339,7 @@ WORKING_RECORDS = {
     "attention/observe/row_reader.py": "what is read of rows, chunk by chunk",
     "attention/capture/slopes.py": "gradients are added up in a backward, by hooks that must not keep the sums alive",
     "attention/capture/tap.py": "samples of one armed forward are thinned and joined",
-    "attention/trace/exchange.py": "the runs of several ranks become one",
+    "attention/trace/exchange.py": "what one run sends",
     "attention/trace/graph_cut.py": "what stubs of maps answer for the time of a run",
     "attention/trace/heads.py": "what is found of the heads of one core",
     "attention/trace/plain_attention.py": "what one run has met",

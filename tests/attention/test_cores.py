@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import survey
-from hdi_callback.attention.trace.core_view import CoreView
+from hdi_callback.attention.trace.core_view import own_columns
 from hdi_callback.attention.trace.head_rows import Rows
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
@@ -48,22 +48,9 @@ def test_weights_below_one_that_are_no_exponentials_are_no_attention():
     assert found.refused == ()
 
 
-class OneSide(CoreView):
-    """A core whose columns are written down."""
-
-    def __init__(self, columns: dict[tuple[str, int], set[int]], width: int) -> None:
-        self._columns, self._side = columns, torch.zeros(1, 1, width)
-
-    def side(self, number, side):
-        return self._side
-
-    def columns(self, tensor):
-        return self._columns
-
-
 def test_columns_of_heads_are_those_their_features_act_on_and_all_if_one_of_them_shows_none():
-    shown = {("q.weight", feature): {feature // 2} for feature in range(4)}
-    assert OneSide(shown, 6).own_columns([Rows("q.weight", (0, 1)), Rows("q.weight", (2, 3))], 0, 0) == [0, 1]
-    several = {**shown, ("q.weight", 3): {-2}}
+    shown = {("q.weight", feature): feature // 2 for feature in range(4)}
+    assert own_columns(shown, [Rows("q.weight", (0, 1)), Rows("q.weight", (2, 3))], 6) == [0, 1]
+    several = {**shown, ("q.weight", 3): -2}
     for one in (several, {key: value for key, value in shown.items() if key[1] != 3}):
-        assert OneSide(one, 6).own_columns([Rows("q.weight", (2, 3))], 0, 0) == [0, 1, 2, 3, 4, 5]
+        assert own_columns(one, [Rows("q.weight", (2, 3))], 6) == [0, 1, 2, 3, 4, 5]

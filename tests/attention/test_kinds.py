@@ -13,7 +13,7 @@ from hdi_callback.attention.finding.discovery import survey
 from hdi_callback.attention.trace import support
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.states import differing_attributes, watched
-from hdi_callback.attention.trace.support import Support, derivatives, weights_at
+from hdi_callback.attention.trace.support import Support, derivatives
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
 
@@ -286,7 +286,7 @@ def test_supports_of_many_parts_are_those_of_each_alone(form, heads):
     parts = [3 * head + tokens for head in range(heads)]
     parts += [parts[0], parts[-1]]
     together = Support.of_each(output, parts, [leaf, other])
-    alone = [Support.of(output, weights_at(output, at), [leaf, other]) for at in parts]
+    alone = [Support.of(output, [leaf, other], at) for at in parts]
     assert len(together) == len(alone)
     for one, expected in zip(together, alone):
         assert one.masks.keys() == expected.masks.keys() == {0, 1}

@@ -423,16 +423,16 @@ def test_what_is_carried_over_has_weights_of_its_own():
     assert torch.equal(moved.layer.weight("query"), second[0].c_attn.weight[2 * D :].view(H, 8, D))
 
 
-def test_supports_are_sets():
-    leaf = torch.randn(3, 4, requires_grad=True)
-    one = Support.of((leaf[0] * 2).sum(), torch.ones(()), [leaf])
-    other = Support.of((leaf[:, 1:3] ** 2).sum(), torch.ones(()), [leaf])
+def test_a_support_is_what_a_tensor_depends_on():
+    leaf, other = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    one = Support.of((leaf * 2).sum(-1, keepdim=True), [leaf, other], [0])
+    two = Support.of(leaf[:, 1:3] ** 2, [leaf, other])
     assert (one.positions(0), one.features(0)) == ((0,), (0, 1, 2, 3))
-    assert (other.positions(0), other.features(0)) == ((0, 1, 2), (1, 2))
-    assert ((one & other).positions(0), (one & other).features(0)) == ((0,), (1, 2))
-    assert (one - other).features(0) == (0, 3)
-    assert one & other
-    assert not (one - other) & other
+    assert (two.positions(0), two.features(0)) == ((0, 1, 2), (1, 2))
+    assert one.is_equal(Support.of(leaf[0] * 3, [leaf]))
+    assert not one.is_equal(two)
+    assert not Support.of(leaf * 1.0, [other])
+    assert (one.is_of_several_positions, two.is_of_several_positions) == (False, True)
 
 
 def test_columns_are_read_from_few_derivatives():

@@ -1,62 +1,110 @@
-"""`CoreView`: one attention core, and what its queries, keys and values depend on."""
+"""`CoreView`: one attention core, cut into parts of one head each, and what each part is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
 from torch import Tensor
 
+from hdi_callback.attention.layer.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.cores import Core
 from hdi_callback.attention.trace.head_rows import Rows, Units
-from hdi_callback.attention.trace.support import Support, agreed, columns_of, random_weights, weights_at
+from hdi_callback.attention.trace.support import Support
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
 
-class CoreView:
-    """One core of a traced run.
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """A query and the keys that it meets in a score product.
 
-    Args:
-        trace: the run.
-        number: of the core.
-        units: its parts, each of which is of one head.
-        core: what is read in its place, where all of it is several copies of one part.
+    Attributes:
+        product: number of the product.
+        side: that of the product on which the keys are.
+        at_query: position of the query, counted over all ``N``.
+        at_keys: positions of the keys, so counted.
     """
 
-    def __init__(self, trace: TracedCores, number: int, units: Units | None = None, core: Core | None = None) -> None:
-        self.trace, self.number, self.core = trace, number, trace.cores[number] if core is None else core
-        self.units = Units() if units is None else units
-
-    def side(self, number: int, side: int) -> Tensor:
-        """Give one factor of a score product: ``left`` for 0, ``right`` for 1, ``(N, positions, width)``."""
-        product = self.core.scores[number]
-        return product.right if side else product.left
-
-    def support(self, tensor: Tensor, positions: Tensor) -> Support:
-        """Derive a tensor at some positions, counted over all dims but the last, by what maps gave."""
-        return Support.of(tensor, weights_at(tensor, positions), self.trace.tensors)
-
-    def matrix_behind_values(self) -> str | None:
-        """Give the path of a matrix that values are made with, where that is no linear map."""
-        values, others = self.core.values, self.trace.run.others
-        made = Support.of(values, random_weights(values.shape), list(others.values()))
-        found = [name for name in (list(others)[at] for at in made.masks) if name.startswith("parameter")]
-        return next((name.removeprefix("parameter ") for name in found if _is_matrix(others[name])), None)
-
-    def columns(self, tensor: Tensor) -> dict[tuple[str, int], set[int]]:
-        """Features of maps -> the columns of a tensor that they act on, -2 for several at once."""
-        columns: dict[tuple[str, int], set[int]] = {}
-        for leaf, code in columns_of(tensor, self.trace.tensors).items():
-            start, parameter = self.trace.leaves[leaf].start, self.trace.parameter_of(leaf)
-            read = agreed(code)
-            features = (read != -1).nonzero().flatten()
-            for feature, column in zip(features.tolist(), read[features].tolist()):
-                columns.setdefault((parameter, start + feature), set()).add(column)
-        return columns
-
-    def own_columns(self, rows: list[Rows], product: int, side: int) -> list[int]:
-        """Columns of queries or keys on which the features of heads act, all if one of them shows none."""
-        columns = self.columns(self.side(product, side))
-        own = {at for one in rows for feature in one.features for at in columns.get((one.parameter, feature), {-2})}
-        return list(range(self.side(product, side).shape[-1])) if -2 in own else sorted(own)
+    product: int
+    side: int
+    at_query: Tensor
+    at_keys: Tensor
 
 
-def _is_matrix(parameter: Tensor) -> bool:
-    return sum(size > 1 for size in parameter.shape) > 1
+@dataclass(eq=False)
+class CoreView:
+    """One core of a traced run, with queries and keys on the sides of one of its score products.
+
+    Attributes:
+        trace: the run.
+        number: of the core.
+        core: what is read of it; the first of several copies where all of it is made of such.
+        units: its parts, each of which is of one head.
+        met: number of a part -> the query and the keys of one token.
+    """
+
+    trace: TracedCores
+    number: int
+    core: Core
+    units: Units
+    met: dict[int, Meeting]
+
+    @property
+    def first(self) -> int:
+        """Number of the first part."""
+        return next(iter(self.met))
+
+    @property
+    def product(self) -> int:
+        """Number of the score product."""
+        return self.met[self.first].product
+
+    def tensor(self, role: Role, core: Core | None = None) -> Tensor:
+        """Give what attention takes, ``(N, positions, width)``.
+
+        Args:
+            role: queries, keys or values.
+            core: the same core of another run; this one by default.
+
+        Returns:
+            The tensor.
+        """
+        core = self.core if core is None else core
+        if role == "value":
+            return core.values
+        side = self.met[self.first].side
+        return core.scores[self.product].sides[side if role == "key" else 1 - side]
+
+    def at(self, unit: int, role: Role) -> Tensor:
+        """Give the positions of a part in what attention takes, counted over all ``N``."""
+        if role == "value":
+            count = self.core.values.shape[1]
+            return torch.arange(count) + unit // self.units.count * count
+        return self.met[unit].at_keys if role == "key" else self.met[unit].at_query
+
+    @cached_property
+    def supports(self) -> dict[int, dict[Role, Support]]:
+        """For each part the supports of its query, keys and values."""
+        found: dict[int, dict[Role, Support]] = {unit: {} for unit in self.met}
+        for role in INPUT_ROLES:
+            parts = [self.at(unit, role) for unit in self.met]
+            for unit, support in zip(self.met, Support.of_each(self.tensor(role), parts, self.trace.run.tensors)):
+                found[unit][role] = support
+        return found
+
+
+def own_columns(columns: Mapping[tuple[str, int], int], rows: Iterable[Rows], width: int) -> list[int]:
+    """Give the columns of queries or keys on which the features of heads act, all if one of them shows none.
+
+    Args:
+        columns: of each feature, see `TracedRun.columns`.
+        rows: of the heads.
+        width: how many columns there are.
+
+    Returns:
+        The columns, ascending.
+    """
+    own = {columns.get((one.parameter, feature), -2) for one in rows for feature in one.features}
+    return list(range(width)) if -2 in own else sorted(own)

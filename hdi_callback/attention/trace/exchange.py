@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.isolation.collectives import LocalAnswers, finished_call, rank_in, size_of
 from hdi_callback.attention.trace.torch_arguments import torch_arguments
-from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
+from hdi_callback.attention.trace.traced_run import TracedRun
 
 
 @dataclass(eq=False)
@@ -135,22 +135,18 @@ def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None
     maps = [leaf.parameter for leaf in own.leaves]
     if any(run.error is not None or [leaf.parameter for leaf in run.leaves] != maps for run in ranks):
         return None
-    whole = replace(own, leaves=list(own.leaves), others=dict(own.others), spans=list(own.spans))
-    whole.normed, whole.convolved, whole.mixed_tokens = list(own.normed), list(own.convolved), list(own.mixed_tokens)
-    whole.scores, whole.mixed = {}, {}
-    for number, run in enumerate(ranks):
-        # What comes behind a second swap is right in this rank's own run alone, and of the same features in all.
-        whole.leaves += [_taking(leaf, mine.taken) for leaf, mine in zip(run.leaves, own.leaves)]
-        whole.others |= {f"{name} of rank {number}": one for name, one in run.others.items() if name[:5] == "input"}
-        whole.spans += run.spans
-        whole.normed += run.normed
-        whole.convolved += run.convolved
-        whole.mixed_tokens += run.mixed_tokens
-        whole.scores |= run.scores
-        whole.mixed |= run.mixed
-    whole.ranks = len(ranks)
-    return whole
-
-
-def _taking(leaf: Leaf, taken: Tensor) -> Leaf:
-    return replace(leaf, taken=taken)
+    # What comes behind a second swap is right in this rank's own run alone, and of the same features in all.
+    taking = [replace(leaf, taken=mine.taken) for run in ranks for leaf, mine in zip(run.leaves, own.leaves)]
+    every = [own, *ranks]
+    return replace(
+        own,
+        leaves=own.leaves + taking,
+        inputs=[one for run in every for one in run.inputs],
+        spans=[one for run in every for one in run.spans],
+        normed=[one for run in every for one in run.normed],
+        convolved=[one for run in every for one in run.convolved],
+        mixed_tokens=[one for run in every for one in run.mixed_tokens],
+        scores={node: one for run in ranks for node, one in run.scores.items()},
+        mixed={node: one for run in ranks for node, one in run.mixed.items()},
+        ranks=len(ranks),
+    )

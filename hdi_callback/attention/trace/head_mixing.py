@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.trace.cores import products_behind
-from hdi_callback.attention.trace.support import Support
+from hdi_callback.attention.trace.products import nearest_products
+from hdi_callback.attention.trace.support import Support, element
 from hdi_callback.attention.trace.traced_run import TracedRun
 
 # Nodes that leave numbers as they are, in another shape.
@@ -43,7 +43,7 @@ class HeadMixing:
             is_view = node.name().startswith(_VIEWS)
             node = node.next_functions[0][0] if is_view and len(node.next_functions) == 1 else None
         scores = None if node is None else self.run.scores.get(node)
-        if scores is None or scores.numel() != taken.numel() or not products_behind(scores):
+        if scores is None or scores.numel() != taken.numel() or not nearest_products(scores):
             return False
         if parameter not in self.known:
             with torch._C.DisableTorchFunction():
@@ -54,10 +54,7 @@ class HeadMixing:
 
     def _is_over_heads(self, weights: Tensor) -> bool:
         """Return whether two weights of the same pair of tokens are of different features; those of tokens are not."""
-        found = []
-        for number in range(min(2, weights.shape[-1])):
-            one = torch.zeros(weights.shape)
-            one.view(-1, weights.shape[-1])[-1, number] = 1.0
-            support = Support.of(weights, one, self.run.tensors)
-            found.append({(leaf, feature) for leaf in support.masks for feature in support.features(leaf)})
-        return len(found) > 1 and found[0] != found[1]
+        flat = weights.reshape(-1, weights.shape[-1])
+        some = [element(flat.shape, -1, number) for number in range(min(2, weights.shape[-1]))]
+        found = [Support.of_combination(flat, one, self.run.tensors) for one in some]
+        return len({frozenset(self.run.features(one)) for one in found}) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -96,3 +97,15 @@ def module_of(parameter: str) -> str:
         The path of the module, or of the bare parameter.
     """
     return parameter.removesuffix(".weight")
+
+
+def named(parameters: Iterable[str]) -> str:
+    """Name maps in a sentence.
+
+    Args:
+        parameters: dotted paths of their matrices.
+
+    Returns:
+        Their paths in quotes, each once, with "and" between.
+    """
+    return " and ".join(dict.fromkeys(f"`{module_of(one)}`" for one in parameters))

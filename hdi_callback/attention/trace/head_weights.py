@@ -81,7 +81,7 @@ def _gain(trace: TracedCores, path: str, row: Rows) -> tuple[str, float]:
     gain = torch.tensor(row.gain)
     if (gain - gain[0]).abs().max() < 1e-4:
         return "", 0.0
-    for name, parameter in trace.traceable.parameters.items():
+    for name, parameter in trace.run.parameters.items():
         for offset in (0.0, 1.0):
             if parameter.shape == gain.shape:
                 ratio = gain / (parameter.detach() + offset)

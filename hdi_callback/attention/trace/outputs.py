@@ -15,7 +15,7 @@ from hdi_callback.attention.trace.cores import Core
 from hdi_callback.attention.trace.graph_walk import nodes_between
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, module_of
 from hdi_callback.attention.trace.own_inputs import taken_for
-from hdi_callback.attention.trace.support import agreed, columns_of, derivatives, random_weights, weights_at
+from hdi_callback.attention.trace.support import agreed, columns_of, depends_on, derivatives, random_weights, weights_at
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import Leaf
 
@@ -61,15 +61,15 @@ def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOu
         NoHeadsError: if they are mixed, normed or added up on the way there.
     """
     receiver, ends = _ends(trace, cores, heads.row)
-    if not ends:
-        return None
-    mixed: NoHeadsError | None = None
+    refusals = []
     for end in ends:
         try:
             return _outputs_in(trace, cores, heads, receiver, end)
         except NoHeadsError as error:  # noqa: PERF203
-            mixed = mixed or error
-    raise mixed or NoHeadsError
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    return None
 
 
 def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[Leaf | None, list[Tensor]]:
@@ -79,28 +79,19 @@ def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[Leaf 
         return None, []  # the map that is there takes the outputs of another stream
     if receiver is not None:
         return trace.leaves[receiver], [trace.leaves[receiver].taken]
+    edge = cores[0].output
     for stack in trace.run.stacked:
-        if _depends(stack.taken, cores[0]):
+        if depends_on(stack.taken, edge):
             return stack, [stack.taken]
     for one in trace.run.convolved:
-        if _depends(one, cores[0]):
+        if depends_on(one, edge):
             return None, [one.movedim(1, -1)]
     for one in trace.run.outputs:
-        if _depends(one, cores[0]):
+        if depends_on(one, edge):
             others = [one.movedim(1, -1), one.flatten(-2)] if one.dim() > 2 else []
             apart = [one.transpose(-3, -2).flatten(-2)] if one.dim() > 3 else []  # heads in a dim of their own
             return None, [one, *others, *apart]
     return None, []
-
-
-def _depends(tensor: Tensor, core: Core, row: int | None = None) -> bool:
-    if not tensor.requires_grad:
-        return False
-    found = derivatives(tensor, random_weights(tensor.shape), [core.output])
-    if not found or row is None:
-        return bool(found) and bool(found[0].any())
-    matrices = found[0].view(core.weights.shape[0], -1, found[0].shape[-1])
-    return bool((matrices.mT if core.is_turned else matrices)[:, row].any())
 
 
 def _outputs_in(
@@ -113,9 +104,7 @@ def _outputs_in(
         code = codes.get(at)
         if code is None:
             raise NoHeadsError("not every head reaches what comes of it")
-        matrices = code.view(cores[at].weights.shape[0], -1, code.shape[-1])
-        matrices = matrices.mT if cores[at].is_turned else matrices
-        parts = [heads.units.of(matrices, unit) for unit in of_head]
+        parts = [heads.units.of(cores[at].by_row(code), unit) for unit in of_head]
         placed.append(agreed(torch.cat(parts)))
         if heads.tied is not None:
             of_rows = placed[-1][heads.tied]  # (rows, value width)
@@ -125,7 +114,7 @@ def _outputs_in(
         each = {tuple(agreed(part).tolist()) for part in parts}
         is_repeated |= len(each) > 1 and all(min(one) >= 0 for one in each)
     features = torch.stack(placed)
-    inputs = {one.shape[-1] for name, one in trace.run.others.items() if name.startswith("input") and one.dim()}
+    inputs = {one.shape[-1] for one in trace.run.inputs if one.dim()}
     is_of_parts = all(one.shape[-1] not in inputs for one in taken_for(trace, heads.rows["key"][0]))
     if is_repeated and is_of_parts and (features < 0).any():
         name = module_of(heads.rows["key"][0].parameter)
@@ -145,7 +134,7 @@ def _outputs_in(
         what = f"which go to {_one_of(receiver)}" if is_sent else "several of which are added up"
         return HeadOutputs(receiver, None, False, f"the outputs of its heads, {what}")
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
-    is_linear &= not any(_depends(one, cores[0]) and _acts(one, end) for one in trace.run.normed)
+    is_linear &= not any(depends_on(one, cores[0].output) and depends_on(end, one) for one in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))
     if is_linear and receiver is not None and _is_added_to(end, features, trace.cores):
         return HeadOutputs(receiver, None, False)  # what the map takes is no output of heads
@@ -158,7 +147,7 @@ def _outputs_in(
 
 def _is_one_of_several(trace: TracedCores, receiver: Leaf, core: Core) -> bool:
     """Tell a map that takes what attention gives beside others of one stack of matrices, as those of experts."""
-    alike = (one for one in trace.leaves if one.parameter == receiver.parameter and _depends(one.taken, core))
+    alike = (one for one in trace.leaves if one.parameter == receiver.parameter and depends_on(one.taken, core.output))
     return len({one.start for one in alike}) > 1
 
 
@@ -190,10 +179,8 @@ def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
         if derivative is None or not derivative.requires_grad:
             return False
         chosen = torch.zeros(derivative.shape)
-        matrices = chosen.view(cores[at].weights.shape[0], -1, chosen.shape[-1])
-        matrices = matrices.mT if cores[at].is_turned else matrices
         for unit in of_head:
-            matrix = matrices[unit // heads.units.count]
+            matrix = cores[at].by_row(chosen)[unit // heads.units.count]
             rows = heads.units.rows[unit % heads.units.count] if heads.units.rows else slice(None)
             matrix[rows] = random_weights(matrix[rows].shape)
         # Derived once more, by the weights of the combination: what a change of the outputs of this head changes.
@@ -219,7 +206,7 @@ def _is_added_to(end: Tensor, features: Tensor, cores: list[Core]) -> bool:
     for place in sorted({0, len(flat) // 2, len(flat) - 1}):
         weights = torch.zeros_like(end)
         columns = features.flatten()
-        weights[..., columns] = weights_at(end, torch.tensor([place]))[..., columns]
+        weights[..., columns] = weights_at(end, [place])[..., columns]
         acting = derivatives(end, weights, edges)
         if not any(one.any() for one in acting.values()):
             continue  # a token that is put beside what attention gives
@@ -230,11 +217,6 @@ def _is_added_to(end: Tensor, features: Tensor, cores: list[Core]) -> bool:
     return False
 
 
-def _acts(tensor: Tensor, on: Tensor) -> bool:
-    found = derivatives(on, random_weights(on.shape), [tensor])
-    return bool(found) and bool(found[0].any())
-
-
 def _is_linear(node: Any) -> bool:
     name: str = node.name().rpartition("::")[2]  # of `torch::autograd::CopyBackwards`, say
     return name.startswith(_LINEAR)
@@ -242,4 +224,8 @@ def _is_linear(node: Any) -> bool:
 
 def receiver_of(trace: TracedCores, core: Core, row: int | None = None) -> int | None:
     """The first linear map that takes what a core gives, or what a row of its weights gives, by its number."""
-    return next((number for number, leaf in enumerate(trace.leaves) if _depends(leaf.taken, core, row)), None)
+    for number, leaf in enumerate(trace.leaves):
+        found = derivatives(leaf.taken, weights_at(leaf.taken), [core.output]).get(0)
+        if found is not None and (found if row is None else core.by_row(found)[:, row]).any():
+            return number
+    return None

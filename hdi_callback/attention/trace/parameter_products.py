@@ -61,7 +61,7 @@ def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(ids, Tensor) or not any(_are_those(ids, known) for known in cut.run.ids):
         return answer
     leaf = answer.detach().requires_grad_()
-    cut.run.others[f"input table {len(cut.run.others)}"] = leaf
+    cut.run.inputs.append(leaf)
     return leaf * 1.0
 
 

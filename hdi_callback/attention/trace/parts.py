@@ -2,49 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.head_rows import NoHeadsError, UndecidedError, Units, module_of
-from hdi_callback.attention.trace.support import Support, columns_of, random_weights, weights_at
+from hdi_callback.attention.trace.core_view import Meeting
+from hdi_callback.attention.trace.cores import Core
+from hdi_callback.attention.trace.head_rows import NoHeadsError, UndecidedError, Units, named
+from hdi_callback.attention.trace.support import Support, columns_of, element, random_weights
+from hdi_callback.attention.trace.traced_cores import TracedCores
 
 _MOST_QUERIES = 16  # that are asked which map gives them
+_LIVE = 1e-12  # a weight that is more is of a token that is seen
 
 
-class CoreParts(CoreView):
+@dataclass(eq=False)
+class CoreParts:
     """The parts of a core: its matrices of weights, or some rows of each.
 
     Attributes:
-        is_last_first: of the queries that see most keys the last is looked at, and not the first.
-        row: the query that is looked at, whatever it sees; any by default.
+        trace: the run.
+        number: of the core.
+        row: the query that is looked at, whatever it sees; one that sees most keys by default.
+        is_last_first: of those the last is looked at, and not the first.
+        units: the parts.
     """
 
-    is_last_first = False
+    trace: TracedCores
+    number: int
     row: int | None = None
+    is_last_first: bool = False
+    units: Units = field(default_factory=Units)
+
+    @property
+    def core(self) -> Core:
+        """The core."""
+        return self.trace.cores[self.number]
 
     def find_units(self, n: int) -> Units:
-        """Return whether rows of one matrix of weights are of several heads, which share its keys."""
-        count = self.core.weights.shape[1]
-        last = self._where_in_row(n, count - 1)
-        row = int((self.core.weights[n] > 1e-12).sum(-1).gt(1).to(torch.uint8).argmax())  # under a causal mask not 0
-        first = self._where_in_row(n, row)
-        if count < 4 or len(first) != 1 or len(last) != 1 or first[0][:2] != last[0][:2]:
+        """Tell which rows of one matrix of weights are of the same head, where several share its keys."""
+        run, count = self.trace.run, self.core.weights.shape[1]
+        row = int((self.core.weights[n] > _LIVE).sum(-1).gt(1).to(torch.uint8).argmax())  # under a causal mask not 0
+        met = [self._met_by_row(n, one) for one in (row, count - 1)]
+        if count < 4 or any(len(one) != 1 for one in met):
             return Units()
-        number, keys, *_ = first[0]
-        side = self.side(number, 1 - keys)
-        expected = [[n * count + row], [n * count + count - 1]]
-        if side.shape[:2] != self.core.weights.shape[:2] or [one[0][2].tolist() for one in (first, last)] != expected:
+        first, last = (one[0] for one in met)
+        queries = self.core.scores[first.product].sides[1 - first.side]
+        is_own = [one.at_query.tolist() for one in (first, last)] == [[n * count + row], [n * count + count - 1]]
+        are_alike = (first.product, first.side) == (last.product, last.side)
+        if not is_own or not are_alike or queries.shape[:2] != self.core.weights.shape[:2]:
             return Units()
         of_rows: list[set[tuple[str, int]]] = [set() for _ in range(count)]
-        for leaf, codes in columns_of(side[n].mT, self.trace.tensors).items():
-            start, parameter = self.trace.leaves[leaf].start, self.trace.parameter_of(leaf)
+        for number, codes in columns_of(queries[n].mT, run.tensors).items():
+            leaf = run.leaves[number]
             positions, features = (codes >= 0).nonzero(as_tuple=True)
             for row, feature in zip(codes[positions, features].tolist(), features.tolist()):
-                of_rows[row].add((parameter, start + feature))
+                of_rows[row].add((leaf.parameter, leaf.start + feature))
         kinds: dict[frozenset[tuple[str, int]], list[int]] = {}
         for row, of_row in enumerate(of_rows):
             kinds.setdefault(frozenset(of_row), []).append(row)
@@ -55,53 +71,75 @@ class CoreParts(CoreView):
             return Units()
         return Units(tuple(torch.tensor(one) for one in parts))
 
-    def where(self, unit: int) -> list[tuple[int, int, Tensor, Tensor]] | None:
-        """For one part of the core: which elements of each score product it is made of.
+    def met_by(self, unit: int) -> list[Meeting]:
+        """Find which elements of each score product one part of the core is made of.
+
+        Args:
+            unit: number of the part.
 
         Returns:
-            For each product: its number, on which side the keys are, positions of the query and of the keys.
+            One meeting for each product; none where no query of the part meets several keys.
         """
         n, part = divmod(unit, self.units.count)
         own = self.units.rows[part] if self.units.rows else torch.arange(self.core.weights.shape[1])
-        live = (self.core.weights[n][own] > 1e-12).sum(-1)
-        most = own[(live == live.max()).nonzero().flatten()].tolist()
+        seen = (self.core.weights[n][own] > _LIVE).sum(-1)
+        most = own[(seen == seen.max()).nonzero().flatten()].tolist()
         # The first of the queries that see most keys; where it sees padding alone, others.
         rows = [most[0], most[-1], most[len(most) // 2]]
         rows = rows[::-1] if self.is_last_first else rows
         rows = list(dict.fromkeys(rows if self.row is None else [self.row]))
         for row in rows:
-            where = self._where_in_row(n, row)
-            if where:
-                return where
+            if met := self._met_by_row(n, row):
+                return met
         logits = self._logits()
-        found = (self._where_in_row(n, row, logits) for row in rows if logits is not None)
-        return next((where for where in found if where), None)
+        found = (self._met_by_row(n, row, logits) for row in rows if logits is not None)
+        return next((met for met in found if met), [])
 
     def _logits(self) -> Tensor | None:
         """Give what the softmax takes, one matrix for each of the weights: a mask of heads may silence those of one."""
-        if len(self.core.logits) != 1 or not self.core.logits[0].requires_grad:
+        if len(self.core.logits) != 1 or not self.core.logits[0].requires_grad or self.core.logits[0].dim() < 2:
             return None
         (logits,) = self.core.logits
-        return (
-            logits
-            if logits.dim() > 1 and logits.reshape(-1, *logits.shape[-2:]).shape == self.core.weights.shape
-            else None
-        )
+        return logits if logits.reshape(-1, *logits.shape[-2:]).shape == self.core.weights.shape else None
 
-    def is_of_a_map(self, where: list[tuple[int, int, Tensor, Tensor]], product: int) -> bool:
+    def _met_by_row(self, n: int, row: int, made: Tensor | None = None) -> list[Meeting]:
+        """Find the queries and keys that a row of weights, or of what the softmax takes, is made of."""
+        weights = torch.zeros(self.core.weights.shape)
+        count = weights.shape[-1]
+        weights[n, row] = random_weights((count,))
+        made = self.core.weights if made is None else made
+        met = []
+        for number, product in enumerate(self.core.scores):
+            acting = product.acting_on(made, weights.view(made.shape))
+            counts = [len(one) for one in acting]
+            if min(counts) < 1 or max(counts) < 2:
+                continue
+            side = int(counts[1] >= counts[0])
+            if min(counts) > 1 and (counts[0] == count) != (counts[1] == count):
+                side = int(counts[1] == count)  # a softmax over queries, which may be more than keys
+            met.append(Meeting(number, side, acting[1 - side], acting[side]))
+        return met
+
+    def of_query(self, meeting: Meeting) -> Support:
+        """Find what a query is made of."""
+        queries = self.core.scores[meeting.product].sides[1 - meeting.side]
+        return self.trace.run.support(queries, meeting.at_query)
+
+    def of_keys(self, meeting: Meeting) -> Support:
+        """Find what keys are made of."""
+        return self.trace.run.support(self.core.scores[meeting.product].sides[meeting.side], meeting.at_keys)
+
+    def is_of_a_map(self, met: list[Meeting], product: int) -> bool:
         """Return whether a map gives the query of a part of the core.
 
         Args:
-            where: see `where`.
+            met: by the part.
             product: number of the score product.
 
         Returns:
             False of a query that is learned, or an input as it is, as that of a class token may be.
         """
-        return any(
-            number != product or bool(self.support(self.side(number, 1 - keys), at_query))
-            for number, keys, at_query, _ in where
-        )
+        return any(one.product != product or bool(self.of_query(one)) for one in met)
 
     def row_of_others(self, maps: Collection[str]) -> int | None:
         """Find a query that other maps give.
@@ -115,106 +153,77 @@ class CoreParts(CoreView):
         count = self.core.weights.shape[1]
         rows: set[int] = set(torch.linspace(0, count - 1, min(count, _MOST_QUERIES)).long().tolist())
         for row in sorted(rows, reverse=True):
-            for number, keys, at_query, _ in self._where_in_row(0, row):
-                found = self.support(self.side(number, 1 - keys), at_query)
-                if found and not {self.trace.parameter_of(leaf) for leaf in found.masks} & set(maps):
+            for meeting in self._met_by_row(0, row):
+                found = self.trace.run.maps(self.of_query(meeting))
+                if found and set(found).isdisjoint(maps):
                     return row
         return None
 
-    def _where_in_row(self, n: int, row: int, logits: Tensor | None = None) -> list[tuple[int, int, Tensor, Tensor]]:
-        weights = self.core.weights
-        gradient = torch.zeros(weights.shape)
-        gradient[n, row] = random_weights(weights.shape[-1:])
-        made = weights if logits is None else logits
-        where = []
-        for number, product in enumerate(self.core.scores):
-            acts = product.acting_on(made, gradient.view(made.shape))
-            if not len(acts[0]) or not len(acts[1]) or max(map(len, acts)) < 2:
-                continue
-            keys = 1 if len(acts[1]) >= len(acts[0]) else 0
-            if min(map(len, acts)) > 1 and (len(acts[0]) == weights.shape[2]) != (len(acts[1]) == weights.shape[2]):
-                keys = int(len(acts[1]) == weights.shape[2])  # a softmax over queries, which may be more than keys
-            where.append((number, keys, acts[1 - keys], acts[keys]))
-        return where
+    def product_of_tokens(self, unit: int, met: list[Meeting]) -> int:
+        """Choose the product whose keys are of tokens; those of positions are not, nor what is learned.
 
-    def product_of_tokens(self, rows: list[tuple[int, Any]]) -> int:
-        """Choose the product whose keys are of tokens; those of positions are not, nor what is learned."""
-        n, where = rows[0][0] // self.units.count, rows[0][1]
-        candidates = []
-        for number, keys, _, at in where:
-            found = self.support(self.side(number, keys), at)
-            made = [leaf for leaf in found.masks if self.trace.is_of_inputs(leaf)]
-            if made:
-                candidates.append((number, keys))
+        Args:
+            unit: number of a part of the core.
+            met: by that part.
+
+        Returns:
+            The number of the product.
+
+        Raises:
+            NoHeadsError: if scores are sums of several.
+            UndecidedError: if there is none.
+        """
+        candidates = [one for one in met if any(map(self.trace.is_of_inputs, self.of_keys(one).masks))]
         if not candidates:
-            self._refuse_made_weights(where)
+            self._refuse_made_weights(met)
             raise UndecidedError("no linear map of single tokens gives its keys: filters over several may give them")
         if len(candidates) > 1:
-            kept = [one for one in candidates if self._is_of_columns(n, *one)]
-            candidates = kept or candidates
-        if len(candidates) > 1 and not self._are_alike(where, candidates):
-            raise NoHeadsError(f"its scores are sums of several terms: {self._terms([one for one, _ in candidates])}")
-        return int(candidates[0][0])
+            n = unit // self.units.count
+            candidates = [one for one in candidates if self._is_of_columns(n, one)] or candidates
+        if len(candidates) > 1 and not self._are_alike(candidates):
+            raise NoHeadsError(f"its scores are sums of several terms: {self._terms(candidates)}")
+        return candidates[0].product
 
-    def _are_alike(self, where: list[Any], candidates: list[tuple[int, int]]) -> bool:
+    def _are_alike(self, candidates: list[Meeting]) -> bool:
         """Tell products of the same features of queries and of keys, as of blocks of tokens that are put together."""
-        numbers = {number for number, _ in candidates}
-        found = set()
-        for number, keys, at_query, at_keys in where:
-            if number in numbers:
-                sides = ((1 - keys, at_query), (keys, at_keys))
-                supports = [self.support(self.side(number, side), at) for side, at in sides]
-                found.add(tuple(self._features(one) for one in supports))
-        return len(found) == 1 and all(found.pop())
+        features = self.trace.run.features
+        found = [(features(self.of_query(one)), features(self.of_keys(one))) for one in candidates]
+        return all(found[0]) and all(one == found[0] for one in found)
 
-    def _features(self, support: Support) -> frozenset[tuple[str, int]]:
-        leaves = self.trace.leaves
-        return frozenset(
-            (self.trace.parameter_of(leaf), leaves[leaf].start + one)
-            for leaf in support.masks
-            for one in support.features(leaf)
-        )
-
-    def _terms(self, products: list[int]) -> str:
+    def _terms(self, candidates: list[Meeting]) -> str:
         """Name what each of several products that scores are made of is made of."""
-        terms = []
-        for number in products:
-            sides = (self.side(number, side) for side in (0, 1))
-            found = [Support.of(one, random_weights(one.shape), self.trace.tensors) for one in sides]
-            names = dict.fromkeys(module_of(self.trace.parameter_of(leaf)) for one in found for leaf in one.masks)
-            is_product = all(found)
-            terms.append(f"{'a product' if is_product else 'what is made'} of `{'` and `'.join(names)}`")
-        return ", ".join(sorted(set(terms)))
+        run, terms = self.trace.run, set()
+        for one in candidates:
+            sides = [run.maps(run.support(side)) for side in self.core.scores[one.product].sides]
+            terms.add(f"{'a product' if all(sides) else 'what is made'} of {named(itertools.chain(*sides))}")
+        return ", ".join(sorted(terms))
 
-    def _refuse_made_weights(self, where: list[Any]) -> None:
+    def _refuse_made_weights(self, met: list[Meeting]) -> None:
         """Refuse keys of tokens whose weights a map makes of something else, as a hypernetwork does."""
-        inputs = [one for name, one in self.trace.run.others.items() if name.startswith("input")]
         _, cores = self.trace.without_maps
-        for number, keys, _, at in where:
-            side = self.side(number, keys)
-            names = sorted({module_of(self.trace.parameter_of(leaf)) for leaf in self.support(side, at).masks})
-            if not names or len(cores) != len(self.trace.cores) or number >= len(cores[self.number].scores):
+        for one in met:
+            maps = self.trace.run.maps(self.of_keys(one))
+            if not maps or len(cores) != len(self.trace.cores) or one.product >= len(cores[self.number].scores):
                 continue
-            product = cores[self.number].scores[number]
             # What is added to tokens would leave them; of a weight without numbers nothing comes.
-            is_nothing = not (product.right if keys else product.left).any()
-            if is_nothing and Support.of(side, weights_at(side, at), inputs):
-                raise UndecidedError(f"the weights that give its keys are themselves made by `{'` and `'.join(names)}`")
+            is_nothing = not cores[self.number].scores[one.product].sides[one.side].any()
+            keys = self.core.scores[one.product].sides[one.side]
+            if is_nothing and Support.of(keys, self.trace.run.inputs, one.at_keys):
+                raise UndecidedError(f"the weights that give its keys are themselves made by {named(sorted(maps))}")
 
-    def _is_of_columns(self, n: int, number: int, keys: int) -> bool:
+    def _is_of_columns(self, n: int, meeting: Meeting) -> bool:
         """Return whether two queries meet the same key in one column; keys of relative positions differ."""
+        product = self.core.scores[meeting.product]
         for logits in self.core.logits:
             flat = logits.reshape(-1, *logits.shape[-2:])
-            if flat.shape[-2] < 2 or flat.shape[0] != self.core.weights.shape[0]:
+            rows, columns = flat.shape[-2:]
+            if rows < 2 or flat.shape[0] != self.core.weights.shape[0]:
                 continue
-            shape = logits.shape
-            for column in range(flat.shape[-1]):
-                met = []
-                for row in (flat.shape[-2] - 1, flat.shape[-2] - 2):
-                    gradient = torch.zeros(flat.shape)
-                    gradient[n, row, column] = 1.0
-                    acts = self.core.scores[number].acting_on(logits, gradient.reshape(shape))
-                    met.append(set(acts[keys].tolist()))
-                if met[0] and met[1]:
-                    return bool(met[0] & met[1])
+            for column in range(columns):
+                met = [
+                    set(product.acting_on(flat, element(flat.shape, n, row, column))[meeting.side].tolist())
+                    for row in (rows - 1, rows - 2)
+                ]
+                if all(met):
+                    return not met[0].isdisjoint(met[1])
         return True

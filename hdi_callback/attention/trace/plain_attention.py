@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hdi_callback.attention.trace.cores import are_scores
 from hdi_callback.attention.trace.dot_product import dot_product_scores, repeated_for_queries
+from hdi_callback.attention.trace.products import are_scores
 
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut

@@ -37,7 +37,10 @@ def without_batching(cut: GraphCut) -> AbstractContextManager[None]:
         For the time of the run.
     """
     transforms: Any = apis
-    places = [(transforms, "vmap_impl", _Mapped(cut)), *((torch.nested, name, one) for name, one in _NESTED.items())]
+    places: list[tuple[Any, str, Any]] = [
+        (transforms, "vmap_impl", _Mapped(cut)),
+        *((torch.nested, name, one) for name, one in _NESTED.items()),
+    ]
     return replaced(*((owner, name, in_this_thread(getattr(owner, name), plain)) for owner, name, plain in places))
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hdi_callback.attention.trace.cores import are_scores
 from hdi_callback.attention.trace.plain_sums import as_product
+from hdi_callback.attention.trace.products import are_scores
 from hdi_callback.attention.trace.torch_arguments import torch_arguments
 
 if TYPE_CHECKING:

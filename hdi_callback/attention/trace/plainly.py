@@ -31,7 +31,7 @@ def plainly(mode: GraphCut) -> Iterator[None]:
         return known.__get__(None, cls)(*args, **kwargs)
 
     applied = classmethod(in_this_thread(apply, _Applied(mode)))
-    plain = [
+    plain: list[tuple[Any, str, Any]] = [
         (checkpoint, name, in_this_thread(getattr(checkpoint, name), _as_it_is))
         for name in _GENERATORS
         if hasattr(checkpoint, name)

@@ -93,8 +93,7 @@ class Traceable:
         self, args: Any, kwargs: Mapping[str, Any], draw: Draw, exchange: Exchange, *, keeps_means: bool
     ) -> TracedRun:
         """Run it once, as one rank."""
-        run = TracedRun(self.module)
-        run.others = {f"parameter {name}": one for name, one in self.parameters.items()}
+        run = TracedRun(self.module, parameters=self.parameters)
         leaves = _Leaves(run)
         with isolated(self.module, seed=draw.seed), torch.enable_grad():
             own = with_tensors(args, leaves), with_tensors(dict(kwargs), leaves)
@@ -214,8 +213,7 @@ class _Leaves:
             if one.dtype in (torch.int32, torch.int64) and one.dim():
                 self.run.ids.append(one)
             if one.is_floating_point():
-                leaf = one.requires_grad_()
-                self.run.others[f"input {len(self.known)}"] = leaf
-                one = leaf * 1.0  # some code works in place
+                self.run.inputs.append(one.requires_grad_())
+                one = one * 1.0  # some code works in place
             self.known[id(tensor)] = one
         return self.known[id(tensor)]

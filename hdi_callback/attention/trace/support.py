@@ -28,18 +28,35 @@ class Support:
     masks: Mapping[int, Tensor]
 
     @classmethod
-    def of(cls, output: Any, gradient: Tensor, leaves: Sequence[Tensor]) -> Support:
+    def of(cls, output: Tensor, leaves: Sequence[Tensor], positions: Tensor | Sequence[int] | None = None) -> Support:
         """Derive a random combination of a tensor's elements by leaves.
 
         Args:
+            output: the tensor, ``(..., width)``.
+            leaves: ``(..., features)`` each.
+            positions: of the elements, counted over all dims but the last; all of them by default.
+
+        Returns:
+            The elements of leaves with a derivative that is not zero.
+        """
+        return cls.of_combination(output, weights_at(output, positions), leaves)
+
+    @classmethod
+    def of_combination(cls, output: Tensor, weights: Tensor, leaves: Sequence[Tensor]) -> Support:
+        """Derive a combination of a tensor's elements by leaves.
+
+        Args:
             output: the tensor.
-            gradient: the weights of its elements in the combination, of its shape.
+            weights: of its elements, of its shape.
             leaves: ``(..., features)`` each.
 
         Returns:
             The elements of leaves with a derivative that is not zero.
         """
-        return cls._where(derivatives(output, gradient, leaves))
+        found = derivatives(output, weights, leaves)
+        largest = max((float(one.abs().max()) for one in found.values()), default=0.0)
+        masks = {leaf: one.abs() > _ROUNDING * largest for leaf, one in found.items()} if largest > 0 else {}
+        return cls({leaf: mask for leaf, mask in masks.items() if mask.any()})
 
     @classmethod
     def of_each(cls, output: Tensor, parts: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Support]:
@@ -60,7 +77,7 @@ class Support:
         of_part = [numbers.setdefault(tuple(at.tolist()), len(numbers)) for at in parts]
         supports = cls._of_disjoint(output, list(numbers), leaves)
         if supports is None:
-            supports = [cls.of(output, weights_at(output, torch.tensor(at)), leaves) for at in numbers]
+            supports = [cls.of(output, leaves, at) for at in numbers]
         return [supports[number] for number in of_part]
 
     @classmethod
@@ -74,7 +91,7 @@ class Support:
         if len(parts) < _FEW_PARTS or int((owner >= 0).sum()) < sum(map(len, parts)):
             return None
         owner = owner.view(*output.shape[:-1], 1)
-        weights = random_weights(output.shape) * (owner >= 0)
+        weights = weights_at(output) * (owner >= 0)
         whole = derivatives(output, weights, leaves)
         acting = {leaf: one.flatten().nonzero().flatten() for leaf, one in whole.items()}
         sizes = {leaf: one.flatten()[acting[leaf]] for leaf, one in whole.items()}
@@ -105,22 +122,19 @@ class Support:
                     found[number][leaf] = mask
         return [cls(masks) for masks in found]
 
-    @classmethod
-    def _where(cls, found: Mapping[int, Tensor]) -> Support:
-        largest = max((float(one.abs().max()) for one in found.values()), default=0.0)
-        masks = {leaf: one.abs() > _ROUNDING * largest for leaf, one in found.items()} if largest > 0 else {}
-        return cls({leaf: mask for leaf, mask in masks.items() if mask.any()})
-
-    def __and__(self, other: Support) -> Support:
-        both = {leaf: mask & other.masks[leaf] for leaf, mask in self.masks.items() if leaf in other.masks}
-        return Support({leaf: mask for leaf, mask in both.items() if mask.any()})
-
-    def __sub__(self, other: Support) -> Support:
-        left = {leaf: mask & ~other.masks[leaf] if leaf in other.masks else mask for leaf, mask in self.masks.items()}
-        return Support({leaf: mask for leaf, mask in left.items() if mask.any()})
-
     def __bool__(self) -> bool:
         return bool(self.masks)
+
+    def is_equal(self, other: Support) -> bool:
+        """Return whether both are the same elements of the same leaves."""
+        return self.masks.keys() == other.masks.keys() and all(
+            torch.equal(mask, other.masks[leaf]) for leaf, mask in self.masks.items()
+        )
+
+    @property
+    def is_of_several_positions(self) -> bool:
+        """Whether more than one position of a leaf is in it."""
+        return any(len(self.positions(leaf)) > 1 for leaf in self.masks)
 
     def only(self, leaves: Iterable[int]) -> Support:
         """Keep some leaves.
@@ -180,18 +194,49 @@ def derivatives(output: Any, gradient: Tensor, leaves: Sequence[Any]) -> dict[in
     }
 
 
-def weights_at(output: Tensor, positions: Tensor) -> Tensor:
-    """Draw the weights of the elements at some positions of a tensor; the others have none.
+def depends_on(output: Tensor, other: Any) -> bool:
+    """Return whether anything of a tensor depends on another one.
+
+    Args:
+        output: the tensor.
+        other: a tensor, or an edge of the graph.
+
+    Returns:
+        True if so.
+    """
+    return any(one.any() for one in derivatives(output, random_weights(output.shape), [other]).values())
+
+
+def weights_at(output: Tensor, positions: Tensor | Sequence[int] | None = None) -> Tensor:
+    """Draw the weights of the elements of a tensor in a combination that is derived, away from zero.
 
     Args:
         output: the tensor, ``(..., width)``.
-        positions: counted over all dims but the last.
+        positions: counted over all dims but the last, all by default; elements at others weigh nothing.
 
     Returns:
-        The weights, of its shape.
+        Numbers between 0.5 and 1.5 of its shape, the same for the same shape.
     """
+    if positions is None:
+        return random_weights(output.shape)
     weights = torch.zeros(output.shape)
-    weights.view(-1, output.shape[-1])[positions] = random_weights((len(positions), output.shape[-1]))
+    at = torch.as_tensor(positions, dtype=torch.long)
+    weights.view(-1, output.shape[-1])[at] = random_weights((len(at), output.shape[-1]))
+    return weights
+
+
+def element(shape: Sequence[int], *index: int) -> Tensor:
+    """Give the weights that choose one element, or all elements of a row.
+
+    Args:
+        shape: of the tensor.
+        index: of the element.
+
+    Returns:
+        One there, zero elsewhere, of that shape.
+    """
+    weights = torch.zeros(tuple(shape))
+    weights[index] = 1.0
     return weights
 
 
@@ -208,7 +253,7 @@ def columns_of(output: Tensor, leaves: Sequence[Any]) -> dict[int, Tensor]:
     Returns:
         Number of the leaf -> ``(positions, features)``, the column; -1 where there is none, -2 where there are several.
     """
-    weights = random_weights(output.shape)
+    weights = weights_at(output)
     numbers = torch.arange(output.shape[-1])
     whole = derivatives(output, weights, leaves)
     largest = max((float(one.abs().max()) for one in whole.values()), default=0.0)

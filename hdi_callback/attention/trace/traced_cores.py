@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from hdi_callback.attention.trace.cores import Core, cores_of
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.run import Traceable
-from hdi_callback.attention.trace.support import Support, random_weights
+from hdi_callback.attention.trace.support import Support
 from hdi_callback.attention.trace.traced_run import TracedRun
 
 
@@ -18,30 +20,31 @@ class TracedCores:
     def __init__(self, traceable: Traceable, args: Any, kwargs: Any, run: TracedRun, cores: list[Core]) -> None:
         self.traceable, self.args, self.kwargs, self.run, self.cores = traceable, args, kwargs, run, cores
         self.leaves = run.leaves
-        self.tensors = run.tensors
         self._fed: dict[int, Support] = {}
 
     def fed(self, leaf: int) -> Support:
-        """The part of the input of a map that other maps, parameters or inputs make."""
+        """The part of the input of a map that other maps make."""
         if leaf not in self._fed:
-            taken = self.leaves[leaf].taken
-            self._fed[leaf] = Support.of(taken, random_weights(taken.shape), self.tensors)
+            self._fed[leaf] = self.run.support(self.leaves[leaf].taken)
         return self._fed[leaf]
 
     def inputs_of(self, leaf: int) -> Support:
         """The part of the input of a map that inputs of the run make without another map in between."""
-        taken = self.leaves[leaf].taken
-        inputs = [one for name, one in self.run.others.items() if name.startswith("input")]
-        return Support.of(taken, random_weights(taken.shape), inputs)
-
-    def takes_input(self, leaf: int) -> bool:
-        """Return whether a map takes something of the inputs without another map in between."""
-        return bool(self.inputs_of(leaf))
+        return Support.of(self.leaves[leaf].taken, self.run.inputs)
 
     def is_of_inputs(self, leaf: int, depth: int = 8) -> bool:
         """Return whether what a map gives depends on inputs at all; tables of positions do not."""
-        return self.takes_input(leaf) or (
+        return bool(self.inputs_of(leaf)) or (
             depth > 0 and any(self.is_of_inputs(other, depth - 1) for other in self.fed(leaf).masks if other != leaf)
+        )
+
+    def matrix_behind(self, tensor: Tensor) -> str | None:
+        """Give the path of a matrix that a tensor is made with, where that is no linear map."""
+        parameters = self.run.parameters
+        made = Support.of(tensor, list(parameters.values())).masks
+        numbered = enumerate(parameters.items())
+        return next(
+            (name for at, (name, one) in numbered if at in made and sum(size > 1 for size in one.shape) > 1), None
         )
 
     @cached_property
@@ -52,29 +55,18 @@ class TracedCores:
     @cached_property
     def with_draws(self) -> list[tuple[TracedRun, list[Core]]]:
         """The runs in which maps answer one draw, another, and their sum."""
-        shares = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
-        runs = [self.traceable.run(self.args, self.kwargs, Draw(share)) for share in shares]
-        return [(run, cores_of(run)) for run in runs]
+        return [self._run(Draw(shares)) for shares in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))]
 
     @cached_property
     def without_maps(self) -> tuple[TracedRun, list[Core]]:
         """The run in which maps answer nothing."""
-        run = self.traceable.run(self.args, self.kwargs, Draw((0.0, 0.0)))
-        return run, cores_of(run)
+        return self._run(Draw((0.0, 0.0)))
 
     @cached_property
     def with_means(self) -> tuple[TracedRun, list[Core]]:
         """The run in which the means that norms subtract are no constants."""
-        run = self.traceable.run(self.args, self.kwargs, Draw(), keeps_means=True)
+        return self._run(Draw(), keeps_means=True)
+
+    def _run(self, draw: Draw, *, keeps_means: bool = False) -> tuple[TracedRun, list[Core]]:
+        run = self.traceable.run(self.args, self.kwargs, draw, keeps_means=keeps_means)
         return run, cores_of(run)
-
-    def parameter_of(self, leaf: int) -> str:
-        """Give the dotted path of the matrix of a map.
-
-        Args:
-            leaf: number of the call.
-
-        Returns:
-            The path in the module that was run.
-        """
-        return self.leaves[leaf].parameter

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+
+from hdi_callback.attention.trace.products import ProductsBehind
+from hdi_callback.attention.trace.support import Support, agreed, columns_of
 
 
 @dataclass(eq=False)
@@ -39,7 +44,8 @@ class TracedRun:
     Attributes:
         module: the original.
         leaves: calls of linear maps, in their order.
-        others: what else values may come from, parameters and inputs: name -> tensor.
+        inputs: leaves in the place of what was passed, and of what tables gave for ids.
+        parameters: those of the copy that are no matrices of its maps, by their paths.
         stacked: products of what maps gave with a matrix for each head, which are in the graph.
         scores: node of each softmax -> its input.
         mixed: node of a softmax -> the map that mixes its weights over heads, and was left out.
@@ -56,7 +62,8 @@ class TracedRun:
 
     module: nn.Module
     leaves: list[Leaf] = field(default_factory=list)
-    others: dict[str, Tensor] = field(default_factory=dict)
+    inputs: list[Tensor] = field(default_factory=list)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
     stacked: list[Leaf] = field(default_factory=list)
     scores: dict[Any, Tensor] = field(default_factory=dict)
     mixed: dict[Any, str] = field(default_factory=dict)
@@ -74,6 +81,16 @@ class TracedRun:
     def tensors(self) -> list[Tensor]:
         """The features of all leaves, in their order."""
         return [leaf.tensor for leaf in self.leaves]
+
+    @property
+    def ends(self) -> list[Tensor]:
+        """What everything in the graph leads to: what came back, and what linear maps took."""
+        return [*self.outputs, *(leaf.taken for leaf in self.leaves if leaf.taken.requires_grad)]
+
+    @cached_property
+    def products_behind(self) -> ProductsBehind:
+        """The products and softmaxes of the graph."""
+        return ProductsBehind(self.parameters.values())
 
     @property
     def answers(self) -> dict[tuple[str, int], Tensor]:
@@ -97,3 +114,47 @@ class TracedRun:
         number = node._sequence_nr()
         around = [(end - start, -len(path), path) for path, start, end in self.spans if start < number < end]
         return min(around)[2] if around else ""
+
+    # --- what a tensor is made of
+
+    def support(self, tensor: Tensor, positions: Tensor | Sequence[int] | None = None) -> Support:
+        """Find which features of maps a tensor depends on.
+
+        Args:
+            tensor: made in the run, ``(..., width)``.
+            positions: counted over all dims but the last; all of them by default.
+
+        Returns:
+            Its support in the leaves.
+        """
+        return Support.of(tensor, self.tensors, positions)
+
+    def features(self, support: Support) -> set[tuple[str, int]]:
+        """Name the features of a support: the matrix of a map, and the number of its feature."""
+        return {
+            (self.leaves[leaf].parameter, self.leaves[leaf].start + feature)
+            for leaf in support.masks
+            for feature in support.features(leaf)
+        }
+
+    def maps(self, support: Support) -> list[str]:
+        """Name the matrices of the maps of a support, each once, in the order in which they were called."""
+        return list(dict.fromkeys(self.leaves[leaf].parameter for leaf in support.masks))
+
+    def columns(self, tensor: Tensor) -> dict[tuple[str, int], int]:
+        """Find the column of a tensor that each feature of maps acts on.
+
+        Args:
+            tensor: made in the run, ``(..., columns)``.
+
+        Returns:
+            For each feature that acts on the tensor its column, -2 where there are several.
+        """
+        found: dict[tuple[str, int], int] = {}
+        for number, codes in columns_of(tensor, self.tensors).items():
+            leaf, read = self.leaves[number], agreed(codes)
+            acting = (read != -1).nonzero().flatten()
+            for at, column in zip(acting.tolist(), read[acting].tolist()):
+                feature = leaf.parameter, leaf.start + at
+                found[feature] = column if found.get(feature, column) == column else -2
+        return found

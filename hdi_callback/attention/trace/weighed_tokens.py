@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from hdi_callback.attention.trace.graph_walk import nodes_between
+from hdi_callback.attention.trace.support import element, weights_at
 from hdi_callback.attention.trace.traced_run import TracedRun
 
 # What adds up: by a sum, a product, an index, or one term after the other.
@@ -41,17 +42,10 @@ def weighs_tokens(run: TracedRun, node: Any) -> bool:
     axis -= 2**64 if axis >= 2**63 else 0  # a negative number, read as one without a sign
     for total in _sums_behind(run, node):
         shape = tuple(total._input_metadata[0].shape)
-        for element in _elements(shape):
-            gradient = torch.zeros(shape)
-            gradient.view(-1)[element] = 1.0
-            (made,) = torch.autograd.grad(
-                GradientEdge(total, 0),
-                GradientEdge(node, 0),
-                gradient,
-                create_graph=True,
-                retain_graph=True,
-                allow_unused=True,
-            )
+        for place in _places(torch.Size(shape).numel()):
+            chosen = element((torch.Size(shape).numel(),), place).view(shape)
+            ends = GradientEdge(total, 0), GradientEdge(node, 0)
+            (made,) = torch.autograd.grad(*ends, chosen, create_graph=True, retain_graph=True, allow_unused=True)
             if made is None or not made.requires_grad:
                 continue
             values = made.movedim(axis, -1).reshape(-1, made.shape[axis])
@@ -59,8 +53,8 @@ def weighs_tokens(run: TracedRun, node: Any) -> bool:
             columns = values[row].detach().nonzero().flatten().tolist()
             if len(columns) < 2:
                 continue
-            chosen = columns[:: max(1, (len(columns) - 1) // (_MOST_COLUMNS - 1))][:_MOST_COLUMNS]
-            positions = [sources.of(values[row, column]) for column in chosen]
+            some = columns[:: max(1, (len(columns) - 1) // (_MOST_COLUMNS - 1))][:_MOST_COLUMNS]
+            positions = [sources.of(values[row, column]) for column in some]
             if any(sources.are_other_tokens(one, other) for one, other in itertools.combinations(positions, 2)):
                 return True
     return False
@@ -68,13 +62,11 @@ def weighs_tokens(run: TracedRun, node: Any) -> bool:
 
 def _sums_behind(run: TracedRun, node: Any) -> list[Any]:
     """Give what adds up something that is made of a softmax, in the order in which it ran."""
-    ends = [*run.outputs, *(leaf.taken for leaf in run.leaves if leaf.taken.requires_grad)]
-    found = [one for one in nodes_between(ends, node) if one.name().rstrip("01").removesuffix("Backward") in _SUMS]
+    found = [one for one in nodes_between(run.ends, node) if one.name().rstrip("01").removesuffix("Backward") in _SUMS]
     return sorted(found, key=lambda one: one._sequence_nr())[:_MOST_SUMS]
 
 
-def _elements(shape: tuple[int, ...]) -> list[int]:
-    count = torch.Size(shape).numel()
+def _places(count: int) -> list[int]:
     return sorted({(count - 1) * place // (_MOST_ELEMENTS - 1) for place in range(_MOST_ELEMENTS)}) if count else []
 
 
@@ -83,9 +75,8 @@ class _Sources:
 
     def __init__(self, run: TracedRun) -> None:
         self.run = run
-        inputs = [one for name, one in run.others.items() if name.startswith("input")]
-        self.tensors = [*run.tensors, *inputs, *(one for one, _ in run.mixed_tokens)]
-        self.axes = [-1] * len(run.leaves) + [_feature_axis(run, one) for one in inputs]
+        self.tensors = [*run.tensors, *run.inputs, *(one for one, _ in run.mixed_tokens)]
+        self.axes = [-1] * len(run.leaves) + [_feature_axis(run, one) for one in run.inputs]
         self.axes += [axis for _, axis in run.mixed_tokens]
 
     def of(self, output: Tensor, gradient: Tensor | None = None) -> dict[int, Tensor]:
@@ -144,15 +135,10 @@ def _feature_axis(run: TracedRun, tensor: Tensor) -> int:
     for leaf in run.leaves:
         if not leaf.taken.requires_grad or not leaf.taken.numel():
             continue
-        (found,) = torch.autograd.grad(leaf.taken, tensor, _first(leaf.taken), retain_graph=True, allow_unused=True)
+        first = weights_at(leaf.taken, [0])
+        (found,) = torch.autograd.grad(leaf.taken, tensor, first, retain_graph=True, allow_unused=True)
         places = torch.zeros(0, tensor.dim()) if found is None else found.nonzero()
         varied = [axis for axis in range(tensor.dim()) if len(set(places[:, axis].tolist())) > 1]
         if len(varied) == 1:
             return varied[0] - tensor.dim()
     return 1 - tensor.dim() if tensor.dim() > 3 else -1
-
-
-def _first(tensor: Tensor) -> Tensor:
-    gradient = torch.zeros(tensor.shape)
-    gradient.view(-1, tensor.shape[-1])[0] = 1.0
-    return gradient

@@ -1,0 +1,56 @@
+"""Heads of several sequences, in each of which other rows give their queries, as where a router chooses experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hdi_callback.attention.layer.heads import Role
+from hdi_callback.attention.trace.core_view import CoreView
+from hdi_callback.attention.trace.head_rows import Rows
+from hdi_callback.attention.trace.support import Support
+
+MOST_ROWS = 512  # of the weights of a core that are looked at: batch x heads x windows
+
+
+def joined_by_sequence(
+    view: CoreView, members: list[list[int]], read: dict[int, dict[Role, list[Rows]]]
+) -> list[list[int]]:
+    """Join what is one head of several sequences.
+
+    A head is met in every sequence: of parts with the same keys, each is met where the others are.
+
+    Args:
+        view: of the core.
+        members: for each head its parts.
+        read: for each part the rows of each role; those of queries go where heads are joined.
+
+    Returns:
+        The parts of each head.
+    """
+    by_keys: dict[Any, list[list[int]]] = {}
+    for of_head in members:
+        by_keys.setdefault(tuple(read[of_head[0]]["key"]), []).append(of_head)
+    if len(by_keys) == len(members) or len(read) >= MOST_ROWS:  # of more, some are looked at
+        return members
+    sequences = _sequences({unit: supports["key"] for unit, supports in view.supports.items()})
+    if all(len({frozenset(map(sequences.get, one)) for one in alike}) == 1 for alike in by_keys.values()):
+        return members
+    joined: dict[Any, list[int]] = {}
+    counts: Counter[Any] = Counter()
+    for unit in sorted(read):
+        read[unit]["query"] = []
+        key = (*read[unit]["key"], *read[unit]["value"])
+        joined.setdefault((key, counts[key, sequences[unit]]), []).append(unit)
+        counts[key, sequences[unit]] += 1
+    return list(joined.values())
+
+
+def _sequences(keys: dict[int, Support]) -> dict[int, int]:
+    """Number the sequences that parts of a core attend to: those whose keys have tokens in common are of one."""
+    tokens = {n: {(leaf, at) for leaf in one.masks for at in one.positions(leaf)} for n, one in keys.items()}
+    found: list[set[tuple[int, int]]] = []
+    for own in tokens.values():
+        apart = [one for one in found if one.isdisjoint(own)]
+        found = [*apart, own.union(*(one for one in found if not one.isdisjoint(own)))]
+    return {n: next((i for i, one in enumerate(found) if not one.isdisjoint(own)), -1) for n, own in tokens.items()}
