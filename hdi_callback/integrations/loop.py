@@ -31,7 +31,7 @@ class HeadSession(Shell):
         self._is_closed = False
         self._host: LoopHost
         self._start(settings.model, LoopHost(settings, self._warn_once), settings, attaches=True)
-        self._steps = OptimizerSteps(settings.optimizer, self._prepare, self._warn_once)
+        self._steps = OptimizerSteps(settings.optimizer, self._prepare, self._before_closure, self._warn_once)
 
     @property
     def global_step(self) -> int:
@@ -180,9 +180,18 @@ class HeadSession(Shell):
 
     def _prepare(self, optimizer: Optimizer) -> None:
         with self._warn_once.guard("watching a step"):
-            # Where several optimizers take turns, others may have forwards of networks of their own to come.
-            self._started.after_backward(is_last=len(self._host.optimizers) == 1)
+            self._read()
             self._started.before_optimizer_step(optimizer)
+
+    def _before_closure(self) -> None:
+        """Read forwards that ran before a closure: the optimizer may move the weights before it calls the closure."""
+        with self._warn_once.guard("watching a step"):
+            if self._started.monitor.has_run:
+                self._read()
+
+    def _read(self) -> None:
+        # Where several optimizers take turns, others may have forwards of networks of their own to come.
+        self._started.after_backward(is_last=len(self._host.optimizers) == 1)
 
 
 @function_of(LoopSettings)

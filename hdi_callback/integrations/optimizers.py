@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdi_callback.arguments import shown
@@ -14,6 +17,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _MOST_WRAPPERS = 10  # objects that have every attribute end nowhere
+_MOST_FOLLOWED = 16  # parameters of which is asked whether they were written to
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
@@ -26,19 +30,34 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
         The torch optimizer.
 
     Raises:
-        MisconfigurationError: if there is none.
+        MisconfigurationError: if there is none, or if it calls no hooks.
     """
     inner = optimizer
     for _ in range(_MOST_WRAPPERS):
-        if isinstance(inner, Optimizer) and not hasattr(inner, "optimizer"):
+        if isinstance(inner, Optimizer) and not hasattr(inner, "optimizer") and _calls_hooks(inner):
             return inner
         if not hasattr(inner, "optimizer"):
             break
         inner = inner.optimizer
-    raise MisconfigurationError(
-        f"`optimizer` must be a torch optimizer, or a list of them, got {shown(optimizer)}: write "
-        "torch.optim.AdamW(model.parameters()) or the like."
-    )
+    found = f"`optimizer` must be a torch optimizer, or a list of them, got {shown(optimizer)}"
+    for name, held in _optimizers_in(inner).items():
+        raise MisconfigurationError(
+            f"{found}, whose step calls no hooks. It holds {type(held).__name__} as `{name}`: write "
+            f"watch_heads(model, optimizer.{name}), and call `heads.before_optimizer_step()` before its step, as what "
+            "is around it may move the weights first."
+        )
+    raise MisconfigurationError(f"{found}: write torch.optim.AdamW(model.parameters()) or the like.")
+
+
+def _calls_hooks(optimizer: Optimizer) -> bool:
+    """Whether its step calls hooks: torch sees to that where `Optimizer.__init__` was called."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(type(optimizer).step, "hooked")
+
+
+def _optimizers_in(holder: Any) -> dict[str, Optimizer]:
+    """Find the optimizers that an object holds, as one that is built on another does; by their names in it."""
+    own = vars(holder) if hasattr(holder, "__dict__") else {}
+    return {name: one for name, one in own.items() if isinstance(one, Optimizer) and _calls_hooks(one)}
 
 
 def inner_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -59,12 +78,23 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
     return list({id(inner): inner for inner in map(inner_optimizer, several)}.values())
 
 
+def _parameters_of(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from (one for one in group["params"] if not one.is_inference())
+
+
 class OptimizerSteps:
-    """The steps that optimizers make between `begin` and `end`, by hooks on them.
+    """The steps that optimizers make between `begin` and `end`, by hooks on them and on those that they are built on.
+
+    A step of what an optimizer is built on is one of its own: some are stepped by calls that torch does not know, as
+    sharpness-aware minimization by ``first_step`` and ``second_step``.
 
     Args:
         optimizers: those of the run.
-        prepare: called with each optimizer once between `begin` and `end`, before it steps.
+        prepare: called with each optimizer once between `begin` and `end`, before it steps; where a step is given a
+            closure, after each call of the closure.
+        before_closure: called before a step that is given a closure.
         warn_once: takes the warnings.
 
     Attributes:
@@ -72,22 +102,34 @@ class OptimizerSteps:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], prepare: Callable[[Optimizer], Any], warn_once: WarnOnce
+        self,
+        optimizers: Sequence[Optimizer],
+        prepare: Callable[[Optimizer], Any],
+        before_closure: Callable[[], Any],
+        warn_once: WarnOnce,
     ) -> None:
         self._optimizers, self._prepare, self._warn_once = optimizers, prepare, warn_once
+        self._before_closure = before_closure
         self.is_inside = self._was_compiled = self._has_stepped = False
         self._prepared: set[int] = set()
         self._count: Counter[int] = Counter()
+        self._depth: Counter[int] = Counter()  # steps that are going on
+        self._followed: list[Tensor] = []
+        self._versions: list[int] = []
         self._handles: list[Any] = []
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._on_step_begin))
-            self._handles.append(optimizer.register_step_post_hook(self._on_step_end))
+            for one in (optimizer, *_optimizers_in(optimizer).values()):
+                self._handles.append(one.register_step_pre_hook(partial(self._on_step_begin, optimizer)))
+                self._handles.append(one.register_step_post_hook(partial(self._on_step_end, optimizer)))
 
     def begin(self) -> None:
         """Begin to count."""
         self.is_inside, self._was_compiled = True, False
         self._prepared.clear()
         self._count.clear()
+        self._depth.clear()
+        self._followed = list(islice(_parameters_of(self._optimizers), _MOST_FOLLOWED))
+        self._versions = [one._version for one in self._followed]
 
     def prepare(self) -> None:
         """Prepare every optimizer now, if that has not been done."""
@@ -120,6 +162,13 @@ class OptimizerSteps:
                 "`heads.before_optimizer_step()` before it.",
             )
         has_stepped = bool(self._count) or self._was_compiled
+        if not has_stepped and [one._version for one in self._followed] != self._versions:
+            self._warn_once.warn(
+                "other steps",
+                "The weights changed within `with heads.step():`, and the optimizer that `watch_heads` got made no "
+                "step: what another optimizer or your own code does to them is not counted, and not read. Give every "
+                "optimizer that trains them, watch_heads(model, [first, second]).",
+            )
         self._has_stepped |= has_stepped
         return has_stepped
 
@@ -149,19 +198,44 @@ class OptimizerSteps:
 
     # Called by the optimizers. Where their step is compiled this is traced: it must break no graph, and depend on
     # nothing that changes from step to step.
-    def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _on_step_begin(
+        self, optimizer: Optimizer, stepping: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
             self._was_compiled = True
-            return
-        if self.is_inside:
-            self._prepare_once(optimizer)
-        else:
+            return None
+        if not self.is_inside:
             self._warn_once.warn(
                 "outside",
                 "The optimizer made a step outside of `with heads.step():`, so that it is not watched. Write it around "
                 "forward, backward and optimizer.step().",
             )
+            return None
+        self._depth[id(optimizer)] += 1  # a step may call that of its base class, or of what it is built on
+        if id(optimizer) not in self._prepared:
+            if callable(closure := kwargs.get("closure")):
+                return args, {**kwargs, "closure": self._preparing(optimizer, closure)}
+            if len(args) > 1 and callable(args[1]):  # behind the optimizer itself
+                return (args[0], self._preparing(optimizer, args[1]), *args[2:]), kwargs
+            self._prepare_once(optimizer)
+        return None
 
-    def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and self.is_inside:
+    def _preparing(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a closure end with the preparation: forward and backward are in it, and its gradients are used."""
+        self._before_closure()
+
+        @wraps(closure)
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            self._prepared.discard(id(optimizer))  # each call has gradients of its own
+            result = closure(*args, **kwargs)
+            self._prepare_once(optimizer)
+            return result
+
+        return prepared
+
+    def _on_step_end(self, optimizer: Optimizer, stepping: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self.is_inside:
+            return
+        self._depth[id(optimizer)] -= 1
+        if self._depth[id(optimizer)] == 0:
             self._count[id(optimizer)] += 1

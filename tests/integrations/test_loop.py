@@ -147,6 +147,171 @@ def test_a_reading_has_the_weights_of_its_step_and_the_outputs_of_its_forwards(t
     assert last["hdi"] == pytest.approx(float(head_diversity(key_heads(trained.model, 1).detach()).index), abs=1e-6)
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """Moves the weights uphill before it calls the closure, and steps from where they were (Foret et al., 2021)."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.climb()
+        with torch.enable_grad():
+            closure()
+        self.return_and_step()
+
+    @torch.no_grad()
+    def climb(self):
+        self.kept = [one.detach().clone() for one in self.param_groups[0]["params"]]
+        for one in self.param_groups[0]["params"]:
+            one += 0.1 * one.grad.sign()
+
+    @torch.no_grad()
+    def return_and_step(self):
+        for one, kept in zip(self.param_groups[0]["params"], self.kept):
+            one.copy_(kept)
+        self.base_optimizer.step()
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def step_by_closure(model, optimizer, step, losses):
+    def closure():
+        optimizer.zero_grad()
+        losses.append(loss_of(model, *batch(step)))
+        losses[-1].backward()
+        return losses[-1]
+
+    if isinstance(optimizer, SharpnessAware):
+        closure()
+    optimizer.step(closure)
+
+
+def step_by_name(model, optimizer, step, losses):
+    original = optimizer.step
+    optimizer.step = lambda closure: original(closure=closure)
+    step_by_closure(model, optimizer, step, losses)
+    del optimizer.step
+
+
+class OnItsBaseClass(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def climb_by_hand(model, optimizer, step, losses):
+    for part in (optimizer.climb, optimizer.return_and_step):
+        losses.append(loss_of(model, *batch(step)))
+        losses[-1].backward()
+        part()
+        optimizer.zero_grad()
+
+
+def step_plainly(model, optimizer, step, losses):
+    losses.append(loss_of(model, *batch(step)))
+    losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("make", "take_step"),
+    [(SharpnessAware, climb_by_hand), (OnItsBaseClass, step_plainly), (OnItsBaseClass, step_by_closure)],
+)
+def test_a_step_within_another_is_one_step(tmp_path, make, take_step):
+    torch.optim.SGD(classifier().parameters())  # from now on SGD itself calls hooks, and so does what it is the base of
+    model, twin, losses, losses_alone = classifier(), classifier(), [], []
+    optimizer, alone = make(model.parameters(), lr=0.1), make(twin.parameters(), lr=0.1)
+    weights = []
+    with watch_heads(model, optimizer, every_n_steps=1, log_dir=tmp_path, **QUIET) as heads:
+        for step in range(4):
+            weights.append(key_heads(model).detach().clone())
+            with heads.step():
+                take_step(model, optimizer, step, losses)
+    for step in range(4):
+        take_step(twin, alone, step, losses_alone)
+    assert heads.global_step == 4
+    assert [float(one) for one in losses] == [float(one) for one in losses_alone]
+    assert same([*model.parameters()], [*twin.parameters()])
+    records = read_records(heads.history_path)
+    for record, heads_then in zip(records, weights):
+        values = record.layers[LAYERS[0]].values
+        assert values["hdi"] == pytest.approx(float(head_diversity(heads_then).index), abs=1e-6)
+        assert "head_covariance" in values
+
+
+def test_weights_that_another_optimizer_trains_are_named(tmp_path):
+    trained = fresh()
+    with watch_heads(trained.model, trained.optimizer, every_n_steps=1, log_dir=tmp_path, **QUIET) as heads:
+        train(heads, trained, steps=2)
+        trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
+        with pytest.warns(MonitoringWarning, match="what another optimizer or your own code does to them is not count"):
+            train(heads, trained, start=2, steps=3)
+        train(heads, trained, start=3, steps=4)
+    assert heads.global_step == 2
+
+
+class Lookahead:
+    """Calls the step of the optimizer that it holds, and no hooks of its own."""
+
+    def __init__(self, base):
+        self.base = base
+
+
+class CallsNoHooks(torch.optim.Optimizer):
+    def __init__(self, base):
+        self.base = base
+
+    def step(self):
+        self.base.step()
+
+
+@pytest.mark.parametrize("wrapper", [Lookahead, CallsNoHooks])
+def test_what_calls_no_hooks_is_refused_with_the_optimizer_that_it_holds(tmp_path, wrapper):
+    trained = fresh()
+    says = r"calls no hooks. It holds AdamW as `base`: write watch_heads\(model, optimizer.base\)"
+    with pytest.raises(MisconfigurationError, match=says):
+        watch_heads(trained.model, wrapper(trained.optimizer), log_dir=tmp_path, **QUIET)
+
+
+@pytest.mark.parametrize("take_step", [step_by_closure, step_by_name])
+@pytest.mark.parametrize("make", [lbfgs, torch.optim.SGD, SharpnessAware])
+def test_a_step_that_calls_a_closure_is_read_at_the_weights_and_outputs_of_its_first_forward(tmp_path, make, take_step):
+    model, twin = classifier(dropout=0.1), classifier(dropout=0.1)
+    weights, outputs, losses, losses_alone = {}, {}, [], []
+    optimizer, alone = make(model.parameters()), make(twin.parameters())
+    attention, steps = model.blocks[1].attn, []
+
+    def keep(module, args):
+        if steps[-1] not in weights:
+            weights[steps[-1]] = key_heads(model, 1).detach().clone()
+            heads = args[0].detach().flatten(0, 1).unflatten(-1, (HEADS, -1))
+            outputs[steps[-1]] = head_covariance(heads, module.weight.detach().mT.unflatten(0, (HEADS, -1)))
+
+    attention.out_proj.register_forward_pre_hook(keep)
+    torch.manual_seed(1)
+    with watch_heads(model, optimizer, every_n_steps=1, log_dir=tmp_path, **QUIET) as heads:
+        for step in range(3):
+            steps.append(step)
+            with heads.step():
+                take_step(model, optimizer, step, losses)
+    torch.manual_seed(1)
+    for step in range(3):
+        take_step(twin, alone, step, losses_alone)
+    assert [float(one) for one in losses] == [float(one) for one in losses_alone]
+    assert same([*model.parameters()], [*twin.parameters()])
+    records = read_records(heads.history_path)
+    assert [record.step for record in records] == [0, 1, 2, 3]
+    for record in records[:-1]:
+        values = record.layers[LAYERS[1]].values
+        assert values["hdi"] == pytest.approx(float(head_diversity(weights[record.step]).index), abs=1e-6)
+        assert values["head_covariance"] == pytest.approx(float(outputs[record.step].covariance), rel=1e-4, abs=1e-8)
+
+
 def test_tensorboard_holds_what_the_history_holds(tmp_path):
     trained = fresh()
     options = {"every_n_steps": 4, "log_dir": tmp_path, "tensorboard": True}

@@ -150,6 +150,11 @@ class Taps(Hooks):
         return self._is_armed
 
     @property
+    def has_run(self) -> bool:
+        """Whether a layer that is captured has run since `arm`."""
+        return any(tap.has_run for tap in self._taps.values())
+
+    @property
     def is_limited(self) -> bool:
         """Whether a compiled graph would have to be compiled anew for a capture, and must not be."""
         return self._was_limited

@@ -263,6 +263,11 @@ class HeadDiversityMonitor:
         for capture in self._captures:
             capture.disarm()
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a layer has run since `arm`."""
+        return any(capture.has_run for capture in self._captures)
+
     def rest(self) -> None:
         """Remove samples from compiled graphs before a forward that is not captured."""
         for capture in self._captures:

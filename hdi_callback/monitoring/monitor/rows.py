@@ -198,6 +198,11 @@ class AttentionReadings:
                 keeps_samples=is_verifying, without_rows=[one for one in self._layers.all if one.name in waiting]
             )
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward was observed since `arm`."""
+        return self.observer.has_run
+
     def disarm(self) -> None:
         """Stop observing; keep the observations."""
         self.observer.disarm()
