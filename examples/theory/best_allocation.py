@@ -86,7 +86,7 @@ def run(size: Size) -> Claim:
             'data distribution and regression smoothness". Our model of it has a closed form; see [the '
             "formulas](../mathematics.md#allocation-of-width-to-heads). First the closed form is held against a "
             "numeric minimum. Then its constants are measured in trained layers: the effective sample size of each "
-            "head, and the spectrum of what the layer is given. `rank_allocations` ranks the divisors of $D$ and "
+            "head, and the spectrum of the inputs of the layer. `rank_allocations` ranks the divisors of $D$ and "
             "says so if it cannot tell.",
         ],
         parts=[

@@ -27,7 +27,7 @@ NAMED = {
 
 
 def collapse_rank(model: GPT, share: float) -> None:
-    """Shrink what the layer is given towards one direction: its norm's gain in all but one basis direction."""
+    """Shrink the inputs of the layer towards one direction: its norm's gain in all but one basis direction."""
     norm = model.blocks[LAYER].norm_attention
     kept = torch.full_like(norm.weight, 1 - share)
     kept[0] = 1
@@ -137,8 +137,8 @@ def run(size: Size) -> Claim:
         name="collapses",
         title="Three collapses, and which reading sees which",
         words=[
-            "Heads can fail in ways that have little to do with each other. *Rank collapse*: the tokens that a layer "
-            "is given become alike, and no head has anything to tell apart (Dong, Cordonnier and Loukas 2021). "
+            "Heads can fail in ways that have little to do with each other. *Rank collapse*: the input tokens of a "
+            "layer become alike, and no head has anything to tell apart (Dong, Cordonnier and Loukas 2021). "
             "*Entropy collapse*: scores grow until each query looks at one token (Zhai et al. 2023). *Same heads*: "
             "heads compute the same, while their output projections differ, so that what they add to the output is "
             "not correlated. Each is brought about alone, in small decoders that train on; a growing share of the "

@@ -147,7 +147,7 @@ class HeadSession(Shell):
 
         Raises:
             MisconfigurationError: if a step is going on; if the watch is strict, also if it is not what `state_dict`
-                gave, or of another model. Otherwise such a state costs a warning, and what is sound of it is taken.
+                gave, or of another model. Otherwise such a state costs a warning, and its valid fields are restored.
         """
         if self._steps.is_inside:
             raise MisconfigurationError("Load the state of the heads between steps, not within `with heads.step():`.")

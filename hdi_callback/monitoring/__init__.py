@@ -1,1 +1,1 @@
-"""Monitoring over time: steps, readings and what follows from them."""
+"""Monitoring of a model over time: steps, readings, alerts and interventions."""

@@ -1,4 +1,4 @@
-"""`Absent`: what a reading lacks, with the reason; each kind of reason is reported once."""
+"""`Absent`: quantities that a reading lacks, with reasons; warns once of each kind of reason."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ FOUND_LATE = "its heads were found in the forward of this reading, and are captu
 
 
 class ContradictedError(HDIError):
-    """The heads of a layer are not what was claimed, which was said when it was found."""
+    """A forward contradicted the heads of a layer, of which the user has been warned."""
 
 
 class Absent:
-    """Collect what could not be measured at one reading.
+    """Quantities that could not be measured at one reading, with reasons.
 
     Args:
         warn_once: warns once for each kind of reason.
-        reasons: what is known so far: layer, or source and layer -> reason.
-        unasked: sources that are measured for the default rules alone: what they lack is noted, and nobody is warned.
+        reasons: reasons known so far: layer, or source and layer -> reason.
+        unasked: sources that only the default rules need: their absence is noted without a warning.
 
     Attributes:
-        reasons: those known at first, and what was noted since.
+        reasons: all reasons so far.
         unasked: see above.
     """
 
@@ -37,10 +37,10 @@ class Absent:
         self._warn_once, self.unasked = warn_once, unasked
 
     def leave_out(self, what: str, reason: str, kind: str) -> None:
-        """Note a reason, and warn if it is the first of its kind.
+        """Note that something is absent, and warn if the reason is the first of its kind.
 
         Args:
-            what: what `absence_of` gives.
+            what: key, see `absence_of`.
             reason: why.
             kind: reasons of one kind are reported once.
         """
@@ -57,7 +57,7 @@ class Absent:
         """Note one reason for several layers.
 
         Args:
-            source: what was to be measured.
+            source: the source that could not be measured.
             layers: their names.
             reason: why.
             kind: reasons of one kind are reported once.
@@ -70,7 +70,7 @@ class Absent:
         """Leave a layer out of the reading if the block fails.
 
         Args:
-            source: what is measured.
+            source: the source.
             layer: its name.
         """
         try:
@@ -89,20 +89,20 @@ class Absent:
 
 
 def absence_of(source: str, layer: str) -> str:
-    """Give the key under which a layer is said to lack something.
+    """Key of an absent quantity of a layer.
 
     Args:
-        source: a role of weights, or what else is measured.
+        source: a role of weights, or another source.
         layer: name of the layer.
 
     Returns:
-        The name alone for a weight, as nothing is known of the layer then; source and name for all else.
+        The layer's name for a weight, without which nothing is measured; else source and name.
     """
     return layer if source in ROLES else f"{source}/{layer}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Name at most three things.
+    """At most three names, as a list for a message.
 
     Args:
         names: all of them.

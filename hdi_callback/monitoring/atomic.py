@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever the process is killed."""
+"""Files that are written whole or not at all, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file in place of the one that may be there.
+    """Write a file, in place of an existing one.
 
     Args:
         path: the file; its folder must exist.
         data: its content.
 
     Raises:
-        OSError: if it cannot be written; what was there before is untouched then.
+        OSError: if it cannot be written; an existing file is left as it was.
     """
     draft = _draft(Path(path), data)
     try:
@@ -27,7 +27,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def create_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file where there is none; of several processes one alone succeeds.
+    """Write a new file; only one of several processes succeeds.
 
     Args:
         path: the file; its folder must exist.
@@ -67,7 +67,7 @@ def _create(path: Path, data: bytes) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Have the new name survive a power failure too, where folders can be synchronised."""
+    """Make the new name survive a power failure, where folders can be synchronised."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Which curves of the catalogue are asked for, and whether rules have what they need."""
+"""Checks of `metrics`, and of rules against the metrics that are measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEFAULT = "default"
 
 
 def _known() -> str:
-    """List the metrics in a sentence: those of keys stand for the same of queries, values and outputs."""
+    """The metrics as a sentence; those of keys represent the same of queries, values and outputs."""
     roles = ("hdi_query", "hdi_value", "hdi_output")
     own = [name for name in METRICS if not name.startswith(roles)]
     others = ", ".join(f"{role}..." for role in roles)
@@ -68,15 +68,15 @@ def has_default(names: Any) -> bool:
 
 
 def check_needs(rule: str, needs: Sequence[str], metrics: Sequence[str]) -> None:
-    """Refuse a rule that would never be asked, as what it needs is not measured.
+    """Refuse a rule that would never judge, as metrics that it needs are not measured.
 
     Args:
         rule: its name.
-        needs: the metrics without which it is not asked.
-        metrics: the metrics that are logged: what they are read from is measured as a whole, and so are the keys.
+        needs: the metrics that it needs.
+        metrics: the metrics that are logged; their sources are measured as a whole, and so are the keys.
 
     Raises:
-        MisconfigurationError: if one of its needs is unknown, or read from what is not measured.
+        MisconfigurationError: if a metric in `needs` is unknown, or its source is not measured.
     """
     for name in needs:
         if name not in METRICS:

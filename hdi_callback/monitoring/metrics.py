@@ -29,12 +29,12 @@ class Metric:
 
     Attributes:
         name: the first part of the tag, and what a user writes in ``metrics=[...]``.
-        source: the role of the weights it is read from (``"key"``, ``"query"``, ``"value"``, ``"output"``), or what
-            else is measured, as ``"head outputs"``; what no metric asks for is not measured.
-        read: takes the batched result (such as a ``HeadDiversity``) to one value per layer, ``(layers,)``.
+        source: the role of the weights it is read from (``"key"``, ``"query"``, ``"value"``, ``"output"``), or another
+            measurement such as ``"head outputs"``; sources that no metric needs are not measured.
+        read: batched result (such as a ``HeadDiversity``) -> one value per layer, ``(layers,)``.
         summary: one sentence for people.
-        worst: which end of it is the worse one, ``"max"`` or ``"min"``: the value of the worst layer is logged as
-            ``<name>/max`` or ``<name>/min``; `None` where layers are not to be compared, or no end is worse.
+        worst: which extreme is the worse one, ``"max"`` or ``"min"``: the value of the worst layer is logged as
+            ``<name>/max`` or ``<name>/min``; `None` if layers are not comparable, or neither extreme is worse.
     """
 
     name: str
@@ -49,7 +49,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _field(name: str, over_heads: Callable[[Tensor], Tensor] = _as_it_is) -> Callable[[Any], Tensor]:
-    """Read a field, one number a layer; `over_heads` makes one of those of its heads."""
+    """Reader of a field, one number a layer; `over_heads` reduces the numbers of heads to one."""
 
     def read(values: Any) -> Tensor:
         return over_heads(getattr(values, name))
@@ -200,7 +200,7 @@ _HEAD_METRICS = [
     Metric(
         "weights_not_finite",
         FINITENESS,
-        lambda f: f.not_finite.clamp(max=1).sum(-1),  # NaN, of what was not measured, stays NaN
+        lambda f: f.not_finite.clamp(max=1).sum(-1),  # NaN, where not measured, stays NaN
         "How many heads have query, key, value or output weights that are NaN or infinite.",
         "max",
     ),
@@ -348,7 +348,7 @@ _INPUT_METRICS = [
         "token_rank",
         TOKENS,
         _field("rank"),
-        "Effective rank of the centred tokens that the layer is given: 0 if all are one.",
+        "Effective rank of a layer's centred input tokens: 0 if all are one.",
     ),
     Metric(
         "token_cosine",
@@ -376,12 +376,12 @@ METRICS: dict[str, Metric] = {
 
 @dataclass(frozen=True)
 class Details:
-    """What the history holds of heads and pairs beside the curves of a source.
+    """Values of single heads and pairs that the history holds beside the curves of a source.
 
     Attributes:
-        arrays: name in the history -> field ``(layers, H)``, or of a pair ``(layers, 2)``.
+        arrays: name in the history -> field ``(layers, H)``, or ``(layers, 2)`` for a pair.
         matrices: name in the history -> field ``(layers, H, H)``.
-        why_not: why a curve of it is absent where it is no number.
+        why_not: the reason why a curve is absent where its value is NaN.
     """
 
     arrays: Mapping[str, str]
@@ -458,10 +458,10 @@ DEFAULT_METRICS = (
     "head_output_overlap",
     "head_covariance",
 )
-"""The curves that a new user sees, eight for each layer, and five over all layers.
+"""The default curves: eight for each layer, and five over all layers.
 
-They come from the key weights and from one sample of head outputs. What attention rows or circuits tell is drawn where
-it is asked for.
+They come from the key weights and from one sample of head outputs. Curves of attention rows and circuits are drawn on
+request.
 """
 
 RULE_METRICS = (
@@ -473,6 +473,6 @@ RULE_METRICS = (
     "weights_not_finite",
     "outputs_not_finite",
 )
-"""What the default rules read beside the default curves, one metric of each source: measured with the default
-metrics and kept in the history, and not drawn, as few curves are read and many are not. What they detect is in
-`docs/evidence.md`, what they cost in `docs/cost.md`."""
+"""Metrics that only the default rules need, one of each source: measured with the default metrics and kept in the
+history, but not drawn: few curves are read, many are not. What they detect is in `docs/evidence.md`, what they cost in
+`docs/cost.md`."""

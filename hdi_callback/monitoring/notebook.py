@@ -15,10 +15,10 @@ _MOST_ROWS = 100
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
-    """Write a table; whatever the cells say, it is text.
+    """An HTML table; cells are escaped.
 
     Args:
-        headings: of the columns.
+        headings: headings of the columns.
         rows: at most a hundred are shown.
         title: a line above it.
 
@@ -38,7 +38,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str 
 
 
 def alert_line(alert: Alert) -> str:
-    """Write an alert.
+    """An alert as a line of HTML.
 
     Args:
         alert: the alert.
@@ -52,11 +52,11 @@ def alert_line(alert: Alert) -> str:
 
 
 def layer_table(layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) -> str:
-    """Write which layers are watched, and which are not.
+    """A table of the layers that are watched and of those that are not.
 
     Args:
-        layers: those that are.
-        refused: those that are not.
+        layers: watched layers.
+        refused: refused attention.
 
     Returns:
         HTML.
@@ -72,12 +72,12 @@ def layer_table(layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) ->
 def run_summary(
     name: str, layers: Sequence[AttentionLayer], refused: Sequence[Refusal], alerts: Sequence[Alert], history: object
 ) -> str:
-    """Summarise a run that is watched: its alerts, its history, its layers.
+    """Summary of a watched run: its alerts, its history, its layers.
 
     Args:
-        name: what watches.
-        layers: those that are watched.
-        refused: those that are not.
+        name: name of the callback.
+        layers: watched layers.
+        refused: refused attention.
         alerts: those that are active.
         history: where the history is; `None` for nowhere.
 

@@ -1,4 +1,4 @@
-r"""Whether the weights of a layer are fresh from their initialisation, by the weights themselves.
+r"""Whether the weights of a layer are fresh from initialisation, by the spectra of its heads.
 
 Entries that are drawn independently, whatever the scale, give a head ``(d_k, d)`` a spectrum that is known: Mauchly's
 statistic of sphericity, to which the spectral flatness is a power, has an exact law for Gaussian entries and nearly the
@@ -20,16 +20,16 @@ DEVIATIONS = 6.0
 def has_been_trained(arrays: Mapping[str, Sequence[Any]], facts: Mapping[str, Any]) -> bool:
     """Return whether the key weights of a layer had been trained before they were read first.
 
-    Heads of zeros are taken for an initialisation. Of 1,530 fresh layers of six initialisations none is taken for
-    trained (`test_no_fresh_layer_is_taken_for_a_trained_one`); training of a few dozen steps, or of heads whose weights
-    hardly move, may go unnoticed. Heads wider than the layer's input tell nothing, and count as fresh.
+    Heads of zeros count as fresh. Of 1,530 fresh layers of six initialisations none counts as trained
+    (`test_no_fresh_layer_is_taken_for_a_trained_one`); training of a few dozen steps, or of heads whose weights hardly
+    move, may go unnoticed. Heads wider than the layer's input show nothing, and count as fresh.
 
     Args:
         arrays: of the first reading: ``flatness`` and ``rank`` of the heads.
         facts: ``width`` and ``head_dim`` of the layer.
 
     Returns:
-        True if the median head is too uneven for an initialisation.
+        True if the spectrum of the median head is too uneven for an initialisation.
     """
     d, k = facts.get("width"), facts.get("head_dim")
     ranks = arrays.get("rank", ())
@@ -61,7 +61,7 @@ def _digamma(x: float) -> float:
 
 
 def _trigamma(x: float) -> float:
-    """The second derivative of log-gamma, by the same way."""
+    """The second derivative of log-gamma, in the same way."""
     below = 0.0
     while x < 12:
         below += 1 / (x * x)

@@ -1,4 +1,4 @@
-"""What was measured at one step: tensors on the device (`Reading`), then numbers (`Record`)."""
+"""The measurements of one step: tensors on the device (`Reading`), then numbers (`Record`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hdi_callback.core import HeadCovariance
 from hdi_callback.monitoring.metrics import COVARIANCE, DETAILS, METRICS
 
 NOT_FINITE = "the weights are not finite"
-"""Why a layer has no index whose weights hold NaN or infinity."""
+"""Reason why a layer whose weights hold NaN or infinity has no index."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Measurement:
 
     Attributes:
         layers: names of the layers, in the order of the batch dimension.
-        source: a role (``"key"``, ...) or what else is measured, as ``"head outputs"``.
+        source: a role (``"key"``, ...) or another source such as ``"head outputs"``.
         values: a frozen record of tensors of shape ``(len(layers), ...)``.
     """
 
@@ -36,17 +36,17 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was measured at one step, as tensors on the device.
+    """The measurements of one step, as tensors on the device.
 
     Attributes:
         step: optimizer steps taken before this reading.
-        layers: names of the layers that were asked, in model order.
+        layers: names of the layers that were read, in model order.
         measurements: batched results, one per source and shape.
-        absent: what could not be measured: layer name -> reason.
+        absent: quantities that could not be measured: layer, or source and layer -> reason.
         epoch: epoch of the reading, if the trainer has epochs.
         axis: position on the trainer's own logging axis; `step` if there is none.
         time: seconds since the Unix epoch.
-        frozen: names of the layers none of whose parameters required a gradient; `None` if that was not asked.
+        frozen: names of the layers none of whose parameters required a gradient; `None` if that is not known.
     """
 
     step: int
@@ -72,13 +72,13 @@ class LayerRecord:
     """The numbers of one layer at one step.
 
     Attributes:
-        values: metric name -> number; what could not be measured is not there.
-        arrays: two heads each: ``worst_pair``, ``worst_alignment_pair``, ``energy_worst_pair`` and
+        values: metric name -> number; quantities that could not be measured are missing.
+        arrays: pairs of heads: ``worst_pair``, ``worst_alignment_pair``, ``energy_worst_pair`` and
             ``energy_worst_alignment_pair``; one entry per head: ``nearest``, ``nearest_overlap``, ``rank``,
-            ``effective_rank``, ``flatness`` and ``head_norm``. For roles other than key with the role in front. Of
-            other sources what `DETAILS` names.
+            ``effective_rank``, ``flatness`` and ``head_norm``; with the role in front for roles other than key; and the
+            arrays of `DETAILS`.
         matrices: ``overlap``, ``energy_overlap``, ``pair_alignment``, ``energy_pair_alignment``, ``output_overlap`` and
-            what `DETAILS` names, ``(H, H)``, on the host.
+            the matrices of `DETAILS`, ``(H, H)``, on the host.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class Record:
 
     Attributes:
         step: optimizer steps taken before this reading.
-        layers: layer name -> its numbers, in model order; empty where nothing could be measured.
-        absent: what could not be measured: layer or tag -> reason.
+        layers: layer name -> its numbers, in model order; no numbers where nothing could be measured.
+        absent: quantities that could not be measured: layer or tag -> reason.
         epoch: epoch of the reading, if the trainer has epochs.
         axis: position on the trainer's own logging axis.
         time: seconds since the Unix epoch.
@@ -109,14 +109,14 @@ class Record:
     frozen: frozenset[str] | None = field(default=None, compare=False)
 
     def scalars(self, metrics: tuple[str, ...] | list[str]) -> dict[str, float]:
-        """Collect what goes to the loggers.
+        """The values that go to the loggers.
 
         Args:
             metrics: names of metrics.
 
         Returns:
             Tag -> number: first over all layers, ``hdi/mean`` and ``hdi/min`` when ``"hdi"`` is among the metrics, and
-            ``<metric>/max`` or ``<metric>/min`` for those metrics that say which end is the worse one; then
+            ``<metric>/max`` or ``<metric>/min`` for metrics of which one extreme is the worse one; then
             ``<metric>/<layer>`` for every layer that has it.
         """
         over_layers = self.summary() if "hdi" in metrics else {}
@@ -131,7 +131,7 @@ class Record:
         return {**over_layers, **by_layer, **over_layers}
 
     def worst(self, metrics: tuple[str, ...] | list[str]) -> dict[str, str]:
-        """Name the layers whose values are logged as those of the worst layer.
+        """The layers whose values are logged as those of the worst layer.
 
         Args:
             metrics: names of metrics.
@@ -148,7 +148,7 @@ class Record:
         return found
 
     def summary(self) -> dict[str, float]:
-        """Compute the mean and the minimum of the index over the layers.
+        """Mean and minimum of the index over the layers.
 
         Returns:
             ``hdi/mean`` and ``hdi/min``; empty if no layer has an index.
@@ -158,13 +158,13 @@ class Record:
 
 
 class Readout:
-    """Bring a reading to the host without making the host wait for the device.
+    """Copy a reading to the host without making the host wait for the device.
 
     On CUDA the numbers of the whole reading travel in one asynchronous copy into pinned memory; `is_ready` asks an
     event. Elsewhere the copy is made at once.
 
     Args:
-        reading: the reading to bring over; its tensors are kept alive until the copy is done.
+        reading: the reading; its tensors are kept alive until the copy is done.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -228,7 +228,7 @@ AMBIGUOUS_MASK = "a mask can be read in two ways, so that padding is not known: 
 
 
 def _without_meta(reading: Reading) -> Reading:
-    """Leave out what has no numbers: results of weights on the meta device."""
+    """Leave out results of weights on the meta device, which hold no numbers."""
     without = [one for one in reading.measurements if any(value.is_meta for value in _fields(one.values).values())]
     if not without:
         return reading
@@ -274,7 +274,7 @@ def _tabulate(reading: Reading) -> Record:
         for row, name in enumerate(measurement.layers):
             layer = layers[name]
             is_known = any(math.isfinite(column[row]) for column in columns.values())
-            is_said = f"{measurement.source}/{name}" in absent  # why it is not known, on this rank at least
+            is_said = f"{measurement.source}/{name}" in absent  # the reason on this rank, at least
             for metric, column in columns.items():
                 if math.isfinite(column[row]):
                     layer.values[metric] = column[row]
@@ -282,7 +282,7 @@ def _tabulate(reading: Reading) -> Record:
                     absent[f"{metric}/{name}"] = details.why_not
             if details is not None:
                 if is_known:
-                    absent.pop(f"{measurement.source}/{name}", None)  # of this rank, and others have it
+                    absent.pop(f"{measurement.source}/{name}", None)  # other ranks have measured it
                 of = {key: getattr(measurement.values, field)[row] for key, field in details.arrays.items()}
                 layer.arrays.update({key: array.tolist() for key, array in of.items()})
                 layer.matrices.update(
@@ -304,6 +304,6 @@ def _tabulate(reading: Reading) -> Record:
                 elif not tokens >= 2:
                     absent[f"{COVARIANCE}/{name}"] = _why_no_covariance(tokens)
                 else:
-                    absent.pop(f"{COVARIANCE}/{name}", None)  # of one rank, and others have it
+                    absent.pop(f"{COVARIANCE}/{name}", None)  # other ranks have measured it
     axis = reading.step if reading.axis is None else reading.axis
     return Record(reading.step, layers, absent, reading.epoch, axis, reading.time, reading.frozen)

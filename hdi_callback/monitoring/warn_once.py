@@ -1,4 +1,4 @@
-"""`WarnOnce`: what goes wrong while monitoring costs one warning, never the run."""
+"""`WarnOnce`: a failure of monitoring costs one warning, never the run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class WarnOnce:
 
     @contextmanager
     def guard(self, work: str) -> Iterator[None]:
-        """Contain any exception of the block; `work` names what was being done, in the user's words."""
+        """Turn any exception of the block into a warning; `work` says in the user's terms what failed."""
         try:
             yield
-        except NothingToWatchError:  # an error that was asked for
+        except NothingToWatchError:  # an error that the user asked for, with `strict` or by warnings as errors
             raise
         except Exception as error:
             self.error(work, error)
@@ -50,7 +50,7 @@ class WarnOnce:
 
 
 def describe(error: BaseException) -> str:
-    """Give the type of an exception and what it says, even if it cannot say it.
+    """Type and message of an exception, even if its `__str__` raises.
 
     Args:
         error: any exception.
@@ -65,13 +65,13 @@ def describe(error: BaseException) -> str:
 
 
 def attempt_each(actions: Iterable[Callable[[], object]]) -> None:
-    """Do each of several things, also those after one that fails.
+    """Run each of several actions, even if earlier ones fail.
 
     Args:
-        actions: what to do, in order.
+        actions: the actions, in order.
 
     Raises:
-        Exception: the first failure, once everything has been tried.
+        Exception: the first failure, after all actions were tried.
 
     Example:
         >>> done = []

@@ -42,7 +42,7 @@ class Sizes:
     Attributes:
         heads: of a layer.
         head_dim: rows of a head.
-        width: features that a layer is given.
+        width: input features of a layer.
         layers: of the model.
         tokens: of a batch.
     """

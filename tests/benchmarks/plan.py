@@ -28,7 +28,7 @@ class Model:
         heads: H.
         key_heads: G.
         value_dim: d_v.
-        width: d, features that a layer is given.
+        width: d, input features of a layer.
     """
 
     layers: int

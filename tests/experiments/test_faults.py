@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hdi_callback.errors import HDIWarning
-from hdi_callback.monitoring.rules import default_rules, thresholds
+from hdi_callback.monitoring.rules import default_rules, healthy_runs
 from tests.experiments.faults import plan, report, run
 from tests.experiments.faults.extremes import MEASURES, extremes_of
 from tests.experiments.faults.faults import FAULTS
@@ -293,9 +293,9 @@ def reached_by(run):
 )
 def test_how_unusual_an_alarm_is_comes_from_the_healthy_runs_that_are_published(metric, monitor):
     healthy = published_healthy()
-    peak = thresholds._HEALTHY_PEAKS[metric]
+    peak = healthy_runs._HEALTHY_PEAKS[metric]
     scores = [score for one in healthy for score in one["reached"].get(monitor, ())]
-    assert peak.runs == thresholds.HEALTHY_RUNS_WITH_ROWS == len(healthy)
+    assert peak.runs == healthy_runs.HEALTHY_RUNS_WITH_ROWS == len(healthy)
     assert (-max(scores) if peak.is_least else max(scores)) == pytest.approx(peak.value)
 
 
@@ -310,7 +310,7 @@ def test_how_unusual_an_alarm_is_comes_from_the_healthy_runs_that_are_published(
 def test_alignments_of_healthy_runs_are_those_of_both_benchmarks(metric, monitor, of_others):
     healthy = published_healthy()
     scores = [score for one in healthy for score in one["reached"].get(monitor, ())]
-    peak = thresholds._HEALTHY_PEAKS[metric]
+    peak = healthy_runs._HEALTHY_PEAKS[metric]
     assert (peak.value, peak.runs) == (pytest.approx(max(of_others, *scores)), 144 + len(healthy))
 
 
@@ -318,11 +318,11 @@ def test_alignments_of_healthy_runs_are_those_of_both_benchmarks(metric, monitor
 def test_how_near_healthy_runs_came_to_a_rule_is_what_they_came_to(rule):
     judged = [one for one in published_healthy() if one.get("rules") == NOW]
     if rule == "rounded away":  # reached by weights that have not begun to learn
-        assert rule in thresholds._OF_SEVERAL
+        assert rule in healthy_runs._OF_SEVERAL
         return
     values = [one["extremes"][rule] for one in judged if rule in one["extremes"]]
-    peak = thresholds._HEALTHY_PEAKS[rule]
-    assert peak.runs == thresholds.HEALTHY_RUNS_JUDGED == len(judged)
+    peak = healthy_runs._HEALTHY_PEAKS[rule]
+    assert peak.runs == healthy_runs.HEALTHY_RUNS_JUDGED == len(judged)
     assert peak.value == pytest.approx((min if peak.is_least else max)(values))
     assert peak.is_least == MEASURES[rule][1]
 
@@ -330,9 +330,9 @@ def test_how_near_healthy_runs_came_to_a_rule_is_what_they_came_to(rule):
 def test_healthy_runs_raised_a_rule_as_often_as_is_said():
     judged = [one for one in published_healthy() if one.get("rules") == NOW]
     raised = Counter(rule for one in judged for rule in {alert[2] for alert in one["alerts"]})
-    assert len(judged) == thresholds.HEALTHY_RUNS_JUDGED
-    assert {rule: raised[rule] for rule in thresholds._OF_SEVERAL if raised[rule]} == thresholds._RAISED
-    assert "1 of 1095 healthy runs" in thresholds.how_often_raised("inputs lose rank", fall=1.4, factor=4.0)
+    assert len(judged) == healthy_runs.HEALTHY_RUNS_JUDGED
+    assert {rule: raised[rule] for rule in healthy_runs._OF_SEVERAL if raised[rule]} == healthy_runs._RAISED
+    assert "1 of 1095 healthy runs" in healthy_runs.how_often_raised("inputs lose rank", fall=1.4, factor=4.0)
     shipped = {rule.name: rule for rule in default_rules()}
-    for rule, arguments in thresholds._OF_SEVERAL.items():
+    for rule, arguments in healthy_runs._OF_SEVERAL.items():
         assert {name: getattr(shipped[rule], name) for name in arguments} == arguments

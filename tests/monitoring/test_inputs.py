@@ -1,4 +1,4 @@
-"""Keys as they come and the tokens that layers are given, through the whole monitor, against textbook formulas."""
+"""Keys as they come and the input tokens of layers, through the whole monitor, against textbook formulas."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def test_noisy_inputs_of_the_first_layer_that_fall_to_another_level_are_reported
 
     noisy, fallen = [18.4, 19.5, 18.9, 18.4, 20.3, 19.1, 18.6, 17.1], [12.3, 12.2, 12.0, 12.5]
     assert reported([*noisy, *fallen]) == [(110, 80)]
-    assert reported([*noisy, *fallen], layer="second") == [], "what a later layer is given is made by training"
+    assert reported([*noisy, *fallen], layer="second") == [], "the inputs of a later layer depend on training"
     assert reported([*noisy, 16.5, 15.0, 13.5, 12.0]) == [], "it goes on falling"
     assert reported([*noisy, 12.3, 12.2, 18.0, 12.5]) == [], "it came back"
     assert reported([21.0, 20.0, 19.0, 18.0, 17.0, 16.0, 15.0, *fallen]) == [], "it had been falling"

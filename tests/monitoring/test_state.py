@@ -1,4 +1,4 @@
-"""A state from a disk may be anything: what is sound is taken, the rest costs one warning, and the run goes on."""
+"""A state read from disk may be anything: valid fields are restored, the rest costs one warning; training goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hdi_callback import HDICallback, HDITrainerCallback, watch_heads
 from hdi_callback.errors import HDIWarning
 from hdi_callback.monitoring.atomic import create_atomically, write_atomically
 from hdi_callback.monitoring.interventions import Call, ScaleLearningRate
-from hdi_callback.monitoring.session.state import sound_state
+from hdi_callback.monitoring.session.state import valid_state
 from hdi_callback.monitoring.warn_once import WarnOnce
 from tests.histories import readings
 from tests.integrations.test_loop import adam, batch, classifier, loss_of
@@ -81,7 +81,7 @@ def warned_at_most_once():
         warnings.simplefilter("always")
         yield
     reported = [str(item.message) for item in caught if issubclass(item.category, HDIWarning)]
-    about_state = [text for text in reported if "state of" in text and "not sound" in text]
+    about_state = [text for text in reported if "state of" in text and "not valid" in text]
     assert len(about_state) <= 1, reported
 
 
@@ -119,18 +119,18 @@ def test_whatever_is_taken_from_a_state_is_sound(loop_state, data):
     state = data.draw(malformed(loop_state))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sound = sound_state(state, step=5, warn_once=WarnOnce())
+        valid = valid_state(state, step=5, warn_once=WarnOnce())
     assert len(caught) <= 1
-    if sound is None:
+    if valid is None:
         return
     for name in ("last_step", "step"):
-        assert sound.get(name) is None or (type(sound[name]) is int and 0 <= sound[name] <= 5)
+        assert valid.get(name) is None or (type(valid[name]) is int and 0 <= valid[name] <= 5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        whole = {"alerts" if name == "alerts_in_part" else name: value for name, value in sound.items()}
+        whole = {"alerts" if name == "alerts_in_part" else name: value for name, value in valid.items()}
         held = [entry for entry in whole.get("interventions", []) if entry[1] is not None]
         whole["interventions"] = held
-        assert sound_state(whole, step=5, warn_once=WarnOnce()) == whole, "looked at again it is sound as a whole"
+        assert valid_state(whole, step=5, warn_once=WarnOnce()) == whole, "checked again it is valid as a whole"
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_a_last_step_that_cannot_be_is_reported_and_the_next_forward_is_read(loo
     ) as heads:  # fmt: skip
         heads.load_state_dict({**loop_state, "last_step": number})
         steps(heads, model, optimizer, 2)
-    assert len([item for item in caught if "not sound" in str(item.message)]) == 1
+    assert len([item for item in caught if "not valid" in str(item.message)]) == 1
     assert heads.global_step == 7
     assert readings(heads.history_path) == [0, 2, 4, 5, 6, 7], "what the history holds by then counts"
 
@@ -314,4 +314,4 @@ def test_a_file_is_created_once(tmp_path, monkeypatch, has_links):
 def test_layers_of_the_state_that_is_written_are_those_of_the_model(lightning_checkpoint):
     (state,) = [held for key, held in lightning_checkpoint["callbacks"].items() if key.startswith("HDICallback")]
     assert list(state["layers"]) == LIT_LAYERS
-    assert sound_state(state, step=5, warn_once=WarnOnce()) == {name: state[name] for name in state if name != "format"}
+    assert valid_state(state, step=5, warn_once=WarnOnce()) == {name: state[name] for name in state if name != "format"}

@@ -97,7 +97,7 @@ SOUND = {"step": 4, "last_step": 2}
 
 
 def resumes_beside_a_sound_rank(rank: int, folder: str, odd_rank: int) -> list:
-    """Resume on one rank from a state whose last reading is lost, on the other from a sound one."""
+    """Resume on one rank from a state whose last reading is lost, on the other from a valid one."""
     torch.manual_seed(0)
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

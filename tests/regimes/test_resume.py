@@ -271,7 +271,7 @@ def test_a_broken_state_costs_one_warning(tmp_path, saved):
     with reported() as warnings:
         trainer = fit(tmp_path / "first", callback, epochs=2, checkpoint=checkpoint)
     assert len(warnings) == 1
-    assert "state of head diversity is not sound: the active alerts are [{'layer': 3}]" in warnings[0]
+    assert "state of head diversity is not valid: the active alerts are [{'layer': 3}]" in warnings[0]
     assert trainer.global_step == 10
     assert readings(callback.history_path) == [0, 2, 4, 5, 6, 8, 10]
     rows = callback.state_dict()["alerts"]["series"][LIT_LAYERS[0]]

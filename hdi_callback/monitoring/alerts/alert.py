@@ -1,4 +1,4 @@
-"""`Finding` and `Alert`: what a rule has found in a layer at one reading, and the sentence that says so."""
+"""`Finding` and `Alert`: the result of a rule on a layer at one reading, and the sentence that reports it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_at_least(level: Level, least: Level) -> bool:
 
     Args:
         level: the level in question.
-        least: what it is held against.
+        least: the level to compare with.
 
     Returns:
         True if it is.
@@ -32,21 +32,20 @@ def is_at_least(level: Level, least: Level) -> bool:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule says of a layer at one reading.
+    """The result of a rule on a layer at one reading.
 
     Attributes:
         what: what happened, as the middle of a sentence: ``heads 2 and 5 are nearly one head (alignment 0.93)``.
         level: ``"notice"``, ``"warning"`` or ``"critical"``.
         value: the number that was judged.
-        threshold: the number that it was held against.
-        metric: the metric that the number is of, if it is one.
-        heads: the heads concerned; empty if it is the whole layer.
-        groups: those of them that belong together, as heads that are nearly one; empty where they do not.
-        since: first step at which it was so, if that was before this reading.
-        certainty: how sure this is, as a part of a sentence.
+        threshold: the limit.
+        metric: the metric of the number, if it is one.
+        heads: the heads concerned; empty for the whole layer.
+        groups: groups of these heads, such as heads that are nearly one; empty if there are none.
+        since: first step of an unbroken series of readings with this finding, if that was before this reading.
+        certainty: how rare this is in healthy runs, as a part of a sentence.
         remedy: what to try, as a part of a sentence; one that begins with "no " says that there is none.
-        is_from_start: True if the limit was reached at step 0 and at every reading since, as by weights that were
-            loaded so.
+        is_from_start: True if the limit was reached at step 0 and at every reading since, as with loaded weights.
     """
 
     what: str
@@ -64,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that happened to the heads of a layer, as a sentence and as data.
+    """A finding that is new, more serious, or resolved, as a sentence and as data.
 
     Attributes:
         step: optimizer steps taken before the reading that showed it.
@@ -73,7 +72,7 @@ class Alert:
         level: ``"notice"``, ``"warning"`` or ``"critical"``.
         message: one sentence: when, where, what, since when, how sure, and what to try.
         finding: the same as data.
-        is_resolved: True if this tells the end of an earlier alert.
+        is_resolved: True if this is the end of an earlier alert.
     """
 
     step: int
@@ -88,10 +87,10 @@ class Alert:
         return alert_line(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the alert as plain data, as the history keeps it.
+        """The alert as plain data, as the history keeps it.
 
         Returns:
-            What `from_dict` takes.
+            The argument of `from_dict`.
         """
         return asdict(self)
 
@@ -100,7 +99,7 @@ class Alert:
         """Make an alert from plain data.
 
         Args:
-            data: what `to_dict` gave.
+            data: the result of `to_dict`.
 
         Returns:
             The alert.
@@ -114,10 +113,10 @@ class Alert:
 
 
 def alert_of(finding: Finding, *, step: int, layer: str, rule: str) -> Alert:
-    """Make the alert that reports a finding.
+    """The alert that reports a finding.
 
     Args:
-        finding: what a rule has found.
+        finding: the result of a rule.
         step: optimizer steps taken before the reading that showed it.
         layer: name of the layer.
         rule: name of the rule.
@@ -137,11 +136,11 @@ def alert_of(finding: Finding, *, step: int, layer: str, rule: str) -> Alert:
 
 
 def resolution_of(alert: Alert, *, step: int) -> Alert:
-    """Make the alert that reports the end of another.
+    """The alert that reports the end of another.
 
     Args:
-        alert: the one that was active.
-        step: of the reading at which its rule finds nothing any more.
+        alert: the alert that was active.
+        step: step of the reading at which its rule finds nothing any more.
 
     Returns:
         An alert with `is_resolved`.

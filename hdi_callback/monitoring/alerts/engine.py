@@ -1,4 +1,4 @@
-"""`Alerts`: asks rules about every reading, and reports each finding when it begins, gets worse and is resolved."""
+"""`Alerts`: applies rules to every reading, and reports each finding when it begins, gets worse and is resolved."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Answer = TypeVar("_Answer")
 
 
 class Alerts:
-    """Ask rules about every reading, and report each finding once.
+    """Apply rules to every reading, and report each finding once.
 
     Args:
         rules: the rules, or a function that gives the rules for a layer by its name.
-        layers: what is known of each layer, as `AttentionLayer.facts` gives it.
-        warn_once: turns the exceptions of rules into one warning each; without it they are raised.
+        layers: `AttentionLayer.facts` of each layer.
+        warn_once: warns once of exceptions of each rule; without it they are raised.
         loaded: whether the weights had been trained before this run; ``"auto"`` to conclude it from them.
     """
 
@@ -48,10 +48,10 @@ class Alerts:
         self._is_model_loaded = False
 
     def learn(self, layers: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what is known of layers.
+        """Add facts about layers.
 
         Args:
-            layers: as `AttentionLayer.facts` gives it.
+            layers: `AttentionLayer.facts` of each.
         """
         self._facts.update({str(facts["name"]): facts for facts in layers})
 
@@ -67,7 +67,7 @@ class Alerts:
             record: its numbers; readings come in the order of steps.
 
         Returns:
-            What is new: alerts that begin, get worse or are resolved.
+            Alerts that begin, get worse or are resolved at this reading.
         """
         news: list[Alert] = []
         self._learn_origins(record)
@@ -94,7 +94,7 @@ class Alerts:
         return news
 
     def rewrite(self, layer: str, heads: Iterable[int]) -> None:
-        """Take note that an intervention has written the weights of heads.
+        """Note that an intervention has written the weights of heads.
 
         Args:
             layer: name of their layer.
@@ -104,7 +104,7 @@ class Alerts:
             self._series[layer].rewritten.update(heads)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs.
+        """State for a resumed run.
 
         Returns:
             Plain data.
@@ -120,10 +120,10 @@ class Alerts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off; layers that are no longer watched are dropped.
+        """Restore the state of a checkpoint; layers that are no longer watched are dropped.
 
         Args:
-            state: what `state_dict` gave.
+            state: the result of `state_dict`.
         """
         is_known = self._facts.__contains__ if self._facts else lambda name: True
         self._is_model_loaded = state.get("loaded", False)
@@ -141,7 +141,7 @@ class Alerts:
             self.rewrite(name, heads)
 
     def _learn_origins(self, record: Record) -> None:
-        """Take layers that appear fresh for loaded where most of the model was loaded: single ones go unnoticed."""
+        """Count layers that appear fresh as loaded if most of the model is: the test misses single layers."""
         if self._loaded == "auto" and not self._series and record.layers:
             trained = [
                 has_been_trained(layer.arrays, self._facts.get(name, {})) for name, layer in record.layers.items()
@@ -153,7 +153,7 @@ class Alerts:
         is_loaded = self._loaded
         if is_loaded == "auto":
             is_loaded = self._is_model_loaded or has_been_trained(first.arrays, facts)
-        # Each rank of a pipeline has a layer that comes first of its own.
+        # Each rank of a pipeline has its own first layer.
         is_first = bool(facts.get("is_first")) and name == next(iter(self._facts))
         return Series(name, facts, siblings, first, is_loaded=is_loaded, is_first=is_first)
 
@@ -165,7 +165,7 @@ class Alerts:
         return self._rules_of[name]
 
     def _ask(self, rule: Rule, series: Series) -> Alert | None:
-        """Ask a rule about the latest reading; whatever is wrong with its answer concerns this rule alone."""
+        """Apply a rule to the latest reading; a failure or a wrong result affects this rule alone."""
         return self._contain(rule, partial(self._judge_by, rule, series))
 
     def _contain(self, rule: Rule, ask: Callable[[], _Answer]) -> _Answer | None:
@@ -178,7 +178,7 @@ class Alerts:
             return None
 
     def _judge_by(self, rule: Rule, series: Series) -> Alert | None:
-        """Give an alert if there is something to report."""
+        """The alert of a rule, if there is something to report."""
         if not all(metric in series.latest.values for metric in rule.needs):
             return None
         active = self._active.get((series.layer, rule.name))
@@ -194,13 +194,13 @@ class Alerts:
 
 
 def heads_written(line: Mapping[str, Any]) -> list[int]:
-    """Name the heads whose weights an intervention has written.
+    """The heads whose weights an intervention has written.
 
     Args:
         line: the action as plain data, as the history keeps it.
 
     Returns:
-        Numbers of heads; none if it only would have done so, or refused.
+        Numbers of heads; none for a dry run or a refusal.
     """
     heads = (line.get("facts") or {}).get("heads", ())
     if line.get("is_dry_run") or line.get("is_refusal") or not isinstance(heads, (list, tuple)):
@@ -209,7 +209,7 @@ def heads_written(line: Mapping[str, Any]) -> list[int]:
 
 
 def _names_others(finding: Finding, active: Alert) -> bool:
-    """Return whether a finding names heads, and others than those of the active alert."""
+    """Return whether a finding names other heads than the active alert."""
     before = active.finding
     return bool(finding.heads) and (set(finding.heads), set(finding.groups)) != (set(before.heads), set(before.groups))
 

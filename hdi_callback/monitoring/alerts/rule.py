@@ -1,4 +1,4 @@
-"""`Rule`: what judges the readings of a layer; checks of a user's rule and of its findings."""
+"""`Rule`: judges the readings of a layer; checks of a user's rule and of its findings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hdi_callback.monitoring.alerts.series import Series
 
 
 class Rule(ABC):
-    """Says what it finds in the readings of a layer; a rule of your own is a small class.
+    """Judges the readings of a layer, and returns a `Finding` or `None`; a rule of your own is a small class.
 
     Attributes:
-        name: what it finds, in a few words; there is one alert for each layer and rule until it is resolved.
-        needs: metrics without which it is not asked, and then neither begins nor ends an alert.
-        layers: patterns of layer names that it is for; all by default.
-        is_optional: whether a callback passes it over where what it needs is not measured, as it does with what
-            `default_rules` makes; it refuses others before training.
+        name: its finding in a few words; each layer and rule has at most one active alert.
+        needs: metrics that a reading must have to be judged; a reading without them neither begins nor ends an alert.
+        layers: patterns of the layer names that it judges; all by default.
+        is_optional: True if a callback may drop it where its `needs` are not measured, as it does with the default
+            rules; with other rules it raises an error before training.
 
     Example:
         >>> class FewEffectiveHeads(Rule):
@@ -51,28 +51,28 @@ class Rule(ABC):
             active: the active alert of this rule for this layer, if there is one.
 
         Returns:
-            What is found; `None` if there is nothing (or no longer anything) to report.
+            The finding; `None` if there is nothing, or nothing any more, to report.
         """
 
 
 def check_rule(rule: Any) -> Rule:
-    """Check a rule of a user's before it is asked.
+    """Check a user's rule before training.
 
     Args:
-        rule: what is to be a rule.
+        rule: an instance of a rule.
 
     Returns:
         It.
 
     Raises:
-        MisconfigurationError: if it is none, or its name, `needs` or `layers` cannot work.
+        MisconfigurationError: if it is no rule, or its name, `needs` or `layers` cannot work.
     """
     if isinstance(rule, type) and issubclass(rule, Rule):
         raise MisconfigurationError(
             f"`alerts` must hold rules, got the class {rule.__name__}: write {rule.__name__}()."
         )
     if not isinstance(rule, Rule):
-        package = f"{__name__.partition('.')[0]}."  # the user's own are no rules of the package
+        package = f"{__name__.partition('.')[0]}."  # classes of the user are no rules of the package
         own = [
             one for one in _kinds_of(Rule)
             if one.__module__.startswith(package) and not one.__name__.startswith("_")
@@ -96,15 +96,15 @@ def check_rule(rule: Any) -> Rule:
 
 
 def _kinds_of(kind: Any) -> list[Any]:
-    """Give every class below one, however deep."""
+    """All subclasses of a class, however deep."""
     return [one for child in kind.__subclasses__() for one in (child, *_kinds_of(child))]
 
 
 def letters_of(name: str) -> str:
-    """Give a name as it is compared with what a user wrote: small letters and digits alone.
+    """A name in lower case, letters and digits only, to compare with user input.
 
     Args:
-        name: of a rule, its class or a limit.
+        name: name of a rule, its class or a limit.
 
     Returns:
         The same for ``"tied heads"`` and ``TiedHeads``.
@@ -113,17 +113,17 @@ def letters_of(name: str) -> str:
 
 
 def check_finding(finding: Any, series: Series) -> Finding:
-    """Check what a rule has found, and bring its numbers into the types of plain data.
+    """Check a rule's finding, and convert its numbers to plain types.
 
     Args:
-        finding: what `Rule.judge` gave.
+        finding: the result of `Rule.judge`.
         series: the readings that it judged.
 
     Returns:
         The finding; a value or threshold that is not finite is left out.
 
     Raises:
-        MisconfigurationError: if it is no finding, or a part of it cannot work; says which.
+        MisconfigurationError: if it is no finding, or a field of it cannot work; says which.
     """
     if not isinstance(finding, Finding):
         raise MisconfigurationError(f"`judge` must give a Finding or None, got {shown(finding)}.")

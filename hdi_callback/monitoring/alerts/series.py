@@ -1,4 +1,4 @@
-"""`Series`: the readings of one layer so far, as a rule reads them; a `Row` is one of them."""
+"""`Series`: the readings of one layer so far, the input of rules; a `Row` is one reading."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _READINGS_KEPT = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One reading of one layer, as a rule sees it.
+    """One reading of one layer.
 
     Attributes:
         step: optimizer steps taken before the reading.
-        values: metric name -> number; what could not be measured is not there.
-        arrays: see `LayerRecord`; readings before the latest keep the pairs alone, the first of a run all of them.
-        matrices: see `LayerRecord`; of the latest reading alone, and empty where a history does not hold them.
+        values: metric name -> number; quantities that could not be measured are missing.
+        arrays: see `LayerRecord`; earlier readings keep only the pairs, except the first of a run.
+        matrices: see `LayerRecord`; only for the latest reading, and empty if a history does not hold them.
         absent: why the index could not be measured, or an empty string.
     """
 
@@ -32,7 +32,7 @@ class Row:
     matrices: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
 
     def per_head(self, name: str) -> list[float]:
-        """Give an array with one number for each head.
+        """An array with one number for each head.
 
         Args:
             name: of the array.
@@ -48,16 +48,15 @@ class Series:
 
     Attributes:
         layer: name of the layer.
-        facts: what is known of the layer: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ...
-        siblings: number of layers that are watched.
+        facts: facts about the layer: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ...
+        siblings: number of watched layers.
         first: the first reading of the run.
         rows: the latest readings, in order.
         is_loaded: whether the weights had been trained before this run, as `loaded` of `Alerts` says.
-        is_first: whether it is known to be the first layer of the model, which is given data rather than what other
-            layers make.
-        trains: whether some parameter of the layer requires a gradient at the latest reading.
+        is_first: whether it is known to be the first layer of the model, whose inputs are data.
+        trains: whether some parameter of the layer required a gradient at the latest reading.
         do_others_move: whether at the latest reading the weights of some layer had moved since the one before.
-        rewritten: heads whose weights an intervention has written: earlier readings say nothing about them.
+        rewritten: heads whose weights an intervention has written; earlier readings do not apply to them.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Series:
         return self.rows[-1]
 
     def value(self, metric: str) -> float:
-        """Give a metric at the latest reading.
+        """A metric at the latest reading.
 
         Args:
             metric: its name.
@@ -109,12 +108,12 @@ class Series:
             The number.
 
         Raises:
-            KeyError: if it was not measured; a rule that names it in `needs` is not asked then.
+            KeyError: if it was not measured; a rule that names it in `needs` does not judge such readings.
         """
         return self.latest.values[metric]
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """Give a metric over the readings that have it.
+        """A metric over the readings that have it.
 
         Args:
             metric: its name.
@@ -126,14 +125,14 @@ class Series:
         return [row.step for row in rows], [row.values[metric] for row in rows]
 
     def holds_from_start(self, is_so: Callable[[Row], bool], metric: str | None = None) -> bool:
-        """Return whether something is so in all readings, and the first of them is that of step 0.
+        """Return whether a condition holds at all readings that are kept, beginning with step 0.
 
         Args:
-            is_so: asked of one reading.
-            metric: readings that lack it are not asked, but for the first, which must have it; by default all are.
+            is_so: the condition on one reading.
+            metric: readings without it are skipped, except the first, which must have it; by default none are.
 
         Returns:
-            True if the run has never been otherwise, as far back as readings are kept.
+            True if it does.
         """
         if self.first.step != 0 or (metric is not None and metric not in self.first.values):
             return False
@@ -141,15 +140,15 @@ class Series:
         return is_so(self.first) and all(is_so(row) for row in asked)
 
     def since(self, is_so: Callable[[Row], bool], metric: str | None = None) -> int:
-        """Find since when something has been so without a break, as far back as readings are kept.
+        """The step since which a condition holds without a break, as far back as readings are kept.
 
         Args:
-            is_so: asked of one reading after the other, from the latest back.
-            metric: readings that lack it break nothing, as the first movement after a resumption, or those at which
-                other layers had their turn; by default all count.
+            is_so: the condition on one reading.
+            metric: readings without it are skipped, such as the first after a resumption for movement, or those at
+                which other layers had their turn; by default none are.
 
         Returns:
-            The step of the first reading of the streak; of the latest if it is not so there.
+            The first step of the streak; the latest step if the condition does not hold there.
         """
         step = self.latest.step
         for row in reversed(self.rows):

@@ -1,10 +1,10 @@
-"""The run's history on disk: one JSON object a line, only ever appended to, readable while training goes on.
+"""The history of a run on disk: one JSON object a line, append-only, readable while training goes on.
 
 The matrices are in a file beside it, see `matrices`, as they are large; ``docs/history.md`` describes both.
 
 Four kinds of line: ``run`` (a training run starts or resumes at a step, with its layers and its id), ``reading`` (the
 numbers of one step), ``alert`` and ``intervention``. A resumed run goes back to the last reading that its checkpoint
-knows: what an interrupted run had written beyond that stays in the file, and the readers here pass it over.
+knows: lines that an interrupted run had written beyond that stay in the file, and are skipped by the readers here.
 """
 
 from hdi_callback.monitoring.history.frame import load_history

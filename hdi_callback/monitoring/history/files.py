@@ -1,4 +1,4 @@
-"""A file with one writer: its identity, its lock, and names that are free."""
+"""A file with one writer: its identity, its lock, and free names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hdi_callback.monitoring.atomic import create_atomically
 
 
 def is_created(path: Path, data: bytes) -> bool:
-    """Create a file, unless another run was faster.
+    """Create a file; return False if another run was faster.
 
     Args:
         path: the file.
         data: its content.
 
     Returns:
-        True if it is this run's now; False if there is something under that name.
+        True if it was created; False if there is something under that name.
     """
     try:
         create_atomically(path, data)
@@ -32,21 +32,21 @@ def is_created(path: Path, data: bytes) -> bool:
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """Write bytes to the end, however many calls that takes.
+    """Append bytes, in as many calls as it takes.
 
     Args:
         file: an unbuffered file.
-        data: what to write.
+        data: the bytes.
     """
     while data:
         data = data[file.write(data) :]
 
 
 def closed(line: bytes) -> bytes:
-    r"""Give a line with exactly one line break.
+    r"""A line with exactly one line break.
 
     Args:
-        line: with one or without.
+        line: the line, with or without a line break.
 
     Returns:
         It, with ``\n``.
@@ -55,7 +55,7 @@ def closed(line: bytes) -> bytes:
 
 
 def identity(file: FileIO) -> tuple[int, int] | None:
-    """Tell a regular file and its state by inode and size.
+    """Inode and size of a regular file, which identify it and its state.
 
     Args:
         file: an open file.
@@ -69,7 +69,7 @@ def identity(file: FileIO) -> tuple[int, int] | None:
 
 @contextmanager
 def locked(file: FileIO) -> Iterator[None]:
-    """Keep other writers out for the time of one line, where the system knows locks; wait for none.
+    """Lock out other writers while a line is written, where the system has locks; does not wait.
 
     Args:
         file: an open file.
@@ -91,7 +91,7 @@ def locked(file: FileIO) -> Iterator[None]:
 
 
 def is_stream(path: Path) -> bool:
-    """Tell a pipe or a device.
+    """Return whether a path is a pipe or a device.
 
     Args:
         path: any path.
@@ -103,13 +103,13 @@ def is_stream(path: Path) -> bool:
 
 
 def free_path(path: Path) -> Path:
-    """Find a name under which there is nothing.
+    """A free path.
 
     Args:
-        path: the name that one would like.
+        path: the wished path.
 
     Returns:
-        That name if it is free, else the next of ``<name>-1``, ``<name>-2``, ...
+        That path if it is free, else the next of ``<name>-1``, ``<name>-2``, ...
     """
     return next(one for one in itertools.chain([path], _numbered_names(path)) if not os.path.lexists(one))
 

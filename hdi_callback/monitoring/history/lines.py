@@ -1,4 +1,4 @@
-"""One line of a history file: how it is written, and what it must be to be read."""
+"""One line of a history file: written, read and checked."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hdi_callback.attention.names import printable
 from hdi_callback.monitoring.history.schema import is_alert, is_text_map, is_value, is_whole
 from hdi_callback.monitoring.readings import LayerRecord, Record
 
-_DIGITS = 9  # what a float32 carries
+_DIGITS = 9  # of a float32
 _NAN = float("nan")
 
 
 class LineError(ValueError):
-    """A line of a history file cannot be read; says why.
+    """A line of a history file cannot be read; the message says why.
 
     Attributes:
         is_torn: True if it is the beginning of a line, as a killed process leaves it.
@@ -33,15 +33,15 @@ def line_to_text(line: Mapping[str, Any]) -> str:
     """Write a line.
 
     Args:
-        line: plain data; floats are rounded to what was measured, NaN and infinity become null, and what JSON has no
-            word for becomes a number or a text.
+        line: plain data; floats are rounded to the digits of a float32, NaN and infinity become null, and types that
+            JSON lacks become numbers or strings.
 
     Returns:
         JSON without a line break, in ASCII.
     """
     plain = _plain(line)
     time = plain.get("time")
-    if isinstance(time, float):  # its digits before the point alone are more than what was measured has
+    if isinstance(time, float):  # a float32 has fewer digits than those before its point
         plain["time"] = round(float(line["time"]), 3)
     return json.dumps(plain, allow_nan=False, separators=(",", ":"))
 
@@ -53,10 +53,10 @@ def line_from_text(data: bytes) -> dict[str, Any]:
         data: the line as it is in the file.
 
     Returns:
-        A dictionary with ``kind``, in which every field that is known has its type.
+        A dictionary with ``kind``, in which every known field has its type.
 
     Raises:
-        LineError: if it is none.
+        LineError: if it is no line of a history.
     """
     try:
         line = json.loads(data.decode("utf-8"))
@@ -75,14 +75,14 @@ def line_from_text(data: bytes) -> dict[str, Any]:
 
 
 def record_to_line(record: Record, *, with_heads: bool = True) -> dict[str, Any]:
-    """Give a reading as plain data, without its matrices.
+    """A reading as plain data, without its matrices.
 
     Args:
-        record: the numbers.
-        with_heads: whether the numbers of single heads go with it; pairs always do.
+        record: the reading.
+        with_heads: include the numbers of single heads; pairs always are.
 
     Returns:
-        What `record_from_line` takes.
+        The argument of `record_from_line`.
     """
     layers = {
         name: {
@@ -103,7 +103,7 @@ def record_to_line(record: Record, *, with_heads: bool = True) -> dict[str, Any]
 
 
 def record_from_line(line: Mapping[str, Any]) -> Record:
-    """Make a reading of a line.
+    """A reading from a line.
 
     Args:
         line: a line of kind ``reading``.
@@ -137,7 +137,7 @@ def _number(value: float | None) -> float:
 
 
 def _check(line: Mapping[str, Any]) -> None:
-    """Refuse a line of which a known field has another type than it was written with."""
+    """Refuse a line with a known field of the wrong type."""
     kind = line["kind"]
     if kind in ("run", "reading", "alert", "intervention") or "step" in line:
         _require(is_whole(line.get("step")), "its step is no whole number")
@@ -205,7 +205,7 @@ def _require(is_met: bool, reason: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    # Most are floats in lists: to ask for their types themselves takes half of the time.
+    # Most are floats in lists: `type(...) is` takes half of the time of `isinstance`.
     if type(value) is float:
         return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
     if type(value) is list:

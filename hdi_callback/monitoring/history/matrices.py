@@ -1,7 +1,7 @@
-"""The matrices of a run, heads by heads, in a file beside its history: in eight bits, compressed, thinned with age.
+"""The matrices over heads of a run, in a file beside its history: eight bits an entry, compressed, thinned with age.
 
-One JSON object a line, appended only, until the file is larger than it may be: then it is replaced by one with fewer
-of the older readings. ``docs/history.md`` describes the format for readers without this package.
+One JSON object a line, append-only until the file exceeds its limit: then it is replaced by one with fewer of the older
+readings. ``docs/history.md`` describes the format for readers without this package.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from hdi_callback.monitoring.history.schema import is_number, is_text_map, is_wh
 from hdi_callback.monitoring.readings import Record
 
 LEVELS = 255
-"""Codes 0 to 254 are numbers, the last one is no number; so an entry is off by at most 1/508 of its matrix' range."""
+"""Codes 0 to 254 are numbers, 255 is NaN; the error of an entry is at most 1/508 of its matrix' range."""
 
 _NOT_FINITE = LEVELS
 _MOST_HEADS = 2**14
 _LONGEST = 2**30  # bytes of a line
 _BEGINNING = re.compile(rb'\{"kind":"matrices","step":(\d+),"time":([-+.\deE]+),"is_kept":(true|false),')
-_LEFT = 0.7  # of the limit, after thinning; so that it is seldom done
+_LEFT = 0.7  # of the limit, after thinning, so that thinning is rare
 
 
 class MatrixError(ValueError):
-    """A line of a matrix file cannot be read; says why."""
+    """A line of a matrix file cannot be read; the message says why."""
 
 
 def matrix_path(history: str | os.PathLike[str]) -> Path:
-    """Give the file with the matrices of a history.
+    """Path of the matrix file of a history.
 
     Args:
         history: path of the history file.
@@ -57,13 +57,13 @@ def matrix_path(history: str | os.PathLike[str]) -> Path:
 
 
 def encode_layer(matrices: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write the matrices of a layer as plain data: the pairs of heads above the diagonal, then the diagonal.
+    """The matrices of a layer as plain data: the pairs of heads above the diagonal, then the diagonal.
 
     Args:
         matrices: name -> ``(H, H)``, symmetric, on the host; the number of heads may differ.
 
     Returns:
-        What `decode_layer` takes: ``matrices``, a list of names, sizes and ranges, and ``data``, their codes.
+        The argument of `decode_layer`: ``matrices``, a list of names, sizes and ranges, and ``data``, their codes.
 
     Example:
         >>> layer = encode_layer({"overlap": torch.tensor([[1, 0.25], [0.25, 1]])})
@@ -86,10 +86,10 @@ def encode_layer(matrices: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def decode_layer(layer: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read the matrices of a layer.
+    """The matrices of a layer from plain data.
 
     Args:
-        layer: what `encode_layer` gave.
+        layer: the result of `encode_layer`.
 
     Returns:
         Name -> ``(H, H)``; NaN where there was no finite number.
@@ -162,7 +162,7 @@ def _is_range(value: Any) -> bool:
 
 
 class MatrixFile:
-    """Appends the matrices of readings to a file, and thins it when it is too large.
+    """Appends the matrices of readings to a file, and thins it if it becomes too large.
 
     Args:
         path: the file.
@@ -184,8 +184,8 @@ class MatrixFile:
 
         Args:
             record: the reading.
-            layers: names of layers; those without matrices are passed over.
-            is_kept: never leave them out when the file is thinned.
+            layers: names of layers; those without matrices are skipped.
+            is_kept: never drop them when the file is thinned.
             limit: bytes that the file may have.
         """
         chosen = {name: record.layers[name] for name in record.layers if name in layers}
@@ -207,9 +207,9 @@ class MatrixFile:
             self.thin(limit)
 
     def thin(self, limit: float) -> None:
-        """Leave out readings, the older the more, until the file is well below what it may have.
+        """Drop readings, more of the older ones, until the file is well below its limit.
 
-        Readings that are to be kept stay, whatever their size.
+        Readings marked as kept stay, whatever their size.
 
         Args:
             limit: bytes that the file may have.
@@ -248,7 +248,7 @@ class MatrixFile:
 
 
 class _Place:
-    """Where a line is in a matrix file, and what it begins with."""
+    """Position and header of a line in a matrix file."""
 
     __slots__ = ("is_kept", "length", "start", "step", "time")
 
@@ -257,7 +257,7 @@ class _Place:
 
 
 def _places(file: Any) -> Iterator[_Place]:
-    """Find the whole lines of a file that is open."""
+    """The complete lines of an open file."""
     start = 0
     while data := file.readline(_LONGEST):
         match = _BEGINNING.match(data)
@@ -270,7 +270,7 @@ def _places(file: Any) -> Iterator[_Place]:
 def _append(file: FileIO, data: bytes) -> None:
     end = file.seek(0, os.SEEK_END)
     if end > 0:
-        # A process that was killed may have left half a line: close it, so that only that one is lost.
+        # A killed process may have left half a line: end it, so that only that one is lost.
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
             data = b"\n" + data
@@ -284,13 +284,13 @@ def _append(file: FileIO, data: bytes) -> None:
 
 
 def steps_to_leave_out(sizes: Mapping[int, int], surplus: float) -> set[int]:
-    """Choose readings to leave out, so that what is left is the sparser the older it is.
+    """Choose readings to drop, so that older ones become sparser.
 
-    Each reading is judged by the gap that it would leave over its age; of two neighbours one at most goes in a round.
+    Those go first whose gap would be smallest relative to their age; of two neighbours at most one in each round.
 
     Args:
         sizes: step -> bytes.
-        surplus: bytes to get rid of.
+        surplus: bytes to free.
 
     Returns:
         Steps.
@@ -319,17 +319,17 @@ def steps_to_leave_out(sizes: Mapping[int, int], surplus: float) -> set[int]:
 
 
 class Matrices:
-    """The matrices that are on a disk, found by step and layer, and read when they are asked for.
+    """The matrices of a file, by step and layer; read on demand.
 
     Args:
         path: a matrix file; there may be none.
-        times: step -> time of the readings that count; lines of others are passed over.
+        times: step -> time of the readings that count; lines of others are skipped.
     """
 
     def __init__(self, path: Path, times: Mapping[int, float]) -> None:
         self._path = path
         self._places: dict[str, dict[int, int]] = {}  # layer -> step -> where its line begins
-        self._line: tuple[tuple[int, int, int], dict[str, Any]] | None = None  # the last one: many layers stand in one
+        self._line: tuple[tuple[int, int, int], dict[str, Any]] | None = None  # the last line: it holds many layers
         with suppress(FileNotFoundError), path.open("rb") as file:
             for place in list(_places(file)):
                 if times.get(place.step) != place.time:
@@ -339,7 +339,7 @@ class Matrices:
                         self._places.setdefault(name, {})[place.step] = place.start
 
     def steps(self, layer: str | None = None) -> list[int]:
-        """Give the steps at which there are matrices.
+        """The steps at which there are matrices.
 
         Args:
             layer: name of a layer; by default any.
@@ -370,7 +370,7 @@ class Matrices:
                 if self._line is None or self._line[0] != place:
                     self._line = place, _layers_at(file, start, step)
             return decode_layer(self._line[1][layer])
-        except (OSError, MatrixError, KeyError):  # the file was thinned since
+        except (OSError, MatrixError, KeyError):  # the file has been thinned since
             return {}
 
 

@@ -1,4 +1,4 @@
-"""`place_history`: the file that a run writes its history to, its own or one that no other run has."""
+"""`place_history`: the history file of a run, never that of another run."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def place_history(
     say: _Say | None = None,
     **options: Any,
 ) -> History | None:
-    """Choose the file that a run writes.
+    """Choose the history file of a run.
 
     A run that resumes in the folder of its history continues it. One that resumes elsewhere, a branch, begins a file of
-    its own with the readings up to its checkpoint, and leaves its parent's alone. Nothing else that is found under the
-    name is ever written to.
+    its own with the readings up to its checkpoint, and leaves its parent's alone. No other existing file is ever
+    written to.
 
     Args:
-        choice: True for the usual place, ``hdi/history.jsonl`` in the folder; a path; or False for no history.
-        folder: that of the run.
-        state: what a checkpoint of the run keeps, with the path under ``"history"`` and the id under ``"run"``.
-        name: what tells this history from others of the same folder, if there are others.
-        say: takes a kind of warning and its message.
-        options: of `History`: how often matrices are kept, and how large they may get.
+        choice: True for ``hdi/history.jsonl`` in the folder; a path; or False for no history.
+        folder: folder of the run.
+        state: state from a checkpoint of the run, with the path under ``"history"`` and the id under ``"run"``.
+        name: name of this history if the folder holds several.
+        say: warns; takes a kind of warning and its message.
+        options: arguments of `History`: how often matrices are kept, and how large they may get.
 
     Returns:
-        The history, of which nothing is written yet.
+        The history; nothing is written yet.
     """
     if choice is False:
         return None
@@ -59,7 +59,7 @@ def place_history(
         own = next((one for one in candidates if is_history_of(one, state)), None)
         if own is not None:
             return history_at(own, run=run)
-        # A branch that was ended before its first checkpoint resumes from its parent's again.
+        # A branch that ended before its first checkpoint resumes from its parent's again.
         for one in candidates:
             branch = _branch_from(one, run)
             if branch is not None:
@@ -85,14 +85,13 @@ def place_history(
 
 
 def is_history_of(path: Path, state: Mapping[str, Any]) -> bool:
-    """Return whether a file is the history of the run that a checkpoint is of.
+    """Return whether a file is the history of the run of a checkpoint.
 
-    By the id of the run; a history or a checkpoint without one, as earlier versions wrote them, by its layers and
-    readings.
+    Compares the ids of the run; without one, as earlier versions wrote them, layers and readings.
 
     Args:
         path: any file.
-        state: what the checkpoint keeps.
+        state: state from the checkpoint.
 
     Returns:
         True if it is.
@@ -111,7 +110,7 @@ def is_history_of(path: Path, state: Mapping[str, Any]) -> bool:
 
 
 def _branch_from(path: Path, run: str | None) -> str | None:
-    """Give the id of the run whose history a file is, if that run went on from another one."""
+    """The id of the run whose history a file is, if that run is a branch of another one."""
     try:
         headers = [line for line in run_lines(path) if "run" in line] if path.is_file() else []
     except OSError:
@@ -143,7 +142,7 @@ def _agrees(path: Path, header: Mapping[str, Any], state: Mapping[str, Any]) -> 
 
 
 def _candidates(path: Path, recorded: Path | None) -> Iterator[Path]:
-    """Give the files in the place of the run, that of the checkpoint first."""
+    """The candidate files, that of the checkpoint first."""
     pattern = re.compile(rf"{re.escape(path.stem)}(-\d+)?{re.escape(path.suffix)}")
     if recorded is not None and pattern.fullmatch(recorded.name) and _same(recorded.parent, path.parent):
         yield recorded
@@ -165,7 +164,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _stem(name: str | None) -> str:
-    """Make a file name of any name: those that had to be changed stay apart by a digest."""
+    """A file name from any name; changed ones get a digest, so that they stay distinct."""
     if name is None:
         return "history"
     plain = (

@@ -1,4 +1,4 @@
-"""`find_history`: the history of a run, from its folder."""
+"""`find_history`: folder of a run -> its history file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RunHistory`: a history that was read, with its readings and the matrices beside it."""
+"""`RunHistory`: a history file as lines and readings, with the matrices beside it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hdi_callback.monitoring.readings import Record
 
 
 class RunHistory:
-    """A history that was read: its lines, its readings, and the matrices that are kept beside it.
+    """A history file: its lines, its readings, and the matrices in the file beside it.
 
     Args:
         path: a history file.
 
     Attributes:
-        path: that file.
+        path: the file.
         lines: the lines that count, see `read_lines`.
 
     Raises:
@@ -37,7 +37,7 @@ class RunHistory:
         self._matrices = Matrices(matrix_path(self.path), times)
 
     def records(self) -> list[Record]:
-        """Give the readings.
+        """The readings.
 
         Returns:
             One record per step, in the order of steps, without the matrices that are in the file beside the history.
@@ -45,7 +45,7 @@ class RunHistory:
         return [record_from_line(self._readings[step]) for step in sorted(self._readings)]
 
     def matrix_steps(self, layer: str | None = None) -> list[int]:
-        """Give the steps of which matrices are kept.
+        """The steps of which matrices are kept.
 
         Args:
             layer: name of a layer; by default any.
@@ -59,7 +59,7 @@ class RunHistory:
 
     @cached_property
     def _steps_in_lines(self) -> dict[str, set[int]]:
-        """Find once of which layers earlier versions wrote matrices into lines, and at which steps."""
+        """Layer -> steps of the matrices that earlier versions wrote into lines; cached."""
         found: dict[str, set[int]] = {}
         for step, line in self._readings.items():
             for name, layer in line["layers"].items():
@@ -91,7 +91,7 @@ def read_history(path: str | os.PathLike[str]) -> RunHistory:
         path: a history file, ``<log directory>/hdi/history.jsonl``.
 
     Returns:
-        Its lines and readings; matrices are read when they are asked for.
+        Its lines and readings; matrices are read on demand.
 
     Raises:
         MisconfigurationError: if there is no such file, or it is of a newer format.

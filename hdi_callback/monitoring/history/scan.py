@@ -1,4 +1,4 @@
-"""The lines of a history file: which of them can be read, and which count after resumptions."""
+"""The lines of a history file: which are readable, and which count after resumptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 2**28  # bytes of a line; a hundred layers of a hundred heads with th
 
 
 def run_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the headers of a history file.
+    """The headers of a history file.
 
     Args:
         path: any file.
@@ -38,10 +38,10 @@ def run_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def run_lines_in(file: Any) -> Iterator[dict[str, Any]]:
-    """Read the headers of a history file that is open.
+    """The headers of an open history file.
 
     Args:
-        file: it, in binary mode.
+        file: the file, in binary mode.
 
     Yields:
         Its lines of kind ``run`` from its current position.
@@ -53,7 +53,7 @@ def run_lines_in(file: Any) -> Iterator[dict[str, Any]]:
 
 
 def _numbered(file: Any) -> Iterator[tuple[int, bytes]]:
-    """Read the lines of a file that is open; of one that is far too long the beginning alone."""
+    """The lines of an open file with their numbers; of far too long ones only the beginning."""
     for number in itertools.count(1):
         data = file.readline(_LONGEST)
         if not data:
@@ -66,9 +66,8 @@ def _numbered(file: Any) -> Iterator[tuple[int, bytes]]:
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Read the lines of a history file that count, in the order of writing.
 
-    Lines that a later resumption made void (beyond the last reading that it knew of) are passed over, and so is a line
-    that a killed process left half written. Any other line that cannot be read is skipped, with one warning that gives
-    its number.
+    Lines that a later resumption made void (beyond the last reading that it knew of) are skipped, and so is a line that
+    a killed process left half written. Any other unreadable line is skipped with a warning that gives its number.
 
     Args:
         path: a history file.
@@ -83,7 +82,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def counting_lines(path: str | os.PathLike[str]) -> list[tuple[dict[str, Any], bytes]]:
-    """Read the lines that count, each with its bytes.
+    """The lines that count, each with its bytes.
 
     Args:
         path: see `read_lines`.
@@ -99,7 +98,7 @@ def counting_lines(path: str | os.PathLike[str]) -> list[tuple[dict[str, Any], b
         raise MisconfigurationError(f"There is no history file at `{file}`. Write the path of a `history.jsonl`.")
     lines: list[tuple[dict[str, Any], bytes]] = []
     skipped: list[str] = []
-    torn: str | None = None  # what may turn out to be the end of a process that was killed
+    torn: str | None = None  # perhaps the last line of a killed process
     with file.open("rb") as stream:
         for number, data in _numbered(stream):
             if not data.strip():

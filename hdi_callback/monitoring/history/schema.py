@@ -1,4 +1,4 @@
-"""Checks of plain data from a disk, before it is used."""
+"""Checks of plain data read from disk."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ _MOST = 2**63  # what a table can hold
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
-    """Return whether something is a whole number that counts steps or heads.
+    """Return whether a value is a whole number, of steps or heads.
 
     Args:
         value: anything.
-        least: the smallest that it may be.
+        least: lower bound.
 
     Returns:
-        True for an integer in the range; a truth value is none.
+        True for an integer in the range; a boolean is none.
     """
     return type(value) is int and least <= value < _MOST
 
 
 def is_number(value: Any) -> bool:
-    """Return whether something is a finite number.
+    """Return whether a value is a finite number.
 
     Args:
         value: anything.
 
     Returns:
-        True for a float or an integer that a float can hold; a truth value is none.
+        True for a float or an integer that a float can hold; a boolean is none.
     """
     return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < _MOST)
 
 
 def is_value(value: Any) -> bool:
-    """Return whether something is a number, or what is written for one that is not finite.
+    """Return whether a value is a number, or null as written for one that is not finite.
 
     Args:
         value: anything.
@@ -49,7 +49,7 @@ def is_value(value: Any) -> bool:
 
 
 def is_text_map(value: Any) -> bool:
-    """Return whether something is a dictionary with texts as keys.
+    """Return whether a value is a dictionary with string keys.
 
     Args:
         value: anything.
@@ -61,7 +61,7 @@ def is_text_map(value: Any) -> bool:
 
 
 def is_alert(value: Any) -> bool:
-    """Return whether something is what `Alert.to_dict` gives.
+    """Return whether a value has the form of `Alert.to_dict`.
 
     Args:
         value: anything.

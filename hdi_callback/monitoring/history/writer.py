@@ -1,7 +1,7 @@
 """`History`: appends the lines of one run to its file.
 
-A file has one writer. Each start of a run writes a session of its own into its ``run`` line; a writer that finds the
-session of another one at the end of its file leaves the file to it, and goes on in a copy of what it wrote.
+A file has one writer. Each start of a run writes a session of its own into its ``run`` line; a writer that finds
+another one's session at the end of its file leaves the file to it, and goes on in a copy of its own lines.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from hdi_callback.monitoring.history.scan import FORMAT, counting_lines, run_lin
 from hdi_callback.monitoring.readings import Record
 
 DEFAULT_BUDGET = 200e6
-_SHARE_WITH_HEADS = 0.25  # of the budget: as long as the numbers take less, those of single heads go with each reading
+_SHARE_WITH_HEADS = 0.25  # of the budget: until the numbers take so much, each reading includes those of single heads
 _LEAST_SHARE = 0.1  # of the budget, for matrices, however many numbers there are
 _MOST_KEPT = 1000  # lines; a disk that stays full must not fill the memory instead
 
 
 class History:
-    """Append lines to a history file; what could not be written is kept, and written with a later line.
+    """Appends lines to a history file; lines that could not be written are kept, and written with a later one.
 
     Args:
-        path: the file; its folders are made at the first line.
-        matrix_every: matrices are kept of the first and then of every so many readings, and of alerts, of step 0 and
-            of the end besides; 0 for never.
-        budget: bytes that the history may have on the disk with its matrices, which are thinned then. Numbers are never
-            left out, except those of single heads once a quarter is used up; `None` for no limit.
+        path: the file; its folders are created with the first line.
+        matrix_every: matrices are kept of every so many readings, and of step 0, alerts and the last reading; 0 for
+            never.
+        budget: bytes that the history with its matrices may take on disk; beyond it matrices are thinned. Numbers are
+            never left out, except those of single heads once a quarter is used; `None` for no limit.
         run: id of the run; a new one by default.
-        is_new: begin a file of its own, under the next free name if there is something under this one by then.
+        is_new: begin a new file, under the next free name if this one is taken by then.
         parent: the run that a new one goes on from: ``run`` and ``history``, whose lines are taken over.
-        say: takes a kind of warning and its message.
+        say: warns; takes a kind of warning and its message.
 
     Attributes:
         path: the file that is written now.
@@ -82,10 +82,10 @@ class History:
         """Mark the start of a run, or its resumption, at `step`.
 
         Args:
-            step: optimizer steps taken before.
-            layers: what is known of each layer: ``name``, ``num_heads``, ...
-            last_reading: step of the last reading that the run knows of (-1: of none), `step` by default; what the file
-                holds beyond it is void.
+            step: optimizer steps taken so far.
+            layers: facts about each layer: ``name``, ``num_heads``, ...
+            last_reading: step of the last reading that the run knows of (-1: of none), `step` by default; later lines
+                of the file become void.
             facts: further plain data.
         """
         self._last = step if last_reading is None else last_reading
@@ -107,7 +107,7 @@ class History:
             self._append(self._header)
 
     def end_with(self, step: int) -> None:
-        """Expect the last reading of the run, whose matrices are kept.
+        """Announce the last reading of the run, whose matrices are kept.
 
         Args:
             step: its step.
@@ -118,8 +118,8 @@ class History:
         """Append one reading.
 
         Args:
-            record: the numbers.
-            alerts: what is new at it; the matrices of these layers are kept for good.
+            record: the reading.
+            alerts: new alerts; the matrices of their layers are never thinned.
         """
         is_turn = self._matrix_every > 0 and (self._readings % self._matrix_every == 0 or bool(alerts))
         is_end = self._matrix_every > 0 and record.step in (0, self._final_step)
@@ -179,7 +179,7 @@ class History:
         text = ("\n".join(self._unwritten) + "\n").encode()
         end = file.seek(0, os.SEEK_END)
         if end > 0:
-            # A process that was killed may have left half a line: close it, so that only that one is lost.
+            # A killed process may have left half a line: end it, so that only that one is lost.
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 text = b"\n" + text
@@ -189,13 +189,13 @@ class History:
             write_all(file, text)
         except OSError:
             with suppress(OSError):
-                file.truncate(end)  # else what has arrived of it would be there twice later
+                file.truncate(end)  # else the part that was written would be there twice later
             raise
         self._unwritten.clear()
         self._left = identity(file)
 
     def _create(self, data: bytes) -> None:
-        """Begin a file of one's own."""
+        """Begin a new file."""
         while not is_created(self.path, data):
             self.path = free_path(self.path)
         self._is_new = False
@@ -222,7 +222,7 @@ class History:
         assert self._header is not None
         return closed(line_to_text({**self._header, "last_reading": self._last}).encode())
 
-    # Asked before every line, and answered by the size of the file alone as long as nobody else has written.
+    # Checked before every line; as long as nobody else has written, by the size of the file alone.
     def _is_still_ours(self, file: FileIO) -> bool:
         now = identity(file)
         if self._left is None or now is None or now == self._left or now[1] == 0:
@@ -232,10 +232,10 @@ class History:
         sessions = [line.get("session") for line in run_lines_in(file)]
         if sessions:
             return sessions[-1] == self._session
-        return is_same  # somebody's blank line, or another file in this one's place
+        return is_same  # a foreign blank line, or another file in place of this one
 
     def _step_aside(self) -> None:
-        """Go on in a file of one's own, with what this run has written so far."""
+        """Go on in a new file, with the lines of this run so far."""
         taken, written = self.path, b""
         with suppress(OSError), taken.open("rb", buffering=0) as file:
             now = identity(file)

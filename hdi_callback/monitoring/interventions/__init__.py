@@ -1,4 +1,4 @@
-"""What may be done about an alert. None of it happens unless it was asked for."""
+"""Interventions: what a callback may do about an alert. None is active unless the user asks for it."""
 
 from hdi_callback.monitoring.interventions.action import Action
 from hdi_callback.monitoring.interventions.asked_for import check_interventions

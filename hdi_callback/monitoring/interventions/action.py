@@ -1,4 +1,4 @@
-"""What an intervention did, or why it did nothing."""
+"""`Action`: what an intervention did, or why it did nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Action:
         intervention: name of the intervention.
         layer: the layer whose alert it answered.
         message: one sentence.
-        is_dry_run: True if it only would have been done.
-        facts: numbers that go with it.
+        is_dry_run: True if nothing was changed: it would have been done.
+        facts: further numbers.
         is_refusal: True if nothing was done, for the reason that the message gives; it does not count for `at_most`.
     """
 
@@ -30,7 +30,7 @@ class Action:
     is_refusal: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the action as plain data, as the history keeps it.
+        """The action as plain data, as the history keeps it.
 
         Returns:
             Its fields.

@@ -10,17 +10,17 @@ from hdi_callback.monitoring.interventions.intervention import Intervention
 
 
 def check_interventions(interventions: Any, alerts: Any) -> tuple[Intervention, ...]:
-    """Check the interventions that are asked for.
+    """Check the interventions that the user asks for.
 
     Args:
         interventions: interventions, or `None` for none.
-        alerts: the rules that are asked for, `None` if there are none.
+        alerts: the argument `alerts`, `None` for no rules.
 
     Returns:
         The interventions.
 
     Raises:
-        MisconfigurationError: if something is no intervention, or there are no alerts to answer.
+        MisconfigurationError: if an item is no intervention, or there are no alerts to answer.
     """
     if interventions is None:
         return ()

@@ -1,4 +1,4 @@
-"""An intervention that pushes the heads of a layer apart."""
+"""`DiversityPenalty`: gradient of a penalty on similar heads, while an alert is active."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ class DiversityPenalty(WhileActive):
     r"""Push the heads of a layer apart while an alert is active.
 
     Adds the gradient of ``weight * mean overlap`` (`diversity_penalty`) to that of the loss, once for each optimizer
-    step: after the backward, the reduction over ranks and the unscaling, before clipping. So accumulation, mixed
-    precision and data parallelism see what they would if it were part of the loss.
+    step: after the backward, the reduction over ranks and the unscaling, before clipping. So it acts as a part of the
+        loss would, under accumulation, mixed precision and data parallelism.
 
-    Exactly aligned heads are a stationary point of the penalty, so where a pair is identical its gradient is taken
-    beside the weights, at a distance of `noise`; the weights themselves are not touched. The directions come from a
+    Exactly aligned heads are a stationary point of the penalty, so for an identical pair its gradient is taken at
+    displaced weights, at a distance of `noise`; the weights themselves are not changed. The directions come from a
     generator of its own, the same on every rank.
 
     Args:
         weight: what the mean overlap, in [0, 1], is multiplied by.
         roles: the weights that are pushed apart: ``"key"``, ``"query"``, ``"value"``.
         noise: size of the displacement, relative to the norm of a head.
-        measure: what is made small: ``"subspace"`` the mean overlap of the subspaces of each role, ``"circuit"`` the
-            mean squared cosine of the QK circuits (`circuit_penalty`), that is of what attends to what. `roles` are for
-            subspaces alone.
+        measure: the penalty: ``"subspace"`` for the mean overlap of the subspaces of each role, ``"circuit"`` for the
+            mean squared cosine of the QK circuits (`circuit_penalty`). `roles` are for subspaces only.
         options: see `Intervention`.
 
     Raises:
@@ -76,12 +75,12 @@ class DiversityPenalty(WhileActive):
                 refuse_sharded(layer, self.name)
 
     def begin(self) -> str:
-        """Say what begins."""
+        """The action at the beginning, as a part of a sentence."""
         what = "QK circuits of the" if self.measure == "circuit" else " and ".join(self.roles)
         return f"started to push the {what} heads apart (weight {self.weight:g})"
 
     def end(self) -> str:
-        """Say what ends."""
+        """The action at the end, as a part of a sentence."""
         return "stopped pushing the heads apart"
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -112,7 +111,7 @@ class DiversityPenalty(WhileActive):
             for parameter, gradient in zip(parameters, gradients):
                 if gradient is None:
                     continue
-                # Broken weights have no gradient to follow, and asking the host about it would make it wait.
+                # Weights that are not finite give no gradient; the check must not make the host wait.
                 gradient = torch.where(gradient.isfinite().all(), scale * gradient, 0)
                 if parameter.grad is None:
                     parameter.grad = gradient.to(parameter.dtype)
@@ -124,7 +123,7 @@ class DiversityPenalty(WhileActive):
             return weight.new_zeros(())
         detached = weight.detach().float()
         aside = self._aside(detached)
-        # A pair that shares its subspace gets no gradient where it is.
+        # At equal subspaces the gradient is zero.
         nearest = head_diversity(detached).nearest_overlap
         is_clone = (nearest > 1 - 1e-4)[:, None, None]
         return diversity_penalty(weight.float() + aside * is_clone)
@@ -132,14 +131,14 @@ class DiversityPenalty(WhileActive):
     def _circuit_penalty(self, query: Tensor, key: Tensor) -> Tensor:
         if query.shape[0] < 2:
             return query.new_zeros(())
-        # Equal circuits get no gradient where they are; keys that they share need none to be moved apart.
+        # At equal circuits the gradient is zero; shared keys need no displacement.
         nearest = qk_circuits(query, key).nearest_cosine
         is_clone = (nearest > 1 - 1e-4)[:, None, None]
         wide = query.float()
         return circuit_penalty(wide + self._aside(wide.detach()) * is_clone, key.float())
 
     def _aside(self, weight: Tensor) -> Tensor:
-        """Draw a displacement of each head, the same on every rank."""
+        """A random displacement of each head, the same on every rank."""
         size = torch.linalg.vector_norm(weight, dim=(-2, -1), keepdim=True)
         generator = torch.Generator().manual_seed(weight.shape[0])
         draw = torch.randn(weight.shape, generator=generator, device="cpu").to(weight)

@@ -1,7 +1,7 @@
-"""What every intervention has in common: when it acts, how often, and what it says of it.
+"""`Intervention`: the base class: when it acts, how often, and how it reports.
 
-What it does to a training goes through `Training`, which each integration provides, so that the same interventions
-serve Lightning, transformers and a plain loop.
+It changes a training only through `Training`, which each integration provides, so that the same interventions work in
+Lightning, transformers and a plain loop.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hdi_callback.monitoring.rules import TiedHeads
 
 
 class Intervention(ABC):
-    """Does something about the alerts that it is for.
+    """Acts on alerts, and returns an `Action`.
 
     Args:
         on: the least serious level that it answers.
-        rules: names of the rules whose alerts it answers; `None` for those of the class. An alert of "tied heads" is
-            answered only where it is named: of a model that was loaded it says nothing that calls for one.
+        rules: names of the rules whose alerts it answers; `None` for those of the class. Alerts of "tied heads" are
+            answered only if named here: heads may be tied on purpose.
         layers: patterns of layer names whose alerts it answers; all by default.
-        at_most: how often it acts in a run; `None` for that of the class.
-        dry_run: only say what would have been done.
+        at_most: how often it acts in a run; `None` for the default of the class.
+        dry_run: only report what would have been done.
 
     Attributes:
-        name: what it is called in the logs.
-        waits_for_change: True if it leaves alone what was so at step 0 already, unless it names the rule.
+        name: its name in logs.
+        waits_for_change: True if it ignores findings that were there at step 0 already, unless `rules` names the rule.
         rules: names of rules that it answers by default; `None` for all but "tied heads".
         at_most: how often it acts by default.
-        answers_alerts: False if it acts on what it sees itself, so that it needs no rules.
+        answers_alerts: False if it acts on observations of its own, and needs no rules.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -83,7 +83,7 @@ class Intervention(ABC):
         return self._training
 
     def describe(self) -> str:
-        """Say when it acts and how often.
+        """Describe when it acts and how often.
 
         Returns:
             A part of a sentence.
@@ -93,21 +93,21 @@ class Intervention(ABC):
         return f"{self.name}: on {self.on} or worse{of}, at most {self.at_most} times{dry}"
 
     def attach(self, training: Training) -> None:
-        """Take up work on a training, before its first step.
+        """Attach to a training, before its first step.
 
         Args:
             training: what it may act on.
 
         Raises:
-            MisconfigurationError: if it cannot work on this model; says why.
+            MisconfigurationError: if it cannot work on this model; the message says why.
         """
         self._training = training
-        self.count = 0  # those of another run are not counted; a state that is loaded comes later
+        self.count = 0  # actions of another run do not count; a checkpoint's state is loaded later
         if not self.dry_run:
             self.check()
 
     def detach(self) -> None:  # noqa: B027
-        """Leave the training; nothing of it stays behind."""
+        """Detach from the training, and remove all hooks."""
 
     def check(self) -> None:  # noqa: B027
         """Refuse a model that it cannot work on; called before training starts."""
@@ -127,7 +127,7 @@ class Intervention(ABC):
             return self.undo(alert)
         if self.count >= self.at_most:
             return None
-        self.count += 1  # before it acts, so that a checkpoint that it saves knows of it
+        self.count += 1  # before it acts, so that a checkpoint that it saves includes the count
         action = None
         try:
             action = self.act(alert)
@@ -140,7 +140,7 @@ class Intervention(ABC):
         """Prepare for a forward of the model that is about to run."""
 
     def report(self, record: Record) -> Any:
-        """Return what the first rank's reading says, for `follow` on every rank.
+        """Return information from the first rank's reading, for `follow` on every rank.
 
         Args:
             record: the reading.
@@ -151,11 +151,11 @@ class Intervention(ABC):
         return None
 
     def follow(self, record: Record, reported: Any) -> Action | None:
-        """Follow a reading, on every rank alike.
+        """React to a reading, on every rank alike.
 
         Args:
             record: the reading of this rank.
-            reported: what `report` gave on the first rank.
+            reported: the result of `report` on the first rank.
 
         Returns:
             What was done, or `None`.
@@ -163,10 +163,10 @@ class Intervention(ABC):
         return None
 
     def go_on(self, alert: Alert) -> Action | None:
-        """Answer an alert that is active since an earlier reading.
+        """Answer an alert that has been active since an earlier reading.
 
         Args:
-            alert: as it was reported.
+            alert: the alert as it was reported.
 
         Returns:
             What was done; `None`, by default, for nothing.
@@ -182,17 +182,18 @@ class Intervention(ABC):
 
     @abstractmethod
     def act(self, alert: Alert) -> Action | None:
-        """Act on an alert that begins or gets worse; only say so in a dry run.
+        """Act on an alert that begins or gets worse; in a dry run only report it.
 
         Args:
             alert: the alert.
 
         Returns:
-            What was done; `None` if there was nothing to do, which is not counted, as a refusal or an exception is not.
+            What was done; `None` if there was nothing to do. That is not counted, and neither are refusals and
+            exceptions.
         """
 
     def undo(self, alert: Alert) -> Action | None:
-        """Undo, when an alert is resolved, what lasts.
+        """Undo lasting effects when an alert is resolved.
 
         Args:
             alert: the alert that is resolved.
@@ -203,7 +204,7 @@ class Intervention(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs.
+        """State for a resumed run.
 
         Returns:
             Plain data.
@@ -211,10 +212,10 @@ class Intervention(ABC):
         return {"count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off.
+        """Restore the state of a checkpoint.
 
         Args:
-            state: what `state_dict` gave.
+            state: the result of `state_dict`.
         """
         self.count = state["count"]
 
@@ -227,15 +228,15 @@ class Intervention(ABC):
         )
 
     def _is_left_alone(self, alert: Alert) -> bool:
-        """Whether it is of what was so from the start: heads that were loaded as clones may be meant so."""
-        has_named = "rules" in vars(self)  # the user has, not the class
+        """Whether the finding was there from the start: loaded heads may be equal on purpose."""
+        has_named = "rules" in vars(self)  # named by the user, not by the class
         return self.waits_for_change and not has_named and alert.finding.is_from_start and not alert.is_resolved
 
     def is_for_layer(self, name: str) -> bool:
         """Return whether it answers alerts of a layer.
 
         Args:
-            name: that of the layer.
+            name: name of the layer.
 
         Returns:
             True if `layers` is not given or has a pattern that matches.
@@ -243,17 +244,17 @@ class Intervention(ABC):
         return matches(name, self.layers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the training behind, so that callbacks can be copied and sent to other processes."""
+        """Drop the training, so that callbacks can be copied and sent to other processes."""
         return {**self.__dict__, "_training": None}
 
     def _action(self, alert: Alert, done: str, **facts: Any) -> Action:
-        """Say what was done, and because of what."""
+        """Report what was done, and on which alert."""
         verb = "would have " if self.dry_run else ""
         because = "is over" if alert.is_resolved else alert.level
         message = f"step {alert.step}, {alert.layer}: {self.name} {verb}{done} ({alert.rule}: {because})"
         return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts)
 
     def _refusal(self, alert: Alert, why: str, **facts: Any) -> Action:
-        """Say that nothing was done, and why."""
+        """Report that nothing was done, and why."""
         message = f"step {alert.step}, {alert.layer}: {self.name} {why} ({alert.rule}: {alert.level})"
         return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts, is_refusal=True)

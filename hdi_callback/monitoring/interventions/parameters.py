@@ -1,4 +1,4 @@
-"""From the heads of a layer to the parameters that hold them."""
+"""The parameters that hold the heads of a layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parameters_of(layer: AttentionLayer) -> list[nn.Parameter]:
 
 
 def owner_of(layer: AttentionLayer, part: Tensor) -> nn.Parameter | None:
-    """Find the parameter that a tensor is a part of."""
+    """The parameter that a tensor is a view of."""
     storage = part.untyped_storage().data_ptr()
     return next((item for item in parameters_of(layer) if item.untyped_storage().data_ptr() == storage), None)
 

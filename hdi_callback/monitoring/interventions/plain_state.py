@@ -1,4 +1,4 @@
-"""States of interventions, which checkpoints of all trainers keep: plain data alone."""
+"""States of interventions: plain data only, as checkpoints of all trainers keep them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def plain_state(state: Any) -> Any:
     """Check that a state can be written to any checkpoint, JSON included, and read again.
 
     Args:
-        state: what `Intervention.state_dict` gave.
+        state: the result of `Intervention.state_dict`.
 
     Returns:
-        The same of plain types alone: dictionaries, lists, strings, numbers, booleans and `None`.
+        The same state of plain types only: dictionaries, lists, strings, numbers, booleans and `None`.
 
     Raises:
-        MisconfigurationError: if something else is in it, or it holds itself.
+        MisconfigurationError: if it holds another type, or itself.
 
     Example:
         >>> plain_state({"count": 3, "layers": ("a", "b")})

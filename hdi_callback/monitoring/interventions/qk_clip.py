@@ -1,4 +1,4 @@
-"""Keep scores of queries and keys within a limit: heads whose largest score exceeds it get smaller weights."""
+"""`QKClip`: scales down the queries and keys of heads whose largest score exceeds a limit."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class QKClip(Intervention):
               \gamma_h = \min(1, \mathrm{limit} / S_h)
 
     with :math:`S_h` the largest score of all queries of the forwards of that step, and biases scaled alike (Kimi Team
-    2025, MuonClip). Where heads share a key, the key is scaled only if all of them exceed the limit, by what the least
-    of them needs, and queries by the rest: so a head below the limit is never touched, not by a bit.
+    2025, MuonClip). Where heads share a key, the key is scaled only if all of them exceed the limit, by the factor
+    closest to 1, and the queries by the rest: so a head below the limit is never changed, not by a bit.
 
-    The certificate of each reading says which layers are checked: no score can exceed
-    ``attention_logit_bound``. A layer whose bound is below half of the limit is left alone until the next reading; of
-    all others every forward is observed, with all of its queries. Measure that metric, or all layers are observed. It
-    answers no alerts.
+    Layers whose ``attention_logit_bound``, which no score can exceed, is below half of the limit at a reading are not
+    checked until the next reading; of all others every forward is observed, with all of its queries. Without that
+    metric all layers are observed. It answers no alerts.
 
     Where to put the limit: at the largest score (``attention_logit``) of a healthy run of the same model, no lower.
     Small models, whose scores came to 5 to 12, were brought back so, and by a limit of 30 not; MuonClip has 100 for
@@ -50,7 +49,7 @@ class QKClip(Intervention):
     may take more than one step to come below the limit.
 
     Args:
-        limit: of the largest score.
+        limit: largest score that is left as it is.
         options: `layers`, `at_most` (steps at which weights are scaled; without a limit by default) and `dry_run`, see
             `Intervention`.
 
@@ -71,7 +70,7 @@ class QKClip(Intervention):
             )
         super().__init__(**options)
         self.limit = number("limit of QKClip", limit, above=0, below=math.inf, example=100)
-        self.watched: list[str] | None = None  # all, until the first certificate
+        self.watched: list[str] | None = None  # all, until the first reading with bounds
         self._observers: dict[str, AttentionObserver] = {}
         self._largest: dict[str, Tensor] = {}
         self._done: dict[str, _Clipped] = {}
@@ -80,7 +79,7 @@ class QKClip(Intervention):
         self._warn_once = WarnOnce()
 
     def describe(self) -> str:
-        """Say what it does, and how often."""
+        """Describe what it does, and how often."""
         dry = ", dry run" if self.dry_run else ""
         often = "" if self.at_most == type(self).at_most else f", at most {self.at_most} times"
         return f"{self.name}: after every step, heads with a score above {self.limit:g}{often}{dry}"
@@ -94,7 +93,7 @@ class QKClip(Intervention):
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def detach(self) -> None:
-        """Take hooks and observers off."""
+        """Remove hooks and observers."""
         for handle in self._handles:
             handle.remove()
         for observer in self._observers.values():
@@ -107,7 +106,7 @@ class QKClip(Intervention):
         self._steps = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave hooks and observers behind as well."""
+        """Drop hooks and observers as well."""
         left: dict[str, Any] = {"_handles": [], "_observers": {}, "_largest": {}, "_done": {}, "_steps": None}
         left["_warn_once"] = WarnOnce()
         return {**super().__getstate__(), **left}
@@ -128,7 +127,7 @@ class QKClip(Intervention):
         return None
 
     def before_forward(self) -> None:
-        """Observe the forward that follows, in the layers that the certificate does not clear."""
+        """Observe the forward that follows, in the layers whose bound does not rule out too large scores."""
         self._collect()
         if self.count >= self.at_most:
             return
@@ -142,7 +141,7 @@ class QKClip(Intervention):
                 observer.arm(keeps_samples=False)
 
     def report(self, record: Record) -> list[str]:
-        """Return which layers a reading does not clear.
+        """Return the layers whose bound does not rule out too large scores.
 
         Args:
             record: the reading.
@@ -154,7 +153,7 @@ class QKClip(Intervention):
         return [name for name, bound in bounds.items() if not bound or not _is_cleared(bound, self.limit)]
 
     def follow(self, record: Record, reported: list[str]) -> Action | None:
-        """Watch the layers that the first rank's reading does not clear, and say what was done since the last one."""
+        """Observe the layers that the first rank reports, and report what was done since the last reading."""
         self._count_up()
         self.watched = list(reported)
         done, self._done = self._done, {}
@@ -176,13 +175,13 @@ class QKClip(Intervention):
         return Action(record.step, self.name, next(iter(facts)), message, self.dry_run, facts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs."""
+        """State for a resumed run."""
         self._count_up()
         done = {name: clipped.plain() for name, clipped in self._done.items()}
         return {**super().state_dict(), "watched": self.watched, "done": done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off."""
+        """Restore the state of a checkpoint."""
         super().load_state_dict(state)
         watched = state.get("watched")
         self.watched = None if watched is None else list(watched)
@@ -190,13 +189,13 @@ class QKClip(Intervention):
         self._steps = None
 
     def _count_up(self) -> None:
-        """Count the steps at which weights were scaled; the host waits for the device here, and not at every step."""
+        """Count the steps at which weights were scaled; the host waits for the device here, once for each reading."""
         if self._steps is not None:
             self.count += int(self._steps)
         self._steps = None
 
     def _collect(self) -> None:
-        """Take the largest scores of the forward that was observed, if one was."""
+        """Collect the largest scores of the observed forward, if there was one."""
         for name, observer in self._observers.items():
             observer.disarm()
             layer = self.training.layers.get(name)
@@ -240,7 +239,7 @@ class QKClip(Intervention):
             torch.full((layer.num_heads,), -torch.inf, device=device) if one is None else one.to(device)
             for layer, one, device in zip(layers, mine, devices)
         ]
-        # All ranks come here after the same step with the same layers, and so agree on every factor.
+        # All ranks are here after the same step with the same layers, and so agree on every factor.
         largest = self.training.largest_over_ranks(nothing)
         exceeds = [scores.isfinite() & (scores > self.limit) for scores in largest]
         place = devices[0]
@@ -258,7 +257,7 @@ class QKClip(Intervention):
 
 @dataclass
 class _Clipped:
-    """What was done to a layer since the last reading, on its device."""
+    """Counts and largest scores of a layer's clipped heads since the last reading, on its device."""
 
     times: Tensor
     largest: Tensor
@@ -309,14 +308,14 @@ def clip_heads(layer: AttentionLayer, factor: Tensor) -> None:
 
     Args:
         layer: the layer; its weights can be written in place.
-        factor: ``(H,)``, in (0, 1]; a head with 1 is not touched, not by a bit.
+        factor: ``(H,)``, in (0, 1]; a head with 1 is not changed, not by a bit.
     """
     G = layer.num_key_heads
     groups = factor.view(G, -1)
     if groups.shape[1] == 1:
         of_keys = groups[:, 0].sqrt()
     else:
-        # The key moves only if all of its heads do, and no further than the least of them needs.
+        # The key is scaled only if all of its heads are, by the factor closest to 1.
         least = groups.amax(1)
         of_keys = torch.where(least < 1, least.sqrt(), 1.0)
     of_queries = (groups / of_keys[:, None]).flatten()
@@ -349,7 +348,7 @@ def _bias(layer: AttentionLayer, role: Role) -> Tensor | None:
 
 
 def _why_not(layer: AttentionLayer) -> str:
-    """Say why scaling the weights of a layer does not scale its scores; empty if it does."""
+    """Reason why scaling the weights of a layer does not scale its scores; empty if it does."""
     if layer.num_heads % layer.num_key_heads:
         return f"its {layer.num_heads} heads cannot be divided among {layer.num_key_heads} keys"
     roles: tuple[Role, ...] = ("query", "key")

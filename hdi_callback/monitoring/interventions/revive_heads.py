@@ -1,4 +1,4 @@
-"""An intervention that gives redundant heads a new subspace to look in."""
+"""`ReviveHeads`: fresh key and query weights for redundant heads."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from hdi_callback.monitoring.interventions.parameters import owner_of, parameter
 
 
 class ReviveHeads(Intervention):
-    """Give the redundant heads of a group a new subspace to look in.
+    """Give redundant heads fresh key and query weights in another subspace.
 
-    Of each group of heads that are alike all but the one that contributes most get fresh key and query weights, as far
-    from the other heads' as there is room, and at their scale. What they contributed is given to that head, and their
-    own output slices are set to zero, so that the layer computes what it did if they attended alike. Their entries in
-    the optimizer's state are cleared. Under grouped-query attention a key head is revived together with its query
-    heads, and query heads that score alike (the rule "merged scores") are given fresh queries alone. It goes on at
-    later readings for as long as the alert is active.
+    In each group of similar heads, all but the one that contributes most get fresh key and query weights, as far from
+    the other heads' as the width allows, and at their scale. Their contribution is folded into that head, and their own
+    output slices are set to zero, so that the layer computes the same if they attended alike. Their entries in the
+    optimizer's state are cleared. Under grouped-query attention a key head is revived together with its query heads,
+    and query heads that score alike (the rule "merged scores") get fresh queries only. It goes on at later readings
+    while the alert is active.
 
     Before anything is written the share of the head's output that would be lost is estimated from the weights, see
-    `handover_loss`: what the other head's values cannot express, and what it does not look at. A head that would lose
-    more than `max_loss` is left as it is, and the action says so. Heads whose own position terms or sinks differ are
-    left too; those that are given to the module from outside (ALiBi) are not known.
+    `handover_loss`: what the other head's values cannot express, and where its attention differs. A head that would
+    lose more than `max_loss` is left as it is, and the action says so. So are heads whose own position terms or sinks
+    differ; terms that are passed to the module, as ALiBi's, are not known.
 
     Args:
-        seed: of the random numbers, which come from a generator of its own, the same on every rank.
+        seed: seed of its own random generator, the same on every rank.
         max_loss: largest share of a head's output, in [0, 1], that may be lost in the hand-over; 1 for any.
         options: see `Intervention`; by default it answers the rules "worst pair" and "merged scores".
 
@@ -82,7 +82,7 @@ class ReviveHeads(Intervention):
 
     @torch.no_grad()
     def act(self, alert: Alert) -> Action | None:
-        """Revive, of each group of heads that are alike, all but the one that contributes most."""
+        """Revive all but the strongest head of each group of similar heads."""
         layer = self.training.layers.get(alert.layer)
         if layer is None:
             return None
@@ -152,20 +152,20 @@ class ReviveHeads(Intervention):
         )
 
     def _strength(self, layer: AttentionLayer) -> Tensor:
-        """How much each key head can contribute: the norm of its map from input to output."""
+        """Norm of each key head's map from input to output."""
         values, outputs = layer.weight("value").double(), layer.weight("output").double()
         group = layer.num_heads // layer.num_key_heads
         maps = values.repeat_interleave(group, 0).mT @ outputs  # (H, d_in, d)
         return maps.square().sum((-2, -1)).view(-1, group).sum(-1)
 
     def _strength_of_members(self, layer: AttentionLayer) -> Tensor:
-        """How much each query head can contribute."""
+        """Norm of each query head's map from input to output."""
         group = layer.num_heads // layer.num_key_heads
         maps = layer.weight("value").double().repeat_interleave(group, 0).mT @ layer.weight("output").double()
         return maps.square().sum((-2, -1))
 
     def _loss(self, layer: AttentionLayer, head: int, stays: int, of_queries: bool = False) -> float:
-        """Estimate the share of a head's output that is lost if another takes it over; that of its worst member."""
+        """Estimated share of a head's output that is lost if another takes it over; the largest over its members."""
         queries, keys = layer.weight("query"), layer.weight("key")
         biases = _query_biases(layer)
         normed = "query" in layer.normed or "key" in layer.normed
@@ -173,7 +173,7 @@ class ReviveHeads(Intervention):
         losses = []
         for leaving, staying in _members(head, stays, group, of_queries):
             if not layer.weight("output")[leaving].any():
-                losses.append(0.0)  # it gives nothing
+                losses.append(0.0)  # it contributes nothing
                 continue
             if _has_terms_of_its_own(layer, leaving, staying):
                 return 1.0
@@ -247,7 +247,7 @@ class ReviveHeads(Intervention):
 
 @dataclass(frozen=True)
 class _Part:
-    """What is done to one group: which head stays, which leave, what is lost, and which are kept with their loss."""
+    """Plan for one group: the head that stays, those that leave, the losses, and those that are kept."""
 
     stays: int
     leaving: list[int]
@@ -277,7 +277,7 @@ def _query_biases(layer: AttentionLayer) -> Tensor | None:
 
 
 def _has_terms_of_its_own(layer: AttentionLayer, one: int, other: int) -> bool:
-    """Return whether the module holds something for each head, besides the projections, in which two heads differ."""
+    """Return whether the module has parameters or buffers by head, besides projections, in which two heads differ."""
     owners = {id(owner_of(layer, layer.weight(role))) for role in layer.slices}
     for name, item in (*layer.module.named_parameters(), *layer.module.named_buffers()):
         if id(item) in owners or (name.endswith("bias") and item.dim() == 1 and item.shape[0] != layer.num_heads):
@@ -304,7 +304,7 @@ def _output_bias(layer: AttentionLayer) -> Tensor | None:
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether strides of one tensor hold for another; those of dimensions of size one may be anything."""
+    """Return whether two tensors have the same strides, except in dimensions of size one."""
     strides = zip(one.stride(), other.stride(), other.shape)
     return one.shape == other.shape and all(own == its or size == 1 for own, its, size in strides)
 

@@ -1,4 +1,4 @@
-"""Interventions on the run as a whole: stop it, save it, slow it down, call somebody."""
+"""Interventions on the whole run: stop, save a checkpoint, scale the learning rate, call a function."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SaveCheckpoint(Intervention):
     at_most = 3
 
     def act(self, alert: Alert) -> Action:
-        """Save a checkpoint that is named for the step."""
+        """Save a checkpoint named for the step."""
         name = f"heads-{alert.rule.replace(' ', '-')}-step={alert.step}"
         path = name if self.dry_run else self.training.save_checkpoint(name)
         return self._action(alert, f"saved {path}", path=path)
@@ -81,14 +81,14 @@ class Call(Intervention):
 
 
 class ScaleLearningRate(WhileActive):
-    """Take smaller steps while an alert is active; undone when it is resolved.
+    """Scale the learning rate while an alert is active.
 
-    The factor is applied around each optimizer step and taken back after it, so that schedulers and checkpoints see the
+    The factor is applied before each optimizer step and removed after it, so that schedulers and checkpoints see the
     learning rate that they set. For one layer alone its parameters are moved by that share of the step, which for every
     optimizer whose step is proportional to the learning rate (weight decay included) is the same.
 
     Args:
-        factor: what the learning rate is multiplied by, in (0, 1].
+        factor: factor of the learning rate, in (0, 1].
         scope: ``"all"`` parameters of the run, or those of the collapsing ``"layer"``.
         options: see `Intervention`.
 
@@ -103,7 +103,7 @@ class ScaleLearningRate(WhileActive):
         self.factor = number("factor of ScaleLearningRate", factor, above=0, below=1, includes="]", example=0.1)
         self.scope = one_of("scope of ScaleLearningRate", scope, ("all", "layer"))
         self._handles: list[Any] = []
-        self._rates: dict[int, list[Any]] = {}  # optimizer -> the learning rates that its groups are given back
+        self._rates: dict[int, list[Any]] = {}  # optimizer -> learning rates of its groups to restore
         self._before: list[tuple[nn.Parameter, Tensor]] = []
         self._warn_once = WarnOnce()
 
@@ -116,21 +116,21 @@ class ScaleLearningRate(WhileActive):
             self._handles.append(optimizer.register_step_post_hook(self._end_step))
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the hooks behind as well."""
+        """Drop the hooks as well."""
         return {**super().__getstate__(), "_handles": [], "_rates": {}, "_before": [], "_warn_once": WarnOnce()}
 
     def begin(self) -> str:
-        """Say what begins."""
+        """The action at the beginning, as a part of a sentence."""
         return f"multiplied the learning rate{self._of} by {self.factor:g}"
 
     def end(self) -> str:
-        """Say what ends."""
+        """The action at the end, as a part of a sentence."""
         return f"restored the learning rate{self._of}"
 
     @property
@@ -156,9 +156,9 @@ class ScaleLearningRate(WhileActive):
         if not self.is_active:
             return
         if self.scope == "all":
-            self._give_back(optimizer)  # what a step that failed has left
+            self._give_back(optimizer)  # left by a step that failed
             rates = [group["lr"] for group in optimizer.param_groups]
-            smaller = [rate * self.factor for rate in rates]  # before any is set, as one may not be a number
+            smaller = [rate * self.factor for rate in rates]  # all before any is set, as one may not be a number
             self._rates[id(optimizer)] = rates
             for group, rate in zip(optimizer.param_groups, smaller):
                 group["lr"] = rate

@@ -1,4 +1,4 @@
-"""What an intervention may do to a training, whichever trainer runs it."""
+"""`Training`: the operations on a training that interventions may use, under any trainer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hdi_callback.attention import AttentionLayer
 
 
 class Training(Protocol):
-    """What an intervention may do to a training; each integration has one.
+    """The operations on a training that interventions may use; each integration has one.
 
     Attributes:
-        layers: the attention layers that are watched, by name.
+        layers: the watched attention layers, by name.
         optimizers: the optimizers of the run.
     """
 
@@ -28,7 +28,7 @@ class Training(Protocol):
         """The optimizers."""
 
     def loss_scale(self, optimizer: Optimizer) -> float:
-        """Tell the factor that is on the gradients when `Intervention.before_optimizer_step` is called.
+        """Factor of the gradients when `Intervention.before_optimizer_step` is called.
 
         Args:
             optimizer: the one that is about to step.
@@ -38,13 +38,13 @@ class Training(Protocol):
         """
 
     def largest_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Take the largest of each number over the ranks that act together; every rank calls it with the same shapes.
+        """Elementwise maximum over the ranks that act together; every rank calls it with the same shapes.
 
         Args:
-            tensors: what this rank has.
+            tensors: tensors of this rank.
 
         Returns:
-            The largest.
+            The maxima.
         """
 
     def stop(self) -> None:
@@ -54,7 +54,7 @@ class Training(Protocol):
         """Save a checkpoint.
 
         Args:
-            name: what to call it, without a suffix.
+            name: its name, without a suffix.
 
         Returns:
             Where it was saved.

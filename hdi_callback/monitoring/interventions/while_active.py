@@ -1,4 +1,4 @@
-"""Interventions that last from an alert until it is resolved."""
+"""`WhileActive`: an intervention that acts from an alert until it is resolved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WhileActive(Intervention):
         self.standing: dict[str, list[str]] = {}  # layer -> the rules whose alerts are active
 
     def attach(self, training: Training) -> None:
-        """Begin without the alerts of another run."""
+        """Attach, without the alerts of another run."""
         self.standing = {}
         super().attach(training)
 
@@ -47,7 +47,7 @@ class WhileActive(Intervention):
         return self._action(alert, self.end())
 
     def keep(self, active: Collection[tuple[str, str]]) -> None:
-        """Forget the alerts that are not active.
+        """Drop the alerts that are not active.
 
         Args:
             active: layer and rule of every active alert.
@@ -68,17 +68,17 @@ class WhileActive(Intervention):
 
     @abstractmethod
     def begin(self) -> str:
-        """Say what begins."""
+        """The action at the beginning, as a part of a sentence."""
 
     @abstractmethod
     def end(self) -> str:
-        """Say what ends."""
+        """The action at the end, as a part of a sentence."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs."""
+        """State for a resumed run."""
         return {**super().state_dict(), "standing": {layer: list(rules) for layer, rules in self.standing.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off."""
+        """Restore the state of a checkpoint."""
         super().load_state_dict(state)
         self.standing = {layer: list(rules) for layer, rules in state["standing"].items()}

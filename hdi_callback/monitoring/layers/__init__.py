@@ -1,4 +1,4 @@
-"""The layers of a model that are watched, and why others are not."""
+"""The watched layers of a model, and the refused ones with reasons."""
 
 from hdi_callback.monitoring.layers.layers import WatchedLayers
 from hdi_callback.monitoring.layers.verifier import HeadVerifier

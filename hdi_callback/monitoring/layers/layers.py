@@ -1,4 +1,4 @@
-"""`WatchedLayers`: the layers of a model that are watched; those contradicted, removed and found late."""
+"""`WatchedLayers`: the watched layers of a model; those contradicted, removed and found late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hdi_callback.monitoring.ranks.roster import Roster
 
 
 class WatchedLayers:
-    """Find the attention layers of a model, and keep up with what becomes of them.
+    """The attention layers of a model, and what later forwards show of them.
 
     Args:
         model: the model.
@@ -32,10 +32,10 @@ class WatchedLayers:
 
     Attributes:
         all: the layers, in model order.
-        facts: what is known of each, as plain data.
-        refused: attention that is not watched.
+        facts: facts about each, as plain data.
+        refused: attention that is not watched, with reasons.
         undecided: modules that a forward may show to be attention.
-        found_late: names of the layers that the first forward showed.
+        found_late: names of the layers that were found in the first forward.
     """
 
     def __init__(self, model: nn.Module, *, include: Sequence[str] | None, exclude: Sequence[str] | None) -> None:
@@ -51,13 +51,13 @@ class WatchedLayers:
         self.sharding = Sharding(model)
         self._model, self._include, self._exclude = model, include, exclude
         self._contradicted: dict[str, str] = {}
-        self._adopted: set[str] = set()  # what other ranks have contradicted
+        self._adopted: set[str] = set()  # contradicted on other ranks
         self._removed: set[str] = set()
         self._late: list[AttentionLayer] = []
         self.facts = self._with_places(facts)
 
     def _with_places(self, facts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-        """Note which layer no other attention of the model comes before, where all of it is watched."""
+        """Mark the first layer of the model, if all attention of the model is watched."""
         is_whole = self._include is None and not self._exclude and not self.refused
         return tuple({**one, "is_first": is_whole and not place} for place, one in enumerate(facts))
 
@@ -73,14 +73,14 @@ class WatchedLayers:
 
     @property
     def removed(self) -> set[str]:
-        """Names of the layers that are no part of the model any more."""
+        """Names of the layers that are no longer part of the model."""
         return self._removed
 
     def is_contradicted(self, name: str) -> bool:
-        """Return whether the first forward showed other heads than were claimed.
+        """Return whether a forward contradicted the heads of a layer.
 
         Args:
-            name: of a layer.
+            name: name of the layer.
 
         Returns:
             True if it did, here or on another rank.
@@ -96,16 +96,16 @@ class WatchedLayers:
         self.refused = (*self.refused, *refusals)
 
     def decide(self, refusals: Mapping[str, Refusal | None]) -> None:
-        """Replace refusals by what is known of these modules by now.
+        """Update the refusals of modules.
 
         Args:
-            refusals: by name; `None` for a module that is not refused any more.
+            refusals: name -> refusal; `None` for a module that is not refused any more.
         """
         decided = (refusals.get(one.name, one) for one in self.refused)
         self.refused = tuple(one for one in decided if one is not None)
 
     def named(self, name: str) -> AttentionLayer:
-        """Find a layer.
+        """The layer of a name.
 
         Args:
             name: its name.
@@ -116,10 +116,10 @@ class WatchedLayers:
         return next(layer for layer in self.all if layer.name == name)
 
     def is_chosen(self, name: str) -> bool:
-        """Return whether patterns leave a module in; one of a layer chooses all that the layer holds.
+        """Return whether `include` and `exclude` choose a module; a pattern that matches a layer chooses all within it.
 
         Args:
-            name: of the module.
+            name: name of the module.
 
         Returns:
             True if its attention is to be watched.
@@ -133,10 +133,10 @@ class WatchedLayers:
         return is_in(self._include) and not is_in(self._exclude or ())
 
     def frozen(self, elsewhere: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-        """Name the layers none of whose parameters requires a gradient now.
+        """The layers none of whose parameters requires a gradient now.
 
         Args:
-            elsewhere: what is known of the layers of all ranks; of those that this rank lacks, what was so at first.
+            elsewhere: facts about the layers of all ranks; for layers of other ranks their first state is used.
 
         Returns:
             Names.
@@ -149,19 +149,19 @@ class WatchedLayers:
         return frozenset(still | others)
 
     def find_removed(self) -> None:
-        """Find which layers are no part of the model any more."""
+        """Update which layers are no longer part of the model."""
         there = set(self._model.modules())
         self._removed = {layer.name for layer in self.all if layer.module not in there}
 
     def require(self, layer: AttentionLayer) -> None:
-        """Refuse a layer of which nothing is to be read.
+        """Refuse a layer that must not be read.
 
         Args:
             layer: the layer.
 
         Raises:
-            ContradictedError: if its heads are not what was claimed.
-            HDIError: if it is no part of the model any more.
+            ContradictedError: if its heads are contradicted.
+            HDIError: if it is no longer part of the model.
         """
         if layer.name in self._contradicted:
             raise ContradictedError(self._contradicted[layer.name])
@@ -169,10 +169,10 @@ class WatchedLayers:
             raise HDIError("it is no part of the model any more; a new monitor would see what came in its place")
 
     def leave_out(self, contradicted: Mapping[str, str]) -> None:
-        """Read nothing more of layers whose heads are not what was claimed.
+        """Stop reading layers whose heads are contradicted.
 
         Args:
-            contradicted: names of layers, each with what contradicts it.
+            contradicted: name of a layer -> what contradicts it.
         """
         self._contradicted |= contradicted
         kinds = {layer.name: type(layer.module).__name__ for layer in self.all}
@@ -182,7 +182,7 @@ class WatchedLayers:
         """Watch further layers: their weights at once, their outputs from the next armed forward on.
 
         Args:
-            layers: what a forward has shown.
+            layers: layers that a forward has shown.
         """
         self._late = [replace(layer, name=users_name(layer.name)) for layer in layers]
         if not self._late:
@@ -195,16 +195,16 @@ class WatchedLayers:
         self.facts = self._with_places([layer.facts() for layer in self.all])
 
     def take_late(self) -> list[AttentionLayer]:
-        """Hand over the layers that were found late, once.
+        """Return the layers that were found late, once.
 
         Returns:
-            Layers of which nothing was captured yet.
+            Layers without a capture yet.
         """
         late, self._late = self._late, []
         return late
 
     def device(self) -> torch.device:
-        """Return where the first of them lies.
+        """Device of the first layer.
 
         Returns:
             The device.
@@ -215,7 +215,7 @@ class WatchedLayers:
         return torch.device("cpu")
 
     def sample(self) -> list[str]:
-        """Read a few numbers of each layer's key weight, by which ranks know whether they hold the same; waits.
+        """A few numbers of each layer's key weight, by which ranks compare their layers; waits for the device.
 
         Returns:
             One text for each layer; empty where other ranks hold a part of the weight, or it cannot be read.
@@ -225,7 +225,7 @@ class WatchedLayers:
             text = ""
             with suppress(Exception):
                 if "key" in layer.slices and not self.sharding.is_sharded(layer, "key"):
-                    with isolated():  # other ranks may hold other layers, and read others
+                    with isolated():  # other ranks may hold and read other layers
                         head = layer.weight("key").detach()[0]
                     numbers = head[:: max(1, len(head) // 4), :: max(1, head.shape[1] // 4)].double().cpu()
                     text = hashlib.sha256(repr(numbers.tolist()).encode()).hexdigest()[:16]
@@ -233,10 +233,10 @@ class WatchedLayers:
         return found
 
     def findings(self) -> dict[str, Any]:
-        """Give what this rank has found out about its layers.
+        """This rank's findings about its layers.
 
         Returns:
-            What a `Roster` is made of, without the layers.
+            The input of `Roster`, without the layers.
         """
         return {
             "contradicted": {name: why for name, why in self._contradicted.items() if name not in self._adopted},
@@ -244,7 +244,7 @@ class WatchedLayers:
         }
 
     def adopt(self, roster: Roster) -> None:
-        """Leave out what any rank leaves out, so that all have the same numbers.
+        """Leave out the layers that any rank leaves out, so that all ranks have the same numbers.
 
         Args:
             roster: the layers of all ranks, with their findings.

@@ -28,13 +28,13 @@ def warn_by_kind(refused: Iterable[tuple[Refusal, str]], *, stacklevel: int) -> 
 
 
 def nothing_to_watch(model: nn.Module) -> str:
-    """Say that a model has no layer that can be watched.
+    """Message that a model has no layer that can be watched.
 
     Args:
         model: the model.
 
     Returns:
-        A message with the types of its modules.
+        The message, with the types of its modules.
     """
     kinds = sorted({type(module).__name__ for module in model.modules()})
     return (
@@ -45,13 +45,13 @@ def nothing_to_watch(model: nn.Module) -> str:
 
 
 def may_attend(model: nn.Module) -> bool:
-    """Return whether a forward may attend: torch's own layers do only where they are made for it.
+    """Return whether a forward of the model may compute attention.
 
     Args:
         model: the model.
 
     Returns:
-        False if all its modules are torch's, and none is attention.
+        False if all its modules are torch's own, and none is attention.
     """
     return any(isinstance(one, nn.MultiheadAttention) or not _is_of_torch(one) for one in model.modules())
 
@@ -61,10 +61,10 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def uncountable(layer: AttentionLayer) -> Refusal:
-    """Refuse a layer of which a rank may hold a part of the heads.
+    """Refusal of a layer of which a rank may hold only a part of the heads.
 
     Args:
-        layer: whose projections are split over ranks.
+        layer: a layer whose projections are split over ranks.
 
     Returns:
         The refusal, with its remedy.

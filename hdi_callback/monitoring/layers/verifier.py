@@ -1,4 +1,4 @@
-"""`HeadVerifier`: the first forwards that are read decide which claims about heads hold, and what else attends."""
+"""`HeadVerifier`: checks heads against the first forwards that are read, and finds attention that is not watched."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _MOST_READINGS = 3  # armed readings in which claims are verified, for layers th
 
 
 class HeadVerifier:
-    """Verify the heads of layers by the first forwards, and search them for what was refused.
+    """Verify the heads of layers in the first forwards, and search refused modules there again.
 
     Args:
         model: the model.
-        layers: its layers, as they were found without a forward.
-        is_on: verify at all; else only what is refused is reported.
-        strict: make it an error if there is nothing to watch.
+        layers: its layers, found without a forward.
+        is_on: verify; else only refusals are reported.
+        strict: raise an error if there is nothing to watch.
         warn_once: warns once of each kind of failure.
 
     Raises:
@@ -55,26 +55,26 @@ class HeadVerifier:
         self._search = RuntimeFinder(undecided) if undecided else None
         awaited = {place.name for place in undecided}
         self._named = {place.name for place in undecided if is_named_attention(place.module)}
-        self._pending = {one.name: one for one in layers.refused if one.name in awaited}  # refused, until a forward
+        self._pending = {one.name: one for one in layers.refused if one.name in awaited}  # until a forward decides
         layers.decide({name: replace(one, reason=one.reason + _DECIDES) for name, one in self._pending.items()})
         self._has_warned_of_pending = self._has_searched = False
         self._warn_of_refused({place.name for place in layers.undecided} - awaited)
-        self._count = 0  # of readings whose forward verified claims
+        self._count = 0  # readings whose forward verified claims
         self._is_armed = False
         self._modules: frozenset[int] = frozenset()  # of the last armed forward
-        self._has_grown = False  # since then, as blocks may come in the middle of a run
+        self._has_grown = False  # since then: blocks may be added in the middle of a run
         self._others_await = False
         self._unexplained: set[str] = set()
-        self._read_in_part: set[str] = set()  # names of layers of which a part is left out, as was said
-        self._contradictions: dict[str, str] = {}  # name of what was searched -> what contradicts its heads
+        self._read_in_part: set[str] = set()  # layers of which a part is left out, already reported
+        self._contradictions: dict[str, str] = {}  # name of a searched module -> what contradicts its heads
 
     @property
     def ran(self) -> frozenset[str]:
-        """Names of the layers that ran in the forward that was checked."""
+        """Names of the layers that ran in the verified forward."""
         return frozenset(() if self._check is None else self._check.ran)
 
     def arm(self) -> None:
-        """Verify heads by the next forward, if there is still something to verify."""
+        """Verify heads in the next forward, if there is still something to verify."""
         modules = frozenset(map(id, self._model.modules()))
         self._has_grown = bool(self._count) and not modules <= self._modules
         self._modules = modules
@@ -86,22 +86,22 @@ class HeadVerifier:
 
     @property
     def is_verifying(self) -> bool:
-        """Whether heads are verified by the forward that is armed, on this rank or on another."""
+        """Whether heads are verified in the armed forward, on this rank or on another."""
         is_awaited = not self._count or self._has_grown or bool(self._undecided()) or self._others_await
         return self._is_armed and is_awaited
 
     @property
     def is_first_reading(self) -> bool:
-        """Whether one forward alone has verified heads so far, the one that `ran` is of."""
+        """Whether exactly one forward has verified heads so far, that of `ran`."""
         return self._count == 1
 
     def _undecided(self) -> list[str]:
-        """Names of the modules that a forward is to decide, and that no forward has called yet."""
+        """Names of the modules that wait for a forward to decide, and that no forward has called yet."""
         ran = frozenset() if self._search is None else self._search.ran
         return [name for name in self._pending if name not in ran]
 
     def suspend(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for recorder in (self._check, self._search):
             if recorder is not None:
                 recorder.suspend()
@@ -113,10 +113,10 @@ class HeadVerifier:
                 recorder.resume()
 
     def findings(self) -> dict[str, bool]:
-        """Give what other ranks must know.
+        """This rank's findings for other ranks.
 
         Returns:
-            What a `Roster` is made of: whether this rank awaits further forwards.
+            The input of `Roster`: whether this rank waits for further forwards.
         """
         return {"awaits": bool(self._undecided())}
 
@@ -124,18 +124,18 @@ class HeadVerifier:
         """Verify as long as any rank does, so that all arm the same forwards.
 
         Args:
-            others_await: whether a rank awaits further forwards.
+            others_await: whether any rank waits for further forwards.
         """
         self._others_await = others_await
 
     def verify(self, observer: AttentionObserver) -> bool:
-        """Verify the heads by the forward that was armed, on every rank at the same readings.
+        """Verify the heads in the armed forward, on every rank at the same readings.
 
         Args:
-            observer: which observed the forward.
+            observer: the observer of the forward.
 
         Returns:
-            True at the readings where heads were verified.
+            True if heads were verified at this reading.
 
         Raises:
             NothingToWatchError: if nothing is left to watch and `strict` is set.
@@ -154,7 +154,7 @@ class HeadVerifier:
                 observer.note_hooks()
                 self._leave_out_contradicted(observer)
             with self._warn_once.guard("searching for heads"):
-                # Hooks leave as it stops recording, which isolation would undo.
+                # Removes the recorder's hooks; within isolation that would be undone.
                 recorded = self._search.recorded() if is_first and self._search is not None else {}
                 with isolated(self._model, keeps_defaults=True):
                     found = self._found_in(observer, recorded)
@@ -164,16 +164,16 @@ class HeadVerifier:
                 self._warn_of_decided()
             with self._warn_once.guard("accounting for attention"):
                 self._warn_of_unexplained(observer)
-        # Layers that are left out were reported.
+        # Layers that are left out have been reported.
         if is_first and not self._layers.watched and (self._is_strict or not self._layers.all):
             self._report_nothing_to_watch()
         return is_verifying
 
     def _leave_out_contradicted(self, observer: AttentionObserver) -> None:
-        """Leave out the layers whose heads are not what was claimed."""
+        """Leave out the layers whose heads the forward contradicts."""
         assert self._check is not None
         layers = self._layers
-        # A module whose projections are spread over ranks may count the heads of its own rank alone.
+        # A module whose projections are spread over ranks may count only the heads of its own rank.
         spread = {one.name for one in layers.all if any(layers.sharding.is_sharded(one, role) for role in one.slices)}
         with isolated(self._model, keeps_defaults=True):
             verdicts = {name: one for name, one in observer.verdicts(layers.all).items() if name not in spread}
@@ -190,7 +190,7 @@ class HeadVerifier:
             )
 
     def _found_in(self, observer: AttentionObserver, recorded: Mapping[str, Sequence[Inputs]]) -> list[AttentionLayer]:
-        """Find the layers that the forward shows: refused before it, or not proposed at all."""
+        """The layers that the forward shows: refused before it, or not proposed at all."""
         found: list[AttentionLayer] = []
         if self._search is not None and recorded:
             searched = self._search.found(recorded)
@@ -203,17 +203,17 @@ class HeadVerifier:
         return [replace(layer, evidence="forward") for layer in found] + list(filter(self._may_be_watched, observed))
 
     def _may_be_watched(self, layer: AttentionLayer) -> bool:
-        """Return whether a layer from observation alone is one that is asked for."""
+        """Return whether a layer from observation alone is chosen and not watched yet."""
         is_spread = any(self._layers.sharding.is_sharded(layer, role) for role in layer.slices)
-        # A name that is taken is that of a layer that was replaced, or moved as others before it were deleted.
+        # A taken name belongs to a layer that was replaced, or that moved when others before it were deleted.
         is_free = layer.name not in {one.name for one in self._layers.all}
         return not is_spread and is_free and self._layers.is_chosen(layer.name)
 
     def _warn_of_unexplained(self, observer: AttentionObserver) -> None:
-        """Name the attention that ran and is not watched, once for each kind of module."""
+        """Warn of attention that ran and is not watched, once for each kind of module."""
         layers = self._layers
         here = set(self._model.modules())
-        # What came in the place of a layer is reported with it.
+        # A replacement of a layer is reported with that layer.
         refused = {one.name for one in layers.refused} | {one.name for one in layers.all if one.module not in here}
         reported = [path for path, _ in self._model.named_modules() if users_name(path) in refused]
         with isolated(self._model, keeps_defaults=True):
@@ -224,7 +224,7 @@ class HeadVerifier:
         ]  # fmt: skip
         self._unexplained |= {one.name for one in found}
         in_part = {layer.name: layer for layer in layers.all if layer.left_out}
-        found = [one for one in found if one.layer not in in_part]  # which says what exactly is left out
+        found = [one for one in found if one.layer not in in_part]  # which says exactly what is left out
         found = [replace(one, message=self._of_taken_name(one)) if self._has_taken_name(one) else one for one in found]
         new = [layer for name, layer in in_part.items() if name not in self._read_in_part]
         self._read_in_part |= in_part.keys()
@@ -235,7 +235,7 @@ class HeadVerifier:
         layers.refuse(refusal for one, refusal in zip(found, refusals) if not one.layer)
 
     def _has_taken_name(self, one: Unexplained) -> bool:
-        """Return whether attention stands where another layer stood, which is watched under that name."""
+        """Return whether attention has the name of another layer, which is watched under that name."""
         known = next((layer for layer in self._layers.all if layer.name == users_name(one.name)), None)
         return known is not None and known.module is not self._model.get_submodule(one.name)
 
@@ -247,7 +247,7 @@ class HeadVerifier:
         )
 
     def _warn_of_refused(self, unchecked: Collection[str]) -> None:
-        """Warn about what no forward will decide; `unchecked` names what one would."""
+        """Warn of refusals that no forward will decide; `unchecked`: those that one would with check_heads."""
         for refusal in self._layers.refused:
             if refusal.name not in self._pending:
                 later = " With check_heads=True the first forward that is read may show them."
@@ -257,7 +257,7 @@ class HeadVerifier:
             self._report_nothing_to_watch()
 
     def _warn_of_pending(self) -> None:
-        """Warn, at a reading before any forward was armed, about what awaits one."""
+        """Warn, at a reading before any armed forward, of modules that wait for one."""
         if self._has_warned_of_pending or not (self._pending or not self._layers.all):
             return
         self._has_warned_of_pending = True
@@ -271,7 +271,7 @@ class HeadVerifier:
         )
 
     def _warn_of_decided(self) -> None:
-        """Warn about what a forward was to decide and did not, once for each kind of module, with what it showed."""
+        """Warn of modules that a forward did not decide, once for each kind, with what the forward showed."""
         waiting = set(self._undecided()) if self._count < _MOST_READINGS else set()
         decided = {name: one for name, one in self._pending.items() if name not in waiting}
         self._pending = {name: one for name, one in self._pending.items() if name in waiting}
@@ -283,7 +283,7 @@ class HeadVerifier:
         warn_by_kind(((one, one.message) for one in known.values() if one is not None), stacklevel=6)
 
     def _reason_of_forward(self, refusal: Refusal) -> str | None:
-        """Say why a module stays refused after a forward; `None` where its heads are read by now."""
+        """Reason why a module stays refused after a forward; `None` if its heads are read by now."""
         name, search = refusal.name, self._search
         assert search is not None
         if any(layer.name == name for layer in self._layers.all):
@@ -297,9 +297,9 @@ class HeadVerifier:
             return None
         if name not in search.ran:
             return f"{refusal.reason}, and no call of it in Python was observed in the first forward that was read"
-        if not self._has_searched:  # searching failed, which was reported
+        if not self._has_searched:  # the search failed, which was reported
             return refusal.reason
-        if name not in self._named:  # nobody expects any of it
+        if name not in self._named:  # it is not named attention, so nothing is missed
             return None
         return (
             "no softmax-weighted sum of tokens that single matrices of its own give was found in the first forward "

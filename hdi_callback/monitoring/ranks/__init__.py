@@ -1,4 +1,4 @@
-"""A run on several ranks: what they add up, how they meet before a reading, and which layers each of them holds."""
+"""A run on several ranks: sums over ranks, agreement before each reading, and which layers each rank holds."""
 
 from hdi_callback.monitoring.ranks.ranks import (
     Ranks,

@@ -1,4 +1,4 @@
-"""The ranks of a distributed run that measure together, and what adds up over them."""
+"""The ranks of a distributed run that measure together, and reductions over them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Ranks:
 
     Args:
         group: the process group; `None` for this process alone.
-        peers: those of its ranks that hold the same layers as this one; all of them by default.
+        peers: the ranks of the group that hold the same layers as this one; all of them by default.
 
     Attributes:
         group: the process group; `None` for this process alone.
-        size: how many they are.
-        rank: this one's number among them.
-        peers: those that hold the same layers as this one.
+        size: number of ranks.
+        rank: number of this rank among them.
+        peers: the ranks that hold the same layers as this one.
     """
 
     def __init__(self, group: Any = None, peers: Sequence[int] | None = None) -> None:
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def members_of_world(self) -> tuple[int, ...]:
-        """The ranks that hold the same layers as this one and read them with it, by their numbers among all."""
+        """Numbers, in the whole world, of the ranks that hold the same layers as this one and read them with it."""
         if self.group is None:
             return (dist.get_rank(),) if number_of_processes() > 1 else (0,)
         return tuple(dist.get_global_rank(self.group, rank) for rank in self.peers)
@@ -45,15 +45,15 @@ class Ranks:
         """Return whether this rank measures a layer's weights.
 
         Args:
-            place: of the layer among those that this rank and its peers hold.
+            place: position of the layer among those that this rank and its peers hold.
 
         Returns:
-            True on one of them.
+            True on exactly one of them.
         """
         return place % len(self.peers) == self.peers.index(self.rank)
 
     def largest_among_peers(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Take the largest of each number over the ranks that hold the same layers; see `largest`."""
+        """Elementwise maximum over the ranks that hold the same layers; see `largest`."""
         if len(self.peers) == self.size:
             return self.largest(tensors, device)
         if len(self.peers) == 1:
@@ -68,7 +68,7 @@ class Ranks:
 
         Args:
             tensors: of the same shapes, in the same order, on every rank.
-            device: where to add them up.
+            device: the device of the sums.
 
         Returns:
             The sums, in float64.
@@ -76,23 +76,23 @@ class Ranks:
         return self._reduce(tensors, device, "SUM")
 
     def add_up(self, tensor: Tensor) -> None:
-        """Add up a tensor over the ranks where it lies, in its own type.
+        """Add up a tensor over the ranks in place, in its own type.
 
         Args:
-            tensor: of the same shape and type on every rank, contiguous; the sum is written over it.
+            tensor: of the same shape and type on every rank, contiguous; becomes the sum.
         """
         if self.group is not None and tensor.numel():
             dist.all_reduce(tensor, group=self.group)
 
     def largest(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Take the largest of each number over the ranks, in one collective call.
+        """Elementwise maximum over the ranks, in one collective call.
 
         Args:
             tensors: of the same shapes, in the same order, on every rank.
-            device: where to compare them.
+            device: the device of the maxima.
 
         Returns:
-            The largest, in float64.
+            The maxima, in float64.
         """
         return self._reduce(tensors, device, "MAX")
 
@@ -107,7 +107,7 @@ class Ranks:
 
 
 def number_of_processes() -> int:
-    """Count the processes of the run.
+    """Number of processes of the run.
 
     Returns:
         1 outside `torch.distributed`.
@@ -116,7 +116,7 @@ def number_of_processes() -> int:
 
 
 def is_first_rank() -> bool:
-    """Return whether this is the process that writes for all.
+    """Return whether this process is the one that writes files.
 
     Returns:
         True outside `torch.distributed`.
@@ -125,13 +125,13 @@ def is_first_rank() -> bool:
 
 
 def from_first_rank(thing: Any) -> Any:
-    """Give every rank what the first has.
+    """Broadcast a value from the first rank.
 
     Args:
-        thing: what can be pickled.
+        thing: a value that can be pickled.
 
     Returns:
-        That of the first rank; this one if it is alone.
+        The value of the first rank; this rank's own without others.
     """
     if number_of_processes() == 1:
         return thing
@@ -141,7 +141,7 @@ def from_first_rank(thing: Any) -> Any:
 
 
 def check_process_group(group: Any) -> Any:
-    """Check which ranks are to measure together.
+    """Check the argument `process_group`.
 
     Args:
         group: ``"auto"``, a process group or `None`.
@@ -168,13 +168,13 @@ def check_process_group(group: Any) -> Any:
 
 
 def share_within(group: Any) -> Callable[[Any], Any]:
-    """Make the function that gives all ranks of a group what the first of them has.
+    """A function that broadcasts a value from the first rank of a group.
 
     Args:
         group: as `check_process_group` takes it.
 
     Returns:
-        A function of a thing that can be pickled.
+        A function of a value that can be pickled.
     """
     if group is None:
         return lambda thing: thing
@@ -190,11 +190,11 @@ def share_within(group: Any) -> Callable[[Any], Any]:
 
 
 def refuse_apart(group: Any, names: Sequence[str]) -> None:
-    """Refuse what must happen on all ranks alike where each rank measures alone.
+    """Refuse interventions, which need the same decision on all ranks, if each rank measures alone.
 
     Args:
         group: as `check_process_group` takes it.
-        names: interventions that change the training.
+        names: names of interventions that change the training.
 
     Raises:
         MisconfigurationError: if there are any, several processes, and no group.

@@ -1,8 +1,8 @@
-"""`Rendezvous`: the ranks agree, before each reading and without the device, on what they are about to measure.
+"""`Rendezvous`: before each reading the ranks agree, without the device, on what they are about to measure.
 
-A collective call with a rank that never comes would end the run, so the ranks meet in the store of the process group,
-where waiting has an end. What a rank says of itself is plain text. As long as no text is new,
-a rendezvous is a count: three short calls of each rank. Otherwise all texts are read again.
+A collective call without one of the ranks would end the run, so the ranks meet in the store of the process group, where
+a wait has a timeout. Each describes itself in a plain text. As long as no text is new, a rendezvous is a counter: three
+short calls of each rank. Otherwise all texts are read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 class Rendezvous:
-    """Find the ranks that measure together, and make sure at every reading that all of them came.
+    """Find the ranks that measure together, and check at every reading that all of them take part.
 
     Args:
         group: ``"auto"`` for all ranks once `torch.distributed` is initialised, a process group, or `None` for this
@@ -43,7 +43,7 @@ class Rendezvous:
 
     @property
     def asked(self) -> Ranks:
-        """The ranks that were asked for, as far as they have met; this process alone where there are no others."""
+        """The ranks of `group` once they have met; this process alone if there are no others."""
         if self._choice is None or number_of_processes() == 1:
             return Ranks()
         if self._roster is not None:
@@ -56,12 +56,12 @@ class Rendezvous:
         """Meet the other ranks before a reading.
 
         Args:
-            describe: gives the layers of this rank and what it has found out about them, see `Roster`.
-            is_armed: whether a forward was to be captured on this rank.
-            say: takes a kind of warning and its message.
+            describe: returns the layers of this rank and its findings about them, see `Roster`.
+            is_armed: whether a forward was armed on this rank.
+            say: warns; takes a kind of warning and its message.
 
         Returns:
-            All layers, and whether a forward was to be captured on any rank; `None` if this process measures alone.
+            All layers, and whether a forward was armed on any rank; `None` if this process measures alone.
         """
         if self._is_over or self._choice is None or number_of_processes() == 1:
             return None
@@ -96,13 +96,13 @@ class Rendezvous:
         self._is_over, self._exchange, self._roster = True, None, None
 
     def close(self) -> None:
-        """Take no further reading, so that ranks that still take one need not wait for this one."""
+        """Announce that this rank takes no further readings, so that others need not wait for it."""
         if self._exchange is not None:
             self._exchange.leave()
 
 
 class _Exchange:
-    """Texts of all ranks, exchanged through the store of the process group."""
+    """Exchange of one text of each rank through the store of the process group."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -123,7 +123,8 @@ class _Exchange:
             is_armed: counted over the ranks.
 
         Returns:
-            Rank -> its text, `None` if no text is new; and whether any rank is armed. A reason if some did not come.
+            Rank -> its text, `None` if no text is new; and whether any rank is armed. A reason if some did not take
+            part.
         """
         place, store = f"{self._place}/{self._count}", self._store
         timeout = _TIMEOUT if self._count else _FIRST_TIMEOUT
@@ -149,10 +150,10 @@ class _Exchange:
         return texts, int(verdict.split()[1]) > 0
 
     def leave(self) -> None:
-        """Tell ranks that come to the next reading that this one does not."""
+        """Announce to ranks that come to the next reading that this one does not."""
         try:
             self._decide(f"{self._place}/{self._count}/first", f"!rank {self.ranks.rank} takes no further reading")
-        except RuntimeError:  # the process that held the store has ended: nobody waits
+        except RuntimeError:  # the process with the store has ended: nobody waits
             return
 
     def _read_all(self, place: str, text: str, digest: str, timeout: timedelta) -> str:
@@ -186,12 +187,12 @@ class _Exchange:
         return str(self._store.get(key).decode())
 
     def _decide(self, key: str, verdict: str) -> None:
-        """Write a verdict that holds for all ranks, unless there is one."""
+        """Write a verdict for all ranks, unless there is one already; return the valid one."""
         if self._store.add(f"{key}/decided", 1) == 1:
             self._store.set(key, verdict)
 
     def _delete_previous(self, place: str, *, had_news: bool) -> None:
-        """Delete what was written for the reading before this one, to which all ranks have come by now."""
+        """Delete the entries of the reading before this one, to which all ranks have come by now."""
         if self.ranks.rank == 0:
             for key in self._written:
                 self._store.delete_key(key)

@@ -1,6 +1,6 @@
-"""`Roster`: all layers that the ranks of a run hold together, be they the same on all ranks or others on each.
+"""`Roster`: all layers of the ranks of a run, whether all hold the same or each holds others.
 
-Ranks that hold the same layers are data-parallel, sharded, or hold other tokens; the stages of a pipeline hold others.
+Ranks with the same layers are data-parallel, sharded, or hold other tokens; the stages of a pipeline hold other layers.
 A rank adds zeros for the layers that it does not hold, so that every sum has the same shapes on every rank.
 """
 
@@ -20,11 +20,11 @@ from hdi_callback.monitoring.ranks.ranks import Ranks
 
 @dataclass(frozen=True)
 class _RemoteWeight:
-    """A weight that another rank holds.
+    """Shape of a weight that another rank holds.
 
     Attributes:
-        in_features: features that it takes.
-        heads: how many it has, where it is of values.
+        in_features: input features.
+        heads: number of heads, for a value weight.
     """
 
     in_features: int
@@ -32,24 +32,24 @@ class _RemoteWeight:
 
 
 SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
-"""The facts of a layer that make it another one if they change."""
+"""Facts that identify a layer: with other values it is another layer."""
 
 
 class Roster:
-    """All layers of the ranks that measure together.
+    """The layers of all ranks that measure together.
 
     Args:
         ranks: those that measure together.
-        findings: rank -> what it has found: ``"layers"``, for each layer its ``"facts"``, ``"roles"`` and whether its
+        findings: rank -> its findings: ``"layers"``, for each layer its ``"facts"``, ``"roles"`` and whether its
             ``"outputs"`` and ``"inputs"`` are captured; ``"contradicted"`` and ``"absent"``, with reasons; and whether
-            it ``"awaits"`` a forward that verifies them.
+            it ``"awaits"`` a forward that verifies heads.
 
     Attributes:
-        ranks: those that measure together, with those that hold the same layers as this one.
-        spans: whether some ranks hold other layers than others.
-        facts: what is known of each layer, in the order of the whole model.
-        contradicted: name of a layer -> why its heads are not what was claimed.
-        absent: what ranks with other layers could not capture, with the reasons.
+        ranks: the ranks that measure together; its `peers` hold the same layers as this one.
+        spans: whether the ranks hold different layers.
+        facts: facts about each layer, in the order of the whole model.
+        contradicted: name of a layer -> what contradicts its heads.
+        absent: what ranks with other layers could not capture -> the reason.
         awaits: whether a rank still waits for a forward that verifies heads.
     """
 
@@ -83,22 +83,22 @@ class Roster:
         return tuple(self._entries)
 
     def layers(self, held: Sequence[AttentionLayer]) -> list[AttentionLayer]:
-        """Give all layers.
+        """All layers.
 
         Args:
-            held: those that this rank holds.
+            held: the layers of this rank.
 
         Returns:
-            These, and stand-ins of the same sizes for those that others hold.
+            These, and stand-ins of the same sizes for the layers of other ranks.
         """
         here = {layer.name: layer for layer in held}
         return [here.get(name) or _stand_in(entry) for name, entry in self._entries.items()]
 
     def captured(self, held: Sequence[AttentionLayer], what: str) -> list[AttentionLayer]:
-        """Give the layers of which something is captured, on the ranks that hold them.
+        """The layers of which outputs, or inputs, are captured on some rank.
 
         Args:
-            held: the layers that this rank holds.
+            held: the layers of this rank.
             what: ``"outputs"`` or ``"inputs"``.
 
         Returns:
@@ -108,10 +108,10 @@ class Roster:
 
 
 def why_not_together(findings: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """Say why ranks cannot measure together.
+    """Reason why ranks cannot measure together.
 
     Args:
-        findings: rank -> what it has found, see `Roster`.
+        findings: rank -> its findings, see `Roster`.
 
     Returns:
         A sentence; `None` if they can: any two of them hold the same layers, or none in common.
@@ -145,7 +145,7 @@ def why_not_together(findings: Mapping[int, Mapping[str, Any]]) -> str | None:
 
 
 def in_model_order(names: Iterable[str]) -> list[str]:
-    """Put the names of layers from several ranks in the order of the whole model.
+    """Names of layers from several ranks in the order of the whole model.
 
     Numbers count; other parts of names come in the order in which they first occur.
 

@@ -1,4 +1,4 @@
-"""Which rules are asked: the default ones, or those of the user."""
+"""The rules of a run: the default ones, or those of the user."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hdi_callback.monitoring.rules.worst_pair import WorstPair
 
 
 def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
-    """Make the rules that are asked by default; each where what it needs is measured.
+    """The default rules; each judges readings that have the metrics it needs.
 
     Args:
         thresholds: their limits.
@@ -47,7 +47,7 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
         The rules.
 
     Raises:
-        MisconfigurationError: if they are no `Thresholds`.
+        MisconfigurationError: if `thresholds` is no `Thresholds`.
 
     Example:
         >>> [rule.name for rule in default_rules(Thresholds(trend=None, forecast=None, jump=None, tied=None))][:5]
@@ -106,7 +106,7 @@ def default_rules(thresholds: Thresholds = TRIED) -> list[Rule]:
 
 @dataclass(frozen=True)
 class _RulesByLayer:
-    """The default rules with the limits of a layer; a function that can be sent to other processes."""
+    """The default rules with the limits of a layer; a function that can be pickled."""
 
     limits: Mapping[str, Mapping[str, float | None]]
 
@@ -121,7 +121,7 @@ class _RulesByLayer:
 def choose_rules(
     rules: Literal["default"] | Sequence[Rule], thresholds: Mapping[str, Mapping[str, float | None]] | None = None
 ) -> Sequence[Rule] | Callable[[str], Sequence[Rule]]:
-    """Check the rules that are asked for, and the limits by layer.
+    """Check the arguments `alerts` and `thresholds`.
 
     Args:
         rules: rules, or ``"default"``.
@@ -129,11 +129,11 @@ def choose_rules(
             override earlier ones.
 
     Returns:
-        What `Alerts` takes.
+        The argument `rules` of `Alerts`.
 
     Raises:
-        MisconfigurationError: if something is no rule, two rules have one name, a limit is unknown or cannot be
-            reached, or limits are set for rules of your own.
+        MisconfigurationError: if an item is no rule, two rules have one name, a limit is unknown or cannot be reached,
+            or limits are set for rules of your own.
 
     Example:
         >>> rules_for = choose_rules("default", {"decoder.0.*": {"mean": 0.8}})

@@ -1,4 +1,4 @@
-"""Heads without a key weight, or with so little of it that they attend to nothing in particular."""
+"""`DeadHeads`: heads whose key weight is zero, or so small that their attention is uniform."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.words import named_heads
 
 
 class DeadHeads(Rule):
-    """Heads whose key weight is dead for practical purposes: they weigh all tokens alike.
+    """Key weights of heads are so small that they weigh all tokens alike.
 
-    A head is dead whose norm has fallen to a small share of what it was at the first reading, or of that of the median
+    A head is dead if its norm has fallen to a small share of its norm at the first reading, or of that of the median
     head beside it. Heads that begin so are not reported until the key weights of the layer have changed at five
-    readings, or, if nothing changes, for twenty. Of weights that were loaded they are left alone. Where a
-    norm follows the keys only a weight of zeros is dead, as the norm takes its size away again.
+    readings, or, if nothing changes, for twenty. In loaded weights they are ignored. If a norm follows the keys, only a
+    weight of zeros is dead, as the norm removes its size.
 
     Args:
-        share: of the norm, that is a warning; the alert is resolved at twice as much.
+        share: share of the norm that is a warning; the alert is resolved at twice as much.
     """
 
     name = "dead heads"
@@ -33,9 +33,9 @@ class DeadHeads(Rule):
         self.share = number("share of DeadHeads", share, above=0, below=1, example=0.01)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find dead heads, of those that have been alive, or had the time to come alive."""
+        """Find dead heads among those that have been alive, or have had time to become so."""
         first, ranks = series.first, series.latest.per_head("rank")
-        # A history of an earlier version holds no norms; then ranks alone tell.
+        # A history of an earlier version holds no norms; then ranks decide.
         before = first.per_head("head_norm") or [float(rank > 0) for rank in first.per_head("rank") or ranks]
         norms = series.latest.per_head("head_norm") or [float(rank > 0) for rank in ranks]
         share = 0.0 if "key" in series.facts.get("normed", ()) else self.share

@@ -1,4 +1,4 @@
-"""What each rule and curve means and what to do about it, as the documentation says it."""
+"""Explanations of rules and curves: what each means and what to do, from the documentation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ FILE = Path(__file__).with_name("explanations.json")
 """Written by docs/explanations.py from the tables of the documentation."""
 
 _NO_LIMITS = Thresholds(**{item.name: None for item in fields(Thresholds)})
-_ADMISSIBLE = 0.5  # as a limit of each rule
+_ADMISSIBLE = 0.5  # an argument of each rule
 
 
 @dataclass(frozen=True)
 class RuleExplanation:
-    """A rule of the package.
+    """Explanation of a rule.
 
     Attributes:
         name: its name, as alerts have it.
         messages: how its alerts begin.
-        meaning: what has happened.
+        meaning: what its alert means.
         action: what to do.
         raised: level and condition of each of its alerts.
-        resolved: when an alert ends; empty where no page says so.
+        resolved: when an alert ends; empty if no page says so.
         metrics: the curves that it judges.
         limits: name of each limit in `Thresholds` -> its default, `None` where it is off by default.
     """
@@ -58,7 +58,7 @@ class RuleExplanation:
 
 @dataclass(frozen=True)
 class CurveExplanation:
-    """A curve of the catalogue.
+    """Explanation of a curve.
 
     Attributes:
         name: of the metric.
@@ -85,7 +85,7 @@ class CurveExplanation:
 
 @cache
 def rule_explanations() -> dict[str, RuleExplanation]:
-    """Explain all rules of the package, also those that are off by default.
+    """Explanations of all rules, including those that are off by default.
 
     Returns:
         Name -> explanation, in the order of the documentation.
@@ -121,7 +121,7 @@ def explain(name: str) -> RuleExplanation | CurveExplanation:
         The explanation.
 
     Raises:
-        MisconfigurationError: if nothing has this name; says which is close.
+        MisconfigurationError: if nothing has this name; the message suggests a close one.
 
     Example:
         >>> explain("worst-pair").messages
@@ -155,7 +155,7 @@ def _texts() -> dict[str, dict[str, Any]]:
 
 
 def _with_all_rules() -> Thresholds:
-    """Limits under which no rule is off."""
+    """Limits with which no rule is off."""
     return replace(TRIED, **{limit: _ADMISSIBLE for limit, value in asdict(TRIED).items() if value is None})
 
 
@@ -169,7 +169,7 @@ def _classes() -> dict[str, str]:
 
 @cache
 def _limits() -> dict[str, dict[str, float | None]]:
-    """Find which limits a rule has, from which of them bring it among the rules."""
+    """Rule -> its limits: those without which it is not among the rules."""
     always = {rule.name for rule in default_rules(_NO_LIMITS)}
     limits: dict[str, dict[str, float | None]] = {}
     for limit, value in asdict(TRIED).items():

@@ -1,4 +1,4 @@
-"""Heads that lose directions."""
+"""`FallingRank`: heads whose key weights lose directions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, named_heads
 
 
@@ -17,7 +17,7 @@ class FallingRank(Rule):
     It falls when directions are lost, and only mildly when others grow, as they do in healthy training.
 
     Args:
-        flatness: the flatness that is a warning, if it is a tenth of that of the first reading or less.
+        flatness: the flatness that is a warning, if it is at most a tenth of that at the first reading.
     """
 
     name = "falling rank"

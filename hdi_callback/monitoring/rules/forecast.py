@@ -1,4 +1,4 @@
-"""Heads are moving together and will soon be one."""
+"""`AlignmentForecast`: the alignment will reach its limit soon."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hdi_callback.monitoring.rules.words import SEPARATE, decimal
 
 
 class AlignmentForecast(Rule):
-    """The heads of a layer, or two of them, approach each other and will be alike soon.
+    """The heads of a layer, or two of them, approach each other and will soon be at the limit.
 
     A straight line through ``y = -log(1 - a)`` over the last 20 readings, whose slope is well above its standard error
     (for autocorrelated residuals: inflated by ``sqrt((1 + r) / (1 - r))``), which rises, does not slow down, and
-    reaches the limit within 100 readings; three times in a row; and the weights have not shrunk to half. Of the
-    subspace lens alone: in the energy lens healthy heads move together as fast.
+    reaches the limit within 100 readings; three times in a row; and the weights have not shrunk to half. Subspace lens
+    only: in the energy lens healthy heads approach each other as fast.
 
     Args:
         limit: the alignment that is forecast.
@@ -39,12 +39,12 @@ class AlignmentForecast(Rule):
         self.rise = number("rise of AlignmentForecast", rise, above=0, below=1, example=0.05)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find the mean or the pair that will be there first."""
+        """Find which of mean and closest pair reaches the limit first."""
         if active is not None:
             assert active.finding.metric is not None
             steps, curve = series.curve(active.finding.metric)
             fit = fit_line(steps, curve, self.readings)
-            # It is resolved when the rise has ended, not when the alignment has arrived.
+            # It is resolved when the rise has ended, not when the alignment has reached the limit.
             is_rising = fit is not None and fit.slope > fit.error and not self._vanishes(series)
             return active.finding if is_rising or curve[-1] >= self.limit - HYSTERESIS else None
         found = []
@@ -76,12 +76,12 @@ class AlignmentForecast(Rule):
         )
 
     def _vanishes(self, series: Series) -> bool:
-        """Return whether the weights shrink: what is left of them may well point the same way, and is going nowhere."""
+        """Return whether the weights shrink: the rest of vanishing weights is often aligned, which is no collapse."""
         _, norms = series.curve("hdi_head_norm")
         return len(norms) >= self.readings and norms[-1] <= self.shrinks * norms[-self.readings]
 
     def _hit(self, steps: list[int], curve: list[float]) -> Line | None:
-        # The rise is asked first: it is cheap, and in most layers there is none.
+        # The rise first: it is cheap, and most layers have none.
         if len(curve) < self.readings or not self.rise <= curve[-1] - curve[-self.readings]:
             return None
         fit = fit_line(steps, curve, self.readings)

@@ -1,4 +1,4 @@
-"""Which heads of a layer are nearly one: all of them, not the closest pair alone."""
+"""Groups of similar heads: connected components of the pairs at or above a limit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _WEIGHT: dict[Lens, str] = {"subspace": "rank", "energy": "effective_rank"}
 
 
 def aligned_groups(row: Row, facts: Mapping[str, Any], lens: Lens, limit: float) -> Groups:
-    """Find the heads that are joined by a chain of pairs whose alignment is at a limit.
+    """Groups of heads that are joined by a chain of pairs whose alignment reaches a limit.
 
     Args:
         row: a reading of a layer.
-        facts: what is known of the layer.
-        lens: by which alignment.
-        limit: of the alignment of a pair.
+        facts: facts about the layer.
+        lens: the lens of the alignment.
+        limit: limit of the alignment of a pair.
 
     Returns:
-        Groups of two heads or more, each in ascending order. Where a history holds no matrices, each head is joined to
-        its nearest alone, and where that is not known, the closest pair represents all.
+        Groups of two heads or more, each in ascending order. If a history holds no matrices, each head is joined only
+        to its nearest; if that is not known, the closest pair represents all.
     """
     sizes, width = row.arrays.get(_WEIGHT[lens], ()), facts.get("width")
     if width and sizes and _OVERLAP[lens] in row.matrices:
@@ -44,12 +44,12 @@ def aligned_groups(row: Row, facts: Mapping[str, Any], lens: Lens, limit: float)
 
 
 def similar_groups(row: Row, matrix: str, limit: float) -> Groups:
-    """Find the heads that are joined by a chain of entries of a matrix that are at a limit.
+    """Groups of heads that are joined by a chain of matrix entries that reach a limit.
 
     Args:
         row: a reading of a layer.
-        matrix: its name in the history; ``<matrix>_worst_pair`` represents all where there is none.
-        limit: of an entry.
+        matrix: name of a matrix in the history; ``<matrix>_worst_pair`` represents all if there is none.
+        limit: limit of an entry.
 
     Returns:
         Groups of two heads or more, each in ascending order.
@@ -63,14 +63,14 @@ def similar_groups(row: Row, matrix: str, limit: float) -> Groups:
 
 
 def joined_by_both(row: Row, limit: float) -> Groups:
-    """Find the heads that are joined by pairs whose overlap is at a limit in both lenses.
+    """Groups of heads that are joined by pairs whose overlap reaches a limit in both lenses.
 
     Args:
         row: a reading of a layer.
-        limit: of both overlaps.
+        limit: limit of both overlaps.
 
     Returns:
-        Groups of two heads or more; without matrices the heads that are worst in both lenses.
+        Groups of two heads or more; without matrices the pair that is worst in both lenses.
     """
     if "overlap" in row.matrices and "energy_overlap" in row.matrices:
         entries, energies = row.matrices["overlap"].tolist(), row.matrices["energy_overlap"].tolist()
@@ -102,20 +102,20 @@ def groups_of(pairs: Iterable[tuple[int, int]]) -> Groups:
 
 
 def heads_in(groups: Groups) -> tuple[int, ...]:
-    """Give all heads of some groups, in ascending order."""
+    """All heads of some groups, in ascending order."""
     return tuple(sorted({head for group in groups for head in group}))
 
 
 def new_since_loading(groups: Groups, first: Groups, series: Series) -> Groups:
-    """Leave out what weights that were loaded had from the start.
+    """Leave out groups that loaded weights had from the start.
 
     Args:
-        groups: of the latest reading.
-        first: of the first.
+        groups: groups at the latest reading.
+        first: groups at the first reading.
         series: the readings of a layer.
 
     Returns:
-        Of weights that were loaded those groups that hold a head that was in none at first; else all.
+        For loaded weights the groups with a head that was in none at first; for fresh ones all.
     """
     if not series.is_loaded:
         return groups

@@ -1,4 +1,4 @@
-"""What has changed at once: weights that were rewritten, inputs that lost directions, queries that shrank."""
+"""Sudden changes between readings: weights that jump, inputs that lose rank, queries that shrink."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak, how_often_raised
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak, how_often_raised
 from hdi_callback.monitoring.rules.words import named_heads
 
 _PAST = 5
 
 
 class WeightJump(Rule):
-    """The weights of some heads have moved at once, and further than those of their layer ever did in this run.
+    """The weights of some heads have moved further between two readings than any of their layer before.
 
     As by a checkpoint whose rows are in another order, by steps that are far too large, by a force that begins to pull,
     or by code that writes weights. Heads that an intervention has written are left out.
 
     Args:
-        change: relative change of a head's weights since the reading before that is a warning.
-        factor: how many times the largest change so far it is, of the head that had moved least at each reading.
+        change: relative change of a head's weights since the last reading that is a warning.
+        factor: how many times the largest change so far it must be, of the head that moved least at each reading.
     """
 
     name = "weight jump"
@@ -35,7 +35,7 @@ class WeightJump(Rule):
         self.factor = number("factor of WeightJump", factor, above=1, below=float("inf"), example=4.0)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Hold the latest change of each head against those before."""
+        """Compare the latest change of each head with those before."""
         _, moves = series.curve("head_movement_min")
         *past, least = moves
         if len(past) < _PAST or not max(past) > 0:
@@ -63,12 +63,12 @@ class WeightJump(Rule):
 
 
 class InputsLoseRank(Rule):
-    """The input tokens of a layer have lost directions at once, and further than they ever changed in this run.
+    """The effective rank of a layer's input tokens has fallen further between two readings than it ever changed before.
 
-    As by a loader that gives one token again and again, or by code that cuts features off. What training does to them
-    goes on from one reading to the next, so it is reported when the two readings after the fall are where the fall has
-    ended; data of another kind may do so too. What the first layer is given is data, which training moves slowly but
-    which differ from batch to batch: there the medians of several readings are compared as well.
+    For instance by a loader that repeats one token, or by code that cuts features off. Training changes inputs
+    gradually, so a fall is reported once the two readings after it stay at its end; data of another kind may cause it
+    too. The inputs of the first layer are data, which training moves slowly but which differ from batch to batch: there
+    the medians of several readings are compared as well.
 
     Args:
         fall: factor by which the effective rank has fallen since the reading before, that is a warning.
@@ -80,15 +80,15 @@ class InputsLoseRank(Rule):
     past: ClassVar[int] = 6
     compared: ClassVar[int] = 12
     settled: ClassVar[float] = 0.25
-    """Share of the fall by which the next readings may differ, as a logarithm."""
+    """Share of the fall, in logarithms, by which the next readings may differ."""
     after: ClassVar[int] = 2
-    """How many readings after the fall are asked."""
+    """Number of readings after the fall that are compared."""
     of_data: ClassVar[int] = 4
-    """How many readings of the first layer are asked, those that begin with the fall."""
+    """Number of readings of the first layer that are compared, from the fall on."""
     apart: ClassVar[float] = 1.2
-    """Factor by which all of them lie below all readings before."""
+    """Factor by which all of them must lie below all readings before."""
     drift: ClassVar[float] = 0.1
-    """Share of the fall, as a logarithm, by which the readings before may have drifted."""
+    """Share of the fall, in logarithms, by which the readings before may have drifted."""
     at_once: ClassVar[float] = 0.6
     """Share of the fall, as a logarithm, that lies between two readings."""
 
@@ -97,7 +97,7 @@ class InputsLoseRank(Rule):
         self.factor = number("factor of InputsLoseRank", factor, above=1, below=float("inf"), example=4.0)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Compare the latest fall with the changes before; the alert is active until half of it is made up for."""
+        """Compare the latest fall with the changes before; the alert is active until half of the fall is undone."""
         steps, curve = series.curve("token_rank")
         now = curve[-1]
         if active is not None:
@@ -111,7 +111,7 @@ class InputsLoseRank(Rule):
             return None
         before = curve[:fallen]
         return Finding(
-            f"the tokens that the layer is given have lost directions at once (effective rank {now:.1f}, "
+            f"the input tokens of the layer have lost directions at once (effective rank {now:.1f}, "
             f"{before[-1]:.1f} at step {steps[fallen - 1]}, and never below {min(before):.1f} before)",
             "warning",
             now,
@@ -123,7 +123,7 @@ class InputsLoseRank(Rule):
         )
 
     def _fall(self, curve: Sequence[float], *, is_first: bool) -> int | None:
-        """Find the first reading after a fall; `None` if there was none just now."""
+        """The first reading after a fall; `None` if there was no fall just now."""
         fallen = len(curve) - 1 - self.after
         if self._is_sharp_fall(curve[:fallen], curve[fallen:]):
             return fallen
@@ -142,7 +142,7 @@ class InputsLoseRank(Rule):
         return all(abs(math.log(value / since_then[0])) <= self.settled * fall for value in since_then[1:])
 
     def _is_fall_of_data(self, before: Sequence[float], since_then: Sequence[float]) -> bool:
-        """Whether two levels lie apart, each of them steady but for noise."""
+        """Whether two levels differ, each of them steady but for noise."""
         if len(before) < self.past or min(before) < self.apart * max(since_then):
             return False
         fall = math.log(statistics.median(before) / statistics.median(since_then))
@@ -158,12 +158,12 @@ class InputsLoseRank(Rule):
 class SuddenShrink(Rule):
     """The queries or the keys of a layer have shrunk at once, and stay so: scores fall with them.
 
-    As where features of what the layer is given were cut off or a norm before it was lost, or where code scales queries
-    twice. Layers with heads that an intervention has written are left out, as `QKClip` makes queries and keys smaller.
+    For instance if input features were cut off, a norm before the layer was lost, or code scales queries twice. Layers
+    with heads that an intervention has written are left out, as `QKClip` makes queries and keys smaller.
 
     Args:
-        share: of the least mean norm at any reading before, that is a warning at two readings in a row; the alert is
-            over half way back.
+        share: share of the least mean norm at any reading before that is a warning at two readings in a row; the alert
+            is resolved half way back.
     """
 
     name = "sudden shrink"
@@ -175,7 +175,7 @@ class SuddenShrink(Rule):
         self.share = number("share of SuddenShrink", share, above=0, below=1, example=0.5)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Hold the last two readings against all before."""
+        """Compare the last two readings with all before."""
         if active is not None:
             metric, limit = active.finding.metric or "query_norm", active.finding.threshold or 0.0
             is_over = series.latest.values.get(metric, 0.0) >= math.sqrt(self.share) / self.share * limit
@@ -198,7 +198,7 @@ class SuddenShrink(Rule):
                 metric,
                 since=steps[len(before)],
                 certainty=healthy_peak(self.name, self.share),
-                remedy="checking what the layer is given since then, the norm before it, and the scale of queries and "
+                remedy="checking the inputs of the layer since then, the norm before it, and the scale of queries and "
                 "keys",
             )
         return None

@@ -1,4 +1,4 @@
-"""Which alignment a rule judges: of subspaces, or weighed by energy."""
+"""The two lenses of alignment: of subspaces, and weighed by energy."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ WORST: dict[Lens, str] = {"subspace": "hdi_worst_alignment", "energy": "hdi_ener
 WORST_PAIR: dict[Lens, str] = {"subspace": "worst_alignment_pair", "energy": "energy_worst_alignment_pair"}
 
 HYSTERESIS = 0.1
-"""An alert on alignment is resolved this far below the limit that began it."""
+"""Hysteresis: an alert on alignment is resolved this far below its limit."""
 
 NEARLY_ONE = 0.8
-"""The alignment of a pair in the subspace lens from which on its heads are called nearly one."""
+"""Alignment of a pair in the subspace lens from which on messages call its heads nearly one."""
 
-TOGETHER = 0.5  # a mean alignment that the mean's own rule tells of
+TOGETHER = 0.5  # a mean alignment that `MeanAlignment` reports
 
 
 def pair_of(row: Row, lens: Lens) -> tuple[int, ...]:
-    """Give the closest pair of heads.
+    """The closest pair of heads.
 
     Args:
         row: a reading of a layer.
-        lens: by which alignment.
+        lens: the lens of the alignment.
 
     Returns:
-        Two numbers of heads; empty if they are not known.
+        The two heads; empty if they are not known.
     """
     return tuple(int(head) for head in row.arrays.get(WORST_PAIR[lens], ()))
 

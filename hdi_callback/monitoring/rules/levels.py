@@ -1,4 +1,4 @@
-"""Rules on one curve: it has passed a limit, and has left what the run itself had been before."""
+"""Rules on one curve: it has passed a limit, and moved away from its first readings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak, how_often_raised
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak, how_often_raised
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 SCORES = (
@@ -18,29 +18,29 @@ SCORES = (
 
 
 class _Level(Rule):
-    """One curve has passed a limit and, of a run that began on the near side, gone a good way to get there."""
+    """One curve has passed a limit, far from its first readings."""
 
     metric: ClassVar[str]
     """What is judged."""
     what: ClassVar[str]
     rises: ClassVar[bool]
-    """Whether large values are those to warn of."""
+    """Whether large values are the bad ones."""
     way: ClassVar[float]
-    """How far from the median of the first readings the curve must be, as a share of the way from there to 0 or 1, or
-    as a factor where the curve is not bounded."""
+    """Distance from the median of the first readings, as a share of the way from there to 0 or 1, or as a factor if the
+    curve is not bounded."""
     hysteresis: ClassVar[float]
     """Share of the limit by which the curve must come back."""
     early: ClassVar[int] = 5
     judged: ClassVar[str] = ""
-    """Under what healthy runs are known, where that is not the metric at single readings."""
+    """Key of the statistics of healthy runs, if it is not the metric."""
     lasts: ClassVar[int] = 1
-    """Readings in a row at which the curve must be beyond the limit."""
+    """Consecutive readings beyond the limit."""
     remedy: ClassVar[str] = NO_REMEDY
 
     limit: float
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Hold the curve against its limit and its own past."""
+        """Compare the curve with its limit and its first readings."""
         value = series.value(self.metric)
         limit = self.limit
         if active is not None:
@@ -65,7 +65,7 @@ class _Level(Rule):
         )
 
     def heads(self, series: Series) -> tuple[int, ...]:
-        """Name the heads that it is about; none for the whole layer."""
+        """The heads concerned; none for the whole layer."""
         return ()
 
     def _has_lasted(self, series: Series) -> bool:
@@ -73,7 +73,7 @@ class _Level(Rule):
         return len(curve) >= self.lasts and all(self._is_beyond(value, self.limit) for value in curve[-self.lasts :])
 
     def _before(self, series: Series) -> float | None:
-        """The median of the first readings; of those that are kept where the run is longer."""
+        """Median of the first readings that are kept."""
         _, curve = series.curve(self.metric)
         first = series.first.values.get(self.metric)
         early = ([first] if first is not None else []) + curve[1:-1][: self.early - 1]
@@ -92,10 +92,10 @@ class _Level(Rule):
 
 
 class EntropyCollapse(_Level):
-    """The heads of a layer attend to fewer and fewer tokens: the mean entropy of their attention is at a limit.
+    """Entropy collapse: the mean entropy of a layer's attention has fallen to a limit.
 
     Args:
-        limit: of the entropy over log n, mean over heads: 1 uniform, 0 one token.
+        limit: limit of the entropy over log n, mean over heads: 1 uniform, 0 one token.
     """
 
     name = "entropy collapse"
@@ -114,14 +114,14 @@ class EntropyCollapse(_Level):
 class SharpFromStart(Rule):
     """Attention is sharp before anything was learned: a wrong scale of the scores, or inputs that are far too large.
 
-    Asked at step 0 of fresh weights. What was loaded may be as sharp as it likes.
+    Judged at step 0 of fresh weights; loaded ones may be sharp.
 
-    Where tokens are much alike attention stays flat under a wrong scale too, so the largest score is asked as well,
-    where it is known: with independent weights of the usual size scores have a standard deviation of one or less.
+    With similar tokens attention stays flat even under a wrong scale, so the largest score is judged as well, where it
+    is measured: with independent weights of the usual size scores have a standard deviation of one or less.
 
     Args:
         limit: of the entropy over log n, mean over heads: 1 uniform, 0 one token.
-        score: of the largest score.
+        score: limit of the largest score.
     """
 
     name = "sharp from the start"
@@ -135,7 +135,7 @@ class SharpFromStart(Rule):
         self.score = number("score of SharpFromStart", score, above=0, below=float("inf"), example=12.0)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Judge at step 0, and from then on for as long as it is so."""
+        """Judge at step 0, and later while the alert is active."""
         value = series.value("attention_entropy")
         if active is None and (series.latest.step > 0 or series.is_loaded):
             return None
@@ -157,19 +157,19 @@ class SharpFromStart(Rule):
             if is_sharp
             else healthy_peak(self.name, self.score),
             remedy="checking the scale of the scores, usually one over the root of the head width, and the size of "
-            "what the layer is given; for weights that were loaded, say loaded=True",
+            "the inputs of the layer; for weights that were loaded, say loaded=True",
         )
 
 
 class FlatAttention(Rule):
-    """Attention has stayed uniform since it began: the scores are so small that nothing tells tokens apart.
+    """Attention has stayed uniform since the first step: scores are too small to distinguish tokens.
 
-    As where the scale of the scores is far too small, or queries and keys do not train. Where the largest score is
-    known it must have stayed small too: a layer that has begun to tell a few tokens from the rest is still learning.
+    For instance if the scale of the scores is far too small, or queries and keys do not train. If the largest score is
+    measured, it must have stayed small too: a layer that has begun to prefer a few tokens is still learning.
 
     Args:
         limit: of the entropy over log n, mean over heads, at every reading so far.
-        readings: after which it is a warning.
+        readings: number of readings after which it is a warning.
     """
 
     name = "flat attention"
@@ -182,7 +182,7 @@ class FlatAttention(Rule):
         self.readings = whole_number("readings of FlatAttention", readings, least=2, example=15)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Ask of all readings that are kept, and of the first."""
+        """Judge all readings that are kept, and the first."""
         _, curve = series.curve("attention_entropy")
         first = series.first.values.get("attention_entropy", 0.0)
         if len(curve) < self.readings or min(*curve, first) < self.limit or not series.trains:
@@ -206,10 +206,10 @@ class FlatAttention(Rule):
 
 
 class LogitGrowth(_Level):
-    """Scores have grown so large that the softmax is saturated, and so do its gradients vanish.
+    """Scores have grown so large that the softmax saturates and its gradients vanish.
 
     Args:
-        limit: of the largest score of a sampled query.
+        limit: limit of the largest score of a sampled query.
     """
 
     name = "logit growth"
@@ -225,7 +225,7 @@ class LogitGrowth(_Level):
         self.limit = number("limit of LogitGrowth", limit, above=0, below=float("inf"), example=50.0)
 
     def heads(self, series: Series) -> tuple[int, ...]:
-        """Name the heads with scores beyond the limit."""
+        """The heads with scores beyond the limit."""
         logits = series.latest.per_head("attention_logit")
         return tuple(head for head, logit in enumerate(logits) if logit >= self.limit)
 
@@ -237,10 +237,10 @@ class LogitGrowth(_Level):
 
 
 class AttentionSink(_Level):
-    """All heads of a layer put their attention on one position: the head that does so least is at a limit.
+    """All heads of a layer put their attention on one position: the least of them reaches a limit.
 
     Args:
-        limit: of the mean attention to that position.
+        limit: limit of the mean attention to that position.
     """
 
     name = "attention sink"
@@ -255,7 +255,7 @@ class AttentionSink(_Level):
         self.limit = number("limit of AttentionSink", limit, above=0, below=1, example=0.9)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Ask of all heads, not of the one that does so most: single heads do so in healthy models."""
+        """Judge the head with the least: single heads are sinks in healthy models."""
         sinks = series.latest.per_head("attention_sink")
         if any(not sink >= self.limit - (self.hysteresis if active else 0) for sink in sinks):
             return None
@@ -263,19 +263,19 @@ class AttentionSink(_Level):
 
 
 class TokensAlike(_Level):
-    """The input tokens of a layer have become one, and stay so: their mean cosine is at a limit at three readings.
+    """The input tokens of a layer have become nearly equal: their mean cosine reaches a limit at three readings.
 
     Under a high learning rate a model may first learn how often each output occurs, which gives all tokens of a later
     layer nearly one direction for a few readings.
 
     Args:
-        limit: of the mean cosine of two tokens.
+        limit: limit of the mean cosine of two tokens.
     """
 
     name = "tokens alike"
     metric = "token_cosine"
     needs = ("token_cosine",)
-    what = "the tokens that the layer is given are nearly one: mean cosine"
+    what = "the input tokens of the layer are nearly one: mean cosine"
     rises = True
     way = 0.5
     hysteresis = 0.02

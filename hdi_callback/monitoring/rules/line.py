@@ -1,4 +1,4 @@
-"""A straight line through a curve of alignments, and how sure its slope is."""
+"""A straight line through a curve of alignments, with the standard error of its slope."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 def stretch(alignment: float) -> float:
-    """Give ``-log(1 - a)``, in which a steady approach to 1 is a straight line.
+    """``-log(1 - a)``, in which a steady approach to 1 is a straight line.
 
     Args:
         alignment: at most 1.
@@ -37,7 +37,7 @@ def fit_line(steps: Sequence[int], curve: Sequence[float], readings: int) -> Lin
     Args:
         steps: the steps of the readings.
         curve: their alignments.
-        readings: how many of them.
+        readings: number of readings to fit.
 
     Returns:
         The line; `None` if there are too few readings.

@@ -1,4 +1,4 @@
-"""What a query may see has changed, or is one token."""
+"""Rules on masks: keys that a query may attend to have changed, or are only one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak, how_often_raised
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak, how_often_raised
 from hdi_callback.monitoring.rules.words import decimal
 
 _NOTHING = 1e-6
-"""Attention to tokens that a mask hides, but for rounding."""
+"""Largest attention to masked tokens, from rounding."""
 
-MASK = "checking the mask that attention is given, and whether True means seen or hidden there"
+MASK = "checking the attention mask, and whether True means visible or hidden in it"
 
 
 class LaterTokens(Rule):
@@ -21,7 +21,7 @@ class LaterTokens(Rule):
     A model whose mask was never there cannot be distinguished from an encoder.
 
     Args:
-        share: of attention that goes to later tokens, that is a warning.
+        share: share of attention to later tokens that is a warning.
     """
 
     name = "later tokens"
@@ -31,7 +31,7 @@ class LaterTokens(Rule):
         self.share = number("share of LaterTokens", share, above=0, below=1, example=0.001)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Ask whether later tokens were hidden before, and are not now."""
+        """Check whether later tokens were hidden before, and are not now."""
         value = series.value("attention_ahead")
         first = series.first.values.get("attention_ahead", 1.0)
         if value < self.share or first > _NOTHING:
@@ -57,12 +57,12 @@ class LaterTokens(Rule):
 class FewerKeys(Rule):
     """Queries see far fewer keys at once than they always did: a mask is inverted, or hides too much.
 
-    Asked where the number of keys had been the same at all readings, as with sequences of one length; with sequences
-    that vary it says nothing, and of sequences that have become shorter it cannot tell a mask.
+    Judged if the number of keys was the same at all readings before, as with sequences of one length; not with varying
+    lengths. Shorter sequences look the same.
 
     Args:
-        share: of the keys that queries saw before, that is a warning.
-        readings: at which the number had been the same.
+        share: share of the earlier number of keys that is a warning.
+        readings: number of earlier readings at which it was the same.
     """
 
     name = "fewer keys"
@@ -75,7 +75,7 @@ class FewerKeys(Rule):
         self.readings = whole_number("readings of FewerKeys", readings, least=2, example=6)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Hold the number of keys against what it has always been."""
+        """Compare the number of keys with that of earlier readings."""
         steps, curve = series.curve("attention_keys")
         if active is not None:
             return active.finding if curve[-1] <= (active.finding.threshold or 0.0) else None
@@ -104,7 +104,7 @@ class OneKey(Rule):
     needs = ("attention_keys",)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Ask how many keys a query sees."""
+        """Check how many keys a query sees."""
         value = series.value("attention_keys")
         if value > 1:
             return None

@@ -1,11 +1,12 @@
-"""The heads of a layer have moved together."""
+"""`MeanAlignment`: the mean alignment of a layer's heads reaches a limit."""
 
 from __future__ import annotations
 
 from hdi_callback.monitoring.alerts import Alert, Finding, Level, Rule, Series
 from hdi_callback.monitoring.rules.groups import aligned_groups, heads_in
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, NEARLY_ONE, Lens, is_active_at, is_first_step
-from hdi_callback.monitoring.rules.thresholds import check_limit, healthy_peak
+from hdi_callback.monitoring.rules.thresholds import check_limit
 from hdi_callback.monitoring.rules.tied_heads import equal_heads
 from hdi_callback.monitoring.rules.words import (
     NO_REMEDY,
@@ -18,7 +19,7 @@ from hdi_callback.monitoring.rules.words import (
 
 
 class MeanAlignment(Rule):
-    """The heads of a layer have moved together: the mean over their pairs is at a limit.
+    """The heads of a layer have moved together: their mean alignment reaches a limit.
 
     Args:
         subspace: limit of the subspace lens that is a warning.
@@ -54,7 +55,7 @@ class MeanAlignment(Rule):
         metric = MEAN[lens]
         is_from_start = series.holds_from_start(lambda row: row.values.get(metric, 0) >= limit)
         if series.is_loaded and series.first.values.get(metric, 0) >= limit - HYSTERESIS and active is None:
-            return None  # it was loaded so
+            return None  # loaded with this alignment
         if active is None and len(heads_in(equal_heads(series.latest))) == series.facts.get("num_key_heads"):
             return None  # reported as tied
         value = series.value(metric)

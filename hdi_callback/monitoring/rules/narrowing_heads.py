@@ -1,4 +1,4 @@
-"""Heads whose keys come to read few directions, and quickly."""
+"""`NarrowingHeads`: the keys of heads lose directions quickly."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 
 class NarrowingHeads(Rule):
     """The key weights of a head have come to read few directions within a few readings.
 
-    As where directions are lost, or where one grows far beyond the others. It needs no second head to compare with, so
-    it sees this under multi-query attention too. Healthy training makes spectra uneven as well, but slowly. Heads that
-    begin at zero have no first spectrum to be held against.
+    Directions are lost, or one grows far beyond the others. It needs no second head to compare with, so it works under
+    multi-query attention too. Healthy training makes spectra uneven as well, but slowly. Heads that begin at zero have
+    no first spectrum to compare with.
 
     Args:
-        share: of the spectral flatness, that is a warning: both of the least in the layer twelve readings before (of
-            the first reading where there are fewer) and of the head's own at the first reading. The alert is resolved
-            half way back.
+        share: share of the spectral flatness that is a warning: both of the least in the layer twelve readings before
+            (or at the first reading, if there are fewer) and of the head's own at the first reading. The alert is
+            resolved half way back.
     """
 
     name = "narrowing heads"
@@ -37,7 +37,7 @@ class NarrowingHeads(Rule):
         place = max(0, len(curve) - 1 - self.within)
         limit = self.share * curve[place]
         since, margin = steps[place], 1.0
-        if active is not None:  # held against what it was when the alert was raised
+        if active is not None:  # compared with the reading at which the alert was raised
             limit, since, margin = active.finding.threshold or 0.0, active.finding.since or since, self.share**-0.5
         heads = [
             head

@@ -1,4 +1,4 @@
-"""Weights that are no longer numbers."""
+"""`NonFinite`: weights or outputs that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _COUNTS = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
 
 
 class NonFinite(Rule):
-    """The weights of a layer, or what its heads give, are no longer numbers.
+    """Weights of a layer, or outputs of its heads, are NaN or infinite.
 
-    Of the keys it is always asked; of queries, values and outputs, and of what the heads gave, where
-    ``weights_not_finite`` and ``outputs_not_finite`` are measured.
+    Key weights are always judged; other weights if ``weights_not_finite`` is measured, outputs if
+    ``outputs_not_finite`` is.
     """
 
     name = "weights not finite"

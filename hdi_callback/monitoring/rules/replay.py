@@ -1,4 +1,4 @@
-"""A run judged after the fact, from its history file."""
+"""`replay`: the rules applied to a run's history file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def replay(
 
     Args:
         path: a history file.
-        rules: the rules to ask; by default those of `HDICallback`.
+        rules: the rules to apply; by default those of `HDICallback`.
         thresholds: for the default rules: pattern of layer names -> limits, as `HDICallback` takes them.
 
     Returns:
@@ -73,11 +73,11 @@ def read_alerts(path: str | os.PathLike[str]) -> list[Alert]:
 
 
 def active_alerts(alerts: Iterable[Alert], least: Level = "warning") -> list[Alert]:
-    """Find which alerts are active after the last of them.
+    """The alerts that are active after the last of them.
 
     Args:
         alerts: every alert of a run, in the order in which they were raised.
-        least: the level from which on an alert counts.
+        least: the lowest level that counts.
 
     Returns:
         Those that are not resolved, each as it was raised last, the most serious first.

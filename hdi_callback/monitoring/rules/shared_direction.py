@@ -1,4 +1,4 @@
-"""The same directions take over all heads."""
+"""`SharedDirection`: one or few directions come to dominate all heads."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.rules.healthy_runs import how_often_raised
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, TOGETHER
-from hdi_callback.monitoring.rules.thresholds import how_often_raised
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, shared_directions
 
 
 class SharedDirection(Rule):
-    """The same directions, mostly one, take over all heads, late and suddenly: the energy alignment leaves its level.
+    """The same directions, mostly one, come to dominate all heads late and suddenly: the energy alignment jumps.
 
-    Healthy heads come to share a direction early in training, as fast and as far. So the level alone says little, and
-    this asks for a quiet stretch before: over 20 readings that ended 15 readings ago the alignment moved by at most
+    Healthy heads come to share a direction early in training, as fast and as far. So the level alone says little; a
+    quiet stretch before is required as well: over 20 readings that ended 15 readings ago the alignment moved by at most
     0.2, and since then it has risen by 0.4 or more.
 
     Args:

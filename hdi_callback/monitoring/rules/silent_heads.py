@@ -1,4 +1,4 @@
-"""Heads that add nothing, or whose weights do not move."""
+"""Heads that contribute nothing, and weights that do not train."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import how_often_raised
+from hdi_callback.monitoring.rules.healthy_runs import how_often_raised
 from hdi_callback.monitoring.rules.words import named_heads
 
 
 class NoContribution(Rule):
-    """Heads that add next to nothing to the layer's output, as where values or outputs are dead.
+    """Heads that contribute next to nothing to the layer's output, as with dead value or output weights.
 
-    Heads that begin so, as behind an output projection of zeros, are reported after twenty readings; of weights that
-    were loaded they are left alone.
+    Heads that begin so, as with an output projection of zeros, are reported after twenty readings; in loaded weights
+    they are ignored.
 
     Args:
-        share: of the RMS of all heads together, that is a warning; the alert is resolved at twice as much.
+        share: share of the RMS of all heads together that is a warning; the alert is resolved at twice as much.
     """
 
     name = "no contribution"
@@ -51,13 +51,13 @@ class NoContribution(Rule):
 
 
 class FrozenHeads(Rule):
-    """Heads whose weights stand still from one reading to the next, while others of the model move.
+    """Heads whose weights do not change between readings, while others of the model do.
 
-    Frozen by mistake, left out of the optimizer, or moved by so little that the type of the weights rounds it away.
-    Layers none of whose parameters requires a gradient are meant so, and left alone.
+    They are frozen by mistake, left out of the optimizer, or change by less than the rounding of their type. Layers
+    none of whose parameters requires a gradient are frozen on purpose, and ignored.
 
     Args:
-        readings: in a row at which they have not moved.
+        readings: consecutive readings without a change.
     """
 
     name = "frozen heads"
@@ -67,7 +67,7 @@ class FrozenHeads(Rule):
         self.readings = whole_number("readings of FrozenHeads", readings, least=1, example=3)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find the heads that stand still beside others that move."""
+        """Find the heads that do not move while others do."""
         _, least = series.curve("head_movement_min")
         moves = series.latest.per_head("head_movement")
         if len(least) < self.readings or max(least[-self.readings :]) > 0 or not series.trains:
@@ -98,13 +98,13 @@ class FrozenHeads(Rule):
 class UntrainedWeights(Rule):
     """Some of a layer's weights never change, to the last bit, while the others do.
 
-    As where keys were left out of the parameters of the optimizer, or the graph is cut behind queries and keys. It is
-    reported by the share of a head's weights that do not change, which is then that of one, two or three of its four
-    weights, at every reading. Layers with a parameter that requires no gradient (adapters, parts that are frozen) are
-    meant so, and left alone. Keys and values that heads share are not judged, and weights that decay alone move.
+    For instance if keys were left out of the optimizer's parameters, or the graph is cut behind queries and keys. It is
+    detected by the share of a head's weights that do not change, which is then that of one, two or three of its four
+    weights, at every reading. Layers with a parameter that requires no gradient (adapters, frozen parts) are ignored.
+    Keys and values that heads share are not judged, and weights that decay alone move.
 
     Args:
-        readings: in a row at which it is so.
+        readings: consecutive readings at which it is so.
     """
 
     name = "untrained weights"
@@ -121,7 +121,7 @@ class UntrainedWeights(Rule):
         rows = largest[-self.readings :]
         if not facts.get("all_train", False) or facts.get("head_dim") != facts.get("value_dim") or not shares:
             return None
-        own = 4 if facts.get("num_heads") == facts.get("num_key_heads") else 2  # weights that are a head's own
+        own = 4 if facts.get("num_heads") == facts.get("num_key_heads") else 2  # weights that heads do not share
         count = round(own * shares[0])
         if len(rows) < self.readings or not 0 < count < own:
             return None
@@ -145,12 +145,11 @@ class UntrainedWeights(Rule):
 class RoundedAway(Rule):
     """Hardly any weight of a layer's heads changes between readings, to the last bit: updates round away.
 
-    As where weights are kept in bfloat16 under a small learning rate, or the rate has fallen to nothing. Heads that do
-    not move at all are those of `FrozenHeads`; layers none of whose parameters requires a gradient are left alone.
+    For instance with weights in bfloat16 and a small learning rate, or one that has decayed to nothing. Heads that do
+    not move at all are reported by `FrozenHeads`; layers none of whose parameters requires a gradient are ignored.
 
     Args:
-        share: of the weights that are what they were at the reading before, in each head of the layer, that is a
-            warning.
+        share: share of unchanged weights since the last reading, in each head of the layer, that is a warning.
         readings: in a row at which it is so.
     """
 
@@ -171,7 +170,7 @@ class RoundedAway(Rule):
         if not shares or not min(shares) >= self.share:
             return None
         has_moved = min(largest) < self.share
-        if min(shares) == 1 and not has_moved:  # frozen from the start, which is meant, or reported by FrozenHeads
+        if min(shares) == 1 and not has_moved:  # frozen from the start: on purpose, or reported by FrozenHeads
             return None
         return Finding(
             f"{100 * min(shares):.0f} % of the weights of every head are exactly what they were at the reading before",

@@ -1,4 +1,4 @@
-"""Heads that score, write or attend alike, as circuits and attention rows show them."""
+"""Heads that score, write or attend alike, by circuits and attention rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import ClassVar
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.groups import heads_in, new_since_loading, similar_groups
-from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, SEPARATE, decimal, named_groups
 
 
 class _SimilarHeads(Rule):
-    """Some heads of a layer do the same by one measure; all of them are named."""
+    """Some heads of a layer are alike by one measure; all of them are named."""
 
     matrix: ClassVar[str]
     what: ClassVar[str]
@@ -20,11 +20,11 @@ class _SimilarHeads(Rule):
     remedy: ClassVar[str]
     margin: ClassVar[float]
     judged: ClassVar[str] = ""
-    """Under what healthy runs are known, where that is not the metric."""
+    """Key of the statistics of healthy runs, if it is not the metric."""
     lasts: ClassVar[int] = 1
-    """Readings in a row at which the limit is reached: heads that begin at zero all move the same way at first."""
+    """Consecutive readings at the limit: heads that begin at zero all move the same way at first."""
     began_below: ClassVar[float | None] = None
-    """What the first reading must have been below; `None` to ask of all layers."""
+    """Upper bound of the first reading; `None` to judge all layers."""
 
     def __init__(self, limit: float) -> None:
         self.limit = number(f"limit of {type(self).__name__}", limit, above=0, below=1, example=0.9)
@@ -45,7 +45,7 @@ class _SimilarHeads(Rule):
             reported = set(active.finding.heads) | set(heads_in(groups))
             near = similar_groups(series.latest, self.matrix, limit)
             groups = tuple(kept for group in near if len(kept := tuple(h for h in group if h in reported)) > 1)
-        # The first reading keeps its worst pair and no matrix: what was so alike at first is known by it alone.
+        # The first reading is kept without its matrix: only its worst pair says which heads were alike at first.
         groups = new_since_loading(groups, similar_groups(series.first, self.matrix, limit), series)
         if not groups:
             return None
@@ -65,10 +65,10 @@ class _SimilarHeads(Rule):
 
 
 class MergedScores(_SimilarHeads):
-    """Query and key weights of some heads have become one: the cosine of their QK circuits is at a limit.
+    """Query and key weights of some heads score alike: the cosine of their QK circuits reaches a limit.
 
-    It sees what key subspaces cannot: query heads under grouped and multi-query attention, and heads as wide as the
-    layer's input.
+    It covers cases that key subspaces cannot: query heads under grouped and multi-query attention, and heads as wide as
+    the layer's input.
 
     Args:
         limit: of the cosine.
@@ -86,10 +86,10 @@ class MergedScores(_SimilarHeads):
 
 
 class MergedMessages(_SimilarHeads):
-    """Value and output weights of some heads have become one: the cosine of their OV circuits is at a limit.
+    """Value and output weights of some heads write the same: the cosine of their OV circuits reaches a limit.
 
-    Heads whose outputs begin at zero all move the same way at first, and nothing is known of them at the first reading:
-    only layers that began with heads of their own are judged.
+    Heads whose output weights begin at zero all move the same way at first, so only layers with distinct heads at the
+    first reading are judged.
 
     Args:
         limit: of the cosine.
@@ -112,7 +112,7 @@ class AttendAlike(_SimilarHeads):
     """Some heads attend alike, beyond both being flat.
 
     Args:
-        limit: of the cosine of their attention rows with the uniform part taken out.
+        limit: limit of the cosine of their attention rows with the uniform part removed.
     """
 
     name = "attend alike"

@@ -1,4 +1,4 @@
-"""Attention that has become sharp or flat, and faster than it ever changed in this run."""
+"""Attention that becomes sharper or flatter faster than ever before in the run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.words import decimal
 
 _ENTROPY = "attention_entropy"
 
 
 class SuddenSharpening(Rule):
-    """The heads of a layer have come to look at few tokens within a few readings.
+    """The attention of a layer has become sharp within a few readings.
 
-    As where scores grow, or where something is added to the scores of one token. Healthy training sharpens attention
+    For instance if scores grow, or if a term is added to the scores of one token. Healthy training sharpens attention
     too, over many readings. Layers with heads that an intervention has written are left out.
 
     Args:
@@ -32,7 +32,7 @@ class SuddenSharpening(Rule):
     within: ClassVar[int] = 8
     past: ClassVar[int] = 6
     factor: ClassVar[float] = 4.0
-    """How many times the largest change before the fall is, both as logarithms."""
+    """Ratio of the fall to the largest change before it, both in logarithms."""
 
     def __init__(self, fall: float = 4.0) -> None:
         self.fall = number("fall of SuddenSharpening", fall, above=1, below=math.inf, example=4.0)
@@ -68,11 +68,11 @@ class SuddenSharpening(Rule):
 
 
 class SuddenFlattening(Rule):
-    """Attention has become flatter at once, and stays so: most of what told tokens apart is gone.
+    """Attention has suddenly become flatter, and stays so: it hardly distinguishes tokens any more.
 
-    As where the tokens become alike, where a norm or a part of the input is lost, or where the scale of the scores is
-    changed. What is compared is how far the entropy lies below that of uniform attention. Data of another kind may do
-    so too. Layers with heads that an intervention has written are left out.
+    For instance if tokens become alike, a norm or a part of the input is lost, or the scale of the scores is changed.
+    It compares how far the entropy lies below that of uniform attention. Data of another kind may cause it too. Layers
+    with heads that an intervention has written are left out.
 
     Args:
         factor: by which the distance from uniform attention at each of the last four readings lies below the least of
@@ -87,13 +87,13 @@ class SuddenFlattening(Rule):
     at_once: ClassVar[float] = 0.6
     """Share of the fall, as a logarithm, that lies between two readings."""
     least: ClassVar[float] = 5e-4
-    """Distance below which attention is uniform for practical purposes: it has nothing to lose."""
+    """Distance from uniform attention below which a layer is not judged: it cannot become flatter."""
 
     def __init__(self, factor: float = 3.0) -> None:
         self.factor = number("factor of SuddenFlattening", factor, above=1, below=math.inf, example=3.0)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Hold the last four readings against those before."""
+        """Compare the last four readings with those before."""
         if active is not None:
             is_over = 1 - series.value(_ENTROPY) >= math.sqrt(self.factor) * (active.finding.threshold or 0.0)
             return None if is_over else active.finding
@@ -116,7 +116,7 @@ class SuddenFlattening(Rule):
             _ENTROPY,
             since=steps[fallen],
             certainty=healthy_peak(self.name, self.factor),
-            remedy="checking what the layer is given since then, the norm before it, and the scale of the scores",
+            remedy="checking the inputs of the layer since then, the norm before it, and the scale of the scores",
         )
 
 

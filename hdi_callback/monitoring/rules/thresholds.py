@@ -1,4 +1,4 @@
-"""`Thresholds`: the limits of the default rules, and how sure an alarm at one is."""
+"""`Thresholds`: the limits of the default rules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from typing import Any
 
 from hdi_callback.arguments import did_you_mean, number, shown
 from hdi_callback.errors import MisconfigurationError
-
-HEALTHY_RUNS = 144  # of small models, in docs/benchmarks/alerts-*.md
-HEALTHY_RUNS_WITH_ROWS = 1298  # in docs/benchmarks/faults.json.gz
-HEALTHY_RUNS_JUDGED = 1095  # those of them that were judged by the rules as they are
 
 
 @dataclass(frozen=True)
@@ -105,9 +101,9 @@ def check_limit(argument: str, value: Any, *, below: float = 1) -> float | None:
     """Check a limit.
 
     Args:
-        argument: where it was written.
-        value: what came.
-        below: what it must be below.
+        argument: name of the argument.
+        value: its value.
+        below: upper bound.
 
     Returns:
         A number above 0, or `None` where it is switched off.
@@ -118,111 +114,6 @@ def check_limit(argument: str, value: Any, *, below: float = 1) -> float | None:
 
 
 TRIED = Thresholds()
-
-
-@dataclass(frozen=True)
-class _Peak:
-    """How far a metric came in healthy runs.
-
-    Attributes:
-        value: the largest, or least, value in any of them.
-        runs: how many they are.
-        is_least: whether small values are those to warn of.
-        digits: behind the point, in what is said.
-        of: what the value is a share or a multiple of.
-    """
-
-    value: float
-    runs: int = HEALTHY_RUNS
-    is_least: bool = False
-    digits: int = 2
-    of: str = ""
-
-
-_HEALTHY_PEAKS = {
-    "hdi_alignment": _Peak(0.39, HEALTHY_RUNS + HEALTHY_RUNS_WITH_ROWS),
-    "hdi_energy_alignment": _Peak(0.94, HEALTHY_RUNS + HEALTHY_RUNS_WITH_ROWS),
-    "hdi_worst_alignment": _Peak(0.459, HEALTHY_RUNS + HEALTHY_RUNS_WITH_ROWS),
-    "hdi_energy_worst_alignment": _Peak(0.99),
-    "circuit_qk_worst": _Peak(0.545, HEALTHY_RUNS_WITH_ROWS),
-    "attention_entropy": _Peak(0.374, HEALTHY_RUNS_WITH_ROWS, is_least=True),
-    "attention_logit": _Peak(44.5, HEALTHY_RUNS_WITH_ROWS, digits=0),
-    "attention_sink": _Peak(0.878, HEALTHY_RUNS_WITH_ROWS),
-    "vanishing weights": _Peak(0.3676, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first norm"),
-    "dead heads": _Peak(0.7083, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first norm"),
-    "falling rank": _Peak(0.7298, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first flatness"),
-    "weight jump": _Peak(2.204, HEALTHY_RUNS_JUDGED, of=" times the largest change before"),
-    "sudden shrink": _Peak(0.8665, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the least norm before"),
-    "later tokens": _Peak(0.0, HEALTHY_RUNS_JUDGED, digits=3),
-    "merged messages": _Peak(0.4992, HEALTHY_RUNS_JUDGED),
-    "fewer keys": _Peak(1.0, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the keys"),
-    "tokens alike": _Peak(0.9942, HEALTHY_RUNS_JUDGED, digits=3),
-    "narrowing heads": _Peak(0.7437, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the flatness before"),
-    "sudden sharpening": _Peak(1.864, HEALTHY_RUNS_JUDGED, of=" times"),
-    "sudden flattening": _Peak(1.637, HEALTHY_RUNS_JUDGED, of=" times"),
-    "sharp from the start": _Peak(8.92, HEALTHY_RUNS_JUDGED, digits=1),
-}
-"""Metric, or rule -> what the healthy runs of docs/benchmarks/alerts-*.md and faults.json.gz came to."""
-
-_OF_SEVERAL: dict[str, dict[str, float]] = {
-    "flat attention": {"limit": 0.9995, "readings": 15},
-    "frozen heads": {"readings": 3},
-    "inputs lose rank": {"fall": 1.4, "factor": 4.0},
-    "one key": {},
-    "rounded away": {"share": 0.9, "readings": 3},
-    "shared direction": {"limit": 0.8},
-    "untrained weights": {"readings": 5},
-}
-"""Rules that judge more than one number, with the arguments under which healthy runs were judged by them."""
-
-_RAISED = {"inputs lose rank": 1}
-"""How many healthy runs raised one of these rules, of those that any did."""
-
-
-def healthy_peak(metric: str, limit: float) -> str:
-    """Say how far a metric came in healthy runs, beside the limit that was reached.
-
-    Args:
-        metric: what was judged.
-        limit: what it was held against.
-
-    Returns:
-        A part of a sentence; empty where nothing is known.
-
-    Example:
-        >>> healthy_peak("attention_entropy", 0.01)
-        'the limit is 0.01, and none of 1298 healthy runs of small models fell below 0.37'
-    """
-    peak = _HEALTHY_PEAKS.get(metric)
-    if peak is None:
-        return ""
-    at, came = f"{limit:.{peak.digits}f}{peak.of}", f"{peak.value:.{peak.digits}f}"
-    runs = f"{peak.runs} healthy runs of small models"
-    if limit < peak.value if peak.is_least else limit > peak.value:
-        so = f"none of {runs} fell below {came}" if peak.is_least else f"{runs} came to {came} at most"
-        return f"the limit is {at}, and {so}"
-    return f"the limit is {at}, which healthy runs reach: of {runs} one came to {came}"
-
-
-def how_often_raised(rule: str, **arguments: float) -> str:
-    """Say of a rule that judges more than one number how many healthy runs raised it.
-
-    Args:
-        rule: its name.
-        **arguments: those it was made with.
-
-    Returns:
-        A part of a sentence; empty where the arguments are others than those that were tried.
-
-    Example:
-        >>> how_often_raised("frozen heads", readings=3)
-        'none of 1095 healthy runs of small models raised "frozen heads"'
-        >>> how_often_raised("frozen heads", readings=1)
-        ''
-    """
-    if _OF_SEVERAL[rule] != arguments:
-        return ""
-    return f'{_RAISED.get(rule, "none")} of {HEALTHY_RUNS_JUDGED} healthy runs of small models raised "{rule}"'
 
 
 def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]] | None:

@@ -1,4 +1,4 @@
-"""Heads that are copies of one another: equal at any time, or as alike at the start as independent heads never are."""
+"""`TiedHeads`: heads with equal key weights, or more alike at step 0 than independent heads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ EQUAL = 1 - 4e-7
 class TiedHeads(Rule):
     """Heads whose key weights are equal; and at step 0, heads more alike than independent initialisation makes them.
 
-    Equal heads are no collapse, which never comes so far: they share a parameter, were copied, or are a bug. Of weights
-    that were loaded only heads are reported that have become equal since; the other question is asked of fresh ones
-    alone, and of an alignment of one half or more.
+    Equality is no collapse, which never goes so far: the heads share a parameter, were copied, or there is a bug. In
+    loaded weights only heads that became equal later are reported. Improbably similar heads are reported in fresh
+    weights only, from an alignment of one half on.
 
     Args:
-        probability: the largest one, under independent initialisation, that is a warning.
+        probability: largest probability, under independent initialisation, that is a warning.
     """
 
     name = "tied heads"
@@ -40,7 +40,7 @@ class TiedHeads(Rule):
         self.probability = number("probability of TiedHeads", probability, above=0, below=1, example="1e-6")
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find equal heads; at step 0, the closest ones; afterwards, tell when they have come apart."""
+        """Find equal heads, and at step 0 improbably similar ones; afterwards, whether they have separated."""
         equal = new_since_loading(equal_heads(series.latest), equal_heads(series.first), series)
         if series.is_loaded and len(series.rows) == 1:
             return None

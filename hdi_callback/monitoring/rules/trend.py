@@ -1,4 +1,4 @@
-"""The alignment of a layer has begun to rise."""
+"""`AlignmentTrend`: a notice that the alignment of a layer has begun to rise."""
 
 from __future__ import annotations
 

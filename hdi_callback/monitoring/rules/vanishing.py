@@ -1,4 +1,4 @@
-"""Heads whose circuits fade away."""
+"""`VanishingWeights`: heads whose circuits shrink."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.thresholds import healthy_peak
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.words import named_heads
 
 
 class VanishingWeights(Rule):
-    """What heads score or write with fades away: the norm of a circuit has fallen to a share of what it was.
+    """A head's circuit vanishes: its norm has fallen to a share of its norm at the first reading.
 
     A circuit is the product of query and key weights, or of value and output weights: it falls when either does. Heads
-    that begin near zero, beside the others of their layer, have nothing to lose, and heads that an intervention has
-    written begin anew. Where a norm follows queries or keys (or values), the size of those weights is taken away again,
-    and decay shrinks them in healthy runs: the circuit that they are part of is not asked about.
+    that begin near zero, relative to others of their layer, are not judged, and heads that an intervention has written
+    begin anew. If a norm follows queries or keys (or values), the size of those weights has no effect, and decay
+    shrinks them in healthy runs: their circuit is not judged.
 
     Args:
-        share: of the norm at the first reading, that is a warning; the alert is resolved at twice as much.
+        share: share of the norm at the first reading that is a warning; the alert is resolved at twice as much.
     """
 
     name = "vanishing weights"
@@ -32,15 +32,15 @@ class VanishingWeights(Rule):
     roles: ClassVar[dict[str, frozenset[str]]] = {
         "circuit_qk_norm": frozenset({"query", "key"}), "circuit_ov_norm": frozenset({"value"}),
     }  # fmt: skip
-    """Those whose size says nothing of a circuit where a norm follows them."""
+    """Roles whose size does not matter for a circuit if a norm follows them."""
     begins: ClassVar[float] = 0.1
-    """Share of the layer's median head that a head must begin with to be asked about."""
+    """Smallest first norm of a head that is judged, as a share of the layer's median head."""
 
     def __init__(self, share: float = 0.1) -> None:
         self.share = number("share of VanishingWeights", share, above=0, below=1, example=0.1)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find the heads whose circuits have fallen, in whichever of the two measures is lower."""
+        """Find the heads whose circuits have shrunk, by the circuit that shrank more."""
         limit = 2 * self.share if active else self.share
         found: dict[str, dict[int, float]] = {}
         for metric in self.circuits:

@@ -1,4 +1,4 @@
-"""How rules write numbers, heads and what was before."""
+"""Parts of alert messages: numbers, heads, earlier values, remedies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NO_REMEDY = "no remedy has been shown to help"
 
 
 def named_groups(groups: Sequence[Sequence[int]], what: str = "nearly one head") -> str:
-    """Say of groups of heads what each of them is.
+    """A clause about groups of heads.
 
     Args:
         groups: at least one, of two heads or more.
-        what: they are.
+        what: what each group is.
 
     Returns:
         ``"heads 1, 2 and 3 are nearly one head, and so are heads 4 and 5"``.
@@ -31,7 +31,7 @@ def named_groups(groups: Sequence[Sequence[int]], what: str = "nearly one head")
 
 
 def named_heads(heads: Sequence[int]) -> str:
-    """Name heads by their numbers.
+    """Heads by their numbers.
 
     Args:
         heads: at least one.
@@ -45,17 +45,17 @@ def named_heads(heads: Sequence[int]) -> str:
 
 
 def decimal(value: float) -> str:
-    """Write a number in [-1, 1] with two digits: 0.93."""
+    """A number in [-1, 1] with two digits: 0.93."""
     return f"{value:.2f}"
 
 
 def row_before(series: Series) -> Row | None:
-    """Find the reading to compare with: ten readings ago, or as far back as there are any."""
+    """The reading to compare with: ten readings ago, or the oldest one."""
     return series.rows[max(0, len(series.rows) - 11)] if len(series.rows) > 1 else None
 
 
 def earlier(series: Series, metric: str) -> str:
-    """Say what a metric was some readings ago.
+    """A clause with the value of a metric some readings ago.
 
     Args:
         series: the readings of a layer.
@@ -71,11 +71,11 @@ def earlier(series: Series, metric: str) -> str:
 
 
 def pair_earlier(series: Series, lens: Lens, pair: tuple[int, ...]) -> str:
-    """Say how aligned a pair was some readings ago.
+    """A clause with the alignment of a pair some readings ago.
 
     Args:
         series: the readings of a layer.
-        lens: by which alignment.
+        lens: the lens of the alignment.
         pair: two heads.
 
     Returns:
@@ -85,7 +85,7 @@ def pair_earlier(series: Series, lens: Lens, pair: tuple[int, ...]) -> str:
     if row is None or WORST[lens] not in row.values:
         return ""
     value, steps = decimal(row.values[WORST[lens]]), series.latest.step - row.step
-    # The pair's own value is known where it was the worst already; elsewhere the worst bounds it.
+    # The pair's own value is known if it was the worst pair then; otherwise the worst value bounds it.
     return (
         f", {value} {steps} steps ago"
         if pair_of(row, lens) == pair
@@ -94,7 +94,7 @@ def pair_earlier(series: Series, lens: Lens, pair: tuple[int, ...]) -> str:
 
 
 def shared_directions(series: Series) -> str:
-    """Say what it is that heads share in the energy lens: one direction, where that is so.
+    """A clause about the directions that heads share in the energy lens.
 
     Args:
         series: the readings of a layer.

@@ -1,11 +1,12 @@
-"""Two or more heads of a layer are nearly one."""
+"""`WorstPair`: two or more heads of a layer are nearly one."""
 
 from __future__ import annotations
 
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.groups import aligned_groups, heads_in, new_since_loading
+from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, TOGETHER, WORST, Lens, is_first_step, pair_of
-from hdi_callback.monitoring.rules.thresholds import check_limit, healthy_peak
+from hdi_callback.monitoring.rules.thresholds import check_limit
 from hdi_callback.monitoring.rules.tied_heads import equal_heads
 from hdi_callback.monitoring.rules.words import NO_REMEDY, SEPARATE, decimal, named_groups, pair_earlier
 
@@ -13,11 +14,11 @@ from hdi_callback.monitoring.rules.words import NO_REMEDY, SEPARATE, decimal, na
 class WorstPair(Rule):
     """Some heads of a layer are nearly one, whatever the others do: all of them are named.
 
-    Of weights that were loaded, heads that were as close at the first reading are left alone.
+    In loaded weights, heads that were as close at the first reading are ignored.
 
     Args:
-        subspace: limit of the subspace lens.
-        energy: limit of the energy lens.
+        subspace: limit in the subspace lens.
+        energy: limit in the energy lens.
     """
 
     name = "worst pair"
@@ -29,12 +30,12 @@ class WorstPair(Rule):
         self.limits = {lens: limit for lens, limit in checked.items() if limit is not None}
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Find the heads that are closest, by the lens that is further beyond its limit."""
+        """Find the closest heads, by the lens that is further beyond its limit."""
         if is_first_step(series):
             return None
         reached = []
         for lens, limit in self.limits.items():
-            # Where all heads close up, the mean says so, and names them.
+            # If all heads move together, `MeanAlignment` reports and names them.
             if active is None and series.latest.values.get(MEAN[lens], 0) >= TOGETHER:
                 continue
             value = series.value(WORST[lens])
@@ -79,7 +80,7 @@ class WorstPair(Rule):
 def _kept(
     groups: tuple[tuple[int, ...], ...], active: Alert, near: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Keep the heads that were reported while they are within the hysteresis, lest names come and go with the noise."""
+    """Keep reported heads while they are within the hysteresis, so that noise does not change the names."""
     reported = set(active.finding.heads)
     heads = set(heads_in(groups)) | (reported & set(heads_in(near)))
     kept = (tuple(head for head in group if head in heads) for group in near)

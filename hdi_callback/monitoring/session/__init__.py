@@ -1,1 +1,1 @@
-"""One run that is watched: what it is asked for, what its trainer offers, what comes of each reading."""
+"""One watched run: its settings, its trainer, its readings and their results."""

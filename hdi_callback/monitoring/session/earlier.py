@@ -1,4 +1,4 @@
-"""`Watch`: a `Session` as version 0.1 called it, which works as it did."""
+"""`Watch`: a `Session` with the name and the calls of version 0.1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class _Followed:
-    """A sink of what had `follow`."""
+    """A sink that calls `follow` of an object of version 0.1."""
 
     def __init__(self, follower: Any) -> None:
         self._follower, self.name = follower, str(follower.name)

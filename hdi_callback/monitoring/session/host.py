@@ -1,4 +1,4 @@
-"""`Host`: what a session asks of a trainer, and what interventions may use of it."""
+"""`Host`: the interface of a trainer to a session and to interventions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hdi_callback.monitoring.session.sink import Sink
 
 
 class Host(Protocol):
-    """What a trainer offers to a session; each integration has one.
+    """The interface of a trainer to a session; each integration has one.
 
     Attributes:
-        is_first_rank: whether this process writes.
-        folder: folder of the run; a collective call where the ranks have to agree on it.
-        position: where the training is.
-        optimizers: those of the run.
+        is_first_rank: whether this process writes files.
+        folder: folder of the run; may be a collective call, on which the ranks agree.
+        position: step and epoch of the training.
+        optimizers: the optimizers of the run.
     """
 
     @property
@@ -37,23 +37,23 @@ class Host(Protocol):
 
     @property
     def position(self) -> Position:
-        """Where the training is."""
+        """Step, epoch and logging axis of the training."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers of the run."""
 
     def loss_scale(self, optimizer: Optimizer) -> float:
-        """Give the factor that is on the gradients before a step, 1 where they have been unscaled."""
+        """Factor of the gradients before a step, 1 where they have been unscaled."""
 
     def broadcast(self, value: Any) -> Any:
-        """Give every rank the value of the first."""
+        """Return the value of the first rank on every rank."""
 
     def stop(self) -> None:
         """End the training after this step."""
 
     def save(self, name: str) -> str:
-        """Save a checkpoint under a name without a suffix; say where."""
+        """Save a checkpoint under a name without a suffix; return where."""
 
     def say(self, text: str) -> None:
         """Print a line to the user."""
@@ -61,11 +61,11 @@ class Host(Protocol):
     def sinks(
         self, monitor: HeadDiversityMonitor, history: History | None, state: Mapping[str, Any] | None
     ) -> Sequence[Sink]:
-        """Open what results are written to on this rank, once it is known what is resumed."""
+        """Open the sinks of this rank, once it is known what is resumed."""
 
 
 class PlainHost:
-    """What hosts have in common that leave ranks to `torch.distributed`, and print.
+    """The part of a host that needs no trainer: ranks by `torch.distributed`, output by `print`.
 
     Args:
         process_group: the ranks that act together, see `Settings`.
@@ -85,7 +85,7 @@ class PlainHost:
         return Path()
 
     def loss_scale(self, optimizer: Optimizer) -> float:
-        """Give the scale that a fused optimizer takes off itself; for all others it has been taken off.
+        """The scale that a fused optimizer divides out itself; 1 for others, where it has been divided out.
 
         Args:
             optimizer: the one that is about to step.
@@ -96,7 +96,7 @@ class PlainHost:
         return float(getattr(optimizer, "grad_scale", None) or 1)
 
     def broadcast(self, value: Any) -> Any:
-        """Give every rank of the group the value of its first.
+        """Return the value of the group's first rank on every rank.
 
         Args:
             value: anything that can be pickled.
@@ -116,11 +116,11 @@ class PlainHost:
 
 
 class HostTraining:
-    """What interventions may do to a training, see `Training`: by its host, on the layers of its monitor.
+    """`Training` for interventions: through a host, on the layers of a monitor.
 
     Args:
         host: the trainer.
-        monitor: what measures.
+        monitor: the monitor.
     """
 
     def __init__(self, host: Host, monitor: HeadDiversityMonitor) -> None:
@@ -137,7 +137,7 @@ class HostTraining:
         return self._host.optimizers
 
     def loss_scale(self, optimizer: Optimizer) -> float:
-        """Give the factor that is on the gradients.
+        """Factor of the gradients.
 
         Args:
             optimizer: the one that is about to step.
@@ -148,13 +148,13 @@ class HostTraining:
         return self._host.loss_scale(optimizer)
 
     def largest_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Take the largest of each number over the ranks that act together on the same layers.
+        """Elementwise maximum over the ranks that act together on the same layers.
 
         Args:
-            tensors: what this rank has, on one device or several.
+            tensors: tensors of this rank, on one device or several.
 
         Returns:
-            The largest.
+            The maxima.
         """
         ranks = self._monitor.ranks
         if ranks.size == 1 or not tensors:
@@ -169,7 +169,7 @@ class HostTraining:
         """Save a checkpoint.
 
         Args:
-            name: what to call it, without a suffix.
+            name: its name, without a suffix.
 
         Returns:
             Where it was saved.

@@ -1,4 +1,4 @@
-"""Patterns of layer names, checked against the layers that there are."""
+"""Patterns of layer names, checked against the layers of a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> 
     """Refuse patterns that match no layer.
 
     Args:
-        what: where they were written.
+        what: the argument they come from.
         patterns: patterns of layer names.
         names: names of layers.
 
     Raises:
-        MisconfigurationError: if one matches none; says which layers there are.
+        MisconfigurationError: if one matches none; the message lists the layers.
     """
     for pattern in patterns:
         if names and not any(fnmatchcase(name, pattern) for name in names):

@@ -1,4 +1,4 @@
-"""`Pending`: the readings under way, from the forward that is captured to the numbers that arrive."""
+"""`Pending`: the queue of readings, from the captured forward until their numbers arrive on the host."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ class Pending:
     """The readings of a session that are not published yet, in the order in which they were taken.
 
     Attributes:
-        is_capturing: a forward is captured, or about to be, that has not been measured yet.
-        incomplete: a reading that further forwards of the same step belong to.
-        final: the last weights, measured before others may replace them; dropped if there are further steps.
+        is_capturing: a forward is armed or captured, and not measured yet.
+        incomplete: a reading that still lacks forwards of the same step.
+        final: a reading of the last weights, taken before other callbacks may replace them; dropped if there are
+            further steps.
 
     Example:
         >>> pending = Pending()
@@ -29,32 +30,32 @@ class Pending:
         self._queue: deque[Readout] = deque()
 
     def begin(self) -> None:
-        """Expect a forward that is captured."""
+        """Note that a forward is armed."""
         self.is_capturing = True
 
     def end_capture(self) -> None:
-        """Expect no captured forward any more: it was measured, or given up."""
+        """Note that the captured forward was measured, or given up."""
         self.is_capturing = False
 
     def hold(self, reading: Reading) -> None:
         """Keep a reading until the further forwards of its step have run.
 
         Args:
-            reading: what was measured so far.
+            reading: the reading so far.
         """
         self.incomplete = reading
 
     def take_incomplete(self) -> Reading | None:
-        """Take the reading that is incomplete.
+        """Remove the incomplete reading.
 
         Returns:
-            It, or `None`.
+            The reading, or `None`.
         """
         reading, self.incomplete = self.incomplete, None
         return reading
 
     def keep_final(self, reading: Reading) -> None:
-        """Keep the last weights for `add_final`; the copy of their numbers to the host begins.
+        """Keep a reading of the last weights for `add_final`; its copy to the host begins.
 
         Args:
             reading: what was measured.
@@ -62,11 +63,11 @@ class Pending:
         self.final = Readout(reading)
 
     def drop_final(self) -> None:
-        """Forget weights that were measured early."""
+        """Drop the reading of `keep_final`."""
         self.final = None
 
     def add(self, reading: Reading) -> None:
-        """Queue a reading that is complete; the copy of its numbers to the host begins.
+        """Queue a complete reading; its copy to the host begins.
 
         Args:
             reading: what was measured.
@@ -74,13 +75,13 @@ class Pending:
         self._queue.append(Readout(reading))
 
     def add_final(self, step: int) -> bool:
-        """Queue the weights that were measured early as the last reading, if they are those of the last step.
+        """Queue the reading of `keep_final` as the last one, if it is of the last step.
 
         Args:
             step: optimizer steps taken in all.
 
         Returns:
-            Whether they are.
+            Whether it is.
         """
         readout, self.final = self.final, None
         if readout is None or readout.step != step:
@@ -89,10 +90,10 @@ class Pending:
         return True
 
     def arrived(self, *, waits: bool) -> Iterator[Readout]:
-        """Take readings off the queue.
+        """Remove readings from the queue.
 
         Args:
-            waits: take all of them, also those whose numbers have not arrived.
+            waits: return all of them, waiting for numbers that have not arrived.
 
         Yields:
             Readings, the oldest first.

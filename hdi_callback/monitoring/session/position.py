@@ -1,4 +1,4 @@
-"""`Position`: where a training is."""
+"""`Position`: step, epoch and logging axis of a training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Position:
-    """Where a training is.
+    """Step, epoch and logging axis of a training.
 
     Attributes:
-        step: optimizer steps taken so far, that of a backward under way not included.
+        step: optimizer steps taken so far, without the one whose backward is running.
         epoch: the epoch, if there are epochs.
         axis: position on the trainer's own logging axis, if it differs from `step`.
     """

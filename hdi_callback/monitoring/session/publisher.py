@@ -1,4 +1,4 @@
-"""`Publisher`: what follows from a reading whose numbers have arrived."""
+"""`Publisher`: turns a reading into a record, alerts and actions, and writes them to history and sinks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Publisher:
     """Records a reading, judges it, intervenes, and writes the result to every sink.
 
     Attributes:
-        history: where readings, alerts and actions are kept; `None` for nowhere.
+        history: the history file; `None` for none.
         alerts: the rules; `None` for no alerts.
-        interventions: what may be done about alerts.
-        sinks: where results go.
-        broadcast: gives every rank what the first has, so that all intervene alike.
+        interventions: the interventions.
+        sinks: the sinks of results.
+        broadcast: returns the value of the first rank, so that all ranks intervene alike.
         warn_once: warns once of each kind of failure.
     """
 
@@ -36,11 +36,11 @@ class Publisher:
     warn_once: WarnOnce
 
     def publish(self, readout: Readout, *, may_intervene: bool = True, is_last: bool = False) -> list[Result]:
-        """Turn one reading into numbers, and let follow what follows from them.
+        """Turn one reading into numbers; record, judge, intervene, and write the result.
 
         Args:
             readout: the reading; waits for its numbers.
-            may_intervene: False after an exception, as the ranks may not come to agree any more.
+            may_intervene: False after an exception, as other ranks may not take part any more.
             is_last: this is the last reading of the run.
 
         Returns:
@@ -70,7 +70,7 @@ class Publisher:
         return [result]
 
     def _write(self, record: Record | None, alerts: Sequence[Alert], actions: Sequence[Action]) -> None:
-        """Write to the history, each line even if one before it failed."""
+        """Write to the history, every line even if one before it failed."""
         history = self.history
         if history is None:
             return

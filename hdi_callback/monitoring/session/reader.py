@@ -1,4 +1,4 @@
-"""`Reader`: takes the readings of a session when they are due, and queues them until their numbers arrive."""
+"""`Reader`: takes readings when they are due, and queues them until their numbers arrive."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MEASURING = "measuring head diversity"
 
 
 class Reader:
-    """Arm, measure and queue: each reading from the forward that is captured to the numbers that arrive.
+    """Arm, measure and queue: each reading from its forward until its numbers arrive on the host.
 
     Args:
-        monitor: what measures.
+        monitor: the monitor.
         schedule: when a reading is due.
         warn_once: warns once of each kind of failure.
 
@@ -33,7 +33,7 @@ class Reader:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether a forward is captured, or about to be, that has not been measured yet."""
+        """Whether a forward is armed or captured, and not measured yet."""
         return self._pending.is_capturing
 
     def before_forward(self, step: int) -> None:
@@ -51,11 +51,11 @@ class Reader:
             self._monitor.rest()
 
     def after_backward(self, position: Position, *, is_last: bool) -> None:
-        """Measure what was captured, or add it to a reading that is incomplete.
+        """Measure the captured forward, or add it to an incomplete reading.
 
         Args:
             position: where the training is.
-            is_last: False if further networks may be trained, whose head outputs then join the reading.
+            is_last: False if further networks may be trained, whose head outputs belong to the same reading.
         """
         if self._pending.is_capturing:
             self._measure(position, is_last)
@@ -63,14 +63,14 @@ class Reader:
             self.complete(is_last)
 
     def abandon(self) -> None:
-        """Give up a reading whose forward or backward did not come to its end; it is due again at once."""
+        """Give up a reading whose forward or backward did not finish; it is due again at once."""
         if self._pending.is_capturing:
             self._pending.end_capture()
             self._monitor.release()
         self.complete()
 
     def after_step(self, position: Position) -> None:
-        """End the reading of the step that was made.
+        """Finish the reading of the step that was made.
 
         Args:
             position: where the training is.
@@ -80,7 +80,7 @@ class Reader:
         self.complete()
 
     def measure_final_early(self, position: Position) -> None:
-        """Measure the last weights, before others may replace them.
+        """Measure the last weights before other callbacks may replace them.
 
         Args:
             position: where the training is.
@@ -93,7 +93,7 @@ class Reader:
             self._pending.keep_final(reading)
 
     def finish(self, position: Position) -> None:
-        """Take the last reading, unless it was taken.
+        """Take the last reading, unless it has been taken.
 
         Args:
             position: where the training has ended.
@@ -106,7 +106,7 @@ class Reader:
         self._pending.drop_final()
 
     def complete(self, is_last_forward: bool = True) -> None:
-        """Add what was captured after the reading, and queue it once no further forward belongs to it.
+        """Add later captures to the incomplete reading, and queue it once no further forward belongs to it.
 
         Args:
             is_last_forward: False if further forwards of the same step may follow.
@@ -123,10 +123,10 @@ class Reader:
                 self._pending.add(reading)
 
     def arrived(self, *, waits: bool) -> Iterator[Readout]:
-        """Take readings off the queue.
+        """Remove readings from the queue.
 
         Args:
-            waits: take all of them, also those whose numbers have not arrived.
+            waits: return all of them, waiting for numbers that have not arrived.
 
         Returns:
             Readings, the oldest first.

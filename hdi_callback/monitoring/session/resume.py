@@ -1,4 +1,4 @@
-"""Resumption: what a run takes from a checkpoint."""
+"""Resumption: what a run restores from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import Intervention, plain_state
 from hdi_callback.monitoring.interventions.while_active import WhileActive
-from hdi_callback.monitoring.session.state import sound_state
+from hdi_callback.monitoring.session.state import valid_state
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 
@@ -25,20 +25,19 @@ def state_of_this_model(
     warn_once: WarnOnce,
     is_alone: bool = True,
 ) -> dict[str, Any] | None:
-    """Take from a saved state what is sound, and nothing if it is of another model.
+    """The valid part of a saved state; `None` if it is of another model.
 
-    It is of another if one of its layers is not there, or has other heads. Layers that have come in addition are no
-    difference: their readings begin with the resumption. States of earlier versions tell no layers, and are taken as
-    they are.
+    It is of another model if one of its layers is missing here, or has other heads. Additional layers are allowed:
+    their readings begin with the resumption. States of earlier versions hold no layers, and are not compared.
 
     Args:
-        state: what a checkpoint held, whatever it is.
-        layers: those that are watched now.
+        state: the state in a checkpoint, valid or not.
+        layers: the layers that are watched now.
         step: optimizer steps taken when it is resumed.
-        is_strict: refuse a state of another model.
+        is_strict: raise an error for a state of another model.
         warn_once: turns it into a warning otherwise.
-        is_alone: no other ranks hold layers. Else the layers of others are no difference if the state was written by
-            ranks that held different ones.
+        is_alone: no other ranks hold layers. Otherwise missing layers are allowed if the state was written by ranks
+            with different layers.
 
     Returns:
         The state, or `None`.
@@ -46,14 +45,14 @@ def state_of_this_model(
     Raises:
         MisconfigurationError: if it is of another model and `is_strict` is set.
     """
-    sound = sound_state(state, step=step, warn_once=warn_once)
+    valid = valid_state(state, step=step, warn_once=warn_once)
     now = {layer.name: sizes_of(layer) for layer in layers}
-    kept: Mapping[str, list[int]] = {} if sound is None else sound.get("layers", {})
+    kept: Mapping[str, list[int]] = {} if valid is None else valid.get("layers", {})
     missing = [name for name, sizes in kept.items() if list(sizes) != now.get(name)]
-    if not is_alone and sound is not None and sound.get("spans_ranks") and (not now or now.keys() & kept.keys()):
+    if not is_alone and valid is not None and valid.get("spans_ranks") and (not now or now.keys() & kept.keys()):
         missing = [name for name in missing if name in now]
     if not missing:
-        return sound
+        return valid
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     listed = ", ".join(f"`{name}`" for name in missing[:3]) + more
     message = f"The checkpoint was written with attention layers that are not there, or have other heads: {listed}."
@@ -64,7 +63,7 @@ def state_of_this_model(
 
 
 def sizes_of(layer: AttentionLayer) -> list[int]:
-    """Give the sizes by which a checkpoint knows a layer again.
+    """Sizes by which a checkpoint recognises a layer.
 
     Args:
         layer: an attention layer.
@@ -76,14 +75,14 @@ def sizes_of(layer: AttentionLayer) -> list[int]:
 
 
 def last_step_in(history: History | None, step: int) -> int | None:
-    """Find the last reading that a history holds.
+    """Step of the last reading in a history.
 
     Args:
         history: the history of the run.
         step: optimizer steps taken so far.
 
     Returns:
-        Its step, at most `step`; `None` if there is none.
+        The step, at most `step`; `None` if there is no reading.
     """
     if history is None or not history.path.is_file():
         return None
@@ -91,7 +90,7 @@ def last_step_in(history: History | None, step: int) -> int | None:
 
 
 def judge_again(alerts: Alerts, history: History, last: int) -> None:
-    """Find the active alerts from the history, where the checkpoint does not tell.
+    """Restore active alerts from the history, if the checkpoint does not hold them.
 
     Args:
         alerts: the rules.
@@ -106,7 +105,7 @@ def judge_again(alerts: Alerts, history: History, last: int) -> None:
 
 
 def restore_interventions(interventions: Sequence[Intervention], kept: Any, warn_once: WarnOnce) -> None:
-    """Give interventions their states back; one for which that fails half way stays as it was.
+    """Restore the states of interventions; one that fails half way stays as it was.
 
     Args:
         interventions: those of the run.
@@ -129,7 +128,7 @@ def restore_interventions(interventions: Sequence[Intervention], kept: Any, warn
 
 
 def end_what_is_resolved(interventions: Sequence[Intervention], active: Collection[tuple[str, str]]) -> None:
-    """End what lasts for an alert that is not active, as nothing else would end it.
+    """End interventions for alerts that are not active any more, which nothing else would end.
 
     Args:
         interventions: those of the run.
@@ -141,14 +140,14 @@ def end_what_is_resolved(interventions: Sequence[Intervention], active: Collecti
 
 
 def state_of(intervention: Intervention, warn_once: WarnOnce) -> dict[str, Any]:
-    """Give the state of an intervention as plain data.
+    """State of an intervention as plain data.
 
     Args:
         intervention: any.
         warn_once: warns once of each kind of failure.
 
     Returns:
-        Its state; if that cannot be kept, no more than how often it has acted.
+        The state; if it is not plain data, only the count of actions.
     """
     try:
         state: dict[str, Any] = plain_state(intervention.state_dict())

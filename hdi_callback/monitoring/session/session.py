@@ -1,7 +1,7 @@
-"""`Session`: one run that is watched, from the layers that are found to the last reading.
+"""`Session`: one watched run, from finding the layers to the last reading.
 
-The one composition under every trainer. A trainer's shell says when something happens (a forward, a backward, a step);
-what the session needs of the trainer it asks its `Host`. Whatever goes wrong costs one warning.
+It is the same under every trainer. A trainer's shell calls it at each event (a forward, a backward, a step); through
+its `Host` it reads what it needs from the trainer. A failure costs one warning.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class Session:
     the sinks; then come the forwards, backwards and steps; `finish` takes the last reading.
 
     Args:
-        monitor: what measures.
+        monitor: the monitor.
         host: the trainer.
-        settings: what the run is watched with.
-        name: what tells its history from others of the same folder, if there are others.
+        settings: the settings of the run.
+        name: name of its history, if the folder holds several.
         warn_once: warns once of each kind of failure.
         schedule: when a reading is due; by default as the settings say.
 
     Attributes:
-        monitor: what measures.
+        monitor: the monitor.
         alerts: the rules; `None` for no alerts.
-        interventions: what may be done about alerts.
-        history: where readings are kept; `None` before `open`, if there is none, and on all ranks but the first.
+        interventions: the interventions.
+        history: the history file; `None` before `open`, if there is none, and on all ranks but the first.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Session:
         Args:
             model: any module that contains attention layers.
             host: the trainer.
-            settings: what the run is watched with.
-            options: see `Session`.
+            settings: the settings of the run.
+            options: further arguments of `Session`.
 
         Returns:
             The session.
@@ -115,13 +115,13 @@ class Session:
         return cls(monitor, host, settings, **options)
 
     def attach(self, training: Training | None = None) -> None:
-        """Attach the interventions; one that fails in itself is left out, one that cannot work here is an error.
+        """Attach the interventions; one that fails is left out, one that cannot work on this model is an error.
 
         Args:
-            training: what they may act on; by default the host.
+            training: the training that they act on; by default through the host.
 
         Raises:
-            HDIError: if an intervention cannot work on this training; nothing is left behind then.
+            HDIError: if an intervention cannot work on this training; all are detached then.
         """
         if self._is_attached:
             return
@@ -140,14 +140,14 @@ class Session:
         self.interventions, self._is_attached = tuple(attached), True
 
     def accept(self, state: Any, step: int | None = None) -> dict[str, Any] | None:
-        """Take from a saved state what is sound, and nothing if it is of another model.
+        """The valid part of a saved state; `None` if it is of another model.
 
         Args:
-            state: what a checkpoint held, whatever it is.
+            state: the state in a checkpoint, valid or not.
             step: optimizer steps taken when it is resumed.
 
         Returns:
-            What `open` takes.
+            The argument of `open`.
 
         Raises:
             MisconfigurationError: if it is of another model and the settings are strict.
@@ -159,11 +159,11 @@ class Session:
         )
 
     def open(self, state: Mapping[str, Any] | None = None, *, history: History | None = None) -> None:
-        """Open the history and the sinks, take up where a checkpoint left off, and mark the start in the history.
+        """Open the history and the sinks, restore the state of a checkpoint, and mark the start in the history.
 
         Args:
-            state: what `accept` gave.
-            history: one that an earlier session of the same run has opened.
+            state: the result of `accept`.
+            history: the history that an earlier session of the same run has opened.
         """
         self.attach()
         folder = self._host.folder  # every rank asks for it
@@ -178,8 +178,8 @@ class Session:
         """Publish to a history and to the sinks of the host.
 
         Args:
-            history: where readings are kept.
-            state: what `accept` gave.
+            history: the history file.
+            state: the result of `accept`.
         """
         self.history = history
         sinks: Sequence[Sink] = ()
@@ -195,7 +195,7 @@ class Session:
         if state is not None:
             with self.warn_once.guard(_RESUMING):
                 self.load_state_dict(state)
-        # Of a state that does not know its last reading all that the history holds so far counts.
+        # For a state without its last reading, all readings of the history so far count.
         is_known = state is None or "last_step" in state
         last = (-1 if self.schedule.last is None else self.schedule.last) if is_known else step
         if self.history is not None:
@@ -215,8 +215,8 @@ class Session:
     def _last_step_without_state(self, step: int) -> int | None:
         if number_of_processes() == 1 or self._settings.process_group is None:
             return last_step_in(self.history, step)
-        # The state of another rank may be sound, so no call that all ranks must make is made here. What every rank can
-        # tell alone: all readings before this step were made, and one that is due at it was not.
+        # Another rank may have a valid state, so no collective call is made here. Every rank knows by itself that all
+        # readings before this step were taken, and one that is due at it was not.
         return step - 1 if step > 0 else None
 
     @property
@@ -226,7 +226,7 @@ class Session:
 
     @property
     def history_path(self) -> Path | None:
-        """Where the history of the run is; `None` before `open` and when there is none."""
+        """Path of the history; `None` before `open` and if there is none."""
         return None if self.history is None else self.history.path
 
     @property
@@ -236,7 +236,7 @@ class Session:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether a forward is captured, or about to be, that has not been measured yet."""
+        """Whether a forward is armed or captured, and not measured yet."""
         return self._reader.is_capturing
 
     def before_forward(self) -> None:
@@ -250,14 +250,14 @@ class Session:
         """Read if a reading is due, while the weights are still those of the forward and the activations are gone.
 
         Args:
-            is_last: False if further networks may be trained before `after_step`, whose head outputs then join the
+            is_last: False if further networks may be trained before `after_step`, whose head outputs belong to the same
                 reading.
         """
         self._reader.after_backward(self._host.position, is_last=is_last)
         self._learn_layers()
 
     def abandon(self) -> None:
-        """Give up a reading whose forward or backward did not come to its end; it is due again at once."""
+        """Give up a reading whose forward or backward did not finish; it is due again at once."""
         self._reader.abandon()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -278,13 +278,13 @@ class Session:
         """
         self._reader.after_step(self._host.position)
         self._learn_layers()
-        # Ranks that intervene do so after the same step, and wait for the numbers.
+        # Ranks must intervene after the same step, so they wait for the numbers.
         return self._publish(waits=bool(self.interventions))
 
     def measure_final_early(self, position: Position) -> None:
-        """Measure the weights for `finish`, which drops the reading if there are further steps.
+        """Measure the weights early for `finish`; the reading is dropped if there are further steps.
 
-        For trainers in which others put averaged weights into the model before `finish` is called.
+        For trainers in which other callbacks put averaged weights into the model before `finish`.
 
         Args:
             position: where the training is.
@@ -292,10 +292,10 @@ class Session:
         self._reader.measure_final_early(position)
 
     def finish(self, position: Position | None = None) -> None:
-        """Read the final weights, publish everything, and leave nothing behind.
+        """Read the final weights, publish everything, and remove all hooks.
 
         Args:
-            position: where the training has ended; by default where the host is.
+            position: position at the end of the training; by default that of the host.
         """
         position = self._host.position if position is None else position
         self._reader.finish(position)
@@ -310,8 +310,8 @@ class Session:
         """Publish every pending reading, waiting for its numbers.
 
         Args:
-            is_broken: an exception ends the run, perhaps on this rank alone: nothing is done about alerts any more, as
-                the other ranks may not come to agree on it.
+            is_broken: an exception ends the run, perhaps on this rank alone: interventions do nothing any more, as the
+                other ranks may not take part.
 
         Returns:
             Their results.
@@ -320,14 +320,14 @@ class Session:
         return self._publish(waits=True, may_intervene=not is_broken)
 
     def close(self) -> None:
-        """Leave no hook behind; calling it again does nothing."""
+        """Remove all hooks; calling it again does nothing."""
         self.monitor.close()
         for intervention in self.interventions:
             with self.warn_once.guard(f"detaching the intervention {intervention.name}"):
                 intervention.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs; pending readings are published first, so that none is lost.
+        """State for a resumed run; pending readings are published first, so that none is lost.
 
         Returns:
             Plain data.
@@ -340,7 +340,7 @@ class Session:
         }
 
     def identity(self) -> dict[str, Any]:
-        """Give what tells this run from others, and how far it has come.
+        """Identity of this run and its last step, for a checkpoint.
 
         Returns:
             Plain data.
@@ -355,10 +355,10 @@ class Session:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off; a checkpoint of format 1 knows no alerts.
+        """Restore the state of a checkpoint; one of format 1 holds no alerts.
 
         Args:
-            state: what `accept` gave.
+            state: the result of `accept`.
         """
         self.schedule.resume_after(state.get("last_step"))
         alerts = state.get("alerts") or state.get("alerts_in_part")
@@ -367,7 +367,7 @@ class Session:
         restore_interventions(self.interventions, state.get("interventions", ()), self.warn_once)
 
     def _learn_layers(self, position: Position | None = None) -> None:
-        """Take in the layers that a real forward has shown."""
+        """Add the layers that a real forward has shown."""
         if self.monitor.facts is self._facts:
             return
         self._facts = self.monitor.facts

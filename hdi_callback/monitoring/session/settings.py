@@ -1,7 +1,7 @@
-"""`Settings`: what every trainer's callback is asked for, in one place, and checked once, before training.
+"""`Settings`: the arguments that the callbacks of all trainers share, checked once, before training.
 
-`HDICallback`, `HDITrainerCallback`, `HDIHandler` and `watch_heads` have these arguments and this text about them from
-here. The monitor takes those that concern the measurement.
+`HDICallback`, `HDITrainerCallback`, `HDIHandler` and `watch_heads` take these arguments, with this documentation. The
+monitor takes those about the measurement.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _loaded(value: Any) -> bool | Literal["auto"]:
     )
 
 
-# One line for each argument that can be checked alone; what depends on others is in `Settings.__post_init__`.
+# One line for each argument that can be checked alone; checks of combinations are in `Settings.__post_init__`.
 CHECKS: Mapping[str, Callable[[Any], Any]] = {
     **MEASURING,
     "every_n_steps": lambda value: whole_number("every_n_steps", value, least=1, example=50, of=" of optimizer steps"),
@@ -80,63 +80,64 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "name": _name,
     "verbose": lambda value: flag("verbose", value),
 }
-"""Argument -> what checks it: takes what came, gives what is used, raises a `MisconfigurationError`."""
+"""Argument -> its check: value -> value that is used; raises a `MisconfigurationError`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is watched with; the arguments that all callbacks share.
+    """The arguments that all callbacks share.
 
     Attributes:
         every_n_steps: optimizer steps between readings, as the trainer counts them.
         metrics: names of the curves to log; ``"default"`` or `None`, also as one of the names, for ``hdi``,
             ``hdi_alignment``, ``hdi_energy_alignment``, ``hdi_worst_pair``, ``hdi_effective_heads``,
             ``head_correlation``, ``head_output_overlap`` and ``head_covariance``. The history keeps everything that was
-            measured. Of what the default rules look at beside these curves, attention rows and input tokens of a layer
-            with more than 512 x 512 query weights are measured at every fourth reading, and its circuits at every
-            eighth; a metric that is named here is measured of every layer at every reading.
+            measured. The default rules need further metrics: of a layer with more than 512 x 512 query weights,
+            attention rows and input tokens are then measured at every fourth reading, and circuits at every eighth; a
+            metric that is named here is measured on every layer at every reading.
         include: patterns of layer names to watch (``"encoder.*"``); all by default.
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
-        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` for what the masks say that the
-            attention and the modules around it receive; the number of the token that is padding; a function that takes
-            the arguments of the model by their names and returns ``(batch, length)``, true where a token is padding;
-            `None` to count every token.
+        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` to read it from the masks that
+            the attention and the modules around it receive; the id of the padding token; a function that takes the
+            arguments of the model by their names and returns ``(batch, length)``, true where a token is padding; `None`
+            to count every token.
         rank_tol: singular values below ``rank_tol`` times a head's largest do not count; in (0, 1).
         method: how overlaps are computed, see `head_diversity`.
-        memory_budget: bytes that reading weights may take at a time, beyond what the largest layer needs alone; less
-            of it is slower.
+        memory_budget: bytes of memory for reading weights, beyond what the largest layer needs alone; a smaller budget
+            is slower.
         history: write the history file, to ``hdi/history.jsonl`` in the folder of the run, or to a path.
-        matrices_every: the history keeps the heads-by-heads matrices of every so many readings, and those of step 0, of
-            the end and of alerts besides; 0 for none at all.
-        history_mb: megabytes that the history may have on the disk; when it has more, the matrices of older readings
-            are thinned. `None` for no limit.
+        matrices_every: the history keeps the matrices over heads of every so many readings, and those of step 0, of
+            alerts and of the last reading; 0 for none.
+        history_mb: largest size of the history on disk in megabytes; beyond it, the matrices of older readings are
+            thinned. `None` for no limit.
         figures_every: draw the worst alignment of all layers and the heads of the worst ones at every so many readings,
             for the loggers that take pictures and into ``figures`` beside the history; 0 for none. Drawing takes at
-            most 2% of the run's time while it goes on, and needs matplotlib.
+            most 2% of the run's time, and needs matplotlib.
         alerts: ``"default"``, rules of your own (see `Rule`), or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names: ``{"decoder.*": {"mean": 0.7, "pair":
             None}}``; see `Thresholds`.
-        loaded: whether the weights had been trained before this run, so that what they are at its start is no alarm;
-            ``"auto"`` tells it from the weights of each layer.
+        loaded: whether the weights had been trained before this run: their state at its start then raises no alert.
+            ``"auto"`` infers it from the weights of each layer.
         on_alert: a function that is called with each `Alert`, on the first rank.
         interventions: what to do about alerts; nothing by default.
-        strict: make two warnings errors: that the model has no readable attention layer, and that the checkpoint to
-            resume from knows layers that are not there or have other heads. Without it the history, alerts and
-            interventions start anew after such a checkpoint.
-        check_heads: check once, on a few tokens of the first forward that is read, that every layer computes attention
-            with the heads that were found; a layer that does not is left out, with a warning that shows why.
-        process_group: the ranks that measure together: ``"auto"`` for all of them, or `None` for each rank alone, as is
-            needed where ranks leave training at different steps; then the first rank writes what it measures of its own
-            tokens, and interventions are refused. A `torch.distributed` process group as well.
+        strict: raise errors in place of two warnings: if the model has no readable attention layer, and if the
+            checkpoint to resume from has layers that are missing here or have other heads. Without it, history, alerts
+            and interventions start anew after such a checkpoint.
+        check_heads: verify once, on a few tokens of the first forward that is read, that every layer computes attention
+            with the heads that were found; a layer that does not is left out, with a warning that says why.
+        process_group: the ranks that measure together: ``"auto"`` for all of them, a `torch.distributed` process group;
+            or `None` for each rank alone, which is needed if ranks leave training at different steps: then the first
+            rank writes the measurements of its own tokens, and interventions are refused.
         verbose: print once at start which layers were found.
-        rules: what `Alerts` takes; `None` for no alerts.
-        unasked: metrics that are measured for the default rules alone, and not drawn: with the default metrics.
-        in_turn: measure those of them that take long in turn, see `Turns`; where interventions or rules of the user's
-            look at readings, at every one.
+        rules: the rules that follow from `alerts` and `thresholds`; `None` for no alerts.
+        unasked: metrics that are measured for the default rules only, and not drawn; with the default metrics.
+        in_turn: measure the costly ones among them on wide layers in turn, see `Turns`; False with interventions or
+            rules of the user, which may need every reading.
 
     Raises:
-        MisconfigurationError: if one of them cannot work; says what was expected, what came and what to write instead.
+        MisconfigurationError: if one of them cannot work; the message says what was expected, what was passed and what
+            to write instead.
 
     Example:
         >>> Settings(every_n_steps=10).metrics[0], Settings(metrics=["hdi_query"]).metrics
@@ -189,7 +190,7 @@ class Settings:
                 '`thresholds` are limits of rules, and alerts=None asks none: write alerts="default".'
             )
         self._set("interventions", check_interventions(self.interventions, self.alerts))
-        # Rules of the user's and interventions may count on every reading.
+        # Rules of the user and interventions may need every reading.
         is_default = callable(self.rules) or (self.rules is not None and all(rule.is_optional for rule in self.rules))
         self._set("in_turn", is_default and not self.interventions)
 
@@ -200,7 +201,7 @@ class Settings:
 
     @property
     def acting(self) -> list[Intervention]:
-        """The interventions that do more than say what they would do."""
+        """The interventions that are not dry runs."""
         return [item for item in self.interventions or () if not item.dry_run]
 
     @property
@@ -216,7 +217,7 @@ class Settings:
 
     @property
     def layer_patterns(self) -> dict[str, Sequence[str]]:
-        """The patterns of layer names in rules, limits and interventions, by where they were written."""
+        """Argument -> patterns of layer names in it: rules, limits and interventions."""
         rules = () if self.rules is None or callable(self.rules) else self.rules
         return {
             "`thresholds`": list(self.thresholds or ()),

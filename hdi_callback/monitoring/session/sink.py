@@ -1,4 +1,4 @@
-"""`Sink`: where results go; a dashboard, a console, a trainer's own metrics."""
+"""`Sink`: takes results: a dashboard, the console, a trainer's own metrics."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WORST, ALERTS = "attention_heads/worst_alignment", "attention_heads/alerts"
 
 @dataclass(frozen=True)
 class Result:
-    """One reading and all that came of it.
+    """One reading as a record, with its alerts and actions.
 
     Attributes:
         record: its numbers.
         alerts: alerts that began, got worse or were resolved.
-        actions: what interventions did about them.
-        active: alerts that are active after this reading; `None` if no rule is asked.
+        actions: actions of interventions.
+        active: alerts that are active after this reading; `None` without rules.
         is_last: True for the last reading of a run.
     """
 
@@ -35,7 +35,7 @@ class Result:
     is_last: bool = False
 
     def scalars(self, metrics: Sequence[str]) -> dict[str, float]:
-        """Collect what goes to the loggers.
+        """The values that go to the loggers.
 
         Args:
             metrics: names of metrics.
@@ -58,7 +58,7 @@ class Sink(Protocol):
     """Takes every result of a session.
 
     Attributes:
-        name: what it does, for the warning if it fails: ``"writing to TensorBoard"``.
+        name: its work, for the warning if it fails: ``"writing to TensorBoard"``.
     """
 
     name: str
@@ -72,13 +72,13 @@ class Sink(Protocol):
 
 
 class Latest:
-    """Hands on the curves of every reading: to what stops early, and to those who ask for the last ones.
+    """Passes the curves of every reading to a function, such as one that updates `callback_metrics`.
 
     Args:
         metrics: names of metrics.
         take: takes tag -> number.
         prefix: put before every tag.
-        name: what it does, for the warning if it fails.
+        name: its work, for the warning if it fails.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Latest:
         self._metrics, self._take, self._prefix, self.name = list(metrics), take, prefix, name
 
     def write(self, result: Result) -> None:
-        """Hand on the curves of a result.
+        """Pass on the curves of a result.
 
         Args:
             result: a reading and what came of it.
@@ -100,7 +100,7 @@ class Latest:
 
 
 class OnAlert:
-    """Calls a function of the user's with every alert.
+    """Calls a function of the user with every alert.
 
     Args:
         function: takes an `Alert`.
@@ -111,7 +111,7 @@ class OnAlert:
         self.name = f"on_alert ({getattr(function, '__name__', type(function).__name__)})"
 
     def write(self, result: Result) -> None:
-        """Call the function with each alert of a result, also after one at which it raises.
+        """Call the function with each alert of a result, even if it raises for one of them.
 
         Args:
             result: a reading and what came of it.

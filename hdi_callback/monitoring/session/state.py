@@ -1,4 +1,4 @@
-"""The state of a run as a checkpoint gives it back: what is sound is taken, and what is not is reported."""
+"""The saved state of a run, checked: valid fields are kept, others are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_state(path: Path, warn_once: WarnOnce) -> dict[str, Any] | None:
         warn_once: warns once of each kind of failure.
 
     Returns:
-        What the file holds; `None` if that is no dictionary.
+        The content of the file; `None` if that is no dictionary.
     """
     try:
         state = json.loads(path.read_bytes().decode("utf-8"))
@@ -37,18 +37,18 @@ def read_state(path: Path, warn_once: WarnOnce) -> dict[str, Any] | None:
     return state
 
 
-def sound_state(state: Any, *, step: int | None = None, warn_once: WarnOnce) -> dict[str, Any] | None:
-    """Take from a saved state what is sound, and warn once about the rest.
+def valid_state(state: Any, *, step: int | None = None, warn_once: WarnOnce) -> dict[str, Any] | None:
+    """The valid fields of a saved state; warns once about the rest.
 
     Args:
-        state: what a checkpoint held for us, whatever it is.
-        step: optimizer steps taken when it is resumed; a reading beyond it is a mistake.
-        warn_once: takes the warning.
+        state: the state in a checkpoint, valid or not.
+        step: optimizer steps taken when it is resumed; a reading beyond it is an error.
+        warn_once: warns once.
 
     Returns:
         A state in which every field that is there has its type: ``last_step``, ``step``, ``history``, ``run``,
-        ``tensorboard``, ``layers``, ``alerts`` and ``interventions``. ``last_step`` is missing if it was not sound;
-        ``alerts`` too, and ``alerts_in_part`` holds what is sound of them. `None` if it is no state at all.
+        ``tensorboard``, ``layers``, ``alerts`` and ``interventions``. ``last_step`` is missing if it was not valid;
+        ``alerts`` too, and ``alerts_in_part`` holds the valid ones. `None` if it is no state at all.
     """
     if state is None:
         return None
@@ -58,18 +58,18 @@ def sound_state(state: Any, *, step: int | None = None, warn_once: WarnOnce) -> 
         )
         return None
     odd: list[str] = []
-    sound: dict[str, Any] = {}
+    valid: dict[str, Any] = {}
     for name, check in _FIELDS.items():
         if name in state:
             before = len(odd)
             value = check(name, state[name], odd)
             if len(odd) == before or name in ("layers", "interventions"):
-                sound[name] = value
+                valid[name] = value
             elif name == "alerts" and value is not None:
-                sound["alerts_in_part"] = value
-    counted = [name for name in ("last_step", "step") if sound.get(name) is not None]
-    beyond = [name for name in counted if step is not None and sound[name] > step]
-    odd += [f"`{name}` is {sound.pop(name)}, but the run resumes at step {step}" for name in beyond]
+                valid["alerts_in_part"] = value
+    counted = [name for name in ("last_step", "step") if valid.get(name) is not None]
+    beyond = [name for name in counted if step is not None and valid[name] > step]
+    odd += [f"`{name}` is {valid.pop(name)}, but the run resumes at step {step}" for name in beyond]
     version = state.get("format", FORMAT)
     if not is_whole(version) or version > FORMAT:
         odd.append(f"`format` is {_shown(version)}, and this version of hdi-callback writes {FORMAT}")
@@ -77,35 +77,35 @@ def sound_state(state: Any, *, step: int | None = None, warn_once: WarnOnce) -> 
         more = f"; and {len(odd) - 3} more" if len(odd) > 3 else ""
         warn_once.warn(
             "state",
-            f"The saved state of head diversity is not sound: {'; '.join(odd[:3])}{more}. What is sound is taken up, "
+            f"The saved state of head diversity is not valid: {'; '.join(odd[:3])}{more}. Valid fields are restored, "
             "the rest starts anew.",
         )
-    return sound
+    return valid
 
 
 def is_state(state: Any) -> bool:
-    """Return whether something was saved by a session, whatever is sound of it."""
+    """Return whether a value is the state of a session, valid or not."""
     return isinstance(state, Mapping) and not {"step", "last_step"}.isdisjoint(state)
 
 
 def contents_of(state: Any) -> object:
-    """Give what a message shows of something that is no state: its keys, or its type."""
+    """Description for a message of a value that is no state: its keys, or its type."""
     return sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
 
 
 def steps_counted_in(state: Any, *, otherwise: int, warn_once: WarnOnce) -> int:
-    """Find how many optimizer steps a run had made when its state was saved.
+    """Number of optimizer steps of a run when its state was saved.
 
     Args:
-        state: what a checkpoint held.
-        otherwise: the answer if it does not say.
-        warn_once: takes what is not sound.
+        state: the state in a checkpoint.
+        otherwise: the result if it does not say.
+        warn_once: warns once of invalid fields.
 
     Returns:
         The count; without one the last reading is the best guess of how far the run has come.
     """
-    sound = sound_state(state, warn_once=warn_once) or {}
-    counted = [sound.get(name) for name in ("step", "last_step")]
+    valid = valid_state(state, warn_once=warn_once) or {}
+    counted = [valid.get(name) for name in ("step", "last_step")]
     return next((count for count in counted if count is not None), otherwise)
 
 
@@ -146,13 +146,13 @@ def _layers(name: str, value: Any, odd: list[str]) -> dict[str, list[int]]:
     if not is_text_map(value):
         odd.append(f"`{name}` must hold the sizes of layers, got {_shown(value)}")
         return {}
-    sound = {
+    valid = {
         layer: list(sizes)
         for layer, sizes in value.items()
         if isinstance(sizes, list | tuple) and len(sizes) == 4 and all(map(is_whole, sizes))
     }
-    odd.extend(f"the sizes of {_shown(layer)} are {_shown(value[layer])}" for layer in value if layer not in sound)
-    return sound
+    odd.extend(f"the sizes of {_shown(layer)} are {_shown(value[layer])}" for layer in value if layer not in valid)
+    return valid
 
 
 def _alerts(name: str, value: Any, odd: list[str]) -> dict[str, Any] | None:
@@ -168,8 +168,8 @@ def _alerts(name: str, value: Any, odd: list[str]) -> dict[str, Any] | None:
     if not is_text_map(series):
         odd.append(f"the readings of layers are {_shown(series)}")
         series = {}
-    sound = {layer: rows for layer, rows in series.items() if _is_series(rows)}
-    odd.extend(f"the readings of {_shown(layer)} are {_shown(series[layer])}" for layer in series if layer not in sound)
+    valid = {layer: rows for layer, rows in series.items() if _is_series(rows)}
+    odd.extend(f"the readings of {_shown(layer)} are {_shown(series[layer])}" for layer in series if layer not in valid)
     loaded, rewritten = value.get("loaded", False), value.get("rewritten", {})
     if type(loaded) is not bool:
         odd.append(f"whether the weights were loaded is {_shown(loaded)}")
@@ -177,7 +177,7 @@ def _alerts(name: str, value: Any, odd: list[str]) -> dict[str, Any] | None:
     if not is_text_map(rewritten) or not all(_is_heads(heads) for heads in rewritten.values()):
         odd.append(f"the heads that were rewritten are {_shown(rewritten)}")
         rewritten = {}
-    return {"active": active, "series": sound, "loaded": loaded, "rewritten": rewritten}
+    return {"active": active, "series": valid, "loaded": loaded, "rewritten": rewritten}
 
 
 def _is_heads(heads: Any) -> bool:
@@ -210,19 +210,19 @@ def _interventions(name: str, value: Any, odd: list[str]) -> list[tuple[str, Any
     if not isinstance(value, list | tuple):
         odd.append(f"`{name}` must be a list, got {_shown(value)}")
         return []
-    sound: list[tuple[str, Any]] = []
+    valid: list[tuple[str, Any]] = []
     for entry in value:
         if isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str):
-            is_sound = _is_intervention(entry[1])
-            sound.append((entry[0], entry[1] if is_sound else None))  # its place is kept, as order tells two apart
-            if is_sound:
+            is_valid = _is_intervention(entry[1])
+            valid.append((entry[0], entry[1] if is_valid else None))  # keeps its place: order identifies it
+            if is_valid:
                 continue
         odd.append(f"an intervention is {_shown(entry)}")
-    return sound
+    return valid
 
 
 def _is_intervention(state: Any) -> bool:
-    """Return whether the fields that every intervention has are sound; those of the user's own may hold anything."""
+    """Return whether the fields that every intervention has are valid; further ones may hold anything."""
     if not isinstance(state, Mapping):
         return state is not None
     standing = state.get("standing", {})
