@@ -6,7 +6,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback.attention.observe.quiet import quiet
+from hdi_callback.attention.observe.quiet import in_the_way, quiet
 
 
 class Functions(TorchFunctionMode):
@@ -38,3 +38,18 @@ def test_what_is_computed_quietly_is_recorded_by_no_mode_and_no_autograd_and_kee
     assert [functions.calls.count("mm"), operators.calls.count("aten.mm.default")] == [2, 2], "those around it alone"
     assert made.dtype == torch.float32
     assert not made.requires_grad
+
+
+def test_what_runs_within_a_backward_a_trace_or_a_transform_is_not_observed_and_a_transform_is_named():
+    said = [in_the_way()]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: said.append(in_the_way()))
+    x.sum().backward()
+
+    def noting(x):
+        said.append(in_the_way())
+        return x
+
+    torch.jit.trace(noting, torch.ones(2), check_trace=False)
+    torch.func.vmap(noting)(torch.ones(2))
+    assert said == [None, "", "", "it runs under a transform of torch.func"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdi_callback.attention.observe.compare.samples import TOKENS, places
+from hdi_callback.attention.observe.compare.samples import TOKENS, arrangements, places
 
 
 @pytest.mark.parametrize("tokens", [TOKENS + 1, TOKENS + 2, 1000, 2**20 + 7])
@@ -21,3 +21,23 @@ def test_of_many_tokens_the_first_three_the_last_and_others_far_apart_are_kept(t
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS])
 def test_few_tokens_are_all_kept(tokens):
     assert places(tokens, torch.device("cpu")).tolist() == list(range(tokens))
+
+
+@pytest.mark.parametrize("sequences_first", [True, False])
+def test_heads_and_sequences_that_share_a_dimension_are_taken_apart_in_both_orders(sequences_first):
+    B, H, T, D = 2, 3, 4, 5
+    tensor = torch.randn(B, H, T, D)  # of B * T tokens, fewer than are kept
+    flat = (tensor if sequences_first else tensor.transpose(0, 1)).reshape(B * H, T, D)
+    found = list(arrangements(flat, [B * T]))
+    assert {(one.tokens, one.start) for one in found} == {(B * T, 0)}
+    expected = tensor.transpose(1, 2).reshape(B * T, H, D)
+    assert sum(torch.equal(one.features, expected) for one in found) == 1
+    assert any(torch.equal(one.features, tensor.permute(2, 0, 1, 3).reshape(T * B, H, D)) for one in found)
+
+
+def test_a_part_of_the_tokens_of_each_sequence_is_taken_from_its_beginning_and_from_its_end():
+    tensor = torch.randn(2, 3, 7, 5)
+    found = {one.start: one.features for one in arrangements(tensor, [2 * 4])}
+    assert found.keys() == {0, 3}
+    for start, features in found.items():
+        assert torch.equal(features, tensor[:, :, start : start + 4].transpose(1, 2).reshape(8, 3, 5))
