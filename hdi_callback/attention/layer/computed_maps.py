@@ -1,8 +1,9 @@
-"""Linear maps whose matrix their own forward computes: LoRA by hand, rounded or normed weights, adapters like DoRA.
+"""What a linear map with a forward of its own multiplies with: its weight, or a matrix that it computes.
 
-A copy that shares the parameters is run on the unit vectors and on zero. Where it multiplies once, the second factor is
-the matrix, whatever becomes of the input before (BitNet rounds it); else it must be linear as a whole, and what it
-gives of the unit vectors is the matrix. Which of the two it is, a trial with other numbers in the parameters shows.
+Such are LoRA by hand, rounded or normed weights, adapters like DoRA. A copy that shares the parameters is run on the
+unit vectors and on zero. Where it multiplies once, the second factor is the matrix, whatever becomes of the input
+before (BitNet rounds it); else it must be linear as a whole, and what it gives of the unit vectors is the matrix. Which
+of these it is, and whether the matrix is the weight, a trial with other numbers in the parameters shows.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from hdi_callback.attention.hooks import has_own_forward
 from hdi_callback.attention.isolation import ATOMS, asking_no_other_rank, isolated, isolated_copy
 from hdi_callback.errors import UnsupportedAttentionError
 
-_Way = Literal["factor", "whole"]
-_WAYS: dict[Any, _Way | None] = {}
-_PLAIN: dict[Any, bool] = {}
+Way = Literal["weight", "factor", "whole"]
+_WAYS: dict[Any, Way | None] = {}
 _MOST_PARAMETERS = 64  # of one map
 _ALIKE = 0.9  # cosine of a token and what is multiplied, which may be rounded and normed
 
@@ -58,12 +58,7 @@ def is_scaled(module: Any) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or is_lazy(weight) or weight.dim() != 2 or not weight.is_floating_point():
         return False
-    if any(one.dim() > 1 for one in module.parameters() if one is not weight) or way_of(module) is None:
-        return False
-    kind = _kind_of(module)
-    if kind not in _PLAIN:
-        _PLAIN[kind] = _is_plain(module)
-    return not _PLAIN[kind]
+    return all(one.dim() < 2 for one in module.parameters() if one is not weight) and computes_matrix(module)
 
 
 def base_of_sum(module: Any) -> nn.Linear | None:
@@ -84,17 +79,30 @@ def base_of_sum(module: Any) -> nn.Linear | None:
     return None
 
 
-def way_of(module: nn.Module) -> _Way | None:
-    """Try out in which way a module multiplies with a matrix that it computes.
+def computes_matrix(module: nn.Module) -> bool:
+    """Return whether a module multiplies with a matrix that it computes.
 
     Args:
-        module: a map with a forward of its own, or a sum of maps.
+        module: see `way_of`.
 
     Returns:
-        ``"factor"``: the matrix is the second factor of its one product; ``"whole"``: the module is linear as a whole;
-        `None` if it is neither.
+        False if it multiplies with its weight, or is no linear map.
     """
-    if has_own_forward(module):
+    return way_of(module) in ("factor", "whole")
+
+
+def way_of(module: nn.Module) -> Way | None:
+    """Try out with what a module multiplies.
+
+    Args:
+        module: a map with a forward of its own, a convolution of kernel size one included, or a sum of maps.
+
+    Returns:
+        ``"weight"``: with its parameter `weight`, as it lies or turned, as some do that only cast their input;
+        ``"factor"``: with the second factor of its one product; ``"whole"``: the module is linear as a whole; `None` if
+        it is neither.
+    """
+    if has_own_forward(module) and not hasattr(module, "_hf_hook"):  # that of accelerate only moves tensors
         return None
     kind = _kind_of(module)
     if kind not in _WAYS:
@@ -118,7 +126,7 @@ def computed_matrix(module: nn.Module) -> tuple[Tensor, Tensor]:
     Raises:
         UnsupportedAttentionError: if the module does not run that way any more.
     """
-    way = way_of(module)
+    way = way_of(module) if computes_matrix(module) else None
     with isolated(module, keeps_defaults=True), asking_no_other_rank():
         trial = isolated_copy(module, shares_parameters=True)
         found = None if way is None else _read(trial, way, sizes_of(module))
@@ -139,8 +147,25 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
     base: Any = base_of_sum(module) or module
     while isinstance(getattr(base, "base_layer", None), nn.Module):  # of adapters
         base = base.base_layer
-    rows, columns = base.get_parameter("weight").shape
-    return (int(columns), int(rows)) if hasattr(base, "nf") else (int(rows), int(columns))  # as GPT-2's `Conv1D`
+    rows, columns, *_ = map(int, base.get_parameter("weight").shape)
+    return (columns, rows) if hasattr(base, "nf") else (rows, columns * getattr(base, "groups", 1))  # GPT-2's `Conv1D`
+
+
+def as_matrix(weight: Tensor, groups: int) -> Tensor:
+    """Write down the matrix with which a convolution of kernel size one multiplies each position.
+
+    Args:
+        weight: ``(out_features, in_features / groups, 1, ...)``.
+        groups: of the convolution.
+
+    Returns:
+        ``(out_features, in_features)``, with zeros beside the blocks of groups.
+    """
+    matrix = weight.flatten(1)
+    if groups == 1:
+        return matrix
+    blocks: Tensor = torch.block_diag(*matrix.chunk(groups))  # type: ignore[no-untyped-call]
+    return blocks
 
 
 # --- what a module is made of
@@ -175,12 +200,13 @@ def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
 
 def _kind_of(module: nn.Module) -> Any:
     """Class, shapes and plain attributes: modules of one kind compute their matrix in the same way."""
-    shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
+    is_of_any_size = isinstance(module, nn.Linear) and _holds_weight_alone(module)  # a trial of each may be large
+    shapes = tuple((name, () if is_of_any_size else tuple(one.shape)) for name, one in module.named_parameters())
     plain = tuple(
         (path, type(part), name, value)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
-        if name != "training" and isinstance(value, ATOMS)
+        if name not in ("training", "in_features", "out_features") and isinstance(value, ATOMS)
     )
     variants = [type(one) for one in getattr(module, "lora_variant", {}).values()]
     return type(module), shapes, plain, (*variants, *getattr(module, "active_adapters", ()))
@@ -223,7 +249,7 @@ def _factors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     return None, None, None
 
 
-def _read(trial: nn.Module, way: _Way, sizes: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+def _read(trial: nn.Module, way: Way, sizes: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
     """Run a copy on the unit vectors and on zero."""
     like = next(one for one in trial.parameters() if one.is_floating_point())
     units = F.pad(torch.eye(sizes[1], device=like.device, dtype=like.dtype), (0, 0, 0, 1))[None]
@@ -244,7 +270,7 @@ def _one_product(products: _Products, sizes: tuple[int, int]) -> tuple[Tensor, T
     return (taken, matrix, made) if taken.shape == products.tokens.shape and matrix.shape == sizes else None
 
 
-def _tried(module: nn.Module) -> _Way | None:
+def _tried(module: nn.Module) -> Way | None:
     """Compare what a copy with other numbers in it gives with what the matrix that is read of it gives."""
     generator = torch.Generator().manual_seed(0)
     sizes = sizes_of(module)
@@ -256,9 +282,11 @@ def _tried(module: nn.Module) -> _Way | None:
     device = next(trial.parameters()).device
     tokens = torch.randn(2, 5, sizes[1], generator=generator).to(device)
     with _Products(tokens) as products:
-        made = trial.forward(tokens)
+        made = _run(trial, tokens)
     if not isinstance(made, Tensor) or made.shape != (2, 5, sizes[0]):
         return None
+    if _multiplies_with_weight(trial, tokens, made):
+        return "weight"
     one = _one_product(products, sizes)
     read = None if one is None else _read(trial, "factor", sizes)
     if one is not None and read is not None:
@@ -271,25 +299,37 @@ def _tried(module: nn.Module) -> _Way | None:
     read = _read(trial, "whole", sizes)
     if read is None:
         return None
-    expected = F.linear(tokens, *read)
+    return "whole" if _are_close(made, F.linear(tokens, *read)) else None
+
+
+def _run(trial: nn.Module, tokens: Tensor) -> Any:
+    """Run a copy on tokens; a convolution takes each for an image of one position."""
+    dims = len(getattr(trial, "kernel_size", ()))
+    if not dims:
+        return trial.forward(tokens)
+    made = trial.forward(tokens.reshape(-1, tokens.shape[-1], *[1] * dims))
+    return made.flatten(1).unflatten(0, tokens.shape[:2])
+
+
+def _multiplies_with_weight(trial: nn.Module, tokens: Tensor, made: Tensor) -> bool:
+    """Return whether a module gives ``x W^T + b`` with its weight, as it lies or turned, and holds nothing else."""
+    if not _holds_weight_alone(trial):
+        return False
+    matrix = as_matrix(trial.get_parameter("weight"), getattr(trial, "groups", 1))
+    bias = trial._parameters.get("bias")
+    shape = (made.shape[-1], tokens.shape[-1])
+    ways = [one for one in (matrix, matrix.mT) if one.shape == shape]  # GPT-2's maps keep it turned
+    return any(_are_close(made, F.linear(tokens, one, bias)) for one in ways)
+
+
+def _holds_weight_alone(module: nn.Module) -> bool:
+    held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return "weight" in held and held <= {"weight", "bias"}
+
+
+def _are_close(made: Tensor, expected: Tensor) -> bool:
     size = float(expected.abs().max())
-    return "whole" if size and torch.allclose(made, expected, rtol=1e-4, atol=1e-4 * size) else None
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Tell a module that multiplies with the matrix that it holds, as it lies or turned."""
-    try:
-        with isolated(module, seed=0), asking_no_other_rank(), torch.no_grad():
-            trial = isolated_copy(module, dict(_drawn(module, torch.Generator().manual_seed(0))))
-            way = _WAYS[_kind_of(module)]
-            found = None if way is None else _read(trial, way, sizes_of(module))
-            weight = trial.get_parameter("weight")
-            return found is not None and any(
-                one.shape == found[0].shape and torch.allclose(found[0], one, rtol=1e-4, atol=1e-6)
-                for one in (weight, weight.mT)  # GPT-2's maps keep it turned
-            )
-    except Exception:
-        return True
+    return bool(size) and torch.allclose(made, expected, rtol=1e-4, atol=1e-4 * size)
 
 
 def _is_whole_with_more(made: Tensor, product: Tensor) -> bool:
@@ -310,4 +350,4 @@ def _drawn(module: nn.Module, generator: torch.Generator) -> Iterator[tuple[Tens
                 drawn = torch.randn(one.shape, generator=generator) / math.sqrt(one.shape[-1])
             else:  # a gain of the input leaves its features where they are
                 drawn = torch.empty(one.shape).uniform_(0.5, 1.5, generator=generator)
-            yield one, nn.Parameter(drawn.to(one.device))
+            yield one, nn.Parameter(drawn.to("cpu" if one.is_meta else one.device))

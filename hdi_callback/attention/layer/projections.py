@@ -14,12 +14,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hdi_callback.attention.hooks import has_own_forward
-from hdi_callback.attention.isolation import IsolationError, isolated, isolated_copy
+from hdi_callback.attention.isolation import IsolationError
 from hdi_callback.attention.layer import computed_maps
 from hdi_callback.attention.layer.changing_hooks import changing_hook
 from hdi_callback.attention.layer.weight_reading import read_tensor, shape_of
@@ -200,11 +199,10 @@ def objection(module: nn.Module) -> str | None:
         return f"a {name} {hook}"
     # Its weight is the one that is trained; a rounded copy of it is multiplied with.
     is_known = type(module).forward is nn.Linear.forward or name == "Float8Linear" or is_transposed(module)
-    if is_known or _convolves(module) or _multiplies(module, weight):
+    if is_known or _convolves(module):
         return None
-    if isinstance(module, nn.Linear) and computed_maps.way_of(module) is not None:
-        return None
-    if computed_maps.is_scaled(module):
+    way = computed_maps.way_of(module)
+    if way == "weight" or (way is not None and isinstance(module, nn.Linear)) or computed_maps.is_scaled(module):
         return None
     return f"a {name}, which does not multiply with its weight alone"
 
@@ -233,14 +231,14 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
             raise UnsupportedAttentionError(
                 f"A {type(module).__name__} has no tensor `{name}`, or none before its first forward."
             )
-        return _as_matrix(weight, module) if name == "weight" and is_pointwise(module) else weight
+        return _as_matrix(weight, module) if name == "weight" else weight
     reason = _objection_to_adapter(module)
     if reason is not None:
         raise UnsupportedAttentionError(f"The weight of a linear map cannot be read: it is {reason}.")
     weight = effective_weight(_child(module), name)
     for adapter in _active(module):
         update: Tensor = module.get_delta_weight(adapter)  # type: ignore[operator]
-        weight = weight + (_as_matrix(update, base_of(module)) if is_pointwise(module) else update).to(weight)
+        weight = weight + _as_matrix(update, module).to(weight)
     return weight
 
 
@@ -271,26 +269,20 @@ def is_computed(module: nn.Module) -> bool:
     """
     if _is_adapter(module):
         is_added = _more_than_added(module) is None or is_pointwise(module)
-        return not is_added and objection(_child(module)) is None and computed_maps.way_of(module) is not None
+        return not is_added and objection(_child(module)) is None and computed_maps.computes_matrix(module)
     if not isinstance(module, nn.Linear):
         return computed_maps.is_sum_of_maps(module) or computed_maps.is_scaled(module)
     if type(module).forward is nn.Linear.forward or type(module).__name__ == "Float8Linear":
         return False
-    with torch.no_grad():
-        weight = read_tensor(module, "weight")
-    return weight is not None and not _multiplies(module, weight) and computed_maps.way_of(module) is not None
+    return computed_maps.computes_matrix(module)
 
 
 # --- convolutions
 
 
-def _as_matrix(weight: Tensor, convolution: Any) -> Tensor:
-    """The matrix that each position is multiplied with."""
-    matrix = weight.flatten(1)  # (out, in / groups)
-    if convolution.groups == 1:
-        return matrix
-    blocks: Tensor = torch.block_diag(*matrix.chunk(convolution.groups))  # type: ignore[no-untyped-call]
-    return blocks
+def _as_matrix(weight: Tensor, module: nn.Module) -> Tensor:
+    """The matrix that each position is multiplied with, of a convolution; of other maps their weight."""
+    return computed_maps.as_matrix(weight, base_of(module).groups) if is_pointwise(module) else weight
 
 
 def _convolves(module: nn.Module) -> bool:
@@ -341,45 +333,3 @@ def _more_than_added(module: Any) -> str | None:
         kind = type(module.lora_variant[odd[0]]).__name__ if odd else "DoRA"
         return f" with the variant {kind}, which is more than a matrix that is added"
     return None
-
-
-# --- subclasses with a forward of their own
-
-_MULTIPLY: dict[type[nn.Module], bool] = {}
-
-
-def _multiplies(module: nn.Module, weight: Tensor) -> bool:
-    """Return whether a copy with other numbers in it gives ``x W^T + b``, as some do that only cast their input."""
-    names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-    if not names <= {"weight", "bias"}:
-        return False
-    kind = type(module)
-    if kind not in _MULTIPLY:
-        _MULTIPLY[kind] = _tried(module, weight)
-    return _MULTIPLY[kind]
-
-
-def _tried(module: nn.Module, weight: Tensor) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(weight.shape, generator=generator)
-    bias = read_tensor(module, "bias")
-    shift = None if bias is None else torch.randn(bias.shape, generator=generator)
-    x = torch.randn(3, features(module)[0], *[3] * (weight.dim() - 2), generator=generator)
-    # The parameters are taken for copied already, so that no large one is.
-    replaced: dict[Any, Any] = {weight: nn.Parameter(drawn)}
-    if bias is not None and shift is not None:
-        replaced[bias] = nn.Parameter(shift)
-    try:
-        with isolated(module, seed=0), torch.no_grad():
-            trial = isolated_copy(module, replaced)
-            expected = F.linear(x, drawn, shift) if weight.dim() == 2 else _convolved(module, x, drawn, shift)
-            return bool(torch.allclose(trial.forward(x), expected, rtol=1e-4, atol=1e-3))
-    except Exception:
-        return False
-
-
-def _convolved(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a convolution of kernel size one gives, by the matrix that is read of it."""
-    places: tuple[Any, ...] = (..., *(slice(None, None, stride) for stride in convolution.stride))
-    made = F.linear(x[places].movedim(1, -1), _as_matrix(weight, convolution), bias)
-    return made.movedim(-1, 1)

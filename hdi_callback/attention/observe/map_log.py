@@ -21,8 +21,8 @@ _MOST_CALLS = 1024  # after which those that are near no attention are let go, a
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
-    """What a call gave: the tensor itself, as long as it lives, and how often it had been written to by then."""
+class _Result:
+    """What a call made: the tensor itself, as long as it lives, and how often it had been written to by then."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -72,7 +72,7 @@ class MapLog:
         self._stack, self._names, self._claimed = stack, names, claimed
         self._order = 0
         self._cores: list[int] = []  # where in the order attention ran
-        self._latest: _Given | None = None
+        self._latest: _Result | None = None
         self._behind_hooks: list[_BehindHooks] = []
         self._settled = 0  # how many calls were kept when some were last let go
 
@@ -97,7 +97,7 @@ class MapLog:
         is_transposed: bool = False,
     ) -> None:
         """Record a product with a parameter; see `MapCall` for the arguments."""
-        if not self.keeps_samples or not (holds_numbers(inputs) and holds_numbers(made)):
+        if not self._can_compare(inputs, made):
             return
         module, owner = self._stack.innermost, self._stack.owner
         keys = (id(parameter),) if module is None else (id(parameter), id(module))
@@ -106,19 +106,19 @@ class MapLog:
         own = next((key for key, value in held if value is parameter), "")  # sharded: not the parameter of before
         if not name and own:
             name = f"{owner}.{own}" if owner else own
-        self._add(keys, name or owner, "linear", inputs, made, features_dim, rows, is_transposed, own)
+        rest = {"rows": rows, "is_transposed": is_transposed, "parameter": own}
+        self._add(keys, name or owner, "linear", inputs, made, features_dim, **rest)
 
     def norm_ran(self, weight: Tensor | None, inputs: Tensor, made: Tensor) -> None:
         """Record a norm, whose features are those that come in."""
-        if not self.keeps_samples or not (holds_numbers(inputs) and holds_numbers(made)):
+        if not self._can_compare(inputs, made):
             return
         keys = (id(weight),) if weight is not None else ()
         self._add_norm(keys, self._names.get(id(weight), "") or self._stack.owner, inputs, made)
 
     def module_ran(self, module: nn.Module, kind: str, inputs: Any, made: Any, features_dim: int) -> None:
         """Record what a module took and gave as a whole."""
-        tensors = isinstance(inputs, Tensor) and isinstance(made, Tensor)
-        if not tensors or not self.keeps_samples or not (holds_numbers(inputs) and holds_numbers(made)):
+        if not self._can_compare(inputs, made):
             return
         keys, name = (id(module),), self._names.get(id(module), "")
         if kind == "norm":
@@ -176,36 +176,24 @@ class MapLog:
     def _is_inside(self, call: MapCall) -> bool:
         return call.owner == self._stack.owner or call.owner.startswith(f"{self._stack.owner}.")
 
+    def _can_compare(self, inputs: Any, made: Any) -> bool:
+        tensors = isinstance(inputs, Tensor) and isinstance(made, Tensor)
+        return self.keeps_samples and tensors and holds_numbers(inputs) and holds_numbers(made)
+
     def _add(
-        self,
-        keys: tuple[int, ...],
-        name: str,
-        kind: str,
-        inputs: Tensor,
-        made: Tensor,
-        features_dim: int,
-        rows: int = 0,
-        is_transposed: bool = False,
-        own: str = "",
+        self, keys: tuple[int, ...], name: str, kind: str, inputs: Tensor, made: Tensor, features_dim: int, **rest: Any
     ) -> None:
         if not made.is_floating_point() or not made.numel() or made.dim() < 1:
             return
         if made.shape[features_dim] > MAX_FEATURES:
             return
         self._let_go()
-        self._order += 1
         tokens = made.numel() // made.shape[features_dim]
         is_token_wise = inputs.dim() == made.dim() and inputs.numel() // inputs.shape[features_dim] == tokens
-        taken = sample_of_map(inputs, features_dim) if is_token_wise else made.new_empty(0, 0)
-        given = sample_of_map(made, features_dim)
-        self.calls.append(
-            MapCall(
-                self._order, keys, name, kind, tokens, taken, given, inputs.data_ptr(), rows, self._stack.owner,
-                is_transposed, own,
-            )
-        )  # fmt: skip
-        version = 0 if made.is_inference() else made._version
-        self._latest = _Given(weakref.ref(made), version, self.calls[-1], features_dim)
+        before = sample_of_map(inputs, features_dim) if is_token_wise else made.new_empty(0, 0)
+        after = sample_of_map(made, features_dim)
+        call = self._keep(keys, name, kind, tokens, inputs, before, after, **rest)
+        self._latest = _Result(weakref.ref(made), 0 if made.is_inference() else made._version, call, features_dim)
 
     def _add_norm(self, keys: tuple[int, ...], name: str, inputs: Tensor, made: Tensor) -> None:
         """Record a norm of tokens, or of the heads of tokens: of each order of its dimensions a sample."""
@@ -220,14 +208,25 @@ class MapLog:
         for one, other in views:
             pairs = zip(arrangements(one, counts), arrangements(other, counts), strict=False)
             ways += [(before, after) for before, after in pairs if before.start == 0]
-        self._order += 1
         empty, tokens = inputs.new_empty(0, 0), inputs.numel() // inputs.shape[-1]
-        self.calls.append(
-            MapCall(
-                self._order, keys, name, "norm", tokens, empty, empty, inputs.data_ptr(), owner=self._stack.owner,
-                ways=tuple(ways),
-            )
-        )  # fmt: skip
+        self._keep(keys, name, "norm", tokens, inputs, empty, empty, ways=tuple(ways))
+
+    def _keep(
+        self,
+        keys: tuple[int, ...],
+        name: str,
+        kind: str,
+        tokens: int,
+        inputs: Tensor,
+        before: Tensor,
+        after: Tensor,
+        **rest: Any,
+    ) -> MapCall:
+        self._order += 1
+        source, owner = inputs.data_ptr(), self._stack.owner
+        call = MapCall(self._order, keys, name, kind, tokens, before, after, source, owner=owner, **rest)
+        self.calls.append(call)
+        return call
 
     def _let_go(self) -> None:
         if len(self.calls) < _MOST_CALLS + self._settled:

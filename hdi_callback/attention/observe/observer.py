@@ -28,6 +28,7 @@ gradient is recorded, and the host does not wait for the device until `verdicts`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,8 +101,7 @@ class AttentionObserver:
         self._reduce_rows, self._reduce_norms = reduce_rows, reduce_norms
         self._window = Window()
         self._forward: ObservedForward | None = None
-        self._verdicts: dict[tuple[int, int, int], tuple[AttentionLayer, Verdict]] = {}
-        self._proposed: dict[tuple[int, int, int], AttentionLayer | str] = {}
+        self._computed: dict[tuple[int, int, int], tuple[Any, Any]] = {}
 
     @property
     def cores(self) -> Sequence[ObservedCore]:
@@ -184,7 +184,7 @@ class AttentionObserver:
         """Observe nothing more, and let go of what was observed."""
         self.disarm()
         self._forward = None
-        self._verdicts, self._proposed = {}, {}
+        self._computed = {}
 
     def note_hooks(self) -> None:
         """Note what forward hooks of linear maps did to what these gave; the host waits for the device."""
@@ -215,16 +215,21 @@ class AttentionObserver:
             Name of the layer -> what was observed of its heads.
         """
         layers = self._layers if layers is None else layers
-        found, mine = {}, self._cores_by_layer(layers)
-        for layer in layers:
-            known = (id(layer), len(self.cores), len(self._maps))
-            if known not in self._verdicts:
-                verdict = judge(layer, mine[layer.name], self._maps)
-                if verdict.core is None:
-                    verdict = Verdict("undecided", self._why_absent(layer, mine[layer.name]) or verdict.sentence)
-                self._verdicts[known] = layer, verdict  # the layer as well, so that no other gets its id
-            found[layer.name] = self._verdicts[known][1]
-        return found
+        mine = self._cores_by_layer(layers)
+        return {one.name: self._once(one, partial(self._verdict, one, mine[one.name])) for one in layers}
+
+    def _verdict(self, layer: AttentionLayer, cores: Sequence[ObservedCore]) -> Verdict:
+        verdict = judge(layer, cores, self._maps)
+        if verdict.core is not None:
+            return verdict
+        return Verdict("undecided", self._why_absent(layer, cores) or verdict.sentence)
+
+    def _once(self, owner: object, compute: Callable[[], Any]) -> Any:
+        """Compute what follows from one layer or attention and from all that ran, if that was not done before."""
+        key = id(owner), len(self.cores), len(self._maps)
+        if key not in self._computed:
+            self._computed[key] = owner, compute()  # the owner as well, so that no other gets its id
+        return self._computed[key][1]
 
     def proposals(self, layers: Sequence[AttentionLayer] | None = None) -> dict[str, AttentionLayer | str]:
         """Describe attention that no layer explains, by the features of its inputs.
@@ -238,12 +243,8 @@ class AttentionObserver:
         explained = [core for one in self.verdicts(layers).values() for core in (one.core, *one.cores)]
         found: dict[str, AttentionLayer | str] = {}
         for one in self.cores:
-            if one.module in found or any(one is core for core in explained):
-                continue
-            known = (id(one), len(self.cores), len(self._maps))
-            if known not in self._proposed:
-                self._proposed[known] = propose(one, self._maps, self._model)
-            found[one.module] = self._proposed[known]
+            if one.module not in found and not any(one is core for core in explained):
+                found[one.module] = self._once(one, partial(propose, one, self._maps, self._model))
         return found
 
     def unexplained(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hdi_callback.attention.layer.heads import INPUT_ROLES, PLURAL, AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.observe.compare.cores import ObservedCore
@@ -169,87 +168,65 @@ def _are_equal(one: Tensor, other: Tensor, tol: float) -> bool:
     return bool((one.double() - other.double()).abs().max() <= tol * other.double().abs().max())
 
 
-def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str, *, is_tied: bool = False) -> RoleVerdict | None:
+def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str, *, is_tied: bool) -> RoleVerdict | None:
     """Compare heads, or the first or last features of heads that have others beside those of this map."""
     beside = x.shape[-1] - claimed.shape[-1]
     if not beside:
-        return _compare(role, x, claimed, through, is_tied=is_tied)
-    if beside < 0 or is_tied:
-        return None
+        return _compare(role, x, claimed, through, as_they_are=is_tied)
     also = f"{through}, beside {beside} other features of a head"
-    for part in (x[..., :-beside], x[..., beside:]):
-        verdict = _compare(role, part, claimed, also)
-        if verdict is not None and verdict.state == "established":
-            return verdict
-    return None
+    parts = (x[..., :-beside], x[..., beside:]) if beside > 0 and not is_tied else ()
+    verdicts = [_compare(role, part, claimed, also) for part in parts]
+    return next((one for one in verdicts if one is not None and one.state == "established"), None)
 
 
-def _compare(role: Role, x: Tensor, claimed: Tensor, through: str, *, is_tied: bool = False) -> RoleVerdict | None:
+def _compare(role: Role, x: Tensor, claimed: Tensor, through: str, *, as_they_are: bool = False) -> RoleVerdict | None:
     names, H, G = PLURAL[role], x.shape[1], claimed.shape[1]
     if H % G:
         return None
     heads = torch.arange(H, device=x.device)
     expected = heads // (H // G)
-    for match in match_heads(x, claimed, tolerance(x, claimed))[: 1 if is_tied else None]:
+    for match in match_heads(x, claimed, tolerance(x, claimed))[: 1 if as_they_are else None]:
         how = f"{match.how}{through}"
         if bool(match.fits[heads, expected].all()):
-            return RoleVerdict("established", f"its {names} are the claimed rows, {how}")
-        if bool(match.fits.any(1).all()):
-            of = match.fits.double().argmax(1)
+            where = "columns" if role == "output" else "rows"
+            return RoleVerdict("established", f"its {names} are the claimed {where}, {how}")
+        of = match.fits.double().argmax(1)
+        if bool(match.fits.any(1).all()) and sorted(set(of.tolist())) == list(range(G)):
             head = int((of != expected).nonzero()[0])
-            if sorted(set(of.tolist())) == list(range(G)):
-                return RoleVerdict(
-                    "contradicted",
-                    f"head {head} attends with {names} of claimed head {int(of[head])}, the claim is head "
-                    f"{int(expected[head])} ({how})",
-                )
+            why = f"head {head} attends with {names} of claimed head {int(of[head])}, the claim is head "
+            why += f"{int(expected[head])} ({how})"
+            if role == "output":
+                why = f"the outputs of head {head} are the claimed columns of head {int(of[head])}"
+            return RoleVerdict("contradicted", why)
     return None
 
 
 def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapCall]) -> RoleVerdict:
-    part = layer.slices["output"].by_token
-    calls = [one for one in maps if _is_of(part, one) and one.order > core.order and one.inputs.numel()]
-    observed = _in_order(core.samples.get("output", []), layer.head_order)
-    for call in calls[:1]:
-        index, inputs = part.index(), call.inputs.cpu()
-        if int(index.max()) >= inputs.shape[1]:
+    part, observed = layer.slices["output"].by_token, _in_order(core.samples.get("output", []), layer.head_order)
+    call = next((one for one in maps if one.order > core.order and one.inputs.numel() and _is_of(part, one)), None)
+    if call is None:
+        return RoleVerdict("undecided", "its output projection was not called after attention")
+    index, inputs = part.index(), call.inputs.cpu()
+    for arrangement in observed if int(index.max()) < inputs.shape[1] else ():
+        x = arrangement.features.cpu()
+        if arrangement.tokens != call.tokens or len(x) != len(inputs):
             continue
-        for arrangement in observed:
-            x = arrangement.features.cpu()
-            if arrangement.tokens != call.tokens or len(x) != len(inputs):
-                continue
-            claimed = inputs[:, index]
-            if x.shape == claimed.shape:
-                match = match_heads(x, claimed, tolerance(x, claimed))[0]
-                if bool(match.fits.diagonal().all()):
-                    return RoleVerdict("established", "its head outputs are the claimed columns, as they are")
-                if bool(match.fits.any(1).all()):
-                    of = match.fits.double().argmax(1)
-                    head = int((of != torch.arange(len(of), device=of.device)).nonzero()[0])
-                    return RoleVerdict(
-                        "contradicted",
-                        f"the outputs of head {head} are the claimed columns of head {int(of[head])}",
-                    )
-            rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
-            if are_all_found(rows):
-                taken, claim = _ranges(rows[0].tolist()), _ranges(index[0].tolist())
-                return RoleVerdict(
-                    "contradicted", f"the outputs of head 0 are columns {taken} of `{call.name}`, the claim is {claim}"
-                )
-    why = (
-        "its output projection was not called after attention"
-        if not calls
-        else ("the input of its output projection is not the head outputs as they are")
-    )
-    return RoleVerdict("undecided", why)
+        verdict = _compare("output", x, inputs[:, index], "", as_they_are=True) if x[0].shape == index.shape else None
+        if verdict is not None:
+            return verdict
+        rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
+        if are_all_found(rows):
+            taken, claim = _ranges(rows[0].tolist()), _ranges(index[0].tolist())
+            why = f"the outputs of head 0 are columns {taken} of `{call.name}`, the claim is {claim}"
+            return RoleVerdict("contradicted", why)
+    return RoleVerdict("undecided", "the input of its output projection is not the head outputs as they are")
 
 
 # --- which calls belong to a claim
 
 
 def _is_of(part: HeadSlice, call: MapCall) -> bool:
-    path, _, name = part.parameter.rpartition(".")
-    owner: nn.Module = reduce(getattr, path.split(".") if path else [], part.module)
+    owner, name = part.owner, part.parameter.rpartition(".")[2]
     parameter = owner._parameters.get(name)
     if parameter is not None and call.keys and call.keys[0] == id(parameter):
         return True
