@@ -86,8 +86,10 @@ def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor]
         return NotImplemented
     first = "".join(sorted(kept, key=lambda i: summed.index(i) if i in summed else -1))
     product = torch.einsum(f"{one},{other}->{first}", left, right)
-    answer = einsum(cut, func, (f"{first},{terms[which]}->{out}", product, operands[which]), {})
-    return func(f"{','.join(terms)}->{out}", *operands) if answer is NotImplemented else answer
+    second = (f"{first},{terms[which]}->{out}", product, operands[which])
+    answer = einsum(cut, func, second, {})
+    # Of what is noted of the product on the way there the answer is made in any case.
+    return func(*second) if answer is NotImplemented else answer
 
 
 class _Contraction:

@@ -185,10 +185,10 @@ class CoreReading:
                 del heads["query"]
         require_widths(view, heads, has_shared=has_shared)
         normed = require_linear(view, heads, has_shared=has_shared)
-        order_features(view, heads)
+        turned = order_features(view, heads)
         centre(view, heads)
         queries = "" if stream and "query" in heads else self._queries_left_out(view, heads, of_query)
-        said = _joined(unread or added, stream, positions, *mixed, queries)
+        said = _joined(unread or added, stream, positions, *mixed, turned, queries)
         row = int(view.at(view.first, "query")[0]) % view.tensor("query").shape[1]
         values = None if tied is None else tied.values
         return HeadRows(heads, members, normed, remarks, said, view.units, row if stream else None, values, stream)

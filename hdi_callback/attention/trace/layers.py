@@ -24,6 +24,7 @@ from hdi_callback.attention.trace.maps import objection_to
 from hdi_callback.attention.trace.outputs import outputs_of
 from hdi_callback.attention.trace.own_inputs import OWN_INPUTS, refuse_inputs_of_their_own
 from hdi_callback.attention.trace.run import Traceable
+from hdi_callback.attention.trace.support import Support
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.unread import unread_averages, unread_exponentials, unread_softmaxes
@@ -40,7 +41,7 @@ class Found:
         path: dotted path of the module within the one that was run.
         reason: why they cannot be read.
         cores: numbers of the cores.
-        maps: what queries, keys and values come from.
+        maps: what queries, keys and values come from: parameters, each with the features that are used.
         is_undecided: another run may read them; of a layer, that it may be others where an argument is passed that was
             left out, and with which the module could not be run.
     """
@@ -49,7 +50,7 @@ class Found:
     layer: AttentionLayer | None = None
     reason: str = ""
     cores: tuple[int, ...] = ()
-    maps: frozenset[str] = frozenset()
+    maps: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
     is_undecided: bool = False
 
 
@@ -175,15 +176,23 @@ def _require_matrices(trace: TracedCores, numbers: tuple[int, ...], rows: Mappin
                 raise refusal(f"its projection `{name}` is {why}")
 
 
-def _maps_of(trace: TracedCores, number: int) -> frozenset[str]:
-    return frozenset(trace.leaves[leaf].parameter for leaf in _leaves_of(trace, number))
+def _maps_of(trace: TracedCores, number: int) -> frozenset[tuple[str, tuple[int, ...]]]:
+    features: dict[str, set[int]] = {}
+    for support in _supports_of(trace, number):
+        for leaf in support.masks:
+            features.setdefault(trace.leaves[leaf].parameter, set()).update(support.features(leaf))
+    return frozenset((parameter, tuple(sorted(of_map))) for parameter, of_map in features.items())
 
 
 def _leaves_of(trace: TracedCores, number: int) -> set[int]:
-    """Number the calls of maps that queries, keys and values of a core are made of."""
+    return {leaf for support in _supports_of(trace, number) for leaf in support.masks}
+
+
+def _supports_of(trace: TracedCores, number: int) -> list[Support]:
+    """Find the calls of maps that queries, keys and values of a core are made of."""
     core = trace.cores[number]
     taken = [core.values, *(side for product in core.scores for side in product.sides)]
-    return {leaf for one in taken for leaf in trace.run.support(one).masks}
+    return [trace.run.support(one) for one in taken]
 
 
 def _by_shared_keys(rows: dict[Role, list[Rows]]) -> list[int]:

@@ -8,13 +8,19 @@ from torch import Tensor
 
 from hdi_callback.attention.layer.heads import Centring, Role
 from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows
+from hdi_callback.attention.trace.head_rows import Rows, named
 from hdi_callback.attention.trace.support import derivatives, weights_at
 
 
-def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> None:
-    """Order the features of heads as the columns of what attention takes; rotated ones stay ascending."""
-    for role, rows in heads.items():
+def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> str:
+    """Order the features of heads as the columns of what attention takes; rotated ones stay ascending.
+
+    Returns:
+        What is left out of the heads, in words: values whose features are turned into one another, so that no row is
+        what the output projection takes.
+    """
+    left_out = ""
+    for role, rows in list(heads.items()):
         columns = view.trace.run.columns(view.tensor(role))
         ordered = []
         for one in rows:
@@ -25,7 +31,9 @@ def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> None:
         if len(ordered) == len(rows):
             heads[role] = ordered
         elif role == "value":
-            raise NoHeadsError("the features of its heads' outputs are no averages of those of one value map")
+            name = named([heads.pop("value")[0].parameter])
+            left_out = f"the weights of its values, as what {name} gives is turned or mixed within each head"
+    return left_out
 
 
 def centre(view: CoreView, heads: dict[Role, list[Rows]]) -> None:

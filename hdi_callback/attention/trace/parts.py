@@ -12,7 +12,7 @@ from torch import Tensor
 from hdi_callback.attention.trace.core_view import Meeting
 from hdi_callback.attention.trace.cores import Core
 from hdi_callback.attention.trace.head_rows import NoHeadsError, UndecidedError, Units, named
-from hdi_callback.attention.trace.support import Support, columns_of, element, random_weights
+from hdi_callback.attention.trace.support import Support, agreed, columns_of, element, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
 _MOST_QUERIES = 16  # that are asked which map gives them
@@ -69,7 +69,19 @@ class CoreParts:
         are_apart = sum(map(len, kinds)) == len(frozenset[tuple[str, int]]().union(*kinds))
         if len(parts) < 2 or len(maps) != 1 or not all(kinds) or not are_apart or len({len(one) for one in parts}) != 1:
             return Units()
-        return Units(tuple(torch.tensor(one) for one in parts))
+        rows_of = self._rows_of_queries(n, first)
+        return Units(tuple(rows_of[one] for one in parts)) if bool((rows_of >= 0).all()) else Units()
+
+    def _rows_of_queries(self, n: int, met: Meeting) -> Tensor:
+        """Number the row of a matrix of weights that each query makes: heads and tokens may have changed places."""
+        is_right = not met.side
+        factor = self.core.scores[met.product].factors[is_right]
+        codes = columns_of(self.core.weights[n].mT, [factor]).get(0, torch.full((factor.numel(), 1), -1))
+        matrix = codes.view(-1, *factor.shape[-2:])[n if factor.dim() > 2 else 0]
+        rows = agreed(matrix if is_right else matrix.mT)
+        unknown = rows == -1  # a query that sees a single key moves nothing: it is where it is, if all others are
+        is_same = bool((unknown | (rows == torch.arange(len(rows)))).all())
+        return torch.arange(len(rows)) if is_same else rows
 
     def met_by(self, unit: int) -> list[Meeting]:
         """Find which elements of each score product one part of the core is made of.

@@ -22,7 +22,8 @@ NOT_SEEN = {
     "ProductByHand", "Neighbourhoods", "SlotsOfObjects", "GatedPrompts", "Scripted", "Compiled", "CompiledInPlace",
     "WordsOfADocument", "PointCloud", "VectorsOfPoints", "Deformable", "WeightsAreTheAnswer", "TracedByTorch",
     "KeysUnfolded", "CompiledInside", "FlexAttention", "SeparableScores", "CreditsOfAgents", "CriticsOfOthers",
-    "EdgesOfAList",
+    "EdgesOfAList", "AttentionFree", "StandAlone", "RolledNeighbours", "FourNearest", "AskedByACell", "ScriptedSoftmax",
+    "SummedLast",
 }  # fmt: skip
 # Attention beside the one that is written down: keys that are averaged with themselves, weights of another module.
 OTHERS = {"StatesOfAHopfieldNetwork", "WeightsUsedTwice"}

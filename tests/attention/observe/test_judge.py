@@ -281,6 +281,34 @@ def test_an_attention_that_no_layer_explains_is_named():
     )
 
 
+class HalfOfTheHeads(nn.Module):
+    """One map, of which two heads attend within a sequence and two over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        one, other = self.qkv(x).view(B, T, 3, 4, D // 4).chunk(2, dim=3)
+        first = models.attend(*one.unbind(2))
+        second = models.attend(*(part.transpose(0, 1) for part in other.unbind(2))).transpose(0, 1)
+        return self.out(torch.cat([first, second], -1))
+
+
+def test_a_second_attention_by_other_rows_of_the_same_map_is_named():
+    inner, width = built(HalfOfTheHeads), D // 4
+    slices = {
+        role: HeadSlice(inner, "qkv.weight", 2, width, start=number * D)
+        for number, role in enumerate(("query", "key", "value"))
+    }
+    layer = AttentionLayer("inner", inner, 2, 2, width, width, "fused", slices)
+    observer = observed(inner, layer)
+    assert observer.verdicts()["inner"].state == "established"
+    (one,) = observer.unexplained()
+    assert one.layer == "inner"
+    assert one.reason.endswith("it holds another attention as well, whose keys come from `inner.qkv.weight`")
+
+
 class Additive(models.Separate):
     def __init__(self) -> None:
         super().__init__()

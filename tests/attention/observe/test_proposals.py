@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.attention.observe.compare.found_rows import FoundRows
 from hdi_callback.attention.observe.compare.proposals import slice_of
+from tests.attention.wild.catalogue import cases
+from tests.attention.wild.proof import make_inputs
+from tests.attention.wild.verdict import Holder
 
 
 @pytest.mark.parametrize("pairs", [[0, 1, 2, 3], [0, 2, 1, 3], [2, 0, 3, 1]])
@@ -20,3 +25,17 @@ def test_rotated_rows_are_those_of_their_heads_whatever_the_order_of_the_pairs(p
     # No view reads heads backwards: a copy does, in their order.
     turned = slice_of(model, "", FoundRows("qk.weight", rows.flip(0), "rotated"))
     assert torch.equal(turned.rows(), found.rows().flip(0))
+
+
+def test_columns_of_a_part_of_a_parameter_are_proposed_as_no_output_projection():
+    case = cases()["FourQuartersOfOneMatrix"]
+    model = Holder(case)
+    observer = AttentionObserver(model)
+    observer.arm()
+    model(*make_inputs(case))
+    observer.disarm()
+    (layer,) = observer.proposals().values()
+    assert isinstance(layer, AttentionLayer)
+    assert layer.slices.keys() == {"query", "key", "value"}
+    for role, first in (("query", 0), ("key", 24), ("value", 48)):
+        assert torch.equal(layer.weight(role).flatten(0, 1), model.block.big.weight[first : first + 24])

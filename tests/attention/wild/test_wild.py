@@ -91,6 +91,8 @@ READ = [
     "HeadsTurnedRoundInFrontOfTheStack",
     # A mask leaves nothing of what a head weighs.
     "AHeadIsMasked", "OutputsOfAHeadAreMasked", "TheFirstHeadIsMasked",
+    # Two attentions of one map, a contraction of three, rows of weights in another order than those of scores.
+    "HalfOfTheHeadsOverTime", "SummedLast", "HeadsOfTwoWidths",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
@@ -146,6 +148,7 @@ def test_sums_with_weights_of_no_pairs_are_refused_alike_before_a_forward_and_in
         ("PositionsAddedToKeys", "what `kp` adds to its keys"),
         ("TalkingAfterSoftmax", "how `mix` mixes the weights of all heads after the softmax"),
         ("ValuesOfAnEarlierLayer", "what one of its inputs adds to the values that `v` gives"),
+        ("RelationsOfAGraph", "the weights of its values, as what `v_lin` gives is turned or mixed within each head"),
     ],
 )
 def test_what_is_added_to_keys_or_values_is_left_out_and_named(name, left_out):

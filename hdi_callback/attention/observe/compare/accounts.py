@@ -61,7 +61,7 @@ def unexplained(
     """
     found: dict[str, Unexplained] = {}
     watched = {path: name for name, path in paths.items()}
-    claimed = {call for verdict in verdicts.values() for call in verdict.maps}
+    claimed = {call for verdict in verdicts.values() for call in verdict.claimed}
     for core in cores:
         parts = (*core.parts, core.module)
         if core.module in found or not set(parts).isdisjoint(reported) or not _sums_over_tokens(core, maps):
@@ -85,7 +85,8 @@ def unexplained(
                 found[core.module] = _in_part(core, around[-1], why)
         elif claimed:
             keys = find_rows(core, maps, "key")
-            if keys is not None and keys.map not in claimed:
+            # Of one map some heads may attend in one place, and others in another.
+            if keys is not None and claimed.isdisjoint((keys.map, row) for row in keys.rows.flatten().tolist()):
                 why = f"it holds another attention as well, whose keys come from `{keys.map}`"
                 found[core.module] = _in_part(core, around[-1], why)
     return list(found.values())

@@ -107,7 +107,7 @@ def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | Non
                 continue
             rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
             if are_all_found(rows):
-                return FoundRows(call.name, rows, "as they are", call.is_transposed)
+                return FoundRows(call.name, rows, "as they are", call.is_transposed, call)
     return None
 
 

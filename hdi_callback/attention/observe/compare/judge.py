@@ -29,8 +29,14 @@ def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[M
     """
     verdict = _judge(layer, cores, maps)
     parts = [one for role, part in layer.slices.items() if role != "output" for one in getattr(part, "pieces", [part])]
-    calls = [one for one in maps if one.kind == "linear" and any(_is_of(part.by_token, one) for part in parts)]
-    return replace(verdict, maps=frozenset(one.name for one in calls))
+    claimed = {
+        (call.name, feature)
+        for part in parts
+        for call in maps
+        if call.kind == "linear" and _is_of(part.by_token, call)
+        for feature in part.by_token.index().flatten().tolist()
+    }
+    return replace(verdict, claimed=frozenset(claimed))
 
 
 def _judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[MapCall]) -> Verdict:

@@ -65,6 +65,9 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         part = slice_of(model, core.module, one)
         if part.contradiction(role == "output") == NO_MATRIX:
             return f"`{one.map}`, from which its {role} heads come, multiplies with a matrix that is no parameter"
+        if role == "output" and one.call is not None and part.features[1] != one.call.made.shape[1]:
+            columns = None  # a part of a parameter, which holds other maps beside
+            continue
         slices[role] = part
     key = slices["key"]
     width = slices["value"].width if "value" in slices else key.width

@@ -38,7 +38,7 @@ class Verdict:
         roles: the same of each role.
         core: the attention in which it was observed.
         cores: all of them, where each head has one of its own.
-        maps: names of the maps that its layer claims.
+        claimed: names of the maps that its layer claims, each with a number of a feature of it.
     """
 
     state: State
@@ -46,4 +46,4 @@ class Verdict:
     roles: Mapping[Role, RoleVerdict] = field(default_factory=dict)
     core: ObservedCore | None = None
     cores: tuple[ObservedCore, ...] = ()
-    maps: frozenset[str] = frozenset()
+    claimed: frozenset[tuple[str, int]] = frozenset()
