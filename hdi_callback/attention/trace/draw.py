@@ -21,11 +21,13 @@ class Draw:
         shares: the answer is this much of one draw and this much of another.
         seed: of all draws, and of the parameters that are left.
         known: answers of a run with the same draw, which are repeated in place of drawing them.
+        keeps_means: what norms subtract is no constant: features depend on those that it is the mean of.
     """
 
     shares: tuple[float, float] = (1.0, 0.0)
     seed: int = 0
     known: Mapping[tuple[str, int], Tensor] = field(default_factory=dict, compare=False)
+    keeps_means: bool = False
 
     def __call__(self, parameter: str, call: int, shape: tuple[int, ...]) -> Tensor:
         """Draw away from zero, and of a size that leaves products of order one both with and without a scale.

@@ -3,16 +3,18 @@
 The graph is cut where a parameter is multiplied with: the answer is a leaf of random features (`parameter_products`,
 `contractions`, `stacks`, by `weight_views`). Norms take what they divide by for constants (`plain_norms`), attention is
 computed by plain products (`plain_attention`), and a map that mixes heads is left out (`head_mixing`). What ranks swap
-is answered in the graph (`exchange`).
+is answered in the graph (`exchange`). Each of these lists, by `HANDLERS`, the functions that it answers for, by their
+names, wherever torch has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention.trace import parameter_products, plain_attention, plain_batches, plain_norms, plain_sums
@@ -23,11 +25,17 @@ from hdi_callback.attention.trace.maps import MapStub
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 from hdi_callback.attention.trace.weight_views import WeightViews
 
+if TYPE_CHECKING:
+    from hdi_callback.attention.trace.run import Traceable
+
+_PLACES = (torch, Tensor, F, torch.linalg, torch.special)
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    func: handler
+    getattr(place, name): handler
     for room in (parameter_products, plain_attention, plain_batches, plain_norms, plain_sums)
-    for handler, functions in room.HANDLERS.items()
-    for func in functions
+    for handler, names in room.HANDLERS.items()
+    for name in names
+    for place in _PLACES
+    if callable(getattr(place, name, None))
 }
 
 
@@ -37,32 +45,17 @@ class GraphCut(TorchFunctionMode):
     Args:
         run: what the run shows.
         draw: what linear maps answer.
-        stubs: the linear maps of the copy.
-        parameters: path -> every other parameter of the copy.
-        mixing: maps that took weights of attention -> whether those of all heads.
-        keeps_means: means over features are no constants.
+        copy: that is run.
         exchange: answers what ranks swap.
     """
 
-    def __init__(
-        self,
-        run: TracedRun,
-        draw: Draw,
-        *,
-        stubs: Iterable[MapStub],
-        parameters: Mapping[str, nn.Parameter],
-        mixing: dict[str, bool],
-        keeps_means: bool,
-        exchange: Exchange,
-        keeps_top: bool = False,
-    ) -> None:
+    def __init__(self, run: TracedRun, draw: Draw, copy: Traceable, exchange: Exchange) -> None:
         super().__init__()
-        self.exchange = exchange
-        self.run, self.draw, self.keeps_means = run, draw, keeps_means
-        self.views, self.mixing = WeightViews(stubs, parameters), HeadMixing(run, mixing)
+        self.run, self.draw, self.exchange = run, draw, exchange
+        self.views, self.mixing = WeightViews(copy.stubs, copy.parameters), HeadMixing(run, copy.mixing)
         self.before: Callable[..., Tensor] | None = None
         self.calls: dict[str, int] = {}
-        self.keeps_top, self.has_all = keeps_top, False  # all were chosen in place of the top k
+        self.keeps_top, self.has_all = copy.keeps_top, False  # all were chosen in place of the top k
         self.hidden = 0  # softmaxes that ran where autograd records nothing
         self.exponentials = 0  # and exponentials
         self.of_scores = 0  # exponentials of scores, where it records

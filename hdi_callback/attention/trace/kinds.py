@@ -110,18 +110,18 @@ class KindTracer:
             return None
         kind = (*_kind_of(module), None if recorded is None else tuple(map(_form_of, recorded)))
         end = time.monotonic() + MOST_SECONDS
-        twins = self._known.get(kind, ())
+        twins = self._known.setdefault(kind, [])
         if twins and twins[0].found is None:
             return None
-        differences = [differing_attributes(twin.module, module) for twin in twins]
-        for twin, differing in zip(twins, differences):
+        differences = [(twin, differing_attributes(twin.module, module)) for twin in twins]
+        for twin, differing in differences:
             if twin.found is not None and differing is not None and differing <= twin.unread:
                 return carried_over(twin.found, twin.module, module, twin.name, name)
         try:
             with isolated(module, seconds=MOST_SECONDS):
                 traceable: Traceable | None = None
-                for twin, differing in zip(twins, differences):
-                    if twin.inputs is None or twin.run is None or twin.found is None:
+                for twin, differing in differences:
+                    if twin.found is None:
                         return None
                     traceable = traceable or Traceable(module)
                     if _computes_the_same(traceable, twin, differing or frozenset()):
@@ -135,7 +135,7 @@ class KindTracer:
             return None
         if traced.found is None and time.monotonic() > end:
             self._slow.add(_kind_of(module))
-        self._known.setdefault(kind, []).append(traced)
+        twins.append(traced)
         return traced.found
 
     def _checked(self, traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:

@@ -104,7 +104,6 @@ class MapStub(nn.Module):
         self.holds_numbers = False
         self.bias = torch.zeros(self.out_features) if isinstance(getattr(linear, "bias", None), Tensor) else None
         self.is_transposed = projections.is_transposed(linear)
-        self.count = 0
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         """Give the answer of the traced run, ``(..., out_features)`` or with the features where the map has them."""

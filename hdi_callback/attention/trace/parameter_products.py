@@ -95,22 +95,10 @@ MIXING_TOKENS: dict[Any, int] = {
     **dict.fromkeys((torch._VF.gru, torch._VF.lstm, torch._VF.rnn_tanh, torch._VF.rnn_relu), -1),
 }
 HANDLERS = {
-    linear: (F.linear,),
-    matmul: (
-        torch.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
-        torch.mm,
-        Tensor.mm,
-        torch.addmm,
-        Tensor.addmm,
-        torch.bmm,
-        Tensor.bmm,
-        torch.baddbmm,
-        Tensor.baddbmm,
-    ),
-    einsum: (torch.einsum,),
-    tensordot: (torch.tensordot,),
-    embedding: (F.embedding, torch.embedding),
-    convolution: (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    linear: ("linear",),
+    matmul: ("matmul", "__matmul__", "mm", "addmm", "bmm", "baddbmm"),
+    einsum: ("einsum",),
+    tensordot: ("tensordot",),
+    embedding: ("embedding",),
+    convolution: ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 }

@@ -85,8 +85,8 @@ def _attend(
 
 
 HANDLERS = {
-    softmax: (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax),
-    exponential: (torch.exp, Tensor.exp, torch.exp_, Tensor.exp_, torch.exp2, Tensor.exp2),
-    attention: (F.scaled_dot_product_attention,),
-    torch_attention: (F.multi_head_attention_forward,),
+    softmax: ("softmax",),
+    exponential: ("exp", "exp_", "exp2"),
+    attention: ("scaled_dot_product_attention",),
+    torch_attention: ("multi_head_attention_forward",),
 }

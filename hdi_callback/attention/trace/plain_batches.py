@@ -129,4 +129,4 @@ def to_padded(cut: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return _as_padded(func, *args, **kwargs)
 
 
-HANDLERS = {to_padded: (Tensor.to_padded_tensor,)}
+HANDLERS = {to_padded: ("to_padded_tensor",)}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hdi_callback.attention.trace.plain_sums import as_product
 from hdi_callback.attention.trace.products import are_scores
@@ -98,7 +97,7 @@ def statistic(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
         return answer
     cut.run.centred |= is_mean
     cut.run.normed.append(args[0])
-    return answer if is_mean and cut.keeps_means else answer.detach()
+    return answer if is_mean and cut.draw.keeps_means else answer.detach()
 
 
 def layer_norm(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -139,7 +138,7 @@ def _normed(cut: GraphCut, x: Tensor, dims: Any, eps: float, *, has_mean: bool) 
     if has_mean:
         cut.run.centred = True
         mean = x.mean(dims, keepdim=True)
-        centred = x - (mean if cut.keeps_means else mean.detach())
+        centred = x - (mean if cut.draw.keeps_means else mean.detach())
     return centred * (centred.detach().square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
@@ -149,18 +148,15 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 HANDLERS = {
-    dropout: (F.dropout, torch.dropout),
-    top: (torch.topk, Tensor.topk),
-    order: (torch.argsort, Tensor.argsort),
-    factor: (torch.rsqrt, Tensor.rsqrt),
-    largest: (torch.max, Tensor.max),
-    rounded: (Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as),
-    statistic: (
-        torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var, torch.std, Tensor.std, torch.norm,
-        Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm, torch.amax, Tensor.amax,
-    ),
-    layer_norm: (F.layer_norm, torch.layer_norm),
-    rms_norm: (F.rms_norm, torch.rms_norm),
-    group_norm: (F.group_norm,),
-    normalize: (F.normalize,),
-}  # fmt: skip
+    dropout: ("dropout",),
+    top: ("topk",),
+    order: ("argsort",),
+    factor: ("rsqrt",),
+    largest: ("max",),
+    rounded: ("to", "half", "bfloat16", "type", "type_as"),
+    statistic: ("mean", "sum", "var", "std", "norm", "vector_norm", "amax"),
+    layer_norm: ("layer_norm",),
+    rms_norm: ("rms_norm",),
+    group_norm: ("group_norm",),
+    normalize: ("normalize",),
+}

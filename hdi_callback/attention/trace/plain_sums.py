@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hdi_callback.attention.trace.torch_arguments import torch_arguments
 
@@ -95,4 +94,4 @@ def distances(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     return (alone - 2 * one @ other.mT).clamp_min(1e-12).sqrt()
 
 
-HANDLERS = {cosines: (F.cosine_similarity, torch.cosine_similarity), distances: (torch.cdist,)}
+HANDLERS = {cosines: ("cosine_similarity",), distances: ("cdist",)}

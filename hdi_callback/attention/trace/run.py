@@ -36,99 +36,81 @@ class Traceable:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.maps = linear_maps(module)
-        stubs = {path: MapStub(linear, path) for path, linear in self.maps.items()}
-        within = {part for linear in self.maps.values() for part in linear.modules()}
-        replaced: dict[Any, Any] = {self.maps[path]: stub for path, stub in stubs.items()}
-        held = {id(one) for linear in self.maps.values() for one in linear.parameters()}
-        own: dict[int, Tensor] = {}
+        maps = linear_maps(module)
+        within = {part for linear in maps.values() for part in linear.modules()}
+        held = {id(one) for linear in maps.values() for one in linear.parameters()}
+        replaced: dict[Any, Any] = {linear: MapStub(linear, path) for path, linear in maps.items()}
         for path, part in module.named_modules():
             if part in within:
                 continue
             for name, one in part.named_parameters(recurse=False, remove_duplicate=False):
-                if id(one) not in own and id(one) not in held:
-                    own[id(one)] = replaced[one] = drawn_parameter(f"{path}.{name}".removeprefix("."), one)
+                if one not in replaced and id(one) not in held:
+                    replaced[one] = drawn_parameter(f"{path}.{name}".removeprefix("."), one)
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer is not None and buffer.is_meta:
                     replaced[buffer] = drawn_parameter(f"{path}.{name}".removeprefix("."), buffer).detach()
-        # A map that lies in two places is one map; torch calls its weight by the first.
         with isolated(module):
             self.trial = isolated_copy(module, replaced)
             _to_float(self.trial)
-            for part in self.trial.modules():
-                _choose_attention(part, "eager")
+            _choose_attention(self.trial, "eager")
         self.keeps_top = False  # it does not run where all are chosen in place of the top k
         self.mixing: dict[str, bool] = {}  # maps that took weights of attention -> whether those of all heads
         self.stubs = [part for part in self.trial.modules() if isinstance(part, MapStub)]
-        self.parameters = {
-            name: one for name, one in self.trial.named_parameters() if not name.endswith("_stub_weight")
-        }
+        self.parameters = dict(self.trial.named_parameters())
         for parameter in self.parameters.values():
             parameter.requires_grad_(parameter.is_floating_point())
 
-    def run(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], draw: Draw, *, keeps_means: bool = False
-    ) -> TracedRun:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], draw: Draw) -> TracedRun:
         """Run it once.
 
         Args:
             args: by position.
             kwargs: by name.
             draw: what linear maps answer.
-            keeps_means: means over features are no constants.
 
         Returns:
             What the run showed.
         """
         exchange = Exchange()
-        run = self._run(args, kwargs, draw, exchange, keeps_means=keeps_means)
+        run = self._run(args, kwargs, draw, exchange)
         if exchange.size == 1 or run.error is not None:
             return run
         sent = [Exchange(rank) for rank in range(exchange.size)]
-        ranks = [self._run(args, kwargs, draw, one, keeps_means=keeps_means) for one in sent]
-        own = self._run(args, kwargs, draw, Exchange(ranks=sent), keeps_means=keeps_means)
-        return of_all_ranks(own, ranks) or run
+        ranks = [self._run(args, kwargs, draw, one) for one in sent]
+        return of_all_ranks(self._run(args, kwargs, draw, Exchange(ranks=sent)), ranks) or run
 
-    def _run(
-        self, args: Any, kwargs: Mapping[str, Any], draw: Draw, exchange: Exchange, *, keeps_means: bool
-    ) -> TracedRun:
+    def _run(self, args: Any, kwargs: Mapping[str, Any], draw: Draw, exchange: Exchange) -> TracedRun:
         """Run it once, as one rank."""
         run = TracedRun(self.module, parameters=self.parameters)
-        leaves = _Leaves(run)
+        leaves, mode = _Leaves(run), GraphCut(run, draw, self, exchange)
         with isolated(self.module, seed=draw.seed), torch.enable_grad():
             own = with_tensors(args, leaves), with_tensors(dict(kwargs), leaves)
-            for stub in self.stubs:
-                stub.count = 0
-            mode = GraphCut(
-                run, draw, stubs=self.stubs, parameters=self.parameters, mixing=self.mixing, keeps_means=keeps_means,
-                exchange=exchange, keeps_top=self.keeps_top,
-            )  # fmt: skip
             handles = list(_mark_spans(self.trial, run))
             try:
                 # Products in functions that torch.jit.script compiled are in the graph only if it runs them plainly.
                 with plainly(mode), torch.jit.optimized_execution(False), Exchanging(exchange), mode:  # type: ignore[attr-defined]
-                    output = self._called(*own, mode)
+                    output = self._called(*own)
             except Exception as error:
-                output, run.error = None, error
+                run.error = error
+            else:
+                run.outputs = [one for one in tensors_in(output) if one.requires_grad]
             finally:
                 for handle in handles:
                     handle.remove()
             if run.error is not None and mode.has_all:  # as where tokens are sent to k experts
                 self.keeps_top = True
-                again = self._run(args, kwargs, draw, exchange, keeps_means=keeps_means)
+                again = self._run(args, kwargs, draw, exchange)
                 self.keeps_top = again.error is None
                 return again if self.keeps_top else run
-            run.outputs = [one for one in tensors_in(output) if one.requires_grad]
         return run
 
-    def _called(self, args: Any, kwargs: Any, mode: GraphCut) -> Any:
+    def _called(self, args: Any, kwargs: Any) -> Any:
         try:
             return self.trial(*args, **kwargs)
         except KeyError as error:
             if error.args != ("eager",):
                 raise
-        for part in self.trial.modules():  # some know no attention but torch's own
-            _choose_attention(part, "sdpa")
+        _choose_attention(self.trial, "sdpa")  # some know no attention but torch's own
         return self.trial(*args, **kwargs)
 
 
@@ -166,10 +148,11 @@ def _to_float(trial: nn.Module) -> None:
                 part._buffers[name] = buffer.to(device="cpu", dtype=torch.float32)
 
 
-def _choose_attention(module: nn.Module, name: str) -> None:
-    config: Any = module.__dict__.get("config")
-    if hasattr(config, "_attn_implementation"):
-        config._attn_implementation = name  # the config is a copy as well
+def _choose_attention(trial: nn.Module, name: str) -> None:
+    for part in trial.modules():
+        config: Any = part.__dict__.get("config")
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name  # the config is a copy as well
 
 
 def _mark_spans(trial: nn.Module, run: TracedRun) -> Iterator[Any]:

@@ -138,44 +138,46 @@ class _Comparison:
         if id(one) in self.pairs or id(other) in self.others:
             return self.pairs.get(id(one)) is other and self.others.get(id(other)) is one
         self.pairs[id(one)], self.others[id(other)] = other, one
-        return one is other or self._are_equal_inside(one, other)
-
-    def _are_equal_inside(self, one: Any, other: Any) -> bool:
-        kind = type(one)
+        if one is other:
+            return True
         if isinstance(one, Tensor):
             return _are_equal_tensors(one, other)
-        if kind in (list, tuple):
-            return len(one) == len(other) and all(map(self.are_equal, one, other))
-        if kind is set or kind is frozenset:
-            return all(isinstance(item, ATOMS) for item in one) and one == other
-        if isinstance(one, dict) and kind.__module__ in ("builtins", "collections"):
-            return self._are_equal_dicts(one, other)
-        if kind is types.MethodType:
-            return one.__func__ is other.__func__ and self.are_equal(one.__self__, other.__self__)
-        if isinstance(one, nn.Module) or _has_attributes_alone(kind):
-            mine, theirs = attributes_of(one), attributes_of(other)
-            owner = one if isinstance(one, nn.Module) else None
-            return mine is not None and theirs is not None and self._are_equal_dicts(mine, theirs, owner)
-        return False
-
-    def _are_equal_dicts(self, one: dict[Any, Any], other: dict[Any, Any], owner: nn.Module | None = None) -> bool:
-        mine, theirs = ([name for name in each if name not in _NOT_COPIED] for each in (one, other))
-        if mine != theirs:
+        if type(one) in (set, frozenset):
+            return all(isinstance(item, ATOMS) for item in one) and bool(one == other)
+        mine, theirs = _held_by(one), _held_by(other)
+        if mine is None or theirs is None or not all(isinstance(name, ATOMS) for name in (*mine, *theirs)):
             return False
-        for name in mine:
-            if not isinstance(name, ATOMS):
-                return False
-            if self.are_equal(one[name], other[name]):
-                continue
-            if owner is None or not isinstance(name, str) or not _may_be_watched(owner, name, one[name], other[name]):
-                return False
-            self.differing.append((id(owner), name))
+        return list(mine) == list(theirs) and all(
+            self.are_equal(mine[name], theirs[name]) or self._is_noted(one, name, mine[name], theirs[name])
+            for name in mine
+        )
+
+    def _is_noted(self, owner: Any, name: Any, one: Any, other: Any) -> bool:
+        """Note what differs, if it is a plain attribute of a module."""
+        if not isinstance(owner, nn.Module) or not _may_be_watched(owner, name, one, other):
+            return False
+        self.differing.append((id(owner), name))
         return True
 
 
-def _may_be_watched(owner: nn.Module, name: str, one: Any, other: Any) -> bool:
+def _held_by(one: Any) -> dict[Any, Any] | None:
+    """Give all that an object holds, by name; `None` where that is not known."""
+    kind = type(one)
+    held: dict[Any, Any] | None = None
+    if kind in (list, tuple):
+        held = dict(enumerate(one))
+    elif isinstance(one, dict) and kind.__module__ in ("builtins", "collections"):
+        held = one
+    elif kind is types.MethodType:
+        held = {"__func__": one.__func__, "__self__": one.__self__}
+    elif isinstance(one, nn.Module) or _has_attributes_alone(kind):
+        held = attributes_of(one)
+    return None if held is None else {name: held[name] for name in held if name not in _NOT_COPIED}
+
+
+def _may_be_watched(owner: nn.Module, name: Any, one: Any, other: Any) -> bool:
     kind = type(owner)
-    if not isinstance(one, ATOMS) or not isinstance(other, ATOMS) or type(kind) is not type:
+    if not all(isinstance(part, ATOMS) for part in (one, other)) or type(kind) is not type or type(name) is not str:
         return False
     is_plain = not hasattr(getattr(kind, name, None), "__set__")
     return is_plain and all(getattr(kind, method, None) is getattr(nn.Module, method, None) for method in _READING)

@@ -65,8 +65,8 @@ class TracedCores:
     @cached_property
     def with_means(self) -> tuple[TracedRun, list[Core]]:
         """The run in which the means that norms subtract are no constants."""
-        return self._run(Draw(), keeps_means=True)
+        return self._run(Draw(keeps_means=True))
 
-    def _run(self, draw: Draw, *, keeps_means: bool = False) -> tuple[TracedRun, list[Core]]:
-        run = self.traceable.run(self.args, self.kwargs, draw, keeps_means=keeps_means)
+    def _run(self, draw: Draw) -> tuple[TracedRun, list[Core]]:
+        run = self.traceable.run(self.args, self.kwargs, draw)
         return run, cores_of(run)
