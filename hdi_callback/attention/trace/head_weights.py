@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.layer import projections
-from hdi_callback.attention.layer.heads import HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
+from hdi_callback.attention.layer.heads import Centring, HeadPieces, HeadProduct, HeadSlice, HeadWeight, Role
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, Rows, UndecidedError
 from hdi_callback.attention.trace.maps import objection_to
 from hdi_callback.attention.trace.traced_cores import TracedCores
@@ -40,16 +39,19 @@ def weight_of(trace: TracedCores, path: str, rows: list[Rows]) -> HeadWeight:
 
 
 def _slice(trace: TracedCores, path: str, rows: list[Rows]) -> HeadSlice:
-    parameter = rows[0].parameter
-    leaf = next(leaf for leaf in trace.leaves if leaf.parameter == parameter)
+    leaf = next(leaf for leaf in trace.leaves if leaf.parameter == rows[0].parameter)
     index = torch.tensor([one.features for one in rows])
-    is_transposed = leaf.module is not None and projections.is_transposed(leaf.module)
-    axes = leaf.axes
-    module, name = _from(trace, path, parameter)
+    return _slice_of(trace, path, leaf, index, leaf.axes, leaf.axes == (1,), rows[0].centring)
+
+
+def _slice_of(
+    trace: TracedCores, path: str, leaf: Leaf, index: Tensor, axes: tuple[int, ...], turned: bool, centring: Centring
+) -> HeadSlice:
+    module, name = _from(trace, path, leaf.parameter)
+    is_transposed = turned or (leaf.module is not None and projections.is_transposed(leaf.module))
     return HeadSlice.of_features(
-        module, name, index, transposed=is_transposed or axes == (1,), axes=() if axes == (1,) else axes,
-        centring=rows[0].centring,
-    )  # fmt: skip
+        module, name, index, transposed=is_transposed, axes=() if turned else axes, centring=centring
+    )
 
 
 def _from(trace: TracedCores, path: str, parameter: str) -> tuple[nn.Module, str]:
@@ -118,15 +120,9 @@ def output_weight(trace: TracedCores, path: str, leaf: Leaf, features: Tensor) -
     Returns:
         The slice.
     """
-    module, name = _from(trace, path, leaf.parameter)
-    if leaf.axes:
-        owner: Any = trace.run.module.get_parameter(leaf.parameter)
-        if leaf.axes == (1,) and owner.dim() == 2:
-            return HeadSlice.of_features(module, name, features, transposed=True)
-        others = tuple(axis for axis in range(owner.dim()) if axis not in leaf.axes)
-        return HeadSlice.of_features(module, name, features, axes=others)
-    is_transposed = leaf.module is not None and projections.is_transposed(leaf.module)
-    return HeadSlice.of_features(module, name, features, transposed=is_transposed)
+    count = trace.run.module.get_parameter(leaf.parameter).dim() if leaf.axes else 0
+    others = tuple(axis for axis in range(count) if axis not in leaf.axes)
+    return _slice_of(trace, path, leaf, features, others, leaf.axes == (1,) and count == 2, "")
 
 
 def kind_of(slices: Mapping[Role, HeadWeight], heads: HeadRows) -> str:

@@ -28,18 +28,25 @@ class Support:
     masks: Mapping[int, Tensor]
 
     @classmethod
-    def of(cls, output: Tensor, leaves: Sequence[Tensor], positions: Tensor | Sequence[int] | None = None) -> Support:
+    def of(
+        cls,
+        output: Tensor,
+        leaves: Sequence[Tensor],
+        positions: Tensor | Sequence[int] | None = None,
+        axes: Sequence[int] | None = None,
+    ) -> Support:
         """Derive a random combination of a tensor's elements by leaves.
 
         Args:
             output: the tensor, ``(..., width)``.
             leaves: ``(..., features)`` each.
             positions: of the elements, counted over all dims but the last; all of them by default.
+            axes: that number the features of each leaf, the last by default.
 
         Returns:
             The elements of leaves with a derivative that is not zero.
         """
-        return cls.of_combination(output, weights_at(output, positions), leaves)
+        return cls._where(derivatives(output, weights_at(output, positions), leaves, axes))
 
     @classmethod
     def of_combination(cls, output: Tensor, weights: Tensor, leaves: Sequence[Tensor]) -> Support:
@@ -53,7 +60,10 @@ class Support:
         Returns:
             The elements of leaves with a derivative that is not zero.
         """
-        found = derivatives(output, weights, leaves)
+        return cls._where(derivatives(output, weights, leaves))
+
+    @classmethod
+    def _where(cls, found: Mapping[int, Tensor]) -> Support:
         largest = max((float(one.abs().max()) for one in found.values()), default=0.0)
         masks = {leaf: one.abs() > _ROUNDING * largest for leaf, one in found.items()} if largest > 0 else {}
         return cls({leaf: mask for leaf, mask in masks.items() if mask.any()})
@@ -171,13 +181,16 @@ class Support:
         return tuple(self.masks[leaf].any(1).nonzero().flatten().tolist()) if leaf in self.masks else ()
 
 
-def derivatives(output: Any, gradient: Tensor, leaves: Sequence[Any]) -> dict[int, Tensor]:
+def derivatives(
+    output: Any, gradient: Tensor, leaves: Sequence[Any], axes: Sequence[int] | None = None
+) -> dict[int, Tensor]:
     """Derive a combination of a tensor's elements.
 
     Args:
         output: the tensor.
         gradient: the weights of its elements in the combination.
         leaves: tensors, or edges of the graph.
+        axes: that number the features of each leaf, the last by default.
 
     Returns:
         Number of the leaf -> its derivative, ``(positions, features)``; those that the output cannot depend on are
@@ -187,11 +200,10 @@ def derivatives(output: Any, gradient: Tensor, leaves: Sequence[Any]) -> dict[in
         return {}
     gradient = gradient.to(output.dtype) if isinstance(output, Tensor) and output.is_complex() else gradient
     found = torch.autograd.grad(output, list(leaves), gradient, retain_graph=True, allow_unused=True)
-    return {
-        number: torch.nan_to_num(one).reshape(-1, one.shape[-1] if one.dim() else 1)
-        for number, one in enumerate(found)
-        if one is not None
-    }
+    made = {number: torch.nan_to_num(one) for number, one in enumerate(found) if one is not None}
+    if axes is not None:
+        made = {number: one.movedim(axes[number], -1) for number, one in made.items() if one.dim()}
+    return {number: one.reshape(-1, one.shape[-1] if one.dim() else 1) for number, one in made.items()}
 
 
 def depends_on(output: Tensor, other: Any) -> bool:

@@ -54,17 +54,14 @@ def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any
     Yields:
         The node of one, and why the attention that it is of is not read.
     """
-    read = {core.node for core in cores}
     nodes = list(nodes_behind(run.ends))
-    by_index = any(node.name().startswith(_ADDS_BY_INDEX) for node in nodes)
-    for node in nodes:
-        if by_index and node.name() == "ExpBackward0":
-            yield node, "its weights are exponentials that are added up by an index, as over the edges of a graph"
-        product = None if node in read else product_at(node)
-        for edge in made_from(node)[-2:] if product is not None else ():
-            scores = run.products_behind.first(exponential_behind(edge))[1]
-            if any(one.is_made for one in scores):
-                yield node, "its weights are exponentials that do not add up to one, whatever is made of their sums"
+    if any(node.name().startswith(_ADDS_BY_INDEX) for node in nodes):
+        for node in nodes:
+            if node.name() == "ExpBackward0":
+                yield node, "its weights are exponentials that are added up by an index, as over the edges of a graph"
+    for node, edge, _ in _factors(run, cores):
+        if _is_of_scores(run, exponential_behind(edge)):
+            yield node, "its weights are exponentials that do not add up to one, whatever is made of their sums"
 
 
 def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
@@ -77,17 +74,27 @@ def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, st
     Yields:
         The node of one, and why it is not read.
     """
-    read, behind = {core.node for core in cores}, run.products_behind
+    for node, edge, weights in _factors(run, cores):
+        size = weights.detach().abs().sum(-1)
+        are_divided = weights.shape[-1] > 1 and ((size - 1).abs() < 1e-3).all() and weights.min() < 0
+        if are_divided and run.products_behind.mixed_at(node) is None and _is_of_scores(run, edge):
+            yield node, "its weights are scores with their signs, divided by the sum of their sizes: no averages"
+
+
+def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Give both factors of every product that is no core: the node of the product, what made the factor, and itself."""
+    read = {core.node for core in cores}
     for node in nodes_behind(run.ends):
         product = None if node in read else product_at(node)
-        if product is None or behind.mixed_at(node) is not None:
-            continue
-        for edge, weights in zip(made_from(node)[-2:], product.sides):
-            size = weights.detach().abs().sum(-1)
-            if edge is None or weights.shape[-1] < 2 or not ((size - 1).abs() < 1e-3).all() or weights.min() >= 0:
-                continue
-            if any(one.is_made for one in behind.first(edge)[1]):
-                yield node, "its weights are scores with their signs, divided by the sum of their sizes: no averages"
+        if product is not None:
+            for edge, factor in zip(made_from(node)[-2:], product.sides):
+                if edge is not None:
+                    yield node, edge, factor
+
+
+def _is_of_scores(run: TracedRun, node: Any) -> bool:
+    """Return whether something is made of products of what is made in the run."""
+    return any(one.is_made for one in run.products_behind.first(node)[1])
 
 
 def _mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> str | None:

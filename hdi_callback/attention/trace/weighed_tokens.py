@@ -11,6 +11,7 @@ of a router are made of the same token by different experts, those of a codebook
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,13 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from hdi_callback.attention.trace.graph_walk import nodes_between
-from hdi_callback.attention.trace.support import element, weights_at
+from hdi_callback.attention.trace.support import Support, element, weights_at
 from hdi_callback.attention.trace.traced_run import TracedRun
 
 # What adds up: by a sum, a product, an index, or one term after the other.
 _SUMS = ("Sum", "Mean", "Bmm", "Mm", "Mv", "Dot", "Baddbmm", "Addmm", "Addmv", "IndexAdd", "ScatterAdd", "Add")
 _MOST_SUMS, _MOST_ELEMENTS, _MOST_COLUMNS = 8, 6, 4  # of each that are looked at
-_ROUNDING = 1e-7  # of a derivative, relative to the largest
 
 
 def weighs_tokens(run: TracedRun, node: Any) -> bool:
@@ -70,6 +70,9 @@ def _places(count: int) -> list[int]:
     return sorted({(count - 1) * place // (_MOST_ELEMENTS - 1) for place in range(_MOST_ELEMENTS)}) if count else []
 
 
+_Positions = dict[int, frozenset[int]]  # of each source that something is made of
+
+
 class _Sources:
     """Tensors with a token at each position: what maps, recurrent parts and convolutions gave, and inputs."""
 
@@ -79,28 +82,19 @@ class _Sources:
         self.axes = [-1] * len(run.leaves) + [_feature_axis(run, one) for one in run.inputs]
         self.axes += [axis for _, axis in run.mixed_tokens]
 
-    def of(self, output: Tensor, gradient: Tensor | None = None) -> dict[int, Tensor]:
+    def of(self, output: Tensor, positions: Iterable[int] | None = None) -> _Positions:
         """Give the positions of each source that something is made of."""
-        if not output.requires_grad:
-            return {}
-        found = torch.autograd.grad(output, self.tensors, gradient, retain_graph=True, allow_unused=True)
-        sizes = {
-            number: torch.nan_to_num(one).abs().movedim(self.axes[number], -1).reshape(-1, one.shape[self.axes[number]])
-            for number, one in enumerate(found)
-            if one is not None and one.dim()
-        }
-        largest = max((float(one.max()) for one in sizes.values()), default=0.0)
-        masks = {number: (one > _ROUNDING * largest).any(-1) for number, one in sizes.items()} if largest else {}
-        return {number: mask for number, mask in masks.items() if mask.any()}
+        found = Support.of(output, self.tensors, None if positions is None else sorted(positions), self.axes)
+        return {number: frozenset(found.positions(number)) for number in found.masks}
 
-    def are_other_tokens(self, one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+    def are_other_tokens(self, one: _Positions, other: _Positions) -> bool:
         """Return whether two values are made of different positions of one source, that hold different tokens."""
         return one.keys() == other.keys() and any(  # else they are what two experts or two branches gave
-            _are_apart(mask, other[number]) and not self._are_the_same(number, mask, other[number])
-            for number, mask in one.items()
+            _are_apart(own, other[number]) and not self._are_the_same(number, own, other[number])
+            for number, own in one.items()
         )
 
-    def _are_the_same(self, number: int, one: Tensor, other: Tensor) -> bool:
+    def _are_the_same(self, number: int, one: frozenset[int], other: frozenset[int]) -> bool:
         """Return whether what a map took at some positions is of the same token as at others.
 
         Experts take copies of it, or each some of its features. What attention mixed is made of the same tokens as
@@ -110,24 +104,19 @@ class _Sources:
             return False
         taken = self.run.leaves[number].taken
         rows = taken.detach().reshape(-1, taken.shape[-1])
-        first, second = rows[one], rows[other]
+        first, second = (rows[sorted(positions)] for positions in (one, other))
         if first.shape == second.shape and torch.equal(first, second):
             return True
-        made = [self.of(taken, _at(taken, mask)) for mask in (one, other)]
-        shared = made[0].keys() & made[1].keys()
-        apart = [at for at in shared if _are_apart(made[0][at], made[1][at])]
+        mine, theirs = (self.of(taken, positions) for positions in (one, other))
+        apart = [at for at in mine.keys() & theirs.keys() if _are_apart(mine[at], theirs[at])]
         if apart:
-            return all(self._are_the_same(at, made[0][at], made[1][at]) for at in apart)
-        return all(int(of_one.sum()) == 1 for found in made for of_one in found.values())
+            return all(self._are_the_same(at, mine[at], theirs[at]) for at in apart)
+        return all(len(positions) == 1 for made in (mine, theirs) for positions in made.values())
 
 
-def _are_apart(one: Tensor, other: Tensor) -> bool:
+def _are_apart(one: frozenset[int], other: frozenset[int]) -> bool:
     """Each has positions that the other lacks; those of a layer hold those of the layers before."""
-    return bool((one & ~other).any()) and bool((other & ~one).any())
-
-
-def _at(tensor: Tensor, mask: Tensor) -> Tensor:
-    return mask.view(*tensor.shape[:-1], 1).expand(tensor.shape).to(tensor.dtype)
+    return bool(one - other) and bool(other - one)
 
 
 def _feature_axis(run: TracedRun, tensor: Tensor) -> int:
