@@ -115,8 +115,8 @@ _NAMES = {
     "hdi_callback.monitoring.session.settings": ("Settings",),
     "hdi_callback.monitoring.session.sink": ("Result", "Sink"),
 }
-"""The public names of each module. They are loaded when they are asked for: all together take longer than torch allows
-a line at the top of a script, and some import a trainer, or look whether one has been imported."""
+"""Module -> its public names, loaded on first use: all of them together would make `import hdi_callback` slow, and some
+import a trainer, or check whether one has been imported."""
 
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 _ROOMS = ("attention", "audits", "core", "dashboards", "errors", "integrations", "interventions", "monitoring", "rules")

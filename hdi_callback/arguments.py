@@ -1,4 +1,4 @@
-"""What an argument may be: each check says what was expected, what came, and what to write instead."""
+"""Checks of arguments; each error says what was expected, what was passed, and what to write instead."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LONGEST_FILE_NAME = 255  # bytes, on every common file system
 
 
 def shown(value: Any) -> str:
-    """Show what came, in a line that stays short whatever it is.
+    """A short one-line representation of any value.
 
     Args:
         value: anything, also an object whose `__repr__` raises.
 
     Returns:
-        Its representation, or its type where that is long or cannot be had.
+        Its `repr`, or its type if that is long or raises.
 
     Example:
         >>> shown(2.5), shown("x" * 200)
@@ -37,14 +37,14 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """Suggest the known word that is closest to a misspelt one.
+    """A suggestion of the known word that is closest to a misspelt one.
 
     Args:
         word: what came.
         known: what there is.
 
     Returns:
-        A sentence with a blank before it; empty if nothing is close.
+        A sentence with a leading blank; empty if nothing is close.
 
     Example:
         >>> did_you_mean("hdi_worst_pairs", ["hdi", "hdi_worst_pair"])
@@ -78,9 +78,9 @@ def whole_number(argument: str, value: Any, *, least: int, example: Any, of: str
     Args:
         argument: its name.
         value: what came.
-        least: the smallest that can work.
+        least: lower bound.
         example: what to write instead.
-        of: what is counted, after "whole number".
+        of: the text after "whole number", such as what is counted.
 
     Returns:
         It.
@@ -107,7 +107,7 @@ def number(
         below: upper bound; infinity for none.
         example: what to write instead.
         includes: the bounds that may be reached: ``"["``, ``"]"`` or ``"[]"``.
-        remedy: what to write instead, in other words than "write" and the example.
+        remedy: the advice, in place of "write" and the example.
 
     Returns:
         It.
@@ -140,7 +140,7 @@ def _can_be_written(found: str) -> bool:
 
 
 def _quoted(argument: str) -> str:
-    """Put a name in quotes, and leave its owner beside them: "rules of StopTraining"."""
+    """A name in quotes, without its owner: "`rules` of StopTraining"."""
     name, _, owner = argument.partition(" of ")
     return f"`{name}` of {owner}" if owner else f"`{name}`"
 

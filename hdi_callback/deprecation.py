@@ -1,4 +1,4 @@
-"""Names that were importable once: they work for a while, and warn. For how long says docs/api.md."""
+"""Deprecated names: they work for a while, and warn; docs/api.md says for how long."""
 
 import importlib
 import warnings
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module whose names have moved.
+    """The ``__getattr__`` of a module whose names have moved.
 
     Args:
         module: the name of that module.

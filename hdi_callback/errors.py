@@ -26,7 +26,7 @@ class MisconfigurationError(HDIError, ValueError):
 
 
 class NothingToWatchError(MisconfigurationError):
-    """A model has no attention layer that can be read, and `strict` asks for one; ends the run where it is raised."""
+    """A model has no attention layer that can be read, and `strict` is set; ends the run."""
 
 
 class UnsupportedAttentionError(HDIError, ValueError):

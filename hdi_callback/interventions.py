@@ -1,4 +1,4 @@
-"""What may be done about alerts, and what interventions of one's own are made of."""
+"""The interventions on alerts, and the base classes for your own."""
 
 from hdi_callback.deprecation import renamed
 from hdi_callback.monitoring.interventions import (

@@ -1,4 +1,4 @@
-"""The rules that raise alerts, and what rules of one's own are made of."""
+"""The rules that raise alerts, and the base class for your own."""
 
 from hdi_callback.deprecation import renamed
 from hdi_callback.monitoring.alerts import Alert, Alerts, Finding, Row, Rule, Series

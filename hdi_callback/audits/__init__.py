@@ -1,4 +1,4 @@
-"""Models and checkpoints judged as they are, without a training run."""
+"""Audits: the heads of models and checkpoints judged without a training run."""
 
 from hdi_callback.audits.audit import Audit, LayerAudit, audit
 from hdi_callback.audits.comparison import Comparison, LayerComparison, compare

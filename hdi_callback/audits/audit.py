@@ -31,12 +31,12 @@ from hdi_callback.monitoring.rules import DeadHeads, choose_rules
 from hdi_callback.monitoring.rules.words import named_heads
 
 Progress = Callable[[int, int, str], None]
-"""Takes how many layers are done, how many there are, and the name of the next one."""
+"""Called with the number of layers done, the number of all, and the name of the next one."""
 
 
 @dataclass(frozen=True)
 class LayerAudit:
-    """The heads of one layer, by their key weights.
+    """The head diversity of one layer, from its key weights.
 
     Attributes:
         name: dotted path of the layer.
@@ -47,12 +47,12 @@ class LayerAudit:
         chance: the index of independent random heads of these ranks.
         alignment: mean overlap against chance: 0 chance, 1 identical.
         energy_alignment: the same with directions weighed by their energy.
-        worst_alignment: that of the closest pair.
-        worst_pair: the two heads of it; empty if there is none.
+        worst_alignment: alignment of the closest pair.
+        worst_pair: its two heads; empty if there is none.
         energy_worst_alignment: alignment of the pair that is closest when weighed by energy.
-        energy_worst_pair: the two heads of it.
+        energy_worst_pair: its two heads.
         effective_heads: how many orthogonal heads would be as diverse.
-        dead_heads: heads whose key weights are all but zero, beside those of the others.
+        dead_heads: heads whose key weights are nearly zero, relative to the others.
         absent: why there are no numbers; empty if there are.
     """
 
@@ -75,15 +75,15 @@ class LayerAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found.
+    """The result of an audit: layers, findings and a verdict.
 
     Attributes:
-        name: what was audited.
+        name: the audited model or file.
         layers: every layer whose heads are known, in model order.
         refused: attention whose heads could not be established -> the reason.
-        findings: what is unusual, the most serious first.
-        record: all numbers, with the matrices, as a reading of a run has them.
-        facts: what is known of each layer, as plain data.
+        findings: unusual findings, the most serious first.
+        record: all numbers and matrices, as a reading.
+        facts: facts about each layer, as plain data.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Audit:
     @property
     def not_audited(self) -> dict[str, str]:
         """Layers without numbers, and attention whose heads are not known -> the reason."""
-        reported = {finding.layer for finding in self.unusual}  # as of weights that are NaN, which is a finding
+        reported = {finding.layer for finding in self.unusual}  # weights that are NaN are a finding
         without = {layer.name: layer.absent for layer in self.layers if layer.absent and layer.name not in reported}
         return {**without, **self.refused}
 
@@ -112,7 +112,7 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """What to know first, in one or two sentences."""
+        """The result in one or two sentences."""
         read = self.audited
         left_out = f" {_count(len(self.not_audited), 'layer')} could not be audited." if self.not_audited else ""
         if not read:
@@ -133,10 +133,10 @@ class Audit:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the audit as plain data, without the matrices.
+        """The audit as plain data, without the matrices.
 
         Returns:
-            What ``hdi audit --json`` prints.
+            The output of ``hdi audit --json``.
         """
         return {
             "model": self.name,
@@ -192,7 +192,7 @@ def _cells(layer: LayerAudit) -> tuple[str, ...]:
 
 
 def heads_of(layer: LayerAudit) -> str:
-    """Write how many heads a layer has.
+    """Number of heads of a layer, as text.
 
     Args:
         layer: the layer.
@@ -205,13 +205,13 @@ def heads_of(layer: LayerAudit) -> str:
 
 
 def decimal(value: float | None) -> str:
-    """Write a number with two digits.
+    """A number with two digits.
 
     Args:
         value: the number.
 
     Returns:
-        ``"0.93"``; ``"-"`` where there is none.
+        ``"0.93"``; ``"-"`` if there is none.
     """
     return "-" if value is None else f"{value if abs(value) >= 0.005 else 0.0:.2f}"  # no -0.00
 
@@ -226,10 +226,10 @@ def audit(
     thresholds: Mapping[str, Mapping[str, float | None]] | None = None,
     progress: Progress | None = None,
 ) -> Audit:
-    """Judge the heads of a model or a checkpoint as they are.
+    """Judge the heads of a model or a checkpoint.
 
-    Weights in files are read layer by layer: memory stays near that of one layer, whatever the size of the model.
-    Nothing that a file says is executed. Heads that cannot be established without a forward are named with the reason.
+    Weights in files are read layer by layer, so that memory stays near that of one layer. No code from a file is
+    executed. Heads that cannot be established without a forward are listed with the reason.
 
     Args:
         model: a model; or a folder that transformers wrote, a ``.safetensors`` file with its ``config.json`` beside it,
@@ -258,7 +258,7 @@ def audit(
     source = open_source(model, config=config, model_class=model_class)
     found = survey(inner_model(source.model), include=include, exclude=exclude)
     facts = tuple({**layer.facts(), "name": users_name(layer.name)} for layer in found.layers)
-    step = 1 if source.step is None else source.step  # at 0 only what fresh weights cannot be is searched
+    step = 1 if source.step is None else source.step  # step 0 would mean fresh weights
     records: dict[str, LayerRecord] = {}
     absent: dict[str, str] = {}
     for place, (layer, known) in enumerate(zip(found.layers, facts)):
@@ -269,7 +269,7 @@ def audit(
         if reason:
             absent[f"hdi/{name}"] = reason
     record = Record(step, records, absent, axis=step)
-    # What a run's rules leave alone, as it was so before the run, is what an audit is asked about.
+    # Rules ignore in a run what loaded weights had from the start; an audit reports exactly that.
     findings = Alerts(rules, facts, loaded=False).judge(record)
     findings += _dead_heads(record, {finding.layer for finding in findings if finding.rule == DeadHeads.name})
     findings.sort(key=lambda one: (-LEVELS.index(one.level), -(one.finding.value or 0)))
@@ -281,7 +281,7 @@ def audit(
 
 
 def _dead_heads(record: Record, reported: set[str]) -> list[Alert]:
-    """Tell of heads that are all but zero, which the rule of a run gives time to begin."""
+    """Findings of dead heads; in a run the rule would wait until they had time to train."""
     found = []
     for name, layer in record.layers.items():
         heads = dead_heads_of(layer)
@@ -294,13 +294,13 @@ def _dead_heads(record: Record, reported: set[str]) -> list[Alert]:
 
 
 def dead_heads_of(layer: LayerRecord) -> tuple[int, ...]:
-    """Name the heads that are dead for practical purposes, by one reading alone.
+    """The heads that are dead for practical purposes, from one reading.
 
     Args:
         layer: the numbers of a layer.
 
     Returns:
-        Heads of rank 0, and those whose norm is at most a hundredth of that of the median head beside them.
+        Heads of rank 0, and those whose norm is at most a hundredth of the median of the others.
 
     Example:
         >>> dead_heads_of(LayerRecord(arrays={"rank": [4, 0, 4, 4], "head_norm": [1.0, 0.0, 1.1, 0.001]}))
@@ -315,11 +315,11 @@ def dead_heads_of(layer: LayerRecord) -> tuple[int, ...]:
     return tuple(sorted(dead))
 
 
-_SHARE = 0.01  # as the rule of a run has it
+_SHARE = 0.01  # as in the rule for runs
 
 
 def _measure(layer: AttentionLayer, name: str, source: Source, step: int) -> tuple[LayerRecord, str]:
-    """Measure one layer; gives its numbers, and why the index is not among them."""
+    """The numbers of one layer, and the reason if the index is not among them."""
     try:
         with with_weights(layer, source) as missing:
             sharding = Sharding(source.model)

@@ -1,4 +1,4 @@
-"""Two checkpoints, or two readings of runs, held against each other: which layers and heads moved."""
+"""Two checkpoints, or two readings of runs, compared: which layers and heads moved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """One layer in both.
+    """One layer in both models.
 
     Attributes:
         name: dotted path of the layer.
@@ -43,9 +43,9 @@ class LayerComparison:
         after: the same of the second.
         pair_before: the closest two heads in the first.
         pair_after: the closest two heads in the second.
-        moved: for each key head how far it moved: 0 not at all, 1 to where independent random heads would be. Of
-            weights, one less the alignment of the head with itself; empty if only histories are known.
-        moved_heads: heads by how far they moved, the furthest first. Of histories, by the change of their largest
+        moved: how far each key head moved: 0 not at all, 1 as far as an independent random head. It is 1 - alignment of
+            the head with its earlier self; empty for histories.
+        moved_heads: heads by how far they moved, the furthest first; for histories, by the change of their largest
             overlap with another head.
     """
 
@@ -58,25 +58,25 @@ class LayerComparison:
     moved_heads: tuple[int, ...] = ()
 
     def change(self, quantity: str = "worst_alignment") -> float:
-        """Tell by how much a quantity changed.
+        """The change of a quantity.
 
         Args:
             quantity: one of those in `before` and `after`.
 
         Returns:
-            Second less first; NaN if one of them is not known.
+            Second minus first; NaN if one of them is not known.
         """
         return self.after.get(quantity, float("nan")) - self.before.get(quantity, float("nan"))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between two checkpoints, or two runs.
+    """The differences between two checkpoints, or two runs.
 
     Attributes:
         first: name of the first.
         second: name of the second.
-        layers: the layers of both, those that changed most first.
+        layers: the layers of both, most changed first.
         only_in_first: layers that the second does not have.
         only_in_second: layers that the first does not have.
         not_compared: layers of both that could not be compared -> the reason.
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """What differs most, in one or two sentences."""
+        """The largest differences in one or two sentences."""
         if not self.layers:
             return "No layer could be compared."
         top = self.layers[0]
@@ -114,10 +114,10 @@ class Comparison:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the comparison as plain data.
+        """The comparison as plain data.
 
         Returns:
-            What ``hdi compare --json`` prints.
+            The output of ``hdi compare --json``.
         """
         return {
             "first": self.first,
@@ -142,18 +142,18 @@ def compare(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Tell which layers and heads differ between two checkpoints, or two runs.
+    """Compare the layers and heads of two checkpoints, or two runs.
 
     Args:
         first: a model or a checkpoint, as `audit` takes it, or the history file of a run.
         second: the same; both are histories, or none is.
         model_class: see `audit`.
         config: see `audit`.
-        step: of histories, the last reading up to this step is compared; the last of all by default.
+        step: for histories, the last reading up to this step is compared; by default the last one.
         progress: see `audit`.
 
     Returns:
-        The layers of both, those that changed most first.
+        The layers of both, most changed first.
 
     Raises:
         MisconfigurationError: if one is a history and the other is none, or one cannot be opened.
@@ -171,7 +171,7 @@ def compare(
     if histories[0] is not None or histories[1] is not None:
         run, no_run = (first, second) if histories[0] is not None else (second, first)
         if isinstance(no_run, str | os.PathLike) and ":" not in str(no_run) and not Path(no_run).expanduser().exists():
-            find_history(no_run)  # says that there is nothing under this path
+            find_history(no_run)  # raises an error that the path does not exist
         raise MisconfigurationError(f"`{run}` is a run and `{no_run}` is none: write two of one kind.")
     a, b = (audit(one, config=config, model_class=model_class, progress=progress) for one in (first, second))
     moved, reasons = _moved(
@@ -186,7 +186,7 @@ def compare(
 
 
 def _history_of(what: Any) -> Path | None:
-    """Find the history if this is a run; a folder with a config.json is a model."""
+    """The history, if this is a run; a folder with a config.json is a model."""
     if isinstance(what, nn.Module) or not isinstance(what, str | os.PathLike):
         return None
     path = Path(what).expanduser()
@@ -244,7 +244,7 @@ def _compare_layer(name: str, a: LayerRecord, b: LayerRecord, moved: Sequence[fl
 
 
 def _moved(a: Source, b: Source) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Tell of every key head how far it is from where it was."""
+    """How far each key head moved."""
     ones, others = (
         {users_name(layer.name): layer for layer in survey(inner_model(source.model)).layers} for source in (a, b)
     )
@@ -260,9 +260,9 @@ def _moved(a: Source, b: Source) -> tuple[dict[str, list[float]], dict[str, str]
             if one.shape != other.shape:
                 reasons[name] = f"its keys are {tuple(one.shape)} in one and {tuple(other.shape)} in the other"
                 continue
-            # A pair of heads for each head: the same one in both.
+            # One pair for each head: the same head in both models.
             both = head_diversity(torch.stack([one.float(), other.float()], 1))
-            # What is left of a head that did not move is the rounding of the products.
+            # For a head that did not move the rounding of the products remains.
             moved[name] = [max(0.0, round(1 - float(value), 4)) for value in both.alignment]
         except HDIError as error:
             reasons[name] = first_line(error)

@@ -1,4 +1,4 @@
-"""One layer at a time: the weights of a layer are there for a block, and on the meta device again after it."""
+"""One layer at a time: within a block a layer has its weights, after it they are on the meta device again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hdi_callback.audits.sources import Source
 
 @contextmanager
 def with_weights(layer: AttentionLayer, source: Source) -> Iterator[dict[str, str]]:
-    """Give a layer its weights from the files for the time of a block.
+    """Load the weights of a layer from the files within the block.
 
     Args:
         layer: a layer of the source's model.
-        source: the model, and where its weights are.
+        source: the model and its files.
 
     Yields:
-        Name of a parameter within the layer -> why it has no value.
+        Name of a parameter within the layer -> why it could not be loaded.
     """
     if source.stored is None:
         yield {}

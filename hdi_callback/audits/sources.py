@@ -1,4 +1,4 @@
-"""What is audited: a folder, a file, or a function -> a model, and where its weights are."""
+"""The source of an audit: a folder, a file, or a function -> a model and the files with its weights."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _WHAT = (
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and where its weights are.
+    """A model and the files with its weights.
 
     Attributes:
-        name: what was named.
+        name: the path or name that the user wrote.
         model: the model; on the meta device if its weights are in files.
         stored: the tensors in files; `None` if the model has its weights.
         places: name of a parameter -> name of the tensor in the files.
@@ -57,7 +57,7 @@ def open_source(
     config: str | os.PathLike[str] | None = None,
     model_class: str | type | None = None,
 ) -> Source:
-    """Open what is to be audited; weights in files are not read yet.
+    """Open a model to audit; weights in files are not read yet.
 
     Args:
         what: a model, a path, or ``module:function``.
@@ -65,7 +65,7 @@ def open_source(
         model_class: of a checkpoint: the class, or where it is: ``package.module:Class``.
 
     Returns:
-        The model, and where its weights are.
+        The model and its files.
 
     Raises:
         MisconfigurationError: if it cannot be opened; the message says what to write instead.
@@ -117,7 +117,7 @@ def _open_folder(folder: Path, weights: Path) -> Source:
 
 
 def _skeleton(folder: Path) -> nn.Module:
-    """Build the model of a config on the meta device, by a class of transformers alone."""
+    """Build the model of a config on the meta device, only from classes of transformers."""
     try:
         import transformers
     except ImportError as error:
@@ -153,7 +153,7 @@ def _skeleton(folder: Path) -> nn.Module:
 
 
 def _places_in_transformers(model: Any, stored: StoredTensors) -> tuple[dict[str, str], dict[str, str]]:
-    """Name each parameter's tensor as transformers would when it loads the files."""
+    """Parameter -> its tensor in the files, as transformers maps them when it loads."""
     parameters = _named_tensors(model)
     places, reasons = _places_by_name(parameters, stored)
     if len(places) == len(parameters):

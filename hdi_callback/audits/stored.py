@@ -1,4 +1,4 @@
-"""Tensors in files, read one by one: of a file of many gigabytes only what is asked for is in memory."""
+"""Tensors in files, read one by one, so that of a large file only the requested tensors are in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hdi_callback.errors import MisconfigurationError
 
-_WRAPPERS = ("_orig_mod.", "_forward_module.", "module.")  # what torch.compile and DDP put into names
+_WRAPPERS = ("_orig_mod.", "_forward_module.", "module.")  # inserted into names by torch.compile and DDP
 
 
 class StoredTensors(Protocol):
@@ -26,11 +26,11 @@ class StoredTensors(Protocol):
         """Give the names of all tensors."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read some tensors; they stay mapped to the file until they are let go."""
+        """Read some tensors; they stay mapped to the file until they are freed."""
 
 
 class _InFiles(ABC):
-    """Tensors of which each lies in one of several files; each file is opened once for what is wanted of it."""
+    """Tensors in several files; each file is opened once for all of its tensors that are requested."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._file_of = {name: file for file in files for name in self._names(file)}
@@ -50,7 +50,7 @@ class _InFiles(ABC):
             names: their names.
 
         Returns:
-            Name -> tensor, of the type that is stored.
+            Name -> tensor, in the stored type.
         """
         wanted = sorted(names, key=lambda name: str(self._file_of[name]))
         found: dict[str, Tensor] = {}
@@ -74,7 +74,7 @@ class Safetensors(_InFiles):
         files: the files, shards of one model.
 
     Raises:
-        MisconfigurationError: if safetensors is not installed, or a file is none.
+        MisconfigurationError: if safetensors is not installed, or a file is not in this format.
     """
 
     def _names(self, file: Path) -> Iterable[str]:
@@ -82,7 +82,7 @@ class Safetensors(_InFiles):
             return list(stored.keys())
 
     def _tensors(self, file: Path, names: Sequence[str]) -> dict[str, Tensor]:
-        # Opened anew each time: what was read stays resident as long as the file is mapped.
+        # Opened anew each time: pages that were read stay in memory as long as the file is mapped.
         with _opened(file) as stored:
             return {name: stored.get_slice(name)[...] for name in names}
 
@@ -106,11 +106,11 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 class PickledTensors(_InFiles):
-    """Tensors in files that `torch.save` wrote; nothing that such a file says is executed.
+    """Tensors in files that `torch.save` wrote; no code from such a file is executed.
 
     Args:
         files: the files, shards of one model or one checkpoint.
-        key: where in a file the tensors are, such as ``"state_dict"``; at the top where there is no such key.
+        key: key of the tensors in the file, such as ``"state_dict"``; the top level if there is no such key.
 
     Raises:
         MisconfigurationError: if a file holds more than tensors and plain data.
@@ -135,16 +135,16 @@ class PickledTensors(_InFiles):
 
 
 def load_plain(file: Path) -> dict[str, Any]:
-    """Load what `torch.save` wrote, if it is tensors and plain data.
+    """Load a file of `torch.save` that holds only tensors and plain data.
 
     Args:
         file: the file.
 
     Returns:
-        What it holds; tensors are mapped, not read.
+        Its content; tensors are mapped, not read.
 
     Raises:
-        MisconfigurationError: if it cannot be read so.
+        MisconfigurationError: if it cannot be read in this way.
     """
     try:
         # Files of torch before 1.6 are no archives, and cannot be mapped.
@@ -164,13 +164,13 @@ def load_plain(file: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> StoredTensors | None:
-    """Find the weights of a folder that transformers wrote.
+    """The weight files of a folder that transformers wrote.
 
     Args:
         folder: the folder.
 
     Returns:
-        Its weights, in safetensors where there are any; `None` if there are none.
+        The files, safetensors if there are any; `None` if there are none.
 
     Raises:
         MisconfigurationError: if a shard is missing.
@@ -193,10 +193,10 @@ def weight_files(folder: Path) -> StoredTensors | None:
 
 
 def without_wrappers(name: str) -> str:
-    """Take out of a name what wrappers for training put into it.
+    """A tensor's name without the parts that training wrappers insert.
 
     Args:
-        name: of a tensor.
+        name: name of a tensor.
 
     Returns:
         The name in the model itself.
@@ -212,13 +212,13 @@ def without_wrappers(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Give the first line of what an error says, without its full stop.
+    """The first line of an error's message, without its full stop.
 
     Args:
         error: the error.
 
     Returns:
-        One line; the name of its class where it says nothing.
+        One line; the name of its class if the message is empty.
     """
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".: ") if lines else type(error).__name__

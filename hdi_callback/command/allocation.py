@@ -1,4 +1,4 @@
-"""What the measurements of a run say about the number of heads."""
+"""Suggested numbers of heads, from the measurements of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hdi_callback.monitoring.history.run_folder import find_history
 
 
 def allocations(run: str, keys: int, multiple_of: int) -> list[dict[str, Any]]:
-    """Rank the head widths of each layer by what the last reading measured.
+    """Rank the head widths of each layer by the measurements of the last reading.
 
     Args:
         run: a history, or the folder of a run.
@@ -19,7 +19,7 @@ def allocations(run: str, keys: int, multiple_of: int) -> list[dict[str, Any]]:
         multiple_of: admit only head widths that are multiples of this.
 
     Returns:
-        Of each layer its name, its heads now, and either the best or the reason why none can be suggested.
+        For each layer its name, its present heads, and either the best choice or the reason why none can be suggested.
 
     Raises:
         MisconfigurationError: if the run did not measure what is needed.
@@ -67,10 +67,10 @@ def _measured(path: Any, layer: str) -> tuple[list[float] | None, float | None, 
 
 
 def print_allocations(found: list[dict[str, Any]]) -> None:
-    """Print what was found, a line for each layer.
+    """Print one line for each layer.
 
     Args:
-        found: what `allocations` gives.
+        found: the result of `allocations`.
     """
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""What rules and curves mean, as text for a terminal."""
+"""Explanations of rules and curves, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def print_explanation(one: RuleExplanation | CurveExplanation) -> None:
     """Print a rule or a curve.
 
     Args:
-        one: its explanation.
+        one: the explanation.
     """
     click.echo(f"{one.name} ({'rule' if isinstance(one, RuleExplanation) else 'curve'})\n")
     _print_rows(_rule_rows(one) if isinstance(one, RuleExplanation) else _curve_rows(one))
@@ -64,7 +64,7 @@ def _curve_rows(one: CurveExplanation) -> list[tuple[str, str]]:
 
 
 def _print_rows(rows: Iterable[tuple[str, str]], label: int = _LABEL) -> None:
-    """Print rows of a label and a text that is wrapped beside it; a label that comes again is not repeated."""
+    """Print rows of a label and a wrapped text; equal labels are printed once."""
     width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
     last = ""
     for name, text in rows:

@@ -1,4 +1,4 @@
-"""A group of commands whose errors are one line each, and whose exit codes programs can rely on."""
+"""A group of commands with one-line errors and documented exit codes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class CommandGroup(click.Group):
 
         Args:
             args: the words of the command line; those of the process by default.
-            prog_name: how the program is called in messages.
-            others: what `click.Command.main` takes besides.
+            prog_name: name of the program in messages.
+            others: further arguments of `click.Command.main`.
         """
         others["standalone_mode"] = False
         try:
@@ -45,7 +45,7 @@ class CommandGroup(click.Group):
             _fail(f"{where}: {error.format_message()} See {where} --help.")
         except HDIError as error:
             _fail(f"hdi: {error}")
-        except BrokenPipeError:  # as of `hdi alerts RUN | head`
+        except BrokenPipeError:  # for instance with `hdi alerts RUN | head`
             sys.stderr.close()
             sys.exit(NOTHING_UNUSUAL)
         sys.exit(code if isinstance(code, int) else NOTHING_UNUSUAL)
@@ -74,7 +74,7 @@ def print_json(data: Any) -> None:
     """Print plain data for programs.
 
     Args:
-        data: what JSON has words for; numbers that are not finite become null.
+        data: plain data; numbers that are not finite become null.
     """
     click.echo(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False))
 

@@ -1,4 +1,4 @@
-"""Limits as they are written on a command line."""
+"""Limits of rules from the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EXAMPLE = "write --threshold pair=0.9, --threshold 'encoder.*:mean=0.6' or --th
 
 
 def parse_limits(texts: Iterable[str]) -> dict[str, dict[str, float | None]] | None:
-    """Read limits of the default rules.
+    """Parse limits of the default rules.
 
     Args:
         texts: each ``name=number`` or ``pattern:name=number``; ``off`` in the place of a number switches a limit off.

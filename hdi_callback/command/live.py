@@ -1,4 +1,4 @@
-"""A run followed live: its layers x steps map, and the heads of the layer that matters most."""
+"""A live view of a run: its map of layers by steps, and the heads of its worst layer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _FEWEST_HEADS, _MOST_HEADS = 6, 24  # side by side, by the height of the termina
 
 
 def follow(run: str, *, once: bool, until: int | None, idle: float | None, interval: float) -> bool:
-    """Draw a run until it is over.
+    """Draw a run repeatedly until it ends.
 
     Args:
         run: a history, or the folder of a run.
-        once: draw it as it is now, and end.
-        until: end when this step was read.
-        idle: end when nothing was written for so many seconds.
+        once: draw it once.
+        until: end at the first reading of this step or a later one.
+        idle: end if nothing was written for so many seconds.
         interval: seconds between two reads of the history.
 
     Returns:
@@ -64,7 +64,7 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
                 if idle is not None and time.monotonic() - last_change >= idle:
                     break
                 time.sleep(interval)
-        except KeyboardInterrupt:  # how one leaves
+        except KeyboardInterrupt:  # Ctrl-C ends it
             pass
     return bool(active)
 
@@ -76,7 +76,7 @@ def _look(path: Path) -> tuple[RunHistory, list[Alert]]:
 
 
 def frame(history: RunHistory, active: Sequence[Alert], width: int, height: int) -> RenderableType:
-    """Draw one picture of a run: its active alerts, the map of layers, and the heads of one of them.
+    """One frame: active alerts, the map of layers, and the heads of one layer.
 
     Args:
         history: the run so far.
@@ -85,7 +85,7 @@ def frame(history: RunHistory, active: Sequence[Alert], width: int, height: int)
         height: lines of the terminal.
 
     Returns:
-        What rich prints.
+        A rich renderable.
     """
     from rich.console import Group
     from rich.text import Text
@@ -121,14 +121,14 @@ def frame(history: RunHistory, active: Sequence[Alert], width: int, height: int)
 
 
 def squeezed(values: Sequence[float | None], columns: int) -> list[float | None]:
-    """Fit a curve into columns; of several readings in one the largest is kept.
+    """A curve with at most so many columns; each column has the largest of its readings.
 
     Args:
         values: a number for each reading; `None` where nothing was measured.
-        columns: how many there may be.
+        columns: largest number of columns.
 
     Returns:
-        At most so many numbers.
+        The numbers of the columns.
 
     Example:
         >>> squeezed([0.1, 0.9, None, None, 0.2], 3)
@@ -157,7 +157,7 @@ def _layers_to_show(records: Sequence[Record], alerted: Any, most: int) -> list[
 
 
 def _heads_map(history: RunHistory, records: Sequence[Record], alerted: Any, most: int) -> list[Any]:
-    """Draw the overlaps of the heads of the layer that matters most, as of the last reading that kept them."""
+    """Overlaps of the heads of the worst layer, at the last reading that kept them."""
     from rich.text import Text
 
     last = records[-1].layers

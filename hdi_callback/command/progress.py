@@ -11,13 +11,13 @@ from hdi_callback.audits.audit import Progress
 
 @contextmanager
 def layer_progress(*, is_quiet: bool) -> Iterator[Progress | None]:
-    """Show how far an audit is, on the error stream of a terminal.
+    """Show the progress of an audit on standard error, if that is a terminal.
 
     Args:
         is_quiet: show nothing.
 
     Yields:
-        What `audit` takes; `None` where nothing is shown.
+        The argument `progress` of `audit`; `None` if nothing is shown.
     """
     if is_quiet or not sys.stderr.isatty():
         yield None

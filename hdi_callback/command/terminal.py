@@ -23,10 +23,10 @@ _CIVIDIS = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 
 
 
 def console(**options: Any) -> Console:
-    """Make a console.
+    """A rich console.
 
     Args:
-        options: what rich's `Console` takes.
+        options: arguments of rich's `Console`.
 
     Returns:
         The console.
@@ -44,7 +44,7 @@ def console(**options: Any) -> Console:
 
 
 def colour_of(value: float) -> tuple[int, int, int]:
-    """Give the colour of an alignment.
+    """The colour of an alignment.
 
     Args:
         value: the alignment; below 0 is drawn as 0.
@@ -64,7 +64,7 @@ def colour_of(value: float) -> tuple[int, int, int]:
 
 
 def cell(value: float | None, width: int = 1) -> Text:
-    """Draw an alignment as a coloured cell that can be read without colour as well.
+    """An alignment as a coloured cell that is also readable without colour.
 
     Args:
         value: the alignment; `None` where nothing was measured.
@@ -84,7 +84,7 @@ def cell(value: float | None, width: int = 1) -> Text:
 
 
 def legend() -> Text:
-    """Say what the cells of a map mean.
+    """The legend of a map.
 
     Returns:
         One line.
@@ -113,7 +113,7 @@ _NARROW_AUDIT, _NARROW = 120, 100
 
 
 def audit_table(audit: Audit, width: int) -> Table:
-    """Draw what an audit found.
+    """The table of an audit.
 
     Args:
         audit: the audit.
@@ -177,7 +177,7 @@ def print_comparison(out: Console, comparison: Comparison, most: int) -> None:
     Args:
         out: where to.
         comparison: the comparison.
-        most: rows.
+        most: largest number of rows.
     """
     from rich import box
     from rich.table import Table
@@ -234,7 +234,7 @@ def print_alerts(out: Console, alerts: Iterable[Alert], active: Sequence[Alert])
 
 
 def active_sentence(active: Sequence[Alert]) -> str:
-    """Say how many alerts are active, and where.
+    """A sentence about the number of active alerts and their layers.
 
     Args:
         active: warnings and critical alerts that are not resolved.

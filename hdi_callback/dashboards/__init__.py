@@ -1,1 +1,1 @@
-"""Readings made visible."""
+"""Outputs of results: console, TensorBoard, W&B, figures, reports."""

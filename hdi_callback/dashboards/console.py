@@ -1,4 +1,4 @@
-"""What people read while a run goes on: the layers that were found, then alerts and what was done about them."""
+"""Console output of a run: the layers that were found, then alerts and actions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def print_layers(
         layers: the layers that are watched.
         refused: modules that resemble attention and cannot be read.
         every_n_steps: optimizer steps between readings.
-        interventions: what may be done about alerts.
-        say: takes the plain lines where no table can be drawn.
+        interventions: the interventions.
+        say: prints the plain lines if no table can be drawn.
     """
     title = f"hdi_callback watches {len(layers)} attention layers, every {every_n_steps} optimizer steps"
     if not _print_table(title, layers, refused):
@@ -48,7 +48,7 @@ def print_layers(
 
 
 def _say_in_its_letters(say: Callable[[str], None], text: str) -> None:
-    """Say something also where the stream knows ASCII alone, as in many containers."""
+    """Print a text, in ASCII if the stream supports nothing else, as in many containers."""
     try:
         say(text)
     except UnicodeEncodeError:
@@ -96,16 +96,15 @@ def _lines(title: str, layers: Sequence[AttentionLayer], refused: Sequence[Refus
 
 
 class AlertLines:
-    """Print alerts and what was done about them, one line for each kind at a reading.
+    """Print alerts and actions, one line for each kind at a reading.
 
-    The first alert of each rule says where to read more. A critical one is a `HeadCollapseWarning` as well where
-    somebody takes warnings: where they are recorded, logged or made errors. Elsewhere it would only be printed twice.
-    Notices are left to the dashboards and the history. After 60 lines of alerts it says where the others are, and falls
-    silent; what interventions do is always printed.
+    The first alert of each rule says where to read more. A critical one is also raised as a `HeadCollapseWarning` if
+    warnings are recorded, logged or turned into errors; otherwise it would be printed twice. Notices are not printed.
+    After 60 lines of alerts it prints where the others are, and stops; actions of interventions are always printed.
 
     Args:
         say: prints a line.
-        elsewhere: where all alerts can be read; written out when it is needed.
+        elsewhere: where all alerts can be read; converted to text when needed.
     """
 
     name = "printing alerts"
@@ -116,10 +115,10 @@ class AlertLines:
         self._explained: set[str] = set()
 
     def write(self, result: Result) -> None:
-        """Print what is new at one reading.
+        """Print new alerts and actions of one reading.
 
         Args:
-            result: the reading and what came of it.
+            result: the result of a reading.
         """
         alerts = [alert for alert in result.alerts if alert.level != "notice"]
         groups = _groups(alerts, lambda alert: (alert.rule, alert.level, alert.is_resolved))
@@ -143,7 +142,7 @@ class AlertLines:
             self._say(f"hdi_callback prints no further alerts; all of them are in {self._elsewhere}.")
 
     def _more_on(self, alert: Alert) -> str:
-        """Say once for each rule where to read more."""
+        """Where to read more about a rule, once for each rule."""
         if alert.is_resolved or alert.rule in self._explained:
             return ""
         self._explained.add(alert.rule)
@@ -156,7 +155,7 @@ class AlertLines:
 
 
 def place_to_read(rule: str) -> str:
-    """Give the place that explains a rule: a page of the project, if its metadata name one, or a command.
+    """Where a rule is explained: a page of the project, if its metadata name one, or a command.
 
     Args:
         rule: its name.
@@ -176,7 +175,7 @@ def place_to_read(rule: str) -> str:
 
 @cache
 def _documentation() -> str:
-    """Find the address of the documentation in the metadata of the installed package."""
+    """Address of the documentation in the metadata of the installed package."""
     try:
         urls = metadata("hdi-callback").get_all("Project-URL") or []
     except PackageNotFoundError:
@@ -186,7 +185,7 @@ def _documentation() -> str:
 
 
 def _is_warning_taken() -> bool:
-    """Tell whether a warning would go elsewhere than to the screen, which shows the line already."""
+    """Return whether a warning would go elsewhere than to the screen, which shows the line already."""
     shows = (warnings.showwarning, getattr(warnings, "_showwarnmsg_impl", None))
     is_replaced = any(getattr(show, "__module__", None) != "warnings" for show in shows)
     is_error = any(
@@ -202,7 +201,7 @@ def _warn(critical: Sequence[Alert]) -> None:
 
 
 def _groups(items: Iterable[_Item], kind: Callable[[_Item], object]) -> list[list[_Item]]:
-    """Put together what is of one kind, in the order in which the kinds come."""
+    """Items grouped by kind, in the order of their first items."""
     groups: dict[object, list[_Item]] = {}
     for item in items:
         groups.setdefault(kind(item), []).append(item)
@@ -210,7 +209,7 @@ def _groups(items: Iterable[_Item], kind: Callable[[_Item], object]) -> list[lis
 
 
 def _gather(messages: Sequence[str], layers: Sequence[str]) -> str:
-    """Say the first in full, and of the others where they are."""
+    """The first message in full, with the layers of the others."""
     others = list(layers[1:])
     if not others:
         return messages[0]

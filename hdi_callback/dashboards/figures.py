@@ -33,7 +33,7 @@ WORST_ALIGNMENT = "hdi_worst_alignment"
 _MOST_IN_LEGEND = 16
 _NAMED_A_PANEL = 2
 _MOST_LAYERS = 6
-# Okabe and Ito's colours, which are told apart by people who see no red or no green as well.
+# Okabe and Ito's colours, which remain distinct with colour blindness.
 _APART = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
@@ -42,10 +42,10 @@ def plot_trajectories(
 ) -> Figure:
     """Draw the curves of every layer over the optimizer steps, one panel per metric.
 
-    The dashed line in the panel of the index is chance: where independent random heads of the same size sit.
+    The dashed line in the panel of the index is chance, the index of independent random heads of the same size.
 
     Args:
-        history: what `load_history` gives.
+        history: the result of `load_history`.
         metrics: names of metrics, one panel each.
 
     Returns:
@@ -97,7 +97,7 @@ def plot_trajectories(
 
 
 def _outermost(history: pd.DataFrame, metrics: Sequence[str]) -> list[str]:
-    """Name the layers that are lowest, of the index, or highest, of all else, at their last reading."""
+    """The layers with the worst last values: lowest for the index, highest for other metrics."""
     named: list[str] = []
     for metric in metrics:
         last = history.dropna(subset=[metric]).groupby("layer", sort=False)[metric].last()
@@ -110,7 +110,7 @@ def plot_layers(history: str | os.PathLike[str] | RunHistory) -> Figure:
     """Draw the worst alignment of two heads, a row for each layer and a column for each reading; alerts are marked.
 
     Args:
-        history: a history file, or what `read_history` gave.
+        history: a history file, or the result of `read_history`.
 
     Returns:
         A matplotlib figure, not attached to any window.
@@ -174,7 +174,7 @@ def plot_heads(
 
 
 def layers_that_matter(record: Record, alerted: Iterable[str]) -> list[str]:
-    """Choose layers to show: those with an alert, the worst of them first, then the five worst.
+    """Layers to show: those with an alert, worst first, then the five worst others.
 
     Args:
         record: a reading.
@@ -191,7 +191,7 @@ def layers_that_matter(record: Record, alerted: Iterable[str]) -> list[str]:
 
 
 def panel_of(name: str, layer: LayerRecord, alignment: Tensor, heads: tuple[int, ...] | None) -> HeadPanel:
-    """Describe the panel of a layer.
+    """The panel of a layer.
 
     Args:
         name: the layer.
@@ -216,7 +216,7 @@ def _alerts(run: RunHistory) -> list[Alert]:
 
 
 def _active_heads(alerts: Iterable[Alert], step: int) -> dict[str, tuple[int, ...]]:
-    """Give the layers with an active alert at a step, and the heads that it names."""
+    """Layer -> heads named by its active alerts at a step."""
     active = {}
     for alert in alerts:
         if alert.step <= step and alert.level != "notice":
@@ -225,10 +225,10 @@ def _active_heads(alerts: Iterable[Alert], step: int) -> dict[str, tuple[int, ..
 
 
 def heads_of(alerts: Iterable[Alert]) -> dict[str, tuple[int, ...]]:
-    """Give the heads that alerts name, by layer.
+    """Layer -> heads that its alerts name.
 
     Args:
-        alerts: the active ones; notices are passed over.
+        alerts: the active ones; notices are skipped.
 
     Returns:
         Layer -> heads; those of a pair count before others.

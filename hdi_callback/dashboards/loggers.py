@@ -1,4 +1,4 @@
-"""The loggers of a Lightning trainer: curves to each, and text, tables and pictures where one has a public way."""
+"""The loggers of a Lightning trainer: curves to each; text, tables and pictures where its public API takes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LoggerSink:
-    """Writes to one logger of the trainer, by what it offers and not by its name.
+    """Writes to one logger of the trainer, chosen by its methods and not by its name.
 
     Args:
         logger: a Lightning logger.
@@ -31,7 +31,7 @@ class LoggerSink:
         self._extra: Callable[[Result], object] | None = None
 
     def lay_out(self, layers: Iterable[str]) -> None:
-        """Describe the charts, where the logger has a way, before the first values.
+        """Define the charts before the first values, if the logger can.
 
         Args:
             layers: names of layers.
@@ -44,7 +44,7 @@ class LoggerSink:
             self._extremes.define(layers)
 
     def write(self, result: Result) -> None:
-        """Write one reading and what came of it.
+        """Write the result of one reading.
 
         Args:
             result: the reading.
@@ -62,10 +62,10 @@ class LoggerSink:
         )
 
     def pictures(self) -> Outlet | None:
-        """Give what takes pictures.
+        """The outlet for pictures.
 
         Returns:
-            `None` if the logger has no way.
+            The outlet; `None` if the logger takes none.
         """
         experiment = self._experiment
         if hasattr(experiment, "add_image"):
@@ -109,7 +109,7 @@ class LoggerSink:
         self._experiment.log_image(self._logger.run_id, picture.pixels, place)
 
     def _log_to_comet(self, picture: Picture) -> None:
-        # As an image: of an array Comet would stretch the colours to those that happen to be in it.
+        # As an image: in an array Comet would rescale the colours to its range.
         self._experiment.log_image(_image(picture), name=self._prefix + picture.tag, step=picture.axis)
 
     def _log_text_to_comet(self, result: Result) -> None:
@@ -138,13 +138,13 @@ def _is_aim(experiment: Any) -> bool:
 
 
 def _image(picture: Picture) -> Any:
-    from PIL import Image  # which matplotlib brings, and without it there is no picture
+    from PIL import Image  # a dependency of matplotlib, without which there are no pictures
 
     return Image.fromarray(picture.pixels)
 
 
 def _lines(result: Result) -> list[str]:
-    """Say what is new at a reading, a line each."""
+    """New alerts and actions of a reading, one line each."""
     lines = [f"{'resolved' if item.is_resolved else item.level}: {item.message}" for item in result.alerts]
     return [*lines, *(item.message for item in result.actions)]
 
@@ -165,7 +165,7 @@ class _WandbExtra:
 
 
 class _AlertText:
-    """Keeps one text with all alerts and actions among the artifacts of an MLflow run."""
+    """One text artifact of an MLflow run with all alerts and actions."""
 
     def __init__(self, client: Any, run_id: Any, prefix: str) -> None:
         self._client, self._run_id, self._prefix = client, run_id, prefix

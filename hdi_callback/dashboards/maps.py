@@ -1,7 +1,7 @@
 """Heat maps of alignment: layers over steps, and heads against heads.
 
-One colour scale for all of them and through the whole run: 0 is chance, 1 the same head twice, with a line at the
-limits of the default rules. The colours (cividis) are told apart by people who see no red or no green as well.
+All share one colour scale over the whole run: 0 is chance, 1 the same head twice, with a line at the limits of the
+default rules. The colours (cividis) remain distinct with colour blindness.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MOST_PANELS = 6
 
 
 def landmarks(thresholds: Thresholds | None = None) -> dict[float, str]:
-    """Give the numbers that the colour scale names.
+    """Labelled values of the colour scale.
 
     Args:
-        thresholds: limits of the default rules; by default those that were tried.
+        thresholds: limits of the default rules.
 
     Returns:
-        Alignment -> what it is.
+        Alignment -> label.
 
     Example:
         >>> landmarks()
@@ -54,7 +54,7 @@ class HeadPanel:
         alignment: ``(H, H)``, NaN where there is none.
         pair: the two heads to mark; empty for none.
         value: their alignment.
-        is_alerted: an alert of the layer is active.
+        is_alerted: whether an alert of the layer is active.
     """
 
     layer: str
@@ -79,7 +79,7 @@ def draw_layers(
         worst: layer -> worst alignment at each reading, NaN where it was not measured.
         pairs: layer -> the two heads, at the last reading.
         alerts: step, layer and heads of the alerts to mark.
-        interventions: step and layer of what was done about them, marked as well.
+        interventions: step and layer of actions, marked as well.
 
     Returns:
         A matplotlib figure, not attached to any window.
@@ -93,7 +93,7 @@ def draw_layers(
     names = list(worst)
     columns, table = thinned_columns(steps, [list(worst[name]) for name in names])
     rows = len(names)
-    # Small, and its letters large: TensorBoard shows a picture 350 pixels wide, and a tall one smaller still.
+    # Small, with large letters: TensorBoard shows a picture 350 pixels wide, and a tall one smaller still.
     figure = figure_of(figsize=(5.2, min(2.2 + 0.2 * max(rows, 6), 4.8)), layout="constrained")
     panel = figure.subplots()
     edges = _edges(columns)
@@ -113,7 +113,7 @@ def draw_layers(
         if name in reported:
             label.set_fontweight("bold")
             label.set_color(_MARK)
-    is_tall = rows > _MOST_ROWS_NAMED  # then a mark is as high as a row, and one is drawn in the other
+    is_tall = rows > _MOST_ROWS_NAMED  # then marks are as high as a row and overlap
     red = {"marker": "v", "color": _MARK, "edgecolors": "white", "s": 46, "zorder": 3}
     white = {"marker": "^", "color": "white", "edgecolors": "black", "s": 14 if is_tall else 46, "zorder": 4}
     has_alerts = _mark(panel, [(step, name) for step, name, _ in alerts], names, 0 if is_tall else -0.12, red)
@@ -160,7 +160,7 @@ def draw_heads(panels: Sequence[HeadPanel], step: int) -> Figure:
 def _draw_panel(axis: Any, panel: HeadPanel, *, is_small: bool = False) -> Any:
     heads = len(panel.alignment)
     table = panel.alignment.double().clone()
-    table.diagonal().fill_(math.nan)  # a head with itself tells nothing
+    table.diagonal().fill_(math.nan)  # a head with itself has no information
     rows = table.tolist()
     axis.set_facecolor(_NOT_MEASURED)
     mesh = axis.imshow(_masked(rows), cmap=_map(), vmin=0, vmax=1, interpolation="nearest")
@@ -204,7 +204,7 @@ def _draw_panel(axis: Any, panel: HeadPanel, *, is_small: bool = False) -> Any:
 
 
 def thinned_columns(steps: Sequence[int], rows: list[list[float]]) -> tuple[list[int], list[list[float]]]:
-    """Put neighbouring columns together until they can be told apart on a screen; the largest of each counts.
+    """Merge neighbouring columns until they are wide enough for a screen; the largest value of each is kept.
 
     Args:
         steps: one step for each column.
@@ -237,7 +237,7 @@ def _last(curve: Sequence[float]) -> float:
 def _mark(
     panel: Any, places: Sequence[tuple[int, str]], names: Sequence[str], shift: float, style: Mapping[str, Any]
 ) -> bool:
-    """Mark steps in the rows of layers; tells whether there are any."""
+    """Mark steps in the rows of layers; returns whether there are any."""
     marks = [(step, names.index(name) + 0.5 + shift) for step, name in places if name in names]
     if marks:
         x, y = zip(*marks)
@@ -255,14 +255,14 @@ def _sentence(
     if not order:
         return title
     name = order[0]
-    if alerts and alerts[-1][1] != name:  # what the mark is about, where it is not what is highest now
+    if alerts and alerts[-1][1] != name:  # the layer of the mark, if it is not the worst one now
         step, layer, heads = alerts[-1]
         title += f"\nalert at step {step}: {_short(layer)}{_of_heads(heads)}"
     return f"{title}\nnow highest: {_short(name)}{_of_heads(pairs.get(name, ()))}: {last[name]:.2f}"
 
 
 def _labels(names: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Name rows by what tells them apart, and the axis by what they have in common."""
+    """Labels of rows from the distinct parts of names, and of the axis from their common part."""
     short = short_names(names)
     if short == list(names):
         return {name: _short(name) for name in names}, ""
@@ -279,7 +279,7 @@ def _of_heads(heads: Sequence[int]) -> str:
 
 
 def _edges(steps: Sequence[int]) -> list[float]:
-    """Give the borders of columns, each of which reaches from its step to the next."""
+    """Borders of columns; each extends from its step to the next."""
     width = steps[-1] - steps[-2] if len(steps) > 1 else 1
     return [*map(float, steps), float(steps[-1] + max(width, 1))]
 
@@ -289,7 +289,7 @@ def _spread(names: Sequence[str], count: int) -> list[str]:
 
 
 def _is_near(names: Sequence[str], name: str, others: set[str]) -> bool:
-    """Tell whether a label would run into one of another row."""
+    """Return whether a label would overlap one of another row."""
     place, least = names.index(name), len(names) / 30
     return any(other != name and other in names and abs(names.index(other) - place) < least for other in others)
 

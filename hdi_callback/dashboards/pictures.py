@@ -1,4 +1,4 @@
-"""Pictures while a run goes on: drawn from numbers that have arrived, within a share of the run's time."""
+"""Pictures during a run, drawn from readings on the host within a share of the run's time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from hdi_callback.monitoring.session.sink import Result
 
 SHARE = 0.02
-"""Of the run's time that drawing may take while it goes on."""
+"""Largest share of the run's time for drawing while it goes on."""
 SHARE_AT_END = 0.1
-"""Of the run's time that all drawing may have taken with the last pictures."""
+"""Largest share of the run's time for all drawing, the last pictures included."""
 
-_FIRST_COST = 2.0  # seconds, until it is known: matplotlib is imported, fonts are found
+_FIRST_COST = 2.0  # seconds, before it is measured: the first drawing imports matplotlib and finds fonts
 _MOST_POINTS = 1200  # of a curve; then every two neighbours become one
 _DOTS_PER_INCH = 90
 
@@ -37,7 +37,7 @@ class Picture:
     """One picture, as pixels.
 
     Attributes:
-        name: what it shows: ``layers`` or ``heads``.
+        name: ``layers`` or ``heads``.
         pixels: ``(height, width, 3)``, a numpy array of bytes.
         step: optimizer step of the reading.
         axis: position on the trainer's own logging axis.
@@ -52,7 +52,7 @@ class Picture:
         return f"attention_heads/{self.name}"
 
     def png(self) -> bytes:
-        """Give the picture as a file.
+        """The picture as a PNG file.
 
         Returns:
             The bytes of a PNG.
@@ -65,20 +65,20 @@ class Picture:
 
 
 class Outlet(Protocol):
-    """Where pictures go."""
+    """A function that takes pictures."""
 
     def __call__(self, picture: Picture) -> object:
-        """Take one."""
+        """Take a picture."""
 
 
 def save_in(place: Callable[[], Path]) -> Outlet:
     """Write pictures into a folder, each in place of the one before.
 
     Args:
-        place: gives the folder, which is made at the first picture.
+        place: returns the folder, which is created with the first picture.
 
     Returns:
-        What takes pictures.
+        The outlet.
     """
 
     def save(picture: Picture) -> None:
@@ -90,7 +90,7 @@ def save_in(place: Callable[[], Path]) -> Outlet:
 
 
 def can_draw() -> bool:
-    """Tell whether matplotlib is installed, without importing it.
+    """Return whether matplotlib is installed, without importing it.
 
     Returns:
         True if it is.
@@ -99,14 +99,14 @@ def can_draw() -> bool:
 
 
 class Pictures:
-    """Draws the layers over steps, and the heads of the layers that matter, at a cadence of its own.
+    """Draws the map of layers over steps, and the heads of the worst layers, at a cadence of its own.
 
     At every so many readings and at alerts, unless drawing would take more than its share of the run's time: then at
     the first later reading at which it does not. The last reading is drawn as well, if all drawing stays within a tenth
     of the run's time.
 
     Args:
-        outlets: where the pictures go.
+        outlets: take the pictures.
         every: readings between two sets of pictures.
         before: the history of a run that is resumed, whose earlier readings are drawn as well.
         share: of the run's time while it goes on.
@@ -136,7 +136,7 @@ class Pictures:
         self._actions: list[tuple[int, str]] = []
 
     def write(self, result: Result) -> None:
-        """Take one reading, and draw if it is time to.
+        """Take one reading, and draw if it is due.
 
         Args:
             result: the reading and what came of it.
@@ -194,7 +194,7 @@ class Pictures:
         return draw_heads(panels, record.step) if panels else None
 
     def _take_over(self, history: Path, step: int) -> None:
-        """Put the readings before this process began in front."""
+        """Prepend the readings before this process began."""
         known = set(self._steps)
         steps, curves = self._steps, self._curves
         self._steps, self._curves = [], {}
@@ -238,7 +238,7 @@ def pixels_of(figure: Figure) -> Any:
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    # The user's own style, or LaTeX for all texts, is for the user's own figures.
+    # The user's matplotlib style, such as LaTeX for all texts, must not apply here.
     with matplotlib.rc_context({"text.usetex": False}):
         canvas: Any = FigureCanvasAgg(figure)
         figure.set_dpi(_DOTS_PER_INCH)

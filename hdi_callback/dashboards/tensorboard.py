@@ -1,4 +1,4 @@
-"""TensorBoard: a page of charts that begins with what is over all layers; alerts as text and marks; pictures."""
+"""TensorBoard: a page of charts, alerts as text and marks, pictures."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _BY_GROUPS = ("hdi_worst_alignment", "hdi_worst_pair")  # on the scale from chan
 
 
 def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers: Iterable[str] = ()) -> None:
-    """Describe the page "Custom Scalars": first what is over all layers, then the layers in groups, then each metric.
+    """Define the page "Custom Scalars": curves over all layers, then layers in groups, then each metric.
 
-    The page cuts off what it takes for outliers: of 48 layers just the one that collapsed. So the charts of alignment
-    hold two constant curves, chance and the same head, and have the same scale whatever happens. That of alerts has one
-    at a single alert, so that an alert that was soon resolved is not cut off either.
+    The page cuts off outliers, such as the one of 48 layers that collapsed. So the charts of alignment include two
+    constant curves, chance and the same head, which fix the scale. That of alerts has one at a single alert, so that an
+    alert that was soon resolved is not cut off either.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
@@ -84,10 +84,10 @@ def _curve_and_marks(prefix: str, metric: str, layer: str) -> list[str]:
 
 
 class AlertBoard:
-    """Writes alerts and interventions as text, and marks each alert on the curve that it is about.
+    """Writes alerts and interventions as text, and marks each alert on the curve of its metric.
 
-    The text is under ``hdi_alerts`` and ``hdi_interventions``. A mark is a curve of one point, which no smoothing
-    moves: ``alert/<metric>/<layer>``, and ``alert/<metric>/<layer>/step <s>`` for those after the first; and
+    The text is under ``hdi_alerts`` and ``hdi_interventions``. A mark is a curve of one point, which smoothing does not
+    change: ``alert/<metric>/<layer>``, and ``alert/<metric>/<layer>/step <s>`` for those after the first; and
     ``alert/worst_alignment/<layer>`` on the curve over all layers.
 
     Args:
@@ -100,7 +100,7 @@ class AlertBoard:
         self._marked: set[str] = set()
 
     def write(self, result: Result) -> None:
-        """Write what is new at one reading, and the two ends of the scale of alignment.
+        """Write new alerts and actions of one reading, and the two ends of the scale of alignment.
 
         Args:
             result: a reading and what came of it.
@@ -143,14 +143,14 @@ class AlertBoard:
 
 
 def add_picture(writer: Any, prefix: str = "") -> Outlet:
-    """Give what writes pictures to the page "Images".
+    """An outlet that writes pictures to the page "Images".
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
         prefix: text before every tag.
 
     Returns:
-        What takes pictures.
+        The outlet.
     """
 
     def write(picture: Picture) -> None:
@@ -160,19 +160,19 @@ def add_picture(writer: Any, prefix: str = "") -> Outlet:
 
 
 def place_board(folder: Path, state: Mapping[str, Any] | None) -> Path:
-    """Choose the directory of a run: the one that it has begun, or one in which no other run has written.
+    """The directory of a run: the one that it has begun, or one without files of other runs.
 
-    TensorBoard shows the event files of one directory as one run, so that of two runs in it one hides the other.
+    TensorBoard shows the event files of one directory as one run, so that two runs in it would hide each other.
 
     Args:
-        folder: the directory that one would like; further runs get ``<folder>-1``, ``<folder>-2``, ...
-        state: what a checkpoint of the run keeps, with the directory under ``"tensorboard"``.
+        folder: the wished directory; further runs get ``<folder>-1``, ``<folder>-2``, ...
+        state: state from a checkpoint of the run, with the directory under ``"tensorboard"``.
 
     Returns:
         The directory.
     """
     if state is not None:
-        begun = Path(state["tensorboard"]) if state.get("tensorboard") else folder  # earlier versions knew one alone
+        begun = Path(state["tensorboard"]) if state.get("tensorboard") else folder  # earlier versions had only one
         if begun.is_dir() and begun.parent.resolve() == folder.parent.resolve():
             return begun
     names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1)))
@@ -180,11 +180,11 @@ def place_board(folder: Path, state: Mapping[str, Any] | None) -> Path:
 
 
 def await_later_name(folder: Path) -> None:
-    """Wait, for a second at most, until a new event file comes after those that are there.
+    """Wait, at most a second, until a new event file sorts after the existing ones.
 
     TensorBoard reads the files of a run in the order of their names, which begin with the second in which they were
-    opened. Within one second a count follows as text, in which 10 comes before 9: what a file that goes back to a
-    checkpoint is to hide would be read after it.
+    opened. Within one second a counter follows as text, in which 10 sorts before 9: a file that goes back to a
+    checkpoint would be read before the events that it has to replace.
 
     Args:
         folder: directory of the run.
@@ -195,7 +195,7 @@ def await_later_name(folder: Path) -> None:
 
 
 class Board:
-    """Writes the curves and alerts of a run to a TensorBoard writer, where no trainer's logger does.
+    """Writes the curves and alerts of a run to a TensorBoard writer, without a trainer's logger.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
@@ -211,7 +211,7 @@ class Board:
         lay_out_charts(writer, self._metrics, layers=layers)
 
     def write(self, result: Result) -> None:
-        """Write one reading and what came of it.
+        """Write the result of one reading.
 
         Args:
             result: the reading.

@@ -1,4 +1,4 @@
-"""Weights & Biases: what the summary of a run keeps of the curves, and alerts that reach people by mail or chat."""
+"""Weights & Biases: curves, extremes in the summary of a run, tables, pictures, and alerts by mail or chat."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MOST_ROWS = 1000
 
 
 class Extremes:
-    """Lets the summary of the run keep the lowest index and the highest overlap, as those are what matters.
+    """Makes the summary of the run keep the lowest index and the highest overlap.
 
-    Each curve is defined by its full name, because a pattern would yield to the ``*`` of Lightning's own logger. To
-    W&B a dot in the name of a metric is a step into nested values unless it is escaped (wandb issue 8445).
+    Each curve is defined by its full name, because the ``*`` of Lightning's own logger overrides a pattern. In W&B a
+    dot in the name of a metric means nested values unless it is escaped (wandb issue 8445).
 
     Args:
         run: a `wandb` run.
@@ -53,7 +53,7 @@ class Extremes:
         self._defined: set[str] = set()
 
     def define(self, layers: Iterable[str]) -> None:
-        """Define the curves of layers, before their first values are logged; those that are defined are left alone.
+        """Define the curves of layers before their first values are logged; defined ones are left as they are.
 
         Args:
             layers: names of layers.
@@ -75,7 +75,7 @@ class Extremes:
 
 
 def send_alerts(run: Any, result: Result) -> None:
-    """Send what is new as `wandb` alerts: one for each rule and level at a reading, and each at most every 5 minutes.
+    """Send new alerts by `wandb.alert`: one for each rule and level at a reading, each at most every 5 minutes.
 
     Args:
         run: a `wandb` run, also offline.
@@ -94,7 +94,7 @@ def send_alerts(run: Any, result: Result) -> None:
 
 
 class RunTables:
-    """Makes the tables of a run: its alerts, and the last values of its layers.
+    """The tables of a run: its alerts, and the last values of its layers.
 
     Args:
         metrics: names of the metrics that are logged.
@@ -110,7 +110,7 @@ class RunTables:
         self._has_new, self._next = False, 0.0
 
     def add(self, result: Result) -> dict[str, tuple[list[str], list[list[Any]]]]:
-        """Take one reading, and give the tables if they are to be logged with it.
+        """Add one reading; return the tables if they are due.
 
         Args:
             result: a reading and what came of it.
@@ -146,7 +146,7 @@ class RunTables:
 
 
 def add_picture(run: Any, step_metric: str) -> Outlet:
-    """Give what logs pictures to a run, in a row of their own or with those of somebody else.
+    """An outlet that logs pictures to a run, in rows of its own or those of another logger.
 
     Args:
         run: a `wandb` run.
@@ -165,16 +165,16 @@ def add_picture(run: Any, step_metric: str) -> Outlet:
 
 
 class RunLog:
-    """Logs the curves and alerts of a run to a `wandb` run, where no trainer's logger does.
+    """Logs the curves and alerts of a run to a `wandb` run, without a trainer's logger.
 
     Args:
         run: a `wandb` run.
         metrics: names of metrics.
         layers: names of layers.
         step_metric: the axis of the curves, logged with every reading.
-        is_guest: put the readings into the rows that somebody else logs, so that a row with a step of their own, which
-            W&B drops if it comes late, is not overtaken. A reading gets a row of its own only if the next one comes
-            before anything else was logged.
+        is_guest: add the readings to rows that another logger commits: W&B drops rows with an older step, so that rows
+            of ours would displace theirs. A reading gets a row of its own only if the next one comes before anything
+            else was logged.
     """
 
     name = "logging to W&B"
@@ -198,7 +198,7 @@ class RunLog:
         self._extremes.define(layers)
 
     def write(self, result: Result) -> None:
-        """Log one reading and what came of it.
+        """Log the result of one reading.
 
         Args:
             result: the reading.
@@ -208,8 +208,8 @@ class RunLog:
         log_tables = partial(self._log_tables, result)
         attempt_each(
             [
-                partial(self._extremes.define, result.record.layers),  # some are found after the start
-                # A row of one's own is closed at once, and tables belong to it; to a row of others all is added.
+                partial(self._extremes.define, result.record.layers),  # some layers are found after the start
+                # An own row is committed at once, tables included; another logger's row only receives values.
                 *([] if self._is_guest else [log_tables]),
                 partial(self._log, row),
                 *([log_tables] if self._is_guest else []),

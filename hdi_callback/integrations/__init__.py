@@ -1,6 +1,6 @@
-"""Shells around the trainers."""
+"""The callbacks for each trainer."""
 
 import sys
 
-# Asked before any shell loads it: whether it is the user who works with `lightning`, or with `pytorch_lightning` alone.
+# Checked before any callback imports it: does the user work with `lightning`, or with `pytorch_lightning` only?
 LIGHTNING_WAS_LOADED = "lightning" in sys.modules

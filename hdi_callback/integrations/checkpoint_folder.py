@@ -1,4 +1,4 @@
-"""Where a transformers trainer keeps its checkpoints, and the state of a session in them."""
+"""The checkpoint folders of a transformers trainer, and the state of a session in them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hdi_callback.monitoring.session.state import read_state
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 STATE = "hdi_state.json"
-KEY = "hdi_callback"  # in the trainer's own state; no name of a class, or the trainer would make one anew
+KEY = "hdi_callback"  # key in the trainer's own state; with the name of a class the trainer would create an instance
 
 
 def restored_from(args: Any, state: Any, warn_once: WarnOnce) -> Any:
-    """Find the state of the run: of its identity the trainer's own file tells, of all else ours.
+    """The saved state of the run: its identity from the trainer's own file, the rest from ours.
 
     Args:
-        args: of the trainer.
-        state: of the trainer.
+        args: the trainer's arguments.
+        state: the trainer's state.
         warn_once: warns once of each kind of failure.
 
     Returns:
-        What the checkpoint holds; `None` for a training from the start.
+        The state; `None` for a training from the start.
     """
     if state.global_step == 0:
         return None
@@ -46,7 +46,7 @@ def restored_from(args: Any, state: Any, warn_once: WarnOnce) -> Any:
 
 
 def checkpoint_of(args: Any, state: Any) -> Path:
-    """Find where the trainer keeps its checkpoint of this step.
+    """The folder of the trainer's checkpoint of this step.
 
     Args:
         args: of the trainer.
@@ -59,6 +59,6 @@ def checkpoint_of(args: Any, state: Any) -> Path:
     usual = Path(args.output_dir) / name
     if not getattr(state, "is_hyper_param_search", False):
         return usual
-    # Each trial has a folder of its own, whose name no callback gets: that which was written last.
+    # Each trial of a search has its own folder, which callbacks do not know: take the newest.
     places = [place for place in Path(args.output_dir).glob(f"*/{name}") if place.is_dir()]
     return max(places, key=lambda place: place.stat().st_mtime_ns, default=usual)

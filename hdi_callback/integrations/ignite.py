@@ -22,8 +22,8 @@ class HDIHandler:
     alone. The intervention `StopTraining` terminates the trainer. ``Checkpoint({"heads": handler, ...}, ...)`` keeps
     what a resumed run needs.
 
-    An engine re-raises an exception only if no handler takes it, so this one takes none: after a training that an
-    exception ended, call `close`, or hooks stay on the model until the next run if the failing step was a read one.
+    An engine re-raises an exception only if no handler is registered for it, so this one registers none: after a
+    training that an exception ended, call `close`, or hooks may stay on the model until the next run.
 
     Args:
         settings: the arguments of `watch_heads`, by their names; ``model`` and ``optimizer`` come first.
@@ -67,17 +67,17 @@ class HDIHandler:
         engine.add_event_handler(Events.COMPLETED, self._end)
 
     def close(self) -> None:
-        """Publish what was read, and leave no hook on the model; calling it again does nothing."""
+        """Publish pending readings, and remove all hooks; calling it again does nothing."""
         self._leave(RuntimeError("the step did not come to its end"))
         self.heads.close()
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs."""
+        """State for a resumed run."""
         return self.heads.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off, before ``engine.run``."""
+        """Restore the state of a checkpoint, before ``engine.run``."""
         self.heads.load_state_dict(state_dict)
 
     def _begin(self, engine: Engine) -> None:

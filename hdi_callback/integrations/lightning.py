@@ -24,13 +24,12 @@ from hdi_callback.monitoring.session.settings import Settings
 
 @dataclass(frozen=True)
 class LightningSettings(Settings):
-    """What `HDICallback` takes.
+    """The arguments of `HDICallback`.
 
     Attributes:
         prog_bar: show ``hdi/mean`` and ``hdi/min`` in the progress bar.
         name: put before every tag as ``<name>/``; needed when one trainer has two of these callbacks.
-        layer_choice: `include` and `exclude` as they were written, for the state's name in a checkpoint is made of
-            them.
+        layer_choice: `include` and `exclude` as the user wrote them, parts of the state's name in a checkpoint.
     """
 
     prog_bar: bool = field(default=False, kw_only=True)
@@ -56,8 +55,8 @@ class HDICallback(Shell, pl.Callback):
 
     Rules judge every reading. Their alerts are printed, written to TensorBoard as text and as marks on the curves, sent
     through `wandb.alert` and kept in the history; a critical one is a
-    `HeadCollapseWarning` as well where warnings are recorded, logged or made errors. Nothing is done about them
-    unless there are interventions; then the host waits for the numbers of each reading.
+    `HeadCollapseWarning` as well where warnings are recorded, logged or made errors. They change nothing unless there
+    are interventions; then the host waits for the numbers of each reading.
 
     Args:
         settings: the arguments of `Settings`, ``prog_bar`` and ``name``, by their names.
@@ -83,7 +82,7 @@ class HDICallback(Shell, pl.Callback):
         return self._generate_state_key(name=self._settings.name, **self._settings.layer_choice)
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse the trainer of transformers, which calls this first.
+        """Refuse a transformers trainer, which calls this first.
 
         Args:
             args: of that trainer.
@@ -116,14 +115,14 @@ class HDICallback(Shell, pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers and install the hooks, before anything has been compiled or run."""
         settings = self._settings
-        if getattr(trainer, "fast_dev_run", False):  # as Lightning does with checkpoints: nothing is left on the disk
+        if getattr(trainer, "fast_dev_run", False):  # no files, as Lightning with checkpoints
             settings = replace(settings, history=False)
         host = LightningHost(trainer, settings, self._prefix, self._warn_once)
         # Printed before a progress bar is drawn.
         self._start(pl_module, host, settings, name=settings.name, say=rank_zero_info)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open the history, lay out the charts and begin to watch."""
+        """Open the history, define the charts and begin to watch."""
         self._open()
 
     def on_train_batch_start(
@@ -132,7 +131,7 @@ class HDICallback(Shell, pl.Callback):
         """Arm the capture when a reading is due."""
         session, host = self._watching
         if getattr(trainer.fit_loop, "_skip_backward", False):
-            # For the sake of batch norm Lightning's weight averaging ends with an epoch in which nothing is trained.
+            # Lightning's weight averaging ends with an epoch for batch norm, in which nothing is trained.
             host.end_training()
             return
         session.before_forward()
@@ -158,29 +157,29 @@ class HDICallback(Shell, pl.Callback):
                     pl_module.log_dict(shown, prog_bar=True, logger=False)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave evaluation alone."""
+        """Remove the hooks for evaluation."""
         if self.monitor is not None:
             self.monitor.suspend()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Watch again."""
+        """Put the hooks back."""
         if self.monitor is not None:
             self.monitor.resume()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the weights that were trained, if another callback may put averaged ones in their place."""
+        """Read the trained weights, if another callback may replace them by averaged ones."""
         if other_callbacks_act_on_train_end(trainer, HDICallback):
             session, host = self._watching
             # The epoch is counted as it will be in `on_train_end`.
             session.measure_final_early(replace(host.end, epoch=trainer.current_epoch + 1))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the final weights, and publish all that is pending."""
+        """Read the final weights, and publish pending readings."""
         session, host = self._watching
         session.finish(host.end)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Publish what has been measured, and leave no hook behind."""
+        """Publish pending readings, and remove all hooks."""
         self.close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -200,7 +199,7 @@ class HDICallback(Shell, pl.Callback):
 
 
 def _require_one_namespace() -> None:
-    """Refuse where only `pytorch_lightning` before 2.6 is in use: its trainer takes callbacks of its own alone."""
+    """Refuse if only `pytorch_lightning` before 2.6 is in use: its trainer takes only its own callbacks."""
     older = sys.modules.get("pytorch_lightning")
     if older is None or LIGHTNING_WAS_LOADED:
         return

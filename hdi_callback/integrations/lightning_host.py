@@ -1,4 +1,4 @@
-"""`LightningHost`: what a Lightning trainer offers to a session."""
+"""`LightningHost`: a Lightning trainer as the `Host` of a session."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class LightningHost:
-    """What a Lightning trainer offers.
+    """A Lightning trainer as a `Host`.
 
     Args:
         trainer: the trainer.
-        settings: what the run is watched with.
+        settings: the settings of the run.
         prefix: put before every tag.
         warn_once: warns once of each kind of failure.
 
     Attributes:
-        broadcast: gives every rank the value of the first.
+        broadcast: returns the value of the first rank on every rank.
     """
 
     def __init__(self, trainer: pl.Trainer, settings: Settings, prefix: str, warn_once: WarnOnce) -> None:
@@ -56,7 +56,7 @@ class LightningHost:
 
     @property
     def position(self) -> Position:
-        """Where the training is; no step counts after `end_training`."""
+        """Step, epoch and logging axis; no step counts after `end_training`."""
         # With several optimizers the trainer logs its own curves under another step than `global_step`.
         axis = getattr(self.trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
         step = self.trainer.global_step
@@ -64,7 +64,7 @@ class LightningHost:
 
     @property
     def end(self) -> Position:
-        """Where the training has ended, in which every step trained."""
+        """The position at the end of the training, in which every step counts."""
         return self.position if self._last_step is None else replace(self.position, step=self._last_step)
 
     def end_training(self) -> None:
@@ -78,9 +78,9 @@ class LightningHost:
         return self.trainer.optimizers
 
     def loss_scale(self, optimizer: Optimizer) -> float:
-        """Give the factor that is on the gradients before a step, 1 where they have been unscaled."""
+        """Factor of the gradients before a step, 1 where they have been unscaled."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        # Such optimizers take the scale off themselves, inside their step.
+        # Such optimizers divide by the scale themselves, inside their step.
         takes_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
         return float(scaler.get_scale()) if scaler is not None and takes_scaled else 1.0
 
@@ -89,7 +89,7 @@ class LightningHost:
         self.trainer.should_stop = True
 
     def save(self, name: str) -> str:
-        """Save a checkpoint into the folder of the history; say where."""
+        """Save a checkpoint into the folder of the history; return its path."""
         path = self.folder / "hdi" / f"{name}.ckpt"
         self.trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
         return str(path)
@@ -101,7 +101,7 @@ class LightningHost:
     def sinks(
         self, monitor: HeadDiversityMonitor, history: History | None, state: Mapping[str, Any] | None
     ) -> list[Sink]:
-        """Give the trainer's loggers, and on every rank `callback_metrics`: early stopping decides on every rank."""
+        """The trainer's loggers, and on every rank `callback_metrics`: early stopping decides on every rank."""
         latest = Latest(self._curves, self._keep, self._prefix, "updating callback_metrics")
         if not self.is_first_rank:
             return [latest]
@@ -117,7 +117,7 @@ class LightningHost:
 
 
 def other_callbacks_act_on_train_end(trainer: pl.Trainer, own: type[pl.Callback]) -> bool:
-    """Tell whether callbacks that do more than observe do something at the end of training.
+    """Return whether callbacks that may change the weights act at the end of training.
 
     Args:
         trainer: the trainer.
@@ -129,7 +129,7 @@ def other_callbacks_act_on_train_end(trainer: pl.Trainer, own: type[pl.Callback]
     onlookers = (own, pl.callbacks.Checkpoint, pl.callbacks.ProgressBar)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return any(
-        # By its name, as there are two packages with a base class, and callbacks that take functions.
+        # By name: two packages have a base class, and some callbacks take functions.
         getattr(callback.on_train_end, "__qualname__", "") != pl.Callback.on_train_end.__qualname__
         for callback in callbacks
         if not isinstance(callback, onlookers)

@@ -45,7 +45,7 @@ class HeadSession(Shell):
 
     @property
     def should_stop(self) -> bool:
-        """Whether an intervention has asked for the end of the training."""
+        """Whether an intervention has requested the end of the training."""
         return self._host.is_stopped
 
     @property
@@ -74,8 +74,8 @@ class HeadSession(Shell):
         """Enclose what makes an optimizer step: forward, backward and ``optimizer.step()``.
 
         Under gradient accumulation it may enclose each part or all of them. A step counts if an optimizer really made
-        one in here: not while gradients are accumulated, and not if a gradient scaler has passed it over. Outside of it
-        the model has no hooks, so that evaluation is neither read nor touched.
+        one inside: not while gradients are accumulated, and not if a gradient scaler has skipped it. Outside, the model
+        has no hooks, so that evaluation is neither read nor changed.
 
         Args:
             epoch: the epoch, kept with the readings.
@@ -102,16 +102,16 @@ class HeadSession(Shell):
         self._leave_step(is_whole=True)
 
     def before_optimizer_step(self) -> None:
-        """Read now, and let interventions act on the gradients; by itself this happens as an optimizer begins its step.
+        """Read now, and let interventions act on the gradients; otherwise done as an optimizer begins its step.
 
         Call it after the backward where ``optimizer.step`` is compiled, as nothing can be read within a graph, or
-        before gradients are clipped if what `DiversityPenalty` adds is to be clipped as well. Gradients must have been
-        unscaled, and under accumulation it is for the last part alone.
+        before gradients are clipped, to clip the gradient of `DiversityPenalty` as well. Gradients must have been
+        unscaled; under accumulation call it in the last part only.
         """
         self._steps.prepare()
 
     def finish(self) -> None:
-        """Read the final weights, make everything known, and leave nothing behind; the end of the ``with`` does it."""
+        """Read the final weights, publish everything, and remove all hooks; leaving the ``with`` does it."""
         if self._is_closed:
             return
         if self._opened is not None:
@@ -121,7 +121,7 @@ class HeadSession(Shell):
         self.close()
 
     def close(self) -> None:
-        """Make known what was read, and leave nothing behind; calling it again does nothing."""
+        """Publish pending readings, and remove all hooks; calling it again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -130,7 +130,7 @@ class HeadSession(Shell):
         self._host.dashboards.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs; between steps.
+        """State for a resumed run; call it between steps.
 
         Returns:
             Plain data.
@@ -140,14 +140,14 @@ class HeadSession(Shell):
         return {**self._started.state_dict(), **self._host.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off, also in the middle of a run that goes back to it; on every rank.
+        """Restore the state of a checkpoint, on every rank; also in the middle of a run that goes back to it.
 
         Args:
-            state_dict: what `state_dict` gave.
+            state_dict: the result of `state_dict`.
 
         Raises:
-            MisconfigurationError: if a step is going on; if the watch is strict, also if it is not what `state_dict`
-                gave, or of another model. Otherwise such a state costs a warning, and its valid fields are restored.
+            MisconfigurationError: if called within a step; with `strict` also for a state that `state_dict` did not
+                return, or of another model. Otherwise such a state costs a warning, and its valid fields are restored.
         """
         if self._steps.is_inside:
             raise MisconfigurationError("Load the state of the heads between steps, not within `with heads.step():`.")
@@ -162,7 +162,7 @@ class HeadSession(Shell):
         self._host.begin_step(epoch)
         self._steps.begin()
         with self._warn_once.guard("watching a step"):
-            if self._opened is None:  # it is known now whether a checkpoint is resumed
+            if self._opened is None:  # not earlier: a checkpoint may be loaded until the first step
                 self._open()
             self._started.monitor.resume()
             self._started.before_forward()
@@ -190,7 +190,7 @@ class HeadSession(Shell):
                 self._read()
 
     def _read(self) -> None:
-        # Where several optimizers take turns, others may have forwards of networks of their own to come.
+        # If several optimizers take turns, further forwards of their own networks may follow.
         self._started.after_backward(is_last=len(self._host.optimizers) == 1)
 
 
@@ -206,7 +206,7 @@ def watch_heads(settings: LoopSettings) -> HeadSession:
         settings: the arguments of `LoopSettings`, by their names; ``model`` and ``optimizer`` come first.
 
     Returns:
-        A context manager, which leaves no hook behind.
+        A context manager, which removes all hooks at its end.
 
     Raises:
         MisconfigurationError: if an argument cannot work.

@@ -1,4 +1,4 @@
-"""What a loop of one's own is asked for, `LoopSettings`, and what it offers to a session, `LoopHost`."""
+"""A training loop of your own: its arguments, `LoopSettings`, and its `Host`, `LoopHost`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _Path = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class LoopSettings(Settings):
-    """What `watch_heads` and `HDIHandler` take.
+    """The arguments of `watch_heads` and `HDIHandler`.
 
     Attributes:
         model: any module that contains attention layers.
-        optimizer: the optimizer, or a list of those that together make a step.
+        optimizer: the optimizer, or a list of optimizers that make a step together.
         log_dir: folder of the run; the history is ``hdi/history.jsonl`` in it.
         tensorboard: a `torch.utils.tensorboard.SummaryWriter` of yours, or True for one in ``hdi`` under `log_dir`.
         wandb: a `wandb` run. The curves have the axis ``hdi_step`` and come with what you log yourself.
@@ -73,7 +73,7 @@ class LoopSettings(Settings):
 
 
 class LoopHost(PlainHost):
-    """What a loop offers: it counts the steps itself.
+    """A loop as a `Host`, which counts the steps itself.
 
     Args:
         settings: those of the loop.
@@ -81,10 +81,10 @@ class LoopHost(PlainHost):
 
     Attributes:
         step: optimizer steps so far.
-        epoch: the epoch, if the loop says it.
-        is_stopped: an intervention has asked for the end.
+        epoch: the epoch, if the loop passes it.
+        is_stopped: whether an intervention has requested the end.
         latest: the curves of the last reading.
-        dashboards: what results are written to.
+        dashboards: the sinks of results.
     """
 
     def __init__(self, settings: LoopSettings, warn_once: WarnOnce) -> None:
@@ -101,7 +101,7 @@ class LoopHost(PlainHost):
 
     @property
     def position(self) -> Position:
-        """Where the loop is."""
+        """Step and epoch of the loop."""
         return Position(self.step, self.epoch)
 
     @property
@@ -110,7 +110,7 @@ class LoopHost(PlainHost):
         return cast("list[Optimizer]", self._settings.optimizer)
 
     def begin_step(self, epoch: int | None) -> None:
-        """Take the epoch that the loop says."""
+        """Set the epoch of the loop."""
         self.epoch = epoch
 
     def count_step(self) -> None:
@@ -118,10 +118,10 @@ class LoopHost(PlainHost):
         self.step += 1
 
     def step_in(self, state: Any) -> int | None:
-        """Find how many steps a run had made when its state was saved.
+        """Number of steps of a run when its state was saved.
 
         Args:
-            state: what was loaded, whatever it is.
+            state: the loaded state, valid or not.
 
         Returns:
             The count; `None`, with a warning, if it is no state of a loop.
@@ -144,15 +144,15 @@ class LoopHost(PlainHost):
         self.step, self.is_stopped = step, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs besides the state of the session."""
+        """State for a resumed run, besides that of the session."""
         return {"step": self.step, "tensorboard": self.dashboards.folder}
 
     def stop(self) -> None:
-        """Let the loop know that it is to end."""
+        """Request the end of the loop."""
         self.is_stopped = True
 
     def save(self, name: str) -> str:
-        """Let the user's function save a checkpoint; say where."""
+        """Save a checkpoint with the user's function; return where."""
         if self._settings.save_checkpoint is None:
             raise MisconfigurationError("No checkpoint can be saved without watch_heads(..., save_checkpoint=...).")
         place = self._settings.save_checkpoint(name)
@@ -161,7 +161,7 @@ class LoopHost(PlainHost):
     def sinks(
         self, monitor: HeadDiversityMonitor, history: History | None, state: Mapping[str, Any] | None
     ) -> list[Sink]:
-        """Write to what the user gave; on every rank, keep the latest curves."""
+        """The sinks that the user passed; on every rank also the latest curves."""
         latest = Latest(self._settings.curves, self._keep)
         if not self.is_first_rank:
             return [latest]

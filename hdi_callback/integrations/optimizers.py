@@ -1,4 +1,4 @@
-"""Optimizers: the one under what others put around it, and what they do within one step of a loop."""
+"""Optimizers without their wrappers, and the steps that they make in a loop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.warn_once import WarnOnce
 
-_MOST_WRAPPERS = 10  # objects that have every attribute end nowhere
+_MOST_WRAPPERS = 10  # mocks have every attribute, without end
 _MOST_FOLLOWED = 16  # parameters of which is asked whether they were written to
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
-    """Take the wrapper off an optimizer, such as that of accelerate, which calls no hooks of its own.
+    """The torch optimizer inside a wrapper, such as that of accelerate, which calls no hooks of its own.
 
     Args:
-        optimizer: a torch optimizer, or what holds one as ``optimizer``.
+        optimizer: a torch optimizer, or an object with one as ``optimizer``.
 
     Returns:
         The torch optimizer.
@@ -61,7 +61,7 @@ def _optimizers_in(holder: Any) -> dict[str, Optimizer]:
 
 
 def inner_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Take the wrappers off one optimizer, or several.
+    """The torch optimizers inside the wrappers of one or several.
 
     Args:
         optimizer: an optimizer, or a list of them.
@@ -95,10 +95,10 @@ class OptimizerSteps:
         prepare: called with each optimizer once between `begin` and `end`, before it steps; where a step is given a
             closure, after each call of the closure.
         before_closure: called before a step that is given a closure.
-        warn_once: takes the warnings.
+        warn_once: warns once of each kind of misuse.
 
     Attributes:
-        is_inside: between `begin` and `end`.
+        is_inside: whether it is between `begin` and `end`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class OptimizerSteps:
                 self._handles.append(one.register_step_post_hook(partial(self._on_step_end, optimizer)))
 
     def begin(self) -> None:
-        """Begin to count."""
+        """Begin counting."""
         self.is_inside, self._was_compiled = True, False
         self._prepared.clear()
         self._count.clear()
@@ -132,7 +132,7 @@ class OptimizerSteps:
         self._versions = [one._version for one in self._followed]
 
     def prepare(self) -> None:
-        """Prepare every optimizer now, if that has not been done."""
+        """Call `prepare` for every optimizer now, if that has not been done."""
         if not self.is_inside:
             self._warn_once.warn(
                 "order",
@@ -143,7 +143,7 @@ class OptimizerSteps:
             self._prepare_once(optimizer)
 
     def end(self) -> bool:
-        """Count no more.
+        """End counting.
 
         Returns:
             Whether any optimizer made a step.
@@ -174,7 +174,7 @@ class OptimizerSteps:
 
     @property
     def is_unprepared(self) -> bool:
-        """Whether a step was made since `begin` that nothing could prepare, as it is compiled."""
+        """Whether a compiled step was made since `begin` without a call of `prepare`."""
         return self._was_compiled and not self._prepared
 
     def warn_if_none(self) -> None:
@@ -187,7 +187,7 @@ class OptimizerSteps:
             )
 
     def close(self) -> None:
-        """Leave no hook on the optimizers."""
+        """Remove the hooks on the optimizers."""
         for handle in self._handles:
             handle.remove()
 
@@ -196,8 +196,8 @@ class OptimizerSteps:
             self._prepared.add(id(optimizer))
             self._prepare(optimizer)
 
-    # Called by the optimizers. Where their step is compiled this is traced: it must break no graph, and depend on
-    # nothing that changes from step to step.
+    # Called by the optimizers. In a compiled step it is traced: it must not break the graph, nor depend on values that
+    # change from step to step.
     def _on_step_begin(
         self, optimizer: Optimizer, stepping: Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:

@@ -1,4 +1,4 @@
-"""Where the results of a run go: what every trainer's shell opens besides the trainer's own loggers."""
+"""The sinks that the callbacks of all trainers open for a run."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 def _folder_of(history: Path) -> str:
-    """Name the folder of pictures: a second history has another than the first."""
+    """Name of the folder of pictures, one for each history."""
     return "figures" if history.stem == "history" else f"figures-{history.stem.removeprefix('history-')}"
 
 
 class Dashboards:
-    """What the results of a run are written to besides its history: loggers, TensorBoard, W&B, pictures, the console.
+    """The sinks of a run besides its history: loggers, TensorBoard, W&B, pictures, the console.
 
-    Each is opened for the run, or joined; `sinks` gives them all.
+    Each method opens one or joins an existing one; `sinks` returns them all.
 
     Args:
         settings: with ``metrics``, ``figures_every`` and ``on_alert``.
         warn_once: warns once of each kind of failure.
 
     Attributes:
-        folder: directory of the TensorBoard run that was opened here; a checkpoint keeps it.
+        folder: directory of the TensorBoard run that was opened here, for the checkpoint.
     """
 
     def __init__(self, settings: Settings, warn_once: WarnOnce) -> None:
         self._settings, self._warn_once = settings, warn_once
         self._writer: Any = None
         self._opened: list[Sink] = []
-        self._outlets: list[Outlet] = []  # what takes pictures
+        self._outlets: list[Outlet] = []  # outlets for pictures
         self.folder: str | None = None
 
     def loggers(self, loggers: Iterable[Any], prefix: str, layers: Sequence[str]) -> None:
@@ -60,8 +60,8 @@ class Dashboards:
 
         Args:
             writer: a `SummaryWriter` of the user's, or True to open one.
-            wished: directory of the run, if no other run has it.
-            state: what is resumed.
+            wished: directory of the run, unless another run uses it.
+            state: the state to resume from.
             layers: names of layers.
         """
         with self._warn_once.guard("opening TensorBoard"):
@@ -77,7 +77,7 @@ class Dashboards:
             run: the run.
             layers: names of layers.
             axis: the axis of the curves.
-            is_guest: somebody else logs the rows, see `RunLog`.
+            is_guest: another logger commits the rows, see `RunLog`.
         """
         with self._warn_once.guard("joining the W&B run"):
             self._opened.append(wandb.RunLog(run, self._settings.curves, layers, axis, is_guest=is_guest))
@@ -86,13 +86,13 @@ class Dashboards:
     def sinks(
         self, history: History | None, say: Callable[[str], Any], otherwise: str, *, is_resumed: bool
     ) -> list[Sink]:
-        """Give all of them: what was opened, the pictures, the lines on the console, the user's function.
+        """All sinks: those opened here, pictures, console, the user's function.
 
         Args:
-            history: where all alerts are kept; a folder beside it takes pictures as well.
+            history: the history file; pictures are also saved in a folder beside it.
             say: prints a line.
             otherwise: where alerts are kept without a history.
-            is_resumed: the readings that the history holds are drawn as well.
+            is_resumed: draw the readings in the history as well.
 
         Returns:
             The sinks.
@@ -107,7 +107,7 @@ class Dashboards:
         ]
 
     def close(self) -> None:
-        """Close the writer, unless it is the user's."""
+        """Close the TensorBoard writer, unless it is the user's."""
         self._opened.clear()
         self._outlets.clear()
         if self._writer is not None:
@@ -116,7 +116,7 @@ class Dashboards:
             self._writer = None
 
     def _pictures(self, history: History | None, is_resumed: bool) -> list[Sink]:
-        """Draw pictures, if they are wanted, somebody takes them, and matplotlib is installed."""
+        """The sink that draws pictures, if they are asked for, have an outlet, and matplotlib is installed."""
         chosen, every = list(self._outlets), self._settings.figures_every
         if history is not None:
             chosen.append(save_in(lambda: history.path.with_name(_folder_of(history.path))))
@@ -130,7 +130,7 @@ class Dashboards:
         folder = tensorboard.place_board(wished, state)
         self.folder = str(folder)
         tensorboard.await_later_name(folder)
-        # What an interrupted run has written beyond its checkpoint is to be hidden.
+        # Events that an interrupted run wrote beyond its checkpoint must be hidden.
         last = None if state is None else state.get("last_step")
         self._writer = SummaryWriter(str(folder), purge_step=None if last is None else last + 1)
         return self._writer

@@ -1,4 +1,4 @@
-"""`Shell`: what the callbacks of all trainers have in common, whose own hooks build on it."""
+"""`Shell`: the common base of the callbacks of all trainers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class Shell:
-    """One session after another on one trainer, and what is shown of it.
+    """The sessions of one callback, one after another.
 
     Args:
-        settings: what runs are watched with.
+        settings: the settings of the runs.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -31,15 +31,15 @@ class Shell:
         self._forget()
 
     def _forget(self) -> None:
-        """Leave the run behind, and be as new."""
+        """Reset to the state before any run."""
         self._host: Any = None
-        self._session: Session | None = None  # of the last training whose layers were found
-        self._opened: Session | None = None  # of the last training that has begun
+        self._session: Session | None = None  # monitor of the last training whose layers were found
+        self._opened: Session | None = None  # history of the last training that has begun
         self._history: History | None = None
-        self._restored: Any = None  # what a checkpoint held, until the session is opened
+        self._restored: Any = None  # the state of a checkpoint, until the session is opened
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the run behind: a copy is as new, and another trainer or process can use it."""
+        """Drop the run: a copy is as new, and another trainer or process can use it."""
         kept = {
             "_restored": None if self._opened is not None else self._restored,
             **dict.fromkeys(("_host", "_session", "_opened", "_history")),
@@ -49,7 +49,7 @@ class Shell:
 
     @property
     def history_path(self) -> Path | None:
-        """Where the history of the run is; `None` before training and when there is none."""
+        """Path of the history; `None` before training and if there is none."""
         return None if self._history is None else self._history.path
 
     @property
@@ -68,7 +68,7 @@ class Shell:
         return run_summary(type(self).__name__, layers, refused, self.active_alerts, self.history_path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs.
+        """State for a resumed run.
 
         Returns:
             Plain data.
@@ -78,10 +78,10 @@ class Shell:
         return dict(self._restored) if isinstance(self._restored, Mapping) else {"last_step": None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off.
+        """Restore the state of a checkpoint.
 
         Args:
-            state_dict: what `state_dict` gave.
+            state_dict: the result of `state_dict`.
         """
         self._restored = state_dict  # examined in `_open`, when layers and step are known
         if self._opened is not None:
@@ -104,7 +104,7 @@ class Shell:
         """Find the layers, install the hooks, and print once which layers there are."""
         self._host = host
         session = self._session = Session.start(model, host, settings, name=name, warn_once=self._warn_once)
-        if attaches:  # the trainer has its optimizers already
+        if attaches:  # the optimizers exist already
             session.attach()
         if host.is_first_rank and settings.verbose:
             with self._warn_once.guard("printing the layers"):
@@ -113,7 +113,7 @@ class Shell:
         return session
 
     def _open(self) -> None:
-        """Open the history and the sinks of a session that has been started, and take up what was restored."""
+        """Open the history and the sinks of a started session, and restore the state of a checkpoint."""
         assert self._session is not None, "a session is started first"
         before = self._restored if self._opened is None else self._opened.state_dict()
         state = self._session.accept(before, step=self._host.position.step)
@@ -124,7 +124,7 @@ class Shell:
         self._history = self._session.history
 
     def close(self) -> None:
-        """Publish what was read, and leave no hook behind, after a training that an exception ended.
+        """Publish pending readings and remove all hooks, after a training that an exception ended.
 
         Calling it again does nothing.
         """

@@ -1,7 +1,7 @@
-"""The arguments of `Settings` as those of a callback: written once, and known to editors, `inspect` and YAML.
+"""The arguments of `Settings` as those of a callback: written once, known to editors, `inspect` and YAML.
 
 A type checker reads the parameters from the types below; `inspect.signature`, and jsonargparse with it, from
-``__signature__``; readers from a docstring in which the line ``settings: ...`` gives way to all of them.
+``__signature__``; readers from a docstring in which all of them replace the line ``settings: ...``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLACE = "settings: "
 
 
 def method_of(settings: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Concatenate[T, P], R]]:
-    """Give a method that takes settings their arguments instead.
+    """Make a method that takes settings take their arguments instead.
 
     Args:
         settings: the class of the settings.
@@ -49,7 +49,7 @@ def method_of(settings: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Calla
 
 
 def function_of(settings: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
-    """Give a function that takes settings their arguments instead.
+    """Make a function that takes settings take their arguments instead.
 
     Args:
         settings: the class of the settings.
@@ -69,7 +69,7 @@ def function_of(settings: Callable[P, S]) -> Callable[[Callable[[S], R]], Callab
 
 
 def documented_by(settings: Callable[..., Settings]) -> Callable[[T], T]:
-    """Write what the settings say about their arguments into a docstring, in place of its line ``settings: ...``.
+    """Insert the documentation of the settings into a docstring, in place of its line ``settings: ...``.
 
     Args:
         settings: the class of the settings.
@@ -79,7 +79,7 @@ def documented_by(settings: Callable[..., Settings]) -> Callable[[T], T]:
     """
 
     def decorate(thing: T) -> T:
-        if thing.__doc__ is not None:  # python -OO leaves none
+        if thing.__doc__ is not None:  # python -OO removes docstrings
             lines = thing.__doc__.split("\n")
             place = next(number for number, line in enumerate(lines) if line.lstrip().startswith(_PLACE))
             indent = lines[place][: -len(lines[place].lstrip())]
@@ -109,13 +109,13 @@ def _named(called: Any, original: Callable[..., Any], parameters: list[inspect.P
 
 
 def _parameters(settings: Callable[..., Settings]) -> list[inspect.Parameter]:
-    # Evaluated, as each class of settings is written in a module of its own.
+    # Evaluated, as the classes of settings are in different modules.
     types = get_type_hints(settings)
     return [one.replace(annotation=types[one.name]) for one in inspect.signature(settings).parameters.values()]
 
 
 def _documentation(settings: Any) -> list[str]:
-    """Take the lines about the arguments out of the docstrings of a class and its bases, in the order of the fields."""
+    """The lines about arguments in the docstrings of a class and its bases, in the order of the fields."""
     found: dict[str, list[str]] = {}
     for base in reversed(settings.__mro__):
         name = None

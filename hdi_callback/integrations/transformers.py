@@ -52,7 +52,7 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
 
-    # What a Lightning trainer asks of a callback before it runs anything.
+    # The attributes that a Lightning trainer reads before it calls anything.
 
     state_key = "HDITrainerCallback"
 
@@ -72,31 +72,31 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
         )
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Let that error through."""
+        """Let the error of `setup` pass."""
 
     def close(self) -> None:
-        """Publish what was read, and leave no hook behind, after a training that an exception ended.
+        """Publish pending readings and remove all hooks, after a training that an exception ended.
 
-        The trainer tells its callbacks of no exception. Until this is called, or the next training begins, hooks stay
-        on the model if the step that failed was one that is watched. Calling it again does nothing.
+        The trainer does not notify its callbacks of exceptions. Until this is called, or the next training begins,
+        hooks may stay on the model. Calling it again does nothing.
         """
         super().close()
         if self._host is not None:
             self._host.dashboards.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the layers, install the hooks, open the history, and take up where a checkpoint left off."""
+        """Find the layers, install the hooks, open the history, and restore the state of a checkpoint."""
         self.close()
         self._forget()
         host = _TrainerHost(args, state, control, kwargs["optimizer"], self._settings, self._warn_once)
         session = self._start(kwargs["model"], host, self._settings)
-        # Every rank takes up the same state, though its own disk may not hold one.
+        # Every rank restores the same state, even if its own disk has none.
         self._restored = host.broadcast(restored_from(args, state, self._warn_once))
         self._open()
         session.monitor.suspend()
 
-    # Nothing tells a callback that an evaluation begins, only that it has ended. So the hooks are on the model within
-    # the forwards and backwards of a step alone; whatever else runs the model finds it as it is without a callback.
+    # A callback is notified of the end of an evaluation, not of its beginning. So the hooks are on the model only
+    # during the forwards and backwards of a step; any other call sees the model without hooks.
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the hooks on, and arm the capture when a reading is due."""
@@ -132,7 +132,7 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
                 write_atomically(checkpoint_of(args, state) / STATE, data)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the final weights, publish everything, and leave no hook behind."""
+        """Read the final weights, publish everything, and remove all hooks."""
         if self._session is not None:
             self._session.finish()
             self._host.dashboards.close()
@@ -142,7 +142,7 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
 
 
 class _TrainerHost(PlainHost):
-    """What a transformers trainer offers."""
+    """A transformers trainer as a `Host`."""
 
     def __init__(
         self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings, warn_once: WarnOnce
@@ -170,7 +170,7 @@ class _TrainerHost(PlainHost):
         return self._optimizers
 
     def loss_scale(self, optimizer: Optimizer) -> float:
-        # The trainer has taken the scale off if it has clipped.
+        # The trainer has unscaled the gradients if it has clipped.
         is_scaled = self._scaler is not None and not self._args.max_grad_norm > 0
         return float(self._scaler.get_scale()) if is_scaled and self._scaler is not None else 1.0
 
@@ -190,7 +190,7 @@ class _TrainerHost(PlainHost):
         wanted, layers = self._args.report_to or [], [layer.name for layer in monitor.layers]
         if "tensorboard" in wanted:
             self.dashboards.tensorboard(True, self.folder / "runs" / "hdi", state, layers)
-        # The trainer has begun its run by importing the package.
+        # The trainer starts its W&B run, and has imported the package then.
         run = getattr(sys.modules.get("wandb"), "run", None) if "wandb" in wanted else None
         if run is not None:
             self.dashboards.wandb(run, layers, "train/global_step")

@@ -22,7 +22,7 @@ class Report:
 
     Attributes:
         path: the file.
-        verdicts: name of each run -> what to know first.
+        verdicts: name of each run -> its verdict in a sentence or two.
         is_unusual: whether an alert is active in any of them.
     """
 
@@ -37,12 +37,12 @@ def report(
     """Write one HTML file about a run, or several side by side; it opens without a network.
 
     Args:
-        runs: histories, folders of runs, or what `audit` gave.
+        runs: histories, folders of runs, or results of `audit`.
         path: the file to write; ``report.html`` beside the first history by default.
         title: the title of the page.
 
     Returns:
-        Where it was written, and what it says first.
+        Path and verdicts.
 
     Raises:
         MisconfigurationError: if there is no such run, plotly is not installed, or the file cannot be written.
@@ -65,7 +65,7 @@ def report(
 
 
 def require_plotly() -> str:
-    """Load plotly's script, which is a part of the package.
+    """The script of plotly, which is a part of its package.
 
     Returns:
         The source of plotly.js.
@@ -86,7 +86,7 @@ def _beside(run: str | os.PathLike[str] | Audit) -> Path:
 
 
 def _names(runs: tuple[str | os.PathLike[str] | Audit, ...]) -> list[str | None]:
-    """Name runs of folders that are called alike by what tells their paths apart."""
+    """Names of runs; folders of one name are distinguished by their paths."""
     if len(runs) < 2 or any(isinstance(run, Audit) for run in runs):
         return [None] * len(runs)
     parts = [find_history(run).resolve().parts for run in runs if not isinstance(run, Audit)]

@@ -1,4 +1,4 @@
-"""The loss of a run, from what a logger wrote beside its history."""
+"""The loss of a run, from the files of loggers beside its history."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LossCurve:
     """A loss over the steps of a run.
 
     Attributes:
-        name: what the logger calls it.
+        name: its name in the logger.
         steps: the logger's steps.
         values: the loss at each of them.
     """
@@ -30,7 +30,7 @@ class LossCurve:
 
 
 def find_losses(history: Path) -> list[LossCurve]:
-    """Find the loss of a run beside its history: of the CSV and TensorBoard loggers, and of transformers.
+    """The loss of a run, from files beside its history: of CSV and TensorBoard loggers, and of transformers.
 
     Args:
         history: the history file.
@@ -48,7 +48,7 @@ def find_losses(history: Path) -> list[LossCurve]:
             KeyError,
             TypeError,
             ImportError,
-        ):  # another program's file; it is not ours to mend
+        ):  # a file of another program
             continue
         if found:
             known = [name for name in _BEST_FIRST if name in found]

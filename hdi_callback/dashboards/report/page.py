@@ -1,4 +1,4 @@
-"""The HTML of a report: what can be read without a script, and the data that the script draws."""
+"""The HTML of a report: text that can be read without a script, and the data that the script draws."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def page(title: str, runs: Sequence[RunPage], differences: Sequence[tuple[str, S
 
     Args:
         title: its title.
-        runs: what it shows.
-        differences: of several runs: a label, and what each of them has.
+        runs: the runs.
+        differences: for several runs: a label, and the value of each run.
         script: the source of plotly.js.
 
     Returns:
@@ -208,13 +208,13 @@ def _meanings() -> str:
 
 
 def differences_of(runs: Sequence[RunPage]) -> list[tuple[str, list[str]]]:
-    """Tell in what several runs differ, what matters most first.
+    """The differences of several runs, most important first.
 
     Args:
         runs: the runs.
 
     Returns:
-        A label, and what each run has.
+        A label, and the value of each run.
     """
     found = [
         ("active alerts", [_standing(run) for run in runs]),

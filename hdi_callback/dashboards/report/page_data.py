@@ -1,4 +1,4 @@
-"""What a page draws of a run, as JSON has it."""
+"""The data of a run that a page draws, as JSON."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def page_data(
     losses: Sequence[Mapping[str, Any]],
     matrices: PairMatrices,
 ) -> dict[str, Any]:
-    """Collect what a page draws of a run.
+    """The data of a run that a page draws.
 
     Args:
         records: its readings.
-        facts: of each layer, as the history's header has them.
+        facts: facts about each layer, from the history's header.
         alerts: all that were raised or resolved.
         active: those that are active.
         actions: lines of the history about interventions.
@@ -89,7 +89,7 @@ def page_data(
 
 
 def _columns(records: Sequence[Record]) -> list[range]:
-    """Join neighbouring readings until they fit side by side."""
+    """Readings merged into columns that fit side by side."""
     size = max(1, math.ceil(len(records) / _MOST_COLUMNS))
     return [range(start, min(start + size, len(records))) for start in range(0, len(records), size)]
 
@@ -97,7 +97,7 @@ def _columns(records: Sequence[Record]) -> list[range]:
 def _grid(
     records: Sequence[Record], columns: Sequence[range], layers: Sequence[str], metric: str
 ) -> dict[str, list[list[Any]]]:
-    """Give a layers x columns map of a metric; of several readings in one column the largest is kept, with its pair."""
+    """Map of a metric, layers x columns; a column has the largest of its readings, with its pair."""
     values: list[list[Any]] = []
     pairs: list[list[Any]] = []
     for name in layers:
@@ -122,7 +122,7 @@ def _grid(
 
 
 def pair_in(layer: LayerRecord, metric: str) -> list[int]:
-    """Read the pair of heads that a metric is the worst of.
+    """The pair of heads of a worst-pair metric.
 
     Args:
         layer: its numbers.
@@ -141,7 +141,7 @@ def _heads(layer: LayerRecord | None, facts: Mapping[str, Any]) -> int:
 
 
 def _is_shared(facts: Mapping[str, Any]) -> bool:
-    """Tell whether several heads have one key, so that key heads are compared."""
+    """Return whether heads share keys, so that key heads are compared."""
     return facts.get("num_key_heads") not in (None, facts.get("num_heads"))
 
 
@@ -170,20 +170,20 @@ def _row(name: str, layer: LayerRecord) -> dict[str, Any]:
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """Round for the page.
+    """A rounded number.
 
     Args:
         value: any number, or `None`.
         digits: after the point.
 
     Returns:
-        The number; `None` where it is none or not finite, which JSON does not have.
+        The number; `None` if it is missing or not finite, which JSON does not have.
     """
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}f}")
 
 
 def _spectra(records: Sequence[Record], layers: Sequence[str]) -> dict[str, Any]:
-    """Give over how many directions each head spreads its energy, at a few steps."""
+    """Effective rank of each head at a few steps."""
     chosen = [records[place] for place in sorted({*thinned(range(len(records)), _MOST_SPECTRA)})] if records else []
     found: dict[str, Any] = {}
     for name in layers:

@@ -1,4 +1,4 @@
-"""Alignments of all pairs of heads, as far as they fit into a page."""
+"""Alignments of all pairs of heads, within the size of a page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hdi_callback.monitoring.history import RunHistory
 from hdi_callback.monitoring.readings import LayerRecord, Record
 
 _MOST_BYTES = 12_000_000  # of matrices in a page
-_MOST_MAPS, _MOST_MAPS_ELSEWHERE = 60, 8  # of a layer: of one that matters, of another
-_NOTHING = 255  # of a pair without a number
+_MOST_MAPS, _MOST_MAPS_ELSEWHERE = 60, 8  # of a layer: of an important one, of another
+_NOTHING = 255  # code of a missing number
 
 
 class PairMatrices(Protocol):
-    """Alignments of all pairs of a layer, at the steps of which they are kept."""
+    """Alignments of all pairs of a layer, at the steps that are kept."""
 
     def steps(self, layer: str) -> list[int]:
         """List the steps, ascending."""
@@ -28,7 +28,7 @@ class PairMatrices(Protocol):
 
 
 class KeptMatrices:
-    """Those that a history keeps, in its lines or beside it."""
+    """The matrices of a history, in its lines or beside it."""
 
     def __init__(self, history: RunHistory, records: Sequence[Record]) -> None:
         self._history = history
@@ -44,7 +44,7 @@ class KeptMatrices:
 
 
 class AuditMatrices:
-    """Those of an audit."""
+    """The matrices of an audit."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -59,10 +59,10 @@ class AuditMatrices:
 
 
 def pair_alignment(matrices: Mapping[str, Tensor], layer: LayerRecord | None) -> Tensor | None:
-    """Give the alignment of every pair: as it was kept, or from the overlaps and what they are by chance.
+    """The alignment of every pair: as kept, or from overlaps and chance.
 
     Args:
-        matrices: what is kept of the layer.
+        matrices: the matrices of the layer.
         layer: its numbers at that step.
 
     Returns:
@@ -80,13 +80,13 @@ def pair_alignment(matrices: Mapping[str, Tensor], layer: LayerRecord | None) ->
 def packed(
     matrices: PairMatrices, layers: Sequence[str], important: Sequence[str], alerted: set[tuple[str, int]]
 ) -> dict[str, Any]:
-    """Write the upper triangles in a byte each, the ones that matter most first, as far as they fit into a page.
+    """Upper triangles in one byte an entry, the most important first, as far as they fit into a page.
 
     Args:
-        matrices: of a run.
+        matrices: the matrices of a run.
         layers: all of them.
-        important: those of which more steps are kept.
-        alerted: layer and step of alerts, which are kept before others.
+        important: layers of which more steps are kept.
+        alerted: layer and step of alerts, which come first.
 
     Returns:
         Layer -> step -> text.
@@ -97,7 +97,7 @@ def packed(
     for names, most in ((important, _MOST_MAPS), (layers, _MOST_MAPS_ELSEWHERE)):
         chosen += [(name, step) for name in names for step in thinned(steps.get(name, []), most)]
     texts = {}
-    for name, step in sorted(dict.fromkeys(chosen), key=lambda one: one[1]):  # a file has them step by step
+    for name, step in sorted(dict.fromkeys(chosen), key=lambda one: one[1]):  # in the order of the file
         matrix = matrices.at(step, name)
         if matrix is not None:
             texts[name, step] = _bytes_of(matrix)
@@ -114,11 +114,11 @@ def packed(
 
 
 def thinned(steps: Sequence[int], most: int) -> list[int]:
-    """Choose some steps, evenly spread.
+    """Some steps, evenly spread.
 
     Args:
         steps: ascending.
-        most: how many.
+        most: largest number of steps.
 
     Returns:
         The first, the last, and others between.
@@ -129,7 +129,7 @@ def thinned(steps: Sequence[int], most: int) -> list[int]:
 
 
 def _bytes_of(matrix: Tensor) -> str:
-    """Write the pairs above the diagonal, row by row: 0 to 250 for an alignment of 0 to 1, 255 for none."""
+    """The pairs above the diagonal, row by row: 0 to 250 for an alignment of 0 to 1, 255 if missing."""
     H = matrix.shape[-1]
     rows, columns = torch.triu_indices(H, H, 1)
     values = matrix[rows, columns]

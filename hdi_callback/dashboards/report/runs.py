@@ -1,4 +1,4 @@
-"""What a page shows of one run or audit, as plain data that fits into a file to send."""
+"""One run or audit as plain data for a page."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hdi_callback.monitoring.rules.replay import active_alerts
 
 @dataclass(frozen=True)
 class RunPage:
-    """A run, as a page shows it.
+    """A run as plain data for a page.
 
     Attributes:
-        name: what to call it.
-        verdict: what to know first, in a sentence or two.
+        name: its name.
+        verdict: the result in a sentence or two.
         state: ``"good"``, ``"bad"``, or ``"unknown"`` where there is nothing to judge.
-        facts: what was trained, and how it was watched: label and value.
+        facts: label and value: what was trained, and how it was watched.
         layers: names of the layers, in model order.
-        data: everything that the page draws, as JSON has it.
+        data: everything that the page draws, as JSON.
         last: the last reading.
         active: the active alerts.
     """
@@ -46,7 +46,7 @@ class RunPage:
 
 
 def page_of_audit(audit: Audit) -> RunPage:
-    """Take an audit as a run of one reading.
+    """An audit as a run of one reading.
 
     Args:
         audit: the audit.
@@ -71,11 +71,11 @@ def page_of_audit(audit: Audit) -> RunPage:
 
 
 def page_of_run(run: str | os.PathLike[str], name: str | None = None) -> RunPage:
-    """Read a run.
+    """The data of a run.
 
     Args:
         run: its history, or its folder.
-        name: what to call it; by default the folder of the run.
+        name: its name; by default the folder of the run.
 
     Returns:
         What a page shows of it.
@@ -167,7 +167,7 @@ def _facts_of(
 
 
 def _layers_fact(facts: Sequence[Mapping[str, Any]]) -> str:
-    """Say what the layers are, in groups of one shape."""
+    """A description of the layers, grouped by shape."""
     groups: dict[tuple[Any, ...], int] = {}
     for known in facts:
         shape = (
@@ -185,7 +185,7 @@ def _layers_fact(facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _on_steps(axis: Sequence[int], records: Sequence[Record]) -> list[float]:
-    """Bring a logger's steps to optimizer steps, where the trainer counts otherwise."""
+    """A logger's steps as optimizer steps, if the trainer counts otherwise."""
     known = sorted({(record.axis, record.step) for record in records if record.axis > 0})
     if not known or all(a == s for a, s in known):
         return [float(step) for step in axis]
