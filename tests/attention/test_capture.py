@@ -142,6 +142,10 @@ def test_the_sample_is_bounded_and_sees_every_position(batch, length, limit):
     assert torch.equal(kept[:, 1].long(), torch.arange(batch).repeat_interleave(torch.tensor(lengths)))
     # Every n-th token with a common factor would see the same few positions again and again.
     assert len(kept[:, 0].unique()) == min(length, len(kept))
+    places, apart = (kept[:, 1] * length + kept[:, 0]).long(), -(-batch * length // len(kept))
+    assert places[0] == 0
+    assert places[-1] >= batch * length - apart, "the last sequences too"
+    assert len(kept) == 1 or int(places.diff().max()) <= apart, "none is passed over"
 
 
 def test_a_small_batch_is_kept_whole():

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from hdi_callback.attention import compiled
 from hdi_callback.attention.compiled import is_compiling_allowed, may_recompile
+
+
+class One(nn.Module):
+    def forward(self):
+        pass
 
 
 @pytest.fixture
@@ -52,3 +59,28 @@ def test_a_stance_against_recompilation_is_followed(config, monkeypatch, stance,
     assert may_recompile(None) is allowed
     config.error_on_recompile = True
     assert is_compiling_allowed() is False
+
+
+def elsewhere():
+    names: dict = {}
+    exec(compile("def forward(): pass", "/site-packages/library.py", "exec"), names)
+    return names["forward"]
+
+
+@pytest.mark.parametrize(("of_own", "expected"), [((3, 2), 3), ((0, 0), 7)])
+def test_graphs_are_counted_of_the_files_of_the_model_and_of_all_where_these_have_none(
+    config, monkeypatch, of_own, expected
+):
+    library = elsewhere()
+    counts = {
+        One.forward.__code__: of_own[0], test_a_stance_against_recompilation_is_followed.__code__: of_own[1],
+        library.__code__: 7,
+    }  # fmt: skip
+    seen = SimpleNamespace(seen=[weakref.ref(next(iter(counts))), *list(counts)[1:], lambda: None])
+    monkeypatch.setitem(sys.modules, "torch._dynamo.convert_frame", SimpleNamespace(input_codes=seen))
+    frames = sys.modules["torch._dynamo.eval_frame"]
+    monkeypatch.setattr(frames, "_debug_get_cache_entry_list", lambda code: [None] * counts[code], raising=False)
+    assert compiled._graphs(One()) == expected
+    assert compiled._graphs(None) == 7
+    seen.seen.clear()
+    assert compiled._graphs(One()) == 0
