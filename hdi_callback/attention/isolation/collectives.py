@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_UNEQUAL = "ranks that hold parts of different sizes cannot be answered for by one of them"
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
@@ -152,7 +153,7 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- calls that write into tensors
 
     def _c10d_allreduce_(self, tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any) -> Any:
-        _reduce(tensors, _is_sum(op), size_of(group))
+        _reduce(tensors, op, group)
         return list(tensors), finished_call()
 
     def _c10d_broadcast_(self, tensors: Sequence[Tensor], group: Any, root: int, *rest: Any) -> Any:
@@ -186,12 +187,12 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _c10d_reduce_scatter_(self, outputs: Any, inputs: Any, group: Any, op: Any, *rest: Any) -> Any:
         for output, parts in zip(outputs, inputs):
             _copy(output, parts[rank_in(group)])
-        _reduce(outputs, _is_sum(op), size_of(group))
+        _reduce(outputs, op, group)
         return list(outputs), finished_call()
 
     def _c10d__reduce_scatter_base_(self, output: Tensor, own: Tensor, group: Any, op: Any, *rest: Any) -> Any:
         _copy(output, own.reshape(-1).chunk(size_of(group))[rank_in(group)].view_as(output))
-        _reduce([output], _is_sum(op), size_of(group))
+        _reduce([output], op, group)
         return output, finished_call()
 
     def _c10d_alltoall_(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any, *rest: Any) -> Any:
@@ -205,22 +206,22 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _c10d_send(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
         for tensor in tensors:
-            place = next((place for place, one in enumerate(self._awaited) if _are_alike(one, tensor)), None)
-            if place is None:
+            awaited = _taken(self._awaited, tensor)
+            if awaited is None:
                 self._sent.append(tensor.clone())
             else:
-                self._awaited.pop(place).copy_(tensor)
+                awaited.copy_(tensor)
         return finished_call()
 
     def _c10d_recv_(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
         for tensor in tensors:
-            place = next((place for place, one in enumerate(self._sent) if _are_alike(one, tensor)), None)
-            if place is None:
+            sent = _taken(self._sent, tensor)
+            if sent is None:
                 _refuse_numbers([tensor])
                 tensor.zero_()
                 self._awaited.append(tensor)
             else:
-                tensor.copy_(self._sent.pop(place))
+                tensor.copy_(sent)
         return finished_call()
 
     _c10d_recv_any_source_ = _c10d_recv_
@@ -234,7 +235,7 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._c10d_functional_all_reduce_(own.clone(), op, group)
 
     def _c10d_functional_all_reduce_(self, own: Tensor, op: str, group: Any) -> Tensor:
-        _reduce([own], op.lower() == "sum", size_of(group))
+        _reduce([own], op, group)
         return own
 
     def _c10d_functional_all_gather_into_tensor(self, own: Tensor, size: int, group: Any) -> Tensor:
@@ -242,7 +243,7 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _c10d_functional_reduce_scatter_tensor(self, own: Tensor, op: str, size: int, group: Any) -> Tensor:
         share = own.chunk(size)[rank_in(group)].clone()
-        _reduce([share], op.lower() == "sum", size)
+        _reduce([share], op, group)
         return share
 
     def _c10d_functional_all_to_all_single(self, own: Tensor, to: Any, sent: Any, group: Any) -> Tensor:
@@ -266,24 +267,26 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _copy(target: Tensor, source: Tensor) -> None:
     if target.numel() != source.numel():
-        raise CollectiveError("ranks that hold parts of different sizes cannot be answered for by one of them")
+        raise CollectiveError(_UNEQUAL)
     target.copy_(source.view_as(target) if target.shape != source.shape else source)
 
 
 def _swapped(own: Tensor, size: int, rank: int, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-    """Give what comes of an all-to-all along the first dim, where every rank sends the same parts."""
+    """Return what comes of an all-to-all along the first dim, where every rank sends the same parts."""
     parts: Any = own.split(list(sent)) if sent else own.chunk(size)  # type: ignore[no-untyped-call]
     result = torch.cat([parts[rank]] * size)
     if received and sum(received) != result.shape[0]:
-        raise CollectiveError("ranks that hold parts of different sizes cannot be answered for by one of them")
+        raise CollectiveError(_UNEQUAL)
     return result
 
 
-def _reduce(tensors: Sequence[Tensor], is_sum: bool, size: int) -> None:
+def _reduce(tensors: Sequence[Tensor], op: Any, group: Any) -> None:
     """Add up a share of every rank; the mean, the largest and the smallest of them are that of one."""
-    for tensor in tensors:
-        if is_sum:
-            tensor.mul_(size)
+    from torch.distributed import ReduceOp
+
+    if op.lower() == "sum" if isinstance(op, str) else op.op() == ReduceOp.SUM:
+        for tensor in tensors:
+            tensor.mul_(size_of(group))
 
 
 def _refuse_numbers(tensors: Sequence[Tensor]) -> None:
@@ -292,14 +295,11 @@ def _refuse_numbers(tensors: Sequence[Tensor]) -> None:
         raise CollectiveError("another rank would have sent whole numbers, which cannot be made up")
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _is_sum(op: Any) -> bool:
-    from torch.distributed import ReduceOp
-
-    return bool(op.op() == ReduceOp.SUM)
+def _taken(tensors: list[Tensor], like: Tensor) -> Tensor | None:
+    """Take the first tensor of the same shape and type out of a list."""
+    alike = (place for place, one in enumerate(tensors) if one.shape == like.shape and one.dtype == like.dtype)
+    place = next(alike, None)
+    return None if place is None else tensors.pop(place)
 
 
 def _group(group: Any) -> Any:
@@ -326,7 +326,7 @@ def size_of(group: Any) -> int:
 
 
 def rank_in(group: Any) -> int:
-    """Give the number of this rank in a process group.
+    """Return the number of this rank in a process group.
 
     Args:
         group: see `size_of`.

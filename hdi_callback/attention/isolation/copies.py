@@ -26,14 +26,9 @@ HOOKS = (
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 _OF_COMPOSABLE = "__composable_api_state_key"  # where torch keeps the state of `fully_shard` in a module
-_PLAIN_FUNCTIONS = (staticmethod,)
-# What stands for something that there is once: a copy says the same of it.
-_HANDLES = tuple(
-    kind
-    for place, names in ((torch, ["Stream"]), (torch.cuda, ["Stream"]), (torch.distributed, ["ProcessGroup", "Store"]))
-    for name in names
-    if isinstance(kind := getattr(place, name, None), type)  # there are builds of torch without them
-)
+_UNIQUE = [(torch, "Stream"), (torch.cuda, "Stream"), (torch.distributed, "ProcessGroup"), (torch.distributed, "Store")]
+# What stands for something that there is once, and functions that nothing copies: a copy has the same.
+_KEPT = (staticmethod, *(kind for place, name in _UNIQUE if isinstance(kind := getattr(place, name, None), type)))
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -102,7 +97,7 @@ def _copy_sharded(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: bool) -> dict[int, Any]:
-    """Say what `copy.deepcopy` is to take for copied already."""
+    """List what `copy.deepcopy` is to take for copied already."""
     memo: dict[int, Any] = {id(one): other for one, other in replaced.items()}
     size, todo = 0, [module]
     visited: set[int] = set()
@@ -127,9 +122,7 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
                 size += 0 if id(one) in memo or is_lazy(one) else one.nbytes
                 if one.grad_fn is not None:  # as the loss of the last forward, which cannot be copied with its graph
                     memo[id(one)] = one.detach().clone()
-            elif isinstance(
-                one, (*_PLAIN_FUNCTIONS, *_HANDLES)
-            ):  # nothing copies a function in a `staticmethod` either
+            elif isinstance(one, _KEPT):
                 memo[id(one)] = one
             elif isinstance(one, _LOCKS):
                 memo[id(one)] = threading.Lock() if isinstance(one, _LOCKS[0]) else threading.RLock()
@@ -144,7 +137,7 @@ def _values_within(container: Any, visited: set[int], depth: int = 4) -> Iterato
         return
     visited.add(id(container))
     for one in list(container.values() if isinstance(container, dict) else container):
-        if isinstance(one, (nn.Module, Tensor, *_LOCKS, *_PLAIN_FUNCTIONS, *_HANDLES)):
+        if isinstance(one, (nn.Module, Tensor, *_LOCKS, *_KEPT)):
             yield one
         elif not depth or isinstance(one, (type, types.FunctionType, types.ModuleType)):
             continue
@@ -187,13 +180,10 @@ def _refuse_shared(module: nn.Module, trial: nn.Module, replaced: Mapping[Any, A
     if any(id(part) in own and id(part) not in replacements for part in trial.modules()):
         raise IsolationError("copying it gives parts of the module itself")
     theirs = {_place(tensor) for tensor in _tensors_of(module, not shares_parameters)} - {None}
-    kept = {id(tensor) for part in _replacing_modules(replaced) for tensor in _tensors_of(part, True)} | replacements
+    replacing = [other for other in replaced.values() if isinstance(other, nn.Module)]
+    kept = {id(tensor) for part in replacing for tensor in _tensors_of(part, True)} | replacements
     if any(_place(one) in theirs for one in _tensors_of(trial, not shares_parameters) if id(one) not in kept):
         raise IsolationError("copying it gives tensors of the module itself")
-
-
-def _replacing_modules(replaced: Mapping[Any, Any]) -> list[nn.Module]:
-    return [other for other in replaced.values() if isinstance(other, nn.Module)]
 
 
 def _tensors_of(module: nn.Module, with_parameters: bool) -> Iterator[Tensor]:

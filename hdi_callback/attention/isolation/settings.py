@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def _flags() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         (cuda.matmul, ("allow_tf32", "allow_fp16_reduced_precision_reduction")),
     ):
         for name in names:
-            yield _read(backend, name), _write(backend, name)
+            yield partial(getattr, backend, name), partial(setattr, backend, name)
     yield cuda.flash_sdp_enabled, cuda.enable_flash_sdp
     yield cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp
     yield cuda.math_sdp_enabled, cuda.enable_math_sdp
@@ -38,14 +39,6 @@ def _flags() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _read(owner: Any, name: str) -> Callable[[], Any]:
-    return lambda: getattr(owner, name)
-
-
-def _write(owner: Any, name: str) -> Callable[[Any], None]:
-    return lambda value: setattr(owner, name, value)
 
 
 @contextmanager
@@ -78,7 +71,7 @@ def flags_kept() -> Iterator[None]:
 
 
 def default_device() -> torch.device:
-    """Give the device of new tensors; asking torch for it may initialise that device.
+    """Return the device of new tensors; asking torch for it may initialise that device.
 
     Returns:
         The device.

@@ -105,31 +105,13 @@ class UserData:
 
     def _noted(self, one: Any) -> Iterable[Any]:
         """Write down one object, and give what it leads to."""
-        if isinstance(one, (list, dict, set, collections.deque, bytearray)):
-            return self._container(one)
-        if isinstance(one, tuple):
-            return one
-        if isinstance(one, Tensor):
-            self._tensor(one)
-            return ()
-        if isinstance(one, types.FunctionType):
-            return self._function(one)
-        if isinstance(one, types.MethodType):
-            return (one.__func__, one.__self__)
-        if isinstance(one, (staticmethod, classmethod)):
-            return (one.__func__,)
-        if isinstance(one, property):
-            return (one.fget, one.fset)
-        if isinstance(one, partial):
-            return (one.func, one.args, one.keywords)
-        if isinstance(one, weakref.ref):
-            return (one(),)
-        if isinstance(one, type):
-            return self._class(one)
-        if isinstance(one, types.ModuleType):  # entered along the names that code uses
-            return ()
-        if self._has_state(one):
-            return ()
+        for kinds, noted in _KINDS:
+            if isinstance(one, kinds):
+                return noted(self, one)
+        for kinds, state_of in _states("numpy" in sys.modules):
+            if isinstance(one, kinds):
+                self._undo.append(state_of(one))
+                return ()
         return self._instance(one)
 
     # --- kinds of objects
@@ -171,12 +153,12 @@ class UserData:
                 found.append(item)
         return found
 
-    def _tensor(self, one: Tensor) -> None:
+    def _tensor(self, one: Tensor) -> Iterable[Any]:
         # A parameter is trained, and nothing that counts. Other kinds of tensors may call back when they are read.
         if type(one) is not Tensor or one.is_meta or one.layout is not torch.strided or one.numel() > _MOST_ELEMENTS:
-            return
+            return ()
         if not has_memory(one):
-            return
+            return ()
         with torch.no_grad():
             before, version = one.detach().clone(), None if one.is_inference() else one._version
 
@@ -187,6 +169,7 @@ class UserData:
                     one.detach().copy_(before)
 
         self._undo.append(undo)
+        return ()
 
     def _function(self, one: types.FunctionType) -> Iterator[Any]:
         if self._is_foreign(one.__module__):
@@ -251,29 +234,6 @@ class UserData:
                 self._unused.setdefault(name, []).append(value)
         yield from one.__mro__[1:]
 
-    def _has_state(self, one: Any) -> bool:
-        """Write down generators of random numbers, arrays and variables of contexts; False if it is none of these."""
-        numpy: Any = sys.modules.get("numpy")
-        if isinstance(one, contextvars.ContextVar):
-            with suppress(LookupError):  # what has no value cannot be put back to have none
-                self._undo.append(partial(one.reset, one.set(one.get())))
-        elif isinstance(one, torch.Generator):
-            self._undo.append(partial(_set_state, one, one.get_state()))
-        elif isinstance(one, random.Random):
-            with suppress(NotImplementedError):  # that of the operating system has none
-                self._undo.append(partial(one.setstate, one.getstate()))
-        elif numpy is not None and isinstance(one, numpy.random.Generator):
-            bits = one.bit_generator
-            self._undo.append(partial(setattr, bits, "state", copy.deepcopy(bits.state)))
-        elif numpy is not None and isinstance(one, numpy.random.RandomState):
-            self._undo.append(partial(one.set_state, one.get_state()))
-        elif numpy is not None and isinstance(one, numpy.ndarray):
-            if one.size <= _MOST_ELEMENTS and one.dtype != object and one.flags.writeable:
-                self._undo.append(partial(_write_again, one, one.copy()))
-        else:
-            return False
-        return True
-
     def _instance(self, one: Any) -> Iterator[Any]:
         kind = type(one)
         is_open = isinstance(one, (nn.Module, types.SimpleNamespace, threading.local))
@@ -304,6 +264,57 @@ class UserData:
         if attributes is not None and id(attributes) not in self._known:
             self._known[id(attributes)] = attributes
             self._container(attributes)
+
+
+# Kinds of objects, and how they are noted; each gives what it leads to.
+_KINDS: tuple[tuple[Any, Callable[[UserData, Any], Iterable[Any]]], ...] = (
+    ((list, dict, set, collections.deque, bytearray), UserData._container),
+    (tuple, lambda _, one: one),
+    (Tensor, UserData._tensor),
+    (types.FunctionType, UserData._function),
+    (types.MethodType, lambda _, one: (one.__func__, one.__self__)),
+    ((staticmethod, classmethod), lambda _, one: (one.__func__,)),
+    (property, lambda _, one: (one.fget, one.fset)),
+    (partial, lambda _, one: (one.func, one.args, one.keywords)),
+    (weakref.ref, lambda _, one: (one(),)),
+    (type, UserData._class),
+    (types.ModuleType, lambda *_: ()),  # entered along the names that code uses
+)
+
+
+@cache
+def _states(has_numpy: bool) -> tuple[tuple[type, Callable[[Any], Callable[[], Any]]], ...]:
+    """Kinds of objects with a state of their own, and how it is read: each gives what puts it back, or raises."""
+    found: tuple[tuple[type, Callable[[Any], Callable[[], Any]]], ...] = (
+        (contextvars.ContextVar, lambda one: partial(one.reset, one.set(one.get()))),
+        (torch.Generator, lambda one: partial(one.set_state, one.get_state())),
+        (random.Random, lambda one: partial(one.setstate, one.getstate())),
+    )
+    if not has_numpy:
+        return found
+    numpy: Any = sys.modules["numpy"]
+    return (
+        *found,
+        (numpy.random.Generator, lambda one: _bits_of(one.bit_generator)),
+        (numpy.random.RandomState, lambda one: partial(one.set_state, one.get_state())),
+        (numpy.ndarray, _elements_of),
+    )
+
+
+def _bits_of(bits: Any) -> Callable[[], None]:
+    return partial(setattr, bits, "state", copy.deepcopy(bits.state))
+
+
+def _elements_of(array: Any) -> Callable[[], None]:
+    if array.size > _MOST_ELEMENTS or array.dtype == object or not array.flags.writeable:
+        return lambda: None
+    before = array.copy()
+
+    def undo() -> None:
+        if array.tobytes() != before.tobytes():
+            array[...] = before
+
+    return undo
 
 
 def _is_dunder(name: str) -> bool:
@@ -347,12 +358,3 @@ def _bind_again(namespace: dict[str, Any], name: str, before: Any) -> None:
 def _set_again(one: Any, name: str, before: Any) -> None:
     if getattr(one, name, _ABSENT) is not before:
         object.__setattr__(one, name, before)
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
-def _write_again(array: Any, before: Any) -> None:
-    if array.tobytes() != before.tobytes():
-        array[...] = before
