@@ -108,7 +108,7 @@ def is_inferring_shapes() -> bool:
 
 
 def calls_going_on() -> list[Frame]:
-    """Give the calls of modules that are going on, from the innermost outwards.
+    """Return the calls of modules that are going on, from the innermost outwards.
 
     Returns:
         The calls; of a module that was compiled as a whole that of the whole.

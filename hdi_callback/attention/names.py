@@ -64,7 +64,7 @@ def matches(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def containers(name: str) -> list[str]:
-    """Give the dotted paths around one.
+    """Return the dotted paths around one.
 
     Args:
         name: a dotted path.

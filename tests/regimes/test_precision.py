@@ -133,9 +133,9 @@ def test_a_forward_that_runs_twice_is_captured_once(make):
         assert [layer.name for layer in monitor.layers] == LAYERS, "the user's names, without those of wrappers"
         monitor.arm()
         loss = model(x).sum()
-        between = {name: tap.capture.outputs for name, tap in monitor._taps._taps.items()}
+        between = {name: tap.captured(True).outputs for name, tap in monitor._taps._taps.items()}
         loss.backward()
-        after = {name: tap.capture.outputs for name, tap in monitor._taps._taps.items()}
+        after = {name: tap.captured(True).outputs for name, tap in monitor._taps._taps.items()}
         record = monitor.measure(0).record()
     assert {len(outputs) for outputs in kept.values()} == {2}, "the forward ran again inside backward"
     # Where the forward ran without autograd, what is repeated within the backward takes its place.
@@ -162,7 +162,9 @@ def test_the_switch_of_transformers_is_captured_once():
             model(tokens(), labels=tokens()).loss.backward()
             assert len(forwards) == 2, "the forward ran again inside backward"
             (captured,) = (
-                tap.capture.outputs for name, tap in monitor._taps._taps.items() if name == "model.layers.1.self_attn"
+                tap.captured(True).outputs
+                for name, tap in monitor._taps._taps.items()
+                if name == "model.layers.1.self_attn"
             )
             assert torch.equal(captured.flatten(1), forwards[0].flatten(0, 1))
             assert captured.data_ptr() != forwards[0].data_ptr()

@@ -53,7 +53,7 @@ class TokenSample:
         )
 
     def weight(self) -> Tensor:
-        """Give the weight of each token.
+        """Return the weight of each token.
 
         Returns:
             ``(tokens,)``, float32.

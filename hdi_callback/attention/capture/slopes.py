@@ -49,7 +49,7 @@ class HeadSlopes:
         self._lock = threading.Lock()  # backward passes run in a thread for each device
 
     def compiled(self) -> None:
-        """Take note of a forward in a compiled graph, of which nothing can be read."""
+        """Note a forward in a compiled graph, of which nothing can be read."""
         self.failure = self.failure or _COMPILED
 
     def follow(
@@ -76,7 +76,7 @@ class HeadSlopes:
             tensor.register_hook(_Reader(self, outputs, first_sequence, gradient_of))  # type: ignore[no-untyped-call]
 
     def total(self) -> Tensor | None:
-        """Give the slopes of all sequences.
+        """Return the slopes of all sequences.
 
         Returns:
             ``(sequences, H)``; `None` if no backward came, or something failed.

@@ -121,11 +121,6 @@ class Tap:
         self._first_times: dict[tuple[int, torch.Size], Padding] = {}
         self._slopes = None if self._reduce_slopes is None else HeadSlopes(self.layer.num_heads, self._reduce_slopes)
 
-    @property
-    def capture(self) -> Capture | None:
-        """What was taken of all forwards."""
-        return self.captured(True)
-
     def captured(self, reads_all: bool) -> Capture | None:
         """Join what was taken of the forwards that are read."""
         if self.failure is not None:
@@ -182,7 +177,7 @@ class Tap:
         return None
 
     def follow(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """See whether a backward reaches what the attention gave."""
+        """Mark the forward if a backward reaches what the attention gave."""
         if not torch.compiler.is_compiling() and self.is_armed:
             taken, self._last = self._last, None
             output = result[0] if isinstance(result, tuple) else result
@@ -293,7 +288,7 @@ class Tap:
         return find_padding(shape, frames, path=self.layer.name, choice=self._padding)
 
     def _may_hide_masks(self, padding: Padding, frames: Sequence[Frame]) -> bool:
-        """Whether modules around the attention take masks, and none of the calls that can be seen does."""
+        """Whether modules around the attention take masks, and none of the calls that are known does."""
         if self._padding != "auto" or self.padding_mask is not None or padding.padded is not None or padding.doubt:
             return False
         return self.takes_masks and not any(takes_masks(one.module) for one in frames)
@@ -342,7 +337,7 @@ def _place(tensor: Any) -> tuple[int, torch.Size]:
 
 
 def _mark_when_reached(taken: _Forward | None, outputs: Any) -> None:
-    """Take note if a backward reaches a forward; its gradient is left as it is."""
+    """Mark a forward once a backward reaches it; its gradient is left as it is."""
     if taken is None or not isinstance(outputs, Tensor) or not outputs.requires_grad:
         return
     engine: Any = sys.modules.get("torch._dynamo.compiled_autograd")

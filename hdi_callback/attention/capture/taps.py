@@ -172,7 +172,7 @@ class Taps(Hooks):
             tap.is_armed = name not in self._never and name not in self.passed_over
             tap.training_only, tap.padding_mask = training_only, padding_mask
         if not self._is_suspended:
-            if self._is_eager:  # anew, so that what hooks of the user's have changed is seen as well
+            if self._is_eager:  # anew, so that what hooks of the user's have changed is captured as well
                 super().suspend()
             super().resume()
         self._mark_graphs(True)

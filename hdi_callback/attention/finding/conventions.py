@@ -94,7 +94,7 @@ def _has_usual_names(module: nn.Module) -> bool:
 
 
 def _holds_hidden_maps(module: nn.Module) -> bool:
-    """Tell quantised maps, which keep no parameters."""
+    """Return whether a module holds quantised maps, which keep no parameters."""
     return sum("Linear" in type(part).__name__ and hasattr(part, "in_features") for part in module.modules()) >= 2
 
 

@@ -16,7 +16,7 @@ With ``forward=`` the model runs once for real, with hooks that record arguments
 4. **Recorded inputs.** What could not run with inputs that are made up is traced with those of the forward.
 5. **Observation.** The queries, keys and values that attention received are compared with what the maps gave
    (`observe.compare.judge`): a layer that they contradict is read again or refused; attention that no layer explains
-   is read from them (`observe.compare.proposals`) or named (`observe.compare.accounts`).
+   is read from them (`observe.compare.proposals`) or named (`observe.compare.unexplained`).
 6. **Silence**, of what was open until then.
 
 Last, `include` and `exclude` choose among layers and refusals (`results`). Why each step is there and what it costs:

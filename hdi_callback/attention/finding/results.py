@@ -52,7 +52,7 @@ class Survey:
 
 
 def message_of_part(layer: AttentionLayer) -> str:
-    """Say what a layer is read without.
+    """Return what a layer is read without.
 
     Args:
         layer: with something left out.

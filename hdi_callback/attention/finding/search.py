@@ -241,14 +241,14 @@ class Search:
         return {name: self.places[name] for name in self.places if name in inner and not is_within(name, known)}
 
     def _holds_others(self, name: str) -> bool:
-        """Tell what holds nothing of its own: modules that have a place elsewhere, where they are called and asked."""
+        """Return whether all parts of a module have a place elsewhere, where they are called and asked."""
         own = self.places[name].module
         names = {id(place.module): other for other, place in self.places.items()}
         parts = {names.get(id(part)) for part in own.modules() if list(part.parameters(recurse=False))}
         return not any(part is None or is_within(part, {name}) for part in parts)
 
     def may_attend_beside(self, name: str) -> bool:
-        """Tell what may attend by maps of its own, whatever else attends within it, and did not run.
+        """Return whether something may attend by maps of its own, whatever else attends within it, and did not run.
 
         Args:
             name: of a module.
@@ -301,7 +301,7 @@ class Search:
                 self.reasons[name] = Reason(_NO_SOFTMAX_SEEN)
 
     def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
-        """Say what else a layer attends to, with the inputs with which it does."""
+        """Return what else a layer attends to, with the inputs with which it does."""
         found = self._tracer.found_in(layer.name, layer.module, ways) or ()
         said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
         return said[0] if said else "the tokens that its projections do not give"
@@ -320,7 +320,7 @@ class Search:
             self.reasons[name] = Reason(f"in the forward that was run, {what}")
 
     def why(self, name: str) -> Reason:
-        """Say why nothing is read of a module.
+        """Return why nothing is read of a module.
 
         Args:
             name: of a module that is refused or undecided.

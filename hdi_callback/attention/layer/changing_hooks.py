@@ -104,8 +104,8 @@ def _returns_something(function: Any) -> bool:
     before: Any = None
     for one in dis.get_instructions(code):
         is_return = one.opname in ("RETURN_VALUE", "RETURN_CONST")
-        given = one if one.opname == "RETURN_CONST" else before
-        if is_return and not (given is not None and given.opname.endswith("_CONST") and given.argval is None):
+        returned = one if one.opname == "RETURN_CONST" else before
+        if is_return and not (returned is not None and returned.opname.endswith("_CONST") and returned.argval is None):
             return True
         before = one
     return False

@@ -242,8 +242,8 @@ class _Products(TorchFunctionMode):
 
 def _factors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     if func is F.linear:
-        given = dict(zip(("input", "weight", "bias"), args)) | kwargs
-        return given["input"], given["weight"], given.get("bias")
+        passed = dict(zip(("input", "weight", "bias"), args)) | kwargs
+        return passed["input"], passed["weight"], passed.get("bias")
     if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
         return args[0], args[1].mT if isinstance(args[1], Tensor) and args[1].dim() == 2 else None, None
     return None, None, None
@@ -333,7 +333,7 @@ def _are_close(made: Tensor, expected: Tensor) -> bool:
 
 
 def _is_whole_with_more(made: Tensor, product: Tensor) -> bool:
-    """Tell a product that is scaled by one number in the end: as a whole the map is that, and its matrix is scaled."""
+    """Return whether a product is scaled by one number in the end: as a whole the map has a scaled matrix."""
     factor = made / product
     return _is_constant(factor, (0, 1, 2)) and not torch.allclose(factor, torch.ones_like(factor), rtol=1e-3)
 

@@ -105,7 +105,7 @@ class HeadProduct:
         raise UnsupportedAttentionError("An output projection that is a product of two maps cannot be read.")
 
     def contradiction(self, is_output: bool) -> str | None:
-        """Say in what the shapes of the parameters contradict what is said of them.
+        """Return how the shapes of the parameters contradict what is said of them.
 
         Args:
             is_output: the heads are blocks of input features.
@@ -196,7 +196,7 @@ class HeadPieces:
         return torch.cat(found) if len(found) == len(self.pieces) else None
 
     def contradiction(self, is_output: bool) -> str | None:
-        """Say in what the shapes of the parameters contradict what is said of them.
+        """Return how the shapes of the parameters contradict what is said of them.
 
         Args:
             is_output: the heads are blocks of input features.
@@ -210,7 +210,7 @@ class HeadPieces:
 
 
 def single_maps(parts: Iterable[HeadSlice | HeadProduct | HeadPieces]) -> Iterator[HeadSlice]:
-    """Give what weights of heads are made of, map by map.
+    """Return what weights of heads are made of, map by map.
 
     Args:
         parts: of one linear map or several each.

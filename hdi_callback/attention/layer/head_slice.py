@@ -225,7 +225,7 @@ class HeadSlice:
         return replace(self, module=module)
 
     def contradiction(self, is_output: bool) -> str | None:
-        """Say in what the shape of the parameter contradicts what is said of it.
+        """Return how the shape of the parameter contradicts what is said of it.
 
         Args:
             is_output: the heads are blocks of input features.

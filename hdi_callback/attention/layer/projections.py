@@ -161,7 +161,7 @@ def stored_shape(module: nn.Module, name: str) -> torch.Size | None:
 
 
 def objection(module: nn.Module) -> str | None:
-    """Say why the matrix that a linear map multiplies with cannot be read.
+    """Return why the matrix that a linear map multiplies with cannot be read.
 
     Args:
         module: a linear map in the sense of `is_map`.
@@ -323,7 +323,7 @@ def _objection_to_adapter(module: Any) -> str | None:
 
 
 def _more_than_added(module: Any) -> str | None:
-    """Say why an adapter is not known to add matrices to that of its base."""
+    """Return why an adapter is not known to add matrices to that of its base."""
     kinds = {kind.__name__ for kind in type(module).__mro__}
     known = ("Conv1d", "Conv2d") if is_pointwise(module) else ("Linear", "SVDLinear")
     if "LoraLayer" not in kinds or type(module).__name__ not in known or getattr(base_of(module), "groups", 1) > 1:

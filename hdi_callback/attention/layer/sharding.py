@@ -44,14 +44,14 @@ class Sharding:
         self._units = [module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
 
     def plain_owner(self, layer: AttentionLayer, role: Role) -> nn.Module | None:
-        """Give torch's own module of which a weight is a parameter, or a part of one, that lies here whole.
+        """Return torch's own module of which a weight is a parameter, or a part of one, that lies here whole.
 
         Args:
             layer: the layer.
             role: the role of the weight.
 
         Returns:
-            It, if to read the weight runs no code but torch's and asks nobody; `None` if that takes a longer look.
+            It, if to read the weight runs no code but torch's and asks nobody; `None` if more is needed for that.
         """
         part = layer.slices.get(role)
         if self._units or not isinstance(part, HeadSlice):

@@ -1,4 +1,4 @@
-"""`ObservedForward`: what is kept of one armed forward, and who is told of its modules and functions."""
+"""`ObservedForward`: what is recorded of one armed forward, module by module and function by function."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _BehindHooks:
     @property
     def effect(self) -> Effect:
         """What the hooks did; the host waits for the device."""
-        made = self.call.made
+        made = self.call.outputs
         if self.is_written or self.sample is None or self.sample.shape != made.shape:
             return "changed"
         if not torch.equal(torch.nan_to_num(self.sample), torch.nan_to_num(made)):
@@ -143,7 +143,7 @@ class MapLog:
         self._behind_hooks.append(_BehindHooks(module, latest.call, sample, is_same, is_written))
 
     def hook_effects(self) -> Iterator[tuple[nn.Module, Effect]]:
-        """Say what forward hooks of maps did to what these gave; the host waits for the device.
+        """Yield what forward hooks of maps did to what these gave; the host waits for the device.
 
         Yields:
             A map and what its hooks did in one call.
@@ -152,7 +152,7 @@ class MapLog:
             yield one.module, one.effect
 
     def recent(self) -> list[MapCall]:
-        """Give the calls before an attention among which its queries, keys and values are searched.
+        """Return the calls before an attention among which its queries, keys and values are searched.
 
         Returns:
             The latest last.

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 
 from hdi_callback.attention.layer.changing_hooks import Effect, note_effect
 from hdi_callback.attention.layer.heads import AttentionLayer
-from hdi_callback.attention.observe.compare.accounts import Unexplained, unexplained
 from hdi_callback.attention.observe.compare.cores import ObservedCore
 from hdi_callback.attention.observe.compare.judge import judge
 from hdi_callback.attention.observe.compare.proposals import propose
 from hdi_callback.attention.observe.compare.samples import MapCall
+from hdi_callback.attention.observe.compare.unexplained import Unexplained, unexplained
 from hdi_callback.attention.observe.compare.verdicts import Verdict
 from hdi_callback.attention.observe.forward import ObservedForward
 from hdi_callback.attention.observe.regions import split_open_and_closed
@@ -75,7 +75,7 @@ class AttentionObserver:
         ...
         ...     def forward(self, x):
         ...         return self.attn(x, x, x, need_weights=False)[0]
-        >>> model, seen = Model(), []
+        >>> model = Model()
         >>> observer = AttentionObserver(model, reduce_rows=lambda chunk: chunk.weights)
         >>> observer.arm()
         >>> _ = model(torch.randn(1, 5, 8))
@@ -161,7 +161,7 @@ class AttentionObserver:
         self._window.open(self._forward, opened, {name: module for name, (module, _) in closed.items()})
 
     def _who_is_read(self, without_rows: Sequence[AttentionLayer]) -> dict[int, bool]:
-        """Tell by module whether the rows inside are read, for the modules of all layers."""
+        """Return for each module whether the rows inside are read, for the modules of all layers."""
         if not without_rows:
             return {}
         passed_over = {layer.name for layer in without_rows}

@@ -83,7 +83,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the tensor that a transform of `torch.func` maps over.
+    """Return the tensor that a transform of `torch.func` maps over.
 
     Args:
         tensor: any tensor.
@@ -109,7 +109,7 @@ def holds_numbers(tensor: torch.Tensor) -> bool:
 
 
 def in_the_way() -> str | None:
-    """Say why the forward that begins now cannot be observed.
+    """Return why the forward that begins now cannot be observed.
 
     Returns:
         A clause, ``""`` where nothing needs to be said (a recomputation within backward, a graph that is traced),

@@ -47,7 +47,7 @@ class Recorder:
         return bool(self.stack.modules) and self._known(self.stack.next_place) is not None
 
     def _known(self, place: tuple[Any, ...]) -> ObservedCore | None:
-        """Give what was recorded, unless it is of a forward that does not train and this one does."""
+        """Return what was recorded, unless it is of a forward that does not train and this one does."""
         known = self._by_place.get(place)
         return None if known is not None and self.is_recorded and not known.is_recorded else known
 

@@ -20,7 +20,7 @@ _DEPTH = 3  # calls from a forward to a compiled function that are followed
 
 
 def closed_reason(module: nn.Module) -> str | None:
-    """Say why a module is not observed, with all that it holds.
+    """Return why a module is not observed, with all that it holds.
 
     Args:
         module: the module.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Window:
 
     Where the user compiles a function that calls modules, hooks are in its graph, which is guarded by them: without
     them it would be compiled anew, and again when they are back, until torch gives up and runs the model uncompiled.
-    So they stay on modules that were not seen to run while something was compiled, and do nothing.
+    So they stay on modules that were not observed to run while something was compiled, and do nothing.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Window:
         """Wait for a forward.
 
         Args:
-            forward: what is told of it.
+            forward: records it.
             modules: those that are observed, by path.
             closed: those that are run without the mode, by path.
         """
@@ -67,9 +67,9 @@ class Window:
         counted = {part for one in modules.values() if _looks_for_hooks(one) for part in one.modules()}
         for name, module in modules.items():
             if module not in self._staying and module not in spared:
-                self._handles[module] = observe_calls(
-                    module, _Entrance(self, name), _Exit(self, name), eager_only=True, without_hooks=module in counted
-                )
+                begins, ends = _Boundary(self.enter, name), _Boundary(self.leave, name)
+                is_counted = module in counted
+                self._handles[module] = observe_calls(module, begins, ends, eager_only=True, without_hooks=is_counted)
         for module in closed.values():
             self._detours.append(_Detour(self, module))
 
@@ -105,14 +105,14 @@ class Window:
                 handle.put_back()
         self._is_suspended = False
 
-    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module begins, and turn the mode on if it is the first."""
         if self._forward is None or threading.get_ident() != self._thread:
             return
         self._has_entered.add(module)
         if self._passed_over:
             return
-        if may_take_fast_path(module, args) and in_the_way() is None:
+        if may_take_fast_path(module, (*args, *kwargs.values())) and in_the_way() is None:
             self.skipped[name] = FAST_PATH
             above = [] if self._outermost is None else take_off(self._forward.mode)
             self._passed_over.append((module, above))
@@ -147,7 +147,7 @@ class Window:
             self._end()
 
     def runs_beside(self) -> TorchFunctionMode | None:
-        """Give the mode that is on, to take it off for a module that is not observed."""
+        """Return the mode that is on, to take it off for a module that is not observed."""
         if self._forward is None or self._outermost is None or self._passed_over:
             return None
         return self._forward.mode if threading.get_ident() == self._thread else None
@@ -191,26 +191,15 @@ class _Detour:
         return getattr, (self._module, self._name)  # of a copy that has no attributes yet, so that of its class
 
 
-class _Entrance:
-    """The hook before a forward."""
+class _Boundary:
+    """The hook at the beginning or at the end of a forward; all that a graph has of it is that it is nothing."""
 
-    def __init__(self, window: Window, name: str) -> None:
-        self._window, self._name = window, name
+    def __init__(self, note: Callable[..., None], name: str) -> None:
+        self._note, self._name = note, name
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():  # all that a graph sees of it is that it is nothing
-            self._window.enter(self._name, module, (*args, *kwargs.values()))
-
-
-class _Exit:
-    """The hook after a forward."""
-
-    def __init__(self, window: Window, name: str) -> None:
-        self._window, self._name = window, name
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, *result: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._window.leave(self._name, module, args, kwargs, result)
+            self._note(self._name, module, args, kwargs, *result)
 
 
 def _take_off(handles: Sequence[Handle]) -> None:

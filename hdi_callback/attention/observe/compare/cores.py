@@ -86,7 +86,7 @@ class ObservedCore(ReadRows):
 
 
 def no_softmax(kind: str) -> str:
-    """Say of weights that they are no softmax of products of queries and keys.
+    """Return in what weights are no softmax of products of queries and keys.
 
     Args:
         kind: of an `ObservedCore`.

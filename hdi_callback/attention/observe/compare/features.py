@@ -16,7 +16,7 @@ _FEW = 4  # tokens below which a norm tells nothing
 
 
 def tolerance(*tensors: Tensor) -> float:
-    """Give the largest relative difference that is rounding.
+    """Return the largest relative difference that is rounding.
 
     Args:
         tensors: what is compared.
@@ -112,7 +112,7 @@ def find_features(observed: Tensor, made: Tensor, tol: float) -> Tensor:
 
 
 def may_hold(observed: Tensor, made: Sequence[Tensor]) -> list[bool]:
-    """Ask of one feature which maps may have given it: most maps of a deep model are ruled out by that alone.
+    """Return which maps may have given one feature: most maps of a deep model are ruled out by that alone.
 
     Args:
         observed: ``(P, H, width)``.
@@ -137,7 +137,7 @@ def may_hold(observed: Tensor, made: Sequence[Tensor]) -> list[bool]:
 
 
 def _near(x: Tensor, y: Tensor, slack: float) -> Tensor:
-    """Tell which columns are nearly multiples of a vector; a share that is not finite may be that of one."""
+    """Return which columns are nearly multiples of a vector; a share that is not finite may be that of one."""
     share = (x @ y).square() / (x.square().sum() * y.square().sum(0)).clamp_min(1e-30)
     is_far: Tensor = share < 1 - slack
     return ~is_far

@@ -47,7 +47,7 @@ def find_rows(
     Returns:
         The map and its features; None unless all of them were found in one map.
     """
-    calls = [one for one in maps if one.kind == "linear" and one.order < core.order and one.made.numel()]
+    calls = [one for one in maps if one.kind == "linear" and one.order < core.order and one.outputs.numel()]
     length = core.queries if role == "query" else core.keys
     observed = []
     for arrangement in core.samples.get(role, ()):
@@ -55,16 +55,16 @@ def find_rows(
         is_of_all = core.axes is None or arrangement.tokens == core.axes.sequences * length * core.tied
         if _lie_in_groups(arrangement.features, x) and (is_of_all or not of_all_tokens):
             observed.append((arrangement.tokens, x.cpu()))
-    alike = [[one for one in calls if one.tokens == tokens and len(one.made) == len(x)] for tokens, x in observed]
+    alike = [[one for one in calls if one.tokens == tokens and len(one.outputs) == len(x)] for tokens, x in observed]
     worth = [
-        {id(one) for one, is_near in zip(some, may_hold(x, [one.made for one in some])) if is_near}
+        {id(one) for one, is_near in zip(some, may_hold(x, [one.outputs for one in some])) if is_near}
         for (_, x), some in zip(observed, alike)
     ]
     for call in reversed(calls):
         for (_, x), near in zip(observed, worth):
             if id(call) not in near:
                 continue
-            y = call.made.cpu()
+            y = call.outputs.cpu()
             tol = tolerance(x, y)
             rows = find_features(x.flatten(1), y, tol).view(x.shape[1:])
             how = "as they are"

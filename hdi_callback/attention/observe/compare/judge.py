@@ -148,11 +148,11 @@ def _in_order(observed: Sequence[Arrangement], order: Sequence[int]) -> Sequence
 def _candidates(
     call: MapCall, part: HeadSlice, observed: Sequence[Arrangement], norms: Sequence[MapCall]
 ) -> Iterator[tuple[Arrangement, Tensor, str]]:
-    """Give what the claimed rows were after the map, and behind each norm before attention that took just that."""
+    """Return what the claimed rows were after the map, and behind each norm before attention that took just that."""
     index = part.index() - call.rows
-    if int(index.min()) < 0 or int(index.max()) >= call.made.shape[1]:
+    if int(index.min()) < 0 or int(index.max()) >= call.outputs.shape[1]:
         return
-    made = call.made.cpu()
+    made = call.outputs.cpu()
     stages: list[tuple[Tensor, str]] = [(made[:, index], "")]
     for norm in norms:
         for before, after in norm.ways:

@@ -65,7 +65,7 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         part = slice_of(model, core.module, one)
         if part.contradiction(role == "output") == NO_MATRIX:
             return f"`{one.map}`, from which its {role} heads come, multiplies with a matrix that is no parameter"
-        if role == "output" and one.call is not None and part.features[1] != one.call.made.shape[1]:
+        if role == "output" and one.call is not None and part.features[1] != one.call.outputs.shape[1]:
             columns = None  # a part of a parameter, which holds other maps beside
             continue
         slices[role] = part
@@ -96,7 +96,7 @@ def _map_in_front(core: ObservedCore, call: MapCall, maps: Sequence[MapCall]) ->
     inputs = call.inputs.cpu()
     inside = [one for one in maps if one.order < call.order and one.owner.startswith(core.module)]
     for one in inside:
-        results = [one.made] if one.kind == "linear" else [after.features.flatten(1) for _, after in one.ways]
+        results = [one.outputs] if one.kind == "linear" else [after.features.flatten(1) for _, after in one.ways]
         is_first = one.kind == "norm" and not any(
             other.kind == "linear" and other.order < one.order for other in inside
         )

@@ -51,7 +51,7 @@ class MapCall:
         kind: ``"linear"`` or ``"norm"``.
         tokens: how many tokens its input has.
         inputs: ``(P, in features)``, a sample of its input; empty if that does not fit.
-        made: ``(P, out features)``, a sample of what it gave.
+        outputs: ``(P, out features)``, a sample of what it gave.
         source: where its input is stored, the same for maps of the same input.
         rows: first row of the parameter, where a part of one was multiplied with.
         owner: dotted path of the module in whose forward it ran.
@@ -66,7 +66,7 @@ class MapCall:
     kind: str
     tokens: int
     inputs: Tensor
-    made: Tensor
+    outputs: Tensor
     source: int
     rows: int = 0
     owner: str = ""

@@ -46,7 +46,7 @@ class Call:
         return [one for one in made if isinstance(one, Tensor)]
 
     def argument(self, place: int, name: str) -> Any:
-        """Give one argument.
+        """Return one argument.
 
         Args:
             place: its position.
@@ -96,7 +96,7 @@ class TensorNotes(Generic[Note]):
         notes[key] = weakref.ref(tensor, lambda _: notes.pop(key, None)), note
 
     def get(self, tensor: Any) -> Note | None:
-        """Give what is noted.
+        """Return what is noted.
 
         Args:
             tensor: anything.

@@ -106,19 +106,19 @@ class ChosenTokens:
 
 
 def _indices(index: Any) -> list[Tensor]:
-    """Give the tensors of whole numbers among what a tensor is indexed with."""
+    """Return the tensors of whole numbers among what a tensor is indexed with."""
     parts = index if isinstance(index, tuple) else (index,)
     return [one for one in parts if isinstance(one, Tensor) and one.dtype in (torch.int64, torch.int32)]
 
 
 def _varying(index: Tensor) -> frozenset[int]:
-    """Give the dimensions over which an index can differ, negative."""
+    """Return the dimensions over which an index can differ, negative."""
     sizes = zip(index.shape, index.stride())
     return frozenset(dim - index.dim() for dim, (size, stride) in enumerate(sizes) if size > 1 and stride)
 
 
 def _place(index: Any, dims: int, width: int) -> int | None:
-    """Give the dimension of the result behind those that tensors of `width` dimensions index; None if not known."""
+    """Return the dimension of the result behind those that tensors of `width` dimensions index; None if not known."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(one, (Tensor, slice)) for one in parts):
         return None

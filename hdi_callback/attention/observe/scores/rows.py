@@ -229,7 +229,7 @@ def _hide(scores: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _is_at_hand(tensor: Tensor) -> bool:
-    """Tell whether the host may read a tensor without waiting for a device."""
+    """Return whether the host may read a tensor without waiting for a device."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor
 
 
