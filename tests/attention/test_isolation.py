@@ -114,22 +114,29 @@ def numpy_state() -> str:
     return str(np.random.get_state())  # noqa: NPY002
 
 
+def settings_of_torch() -> list:
+    return [
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,
+        torch.is_grad_enabled(),
+    ]  # fmt: skip
+
+
 def everything(module: Restless) -> list:
     return [
         DEPTH.get(), os.environ.get("HDI_TEST_DEPTH"),
         STEPS, Restless.calls, Root.calls, dict(TALLY), SETTINGS.counted, TABLE.tolist(), repr(NUMBERS["next"]),
         GENERATOR.get_state().tolist(), module.generator.get_state().tolist(), module.mean.tolist(), module.count,
         [id(loss) for loss in LOSSES], [id(loss) for loss in module.losses], random.getstate(),
-        numpy_state(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.is_grad_enabled(),
+        numpy_state(), torch.get_rng_state().tolist(), *settings_of_torch(),
         list(noted.__defaults__[0]), noted.__dict__.copy(), vars(torch.cuda._lazy_seed_tracker)["call_order"][:],
     ]  # fmt: skip
 
 
 def test_whatever_a_forward_does_is_put_back(capsys):
-    module = Restless()
+    module, settings = Restless(), settings_of_torch()
     with isolated(module):  # what the classes keep from other tests does not matter
         module.forward(torch.ones(4, dtype=torch.float32))
+    assert settings_of_torch() == settings, "already after the first, which sets what the others set again"
     before = everything(module)
     for _ in range(2):
         with isolated(module, seed=0):
@@ -137,6 +144,27 @@ def test_whatever_a_forward_does_is_put_back(capsys):
             module.forward(torch.ones(4, dtype=torch.float32))
     assert everything(module) == before
     assert capsys.readouterr().out == ""
+
+
+CUDNN, PRODUCTS = torch.backends.cudnn, torch.backends.cuda.matmul
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *((CUDNN, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+        (PRODUCTS, "allow_fp16_reduced_precision_reduction"),
+    ],
+)
+def test_a_setting_of_a_backend_is_put_back(backend, name):
+    before = getattr(backend, name)
+    try:
+        with isolated():
+            setattr(backend, name, not before)
+            assert getattr(backend, name) != before
+        assert getattr(backend, name) == before
+    finally:
+        setattr(backend, name, before)
 
 
 def test_what_a_forward_does_is_detected_without_isolation():

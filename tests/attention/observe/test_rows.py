@@ -279,6 +279,9 @@ class Choosing(nn.Module):
             return x[torch.arange(len(x))[:, None], top].unflatten(0, (B, 4)) * 1.0
         if self.way == "gathered":
             return x.gather(2, top[..., None].expand(-1, -1, -1, x.shape[-1])) / 2
+        if self.way == "gathered, then cut in two":
+            parts = x.gather(2, top[..., None].expand(-1, -1, -1, x.shape[-1])).chunk(2, -1)
+            return torch.cat(parts, -1)
         if self.way == "taken, then moved":
             return torch.take_along_dim(x, top[..., None], 2).transpose(1, 2).contiguous().transpose(1, 2)
         if self.way == "alike, one index":
@@ -295,7 +298,9 @@ class Choosing(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-EACH_FOR_ITSELF = ["by index", "by index, sequences and heads in one", "gathered", "taken, then moved"]
+EACH_FOR_ITSELF = [
+    "by index", "by index, sequences and heads in one", "gathered", "gathered, then cut in two", "taken, then moved",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fused", [False, True])
