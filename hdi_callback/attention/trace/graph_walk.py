@@ -51,6 +51,11 @@ def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
     return walk(one.grad_fn for one in tensors)
 
 
+def is_rounded(tensor: Tensor) -> bool:
+    """Tell whether something that a tensor is made of was rounded, which leaves no derivative."""
+    return any(node.name().startswith(("Round", "Floor", "Ceil", "Trunc", "Sign")) for node in nodes_behind([tensor]))
+
+
 def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
     """Give the nodes on the ways from a node to what is made of it.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hdi_callback.attention.layer.heads import Centring, Role
 
+ROUNDED = "its {role}s are rounded, through which no derivative leads to a map"
 SINGLE_KEYS = "every query has a single key in what was run, which tells nothing of keys"
 NOT_FOLLOWED = "its {role}s are made with `{name}` in a way that is not followed"
 

@@ -30,8 +30,10 @@ from hdi_callback.attention.trace.checks import (
     require_widths,
 )
 from hdi_callback.attention.trace.core_view import CoreView, Meeting
+from hdi_callback.attention.trace.graph_walk import is_rounded
 from hdi_callback.attention.trace.head_rows import (
     NOT_FOLLOWED,
+    ROUNDED,
     SINGLE_KEYS,
     HeadRows,
     NoHeadsError,
@@ -253,6 +255,8 @@ class CoreReading:
         """Say what values are made of, if no linear map gives them."""
         values, run = self.core.values, self.run
         if not Support.of(values, run.inputs):
+            if is_rounded(values):
+                raise NoHeadsError(ROUNDED.format(role="value"))
             raise NoHeadsError(_NO_MAP.format(role="value"))
         matrix = self.trace.matrix_behind(values)
         if matrix is not None and _has_one_for_each_token(values, run.parameters[matrix]):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hdi_callback.attention.layer.heads import Centring, Role
 from hdi_callback.attention.trace.core_view import CoreView
-from hdi_callback.attention.trace.head_rows import Rows, named
+from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows, named
 from hdi_callback.attention.trace.support import derivatives, weights_at
 
 
@@ -18,6 +18,9 @@ def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> str:
     Returns:
         What is left out of the heads, in words: values whose features are turned into one another, so that no row is
         what the output projection takes.
+
+    Raises:
+        NoHeadsError: if its weights are those of another core as well.
     """
     left_out = ""
     for role, rows in list(heads.items()):
@@ -31,8 +34,11 @@ def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> str:
         if len(ordered) == len(rows):
             heads[role] = ordered
         elif role == "value":
-            name = named([heads.pop("value")[0].parameter])
-            left_out = f"the weights of its values, as what {name} gives is turned or mixed within each head"
+            turned = f"what {named([heads.pop('value')[0].parameter])} gives is turned or mixed within each head"
+            same = [one for one in view.trace.cores if not set(one.softmaxes).isdisjoint(view.core.softmaxes)]
+            if len(same) > 1:  # which weigh other values too, so that the layer of those has the same heads
+                raise NoHeadsError(turned)
+            left_out = f"the weights of its values, as {turned}"
     return left_out
 
 

@@ -126,7 +126,8 @@ def _outputs_in(
             return HeadOutputs(receiver, None, False)
         if receiver is not None and _is_one_of_several(trace, receiver, cores[0]):
             raise NoHeadsError(f"what attention gives goes to {_one_of(receiver)}")
-        raise NoHeadsError("what attention gives is mixed or normed before it reaches the output projection")
+        way = "it is returned, by no map that is followed" if receiver is None else "it reaches the output projection"
+        raise NoHeadsError(f"what attention gives is mixed or normed before {way}")
     if len(set(features.flatten().tolist())) < features.numel():
         if receiver is None:  # heads may lie in a dim of their own
             raise NoHeadsError("what several heads give is added up before it is returned")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hdi_callback.attention.trace.core_view import Meeting
 from hdi_callback.attention.trace.cores import Core
-from hdi_callback.attention.trace.head_rows import NoHeadsError, UndecidedError, Units, named
+from hdi_callback.attention.trace.graph_walk import is_rounded
+from hdi_callback.attention.trace.head_rows import ROUNDED, NoHeadsError, UndecidedError, Units, named
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, element, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
@@ -188,6 +189,8 @@ class CoreParts:
         candidates = [one for one in met if any(map(self.trace.is_of_inputs, self.of_keys(one).masks))]
         if not candidates:
             self._refuse_made_weights(met)
+            if any(is_rounded(self.core.scores[one.product].sides[one.side]) for one in met):
+                raise NoHeadsError(ROUNDED.format(role="key"))
             raise UndecidedError("no linear map of single tokens gives its keys: filters over several may give them")
         if len(candidates) > 1:
             n = unit // self.units.count

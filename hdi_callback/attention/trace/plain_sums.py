@@ -30,8 +30,9 @@ def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], answer: Ten
         answer: the sum.
 
     Returns:
-        The same numbers, made by one product; `None` where not all rows of one meet all columns of the other, and where
-        one of the two is a parameter.
+        The same numbers, made by one product: all rows of one meet all columns of the other, or each row has columns of
+        its own, as a query its neighbours. `None` where neither has several, where each feature has weights of its
+        own, and where one of the two is a parameter.
     """
     node = summed.grad_fn
     if node is None or node.name() != "MulBackward0" or not all(type(dim) is int for dim in dims):
@@ -44,13 +45,11 @@ def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], answer: Ten
         return None
     over = {dim % summed.dim() for dim in dims}
     own = [_own_dims(one, summed) for one in factors]
-    if (
-        any(not over <= dims_of for dims_of in own)
-        or own[0] <= own[1]
-        or own[1] <= own[0]
-        or summed.dim() > len(_LETTERS)
-    ):
+    if any(not over <= dims_of for dims_of in own) or own[0] == own[1] or summed.dim() > len(_LETTERS):
         return None
+    wider = factors[own[0] < own[1]]
+    if (own[0] < own[1] or own[1] < own[0]) and cut.run.products_behind.first(wider.grad_fn)[0]:
+        return None  # weights of each feature by itself
     terms = ["".join(_LETTERS[dim] for dim in sorted(dims_of)) for dims_of in own]
     kept = sorted((own[0] | own[1]) - over)
     parts = [_without(one, summed.dim(), dims_of) for one, dims_of in zip(factors, own)]

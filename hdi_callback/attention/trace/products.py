@@ -88,6 +88,11 @@ def product_at(node: Any) -> Product | None:
     return Product(node, (left, right.mT), factors)
 
 
+def is_product(node: Any) -> bool:
+    """Tell the node of a product of matrices."""
+    return node.name() in _PRODUCTS
+
+
 class ProductsBehind:
     """The products and softmaxes that something is made of, beyond products with parameters, which mix heads.
 

@@ -8,14 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from hdi_callback.attention.trace.cores import Core
-from hdi_callback.attention.trace.graph_walk import made_from, nodes_behind
+from hdi_callback.attention.trace.graph_walk import made_from, nodes_behind, nodes_between
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS, module_of
-from hdi_callback.attention.trace.products import exponential_behind, nearest_products, product_at
+from hdi_callback.attention.trace.products import exponential_behind, is_product, nearest_products, product_at
 from hdi_callback.attention.trace.support import Support, element
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 from hdi_callback.attention.trace.weighed_tokens import weighs_tokens
 
 NO_PRODUCTS = "its scores are no products of queries and keys"
+_CONSTANTS = "its values are constants, such as places, and no projection of tokens"
 _ADDS_BY_INDEX = ("ScatterAdd", "ScatterReduce", "IndexAdd", "IndexReduce")
 
 
@@ -39,9 +40,16 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
         elif logits.shape[-1] == 1 and logits.requires_grad and logits.dim() > 2:
             yield node, SINGLE_KEYS
         elif is_over_tokens(run, logits) or _is_of_one_query(run, node, logits):
-            yield node, "its values are weighted by no matrix product"
+            yield node, _CONSTANTS if _weighs_constants(run, node) else "its values are weighted by no matrix product"
         elif weighs_tokens(run, node):
             yield node, NO_PRODUCTS
+
+
+def _weighs_constants(run: TracedRun, node: Any) -> bool:
+    """Tell weights that are multiplied with what nothing in the run leads to."""
+    pairs = [made_from(one)[-2:] for one in nodes_between(run.ends, node) if is_product(one)]
+    alone = [side for pair in pairs if None in pair for side in pair if side is not None]
+    return any(node in run.products_behind.first(side)[0] for side in alone)
 
 
 def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:

@@ -195,7 +195,7 @@ class NeighbouringHeads(Four):
 @case(
     Core(None, rows("k.weight", h=1), rows("v.weight", h=1), None, heads=2, number=1, free=("query", "output"),
          scores="b h q k", heads_alone=True, proved=("key",)),
-    may_refuse="chosen|experts|themselves made|not followed|for each token",
+    may_refuse="by no map that is followed",
 )  # fmt: skip
 class ChosenExperts(nn.Module):
     """Mixture of attention heads: each token takes the two experts of queries that its router likes."""

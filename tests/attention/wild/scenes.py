@@ -101,7 +101,7 @@ class GlobalMotion(nn.Module):
 
 @case(
     Core(rows("q.weight", h=1), rows("k.weight", h=1, takes=1), None, None, heads=1, scores="(b h) q k"),
-    inputs=("b n c", "b m c"), may_refuse="no linear map|no projection|without the weights of its values",
+    inputs=("b n c", "b m c"), may_refuse="its values are constants",
 )  # fmt: skip
 class FlowByMatching(nn.Module):
     """GMFlow: a softmax over matches averages their coordinates."""

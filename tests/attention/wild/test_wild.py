@@ -93,6 +93,8 @@ READ = [
     "AHeadIsMasked", "OutputsOfAHeadAreMasked", "TheFirstHeadIsMasked",
     # Two attentions of one map, a contraction of three, rows of weights in another order than those of scores.
     "HalfOfTheHeadsOverTime", "SummedLast", "HeadsOfTwoWidths",
+    # Elementwise products with keys of each query, summed: by unfolding, by rolling, of one query.
+    "StandAlone", "RolledNeighbours", "AskedByACell",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
@@ -123,7 +125,11 @@ REFUSALS = {
     "Hypernetwork": "the weights that give its keys are themselves made by `k.make`",
     "WholeNumbers": "its projection `q` is a _Int8 of tests without a matrix that is read",
     "FramesOfASpectrum": "between its key projection and attention lies an activation",
-    "CriticsOfOthers": "its values are weighted by no matrix product",
+    "CriticsOfOthers": "between its value projection and attention lies an activation",
+    # What is weighed, or gives what is weighed, is no map.
+    "FlowByMatching": "its values are constants, such as places, and no projection of tokens",
+    "KeysKeptInFewBits": "its values are rounded, through which no derivative leads to a map",
+    "ChosenExperts": "what attention gives is mixed or normed before it is returned, by no map that is followed",
     "AdaptersInPlace": "as its projection `qkv.b_v` takes the output of another one",
 }
 
@@ -148,6 +154,10 @@ def test_sums_with_weights_of_no_pairs_are_refused_alike_before_a_forward_and_in
         ("PositionsAddedToKeys", "what `kp` adds to its keys"),
         ("TalkingAfterSoftmax", "how `mix` mixes the weights of all heads after the softmax"),
         ("ValuesOfAnEarlierLayer", "what one of its inputs adds to the values that `v` gives"),
+        (
+            "InvariantPointsThatLearn",
+            "another attention in it, of which what `vp` gives is turned or mixed within each head",
+        ),
         ("RelationsOfAGraph", "the weights of its values, as what `v_lin` gives is turned or mixed within each head"),
     ],
 )
