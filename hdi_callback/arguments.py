@@ -40,7 +40,7 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
     """A suggestion of the known word that is closest to a misspelt one.
 
     Args:
-        word: what came.
+        word: the misspelt word.
         known: what there is.
 
     Returns:
@@ -59,7 +59,7 @@ def flag(argument: str, value: Any) -> bool:
 
     Args:
         argument: its name.
-        value: what came.
+        value: its value.
 
     Returns:
         It.
@@ -77,7 +77,7 @@ def whole_number(argument: str, value: Any, *, least: int, example: Any, of: str
 
     Args:
         argument: its name.
-        value: what came.
+        value: its value.
         least: lower bound.
         example: what to write instead.
         of: the text after "whole number", such as what is counted.
@@ -102,7 +102,7 @@ def number(
 
     Args:
         argument: its name.
-        value: what came.
+        value: its value.
         above: lower bound.
         below: upper bound; infinity for none.
         example: what to write instead.
@@ -157,7 +157,7 @@ def one_of(argument: str, value: Any, choices: Sequence[str]) -> str:
 
     Args:
         argument: its name.
-        value: what came.
+        value: its value.
         choices: the words.
 
     Returns:
@@ -180,7 +180,7 @@ def words(argument: str, value: Any, *, what: str, may_be_empty: bool = True) ->
 
     Args:
         argument: its name.
-        value: what came.
+        value: its value.
         what: what is in the list, in the plural.
         may_be_empty: an empty list can work.
 
@@ -216,7 +216,7 @@ def function(argument: str, value: Any, takes: str) -> Any:
 
     Args:
         argument: its name.
-        value: what came.
+        value: its value.
         takes: what it takes.
 
     Returns:
@@ -235,7 +235,7 @@ def path(argument: str, value: Any, example: str) -> str:
 
     Args:
         argument: its name.
-        value: what came.
+        value: its value.
         example: what to write instead.
 
     Returns:

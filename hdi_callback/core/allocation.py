@@ -264,14 +264,14 @@ def _why_not(
     mean = sum(known) / len(known)
     if n / mean < _NEARLY_UNIFORM:
         return (
-            f"Attention is nearly uniform: heads average over {mean / n:.0%} of what they see, so that nothing tells "
+            f"Attention is nearly uniform: heads average over {mean / n:.0%} of their keys, too evenly to show "
             "how their variance changes with their width. Measure after some training."
         )
     low, high = min(best.values()), max(best.values())
     if high > _PRECISION * low:
         return (
             f"The best head width ranges from {low} to {high}, by how the variance changes with the width and by the "
-            "noise, neither of which a measurement at one width tells."
+            "noise, which a measurement at one width cannot determine."
         )
     if len(flat) == len(widths) > 1:
         return (

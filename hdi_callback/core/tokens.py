@@ -118,7 +118,7 @@ def energy_of_tokens(rows: Tensor, weights: Tensor) -> Tensor:
               = \sum_t w_t^2 \lVert x_t \rVert^4 + \sum_{t \ne s} w_t w_s \langle x_t, x_s \rangle^2
 
     Up to 512 tokens, or features, it is exact. Beyond, each token is paired with 256 others that a fixed order of the
-    tokens puts beside it, and their mean stands for all pairs. No token is left out, so that a single outlier has its
+    tokens puts beside it, and their mean is taken for all pairs. No token is left out, so that a single outlier has its
     full effect. Ours.
 
     Args:

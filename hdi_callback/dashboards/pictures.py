@@ -139,7 +139,7 @@ class Pictures:
         """Take one reading, and draw if it is due.
 
         Args:
-            result: the reading and what came of it.
+            result: the result of a reading.
         """
         record = result.record
         self._add(record)

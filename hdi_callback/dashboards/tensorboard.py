@@ -103,7 +103,7 @@ class AlertBoard:
         """Write new alerts and actions of one reading, and the two ends of the scale of alignment.
 
         Args:
-            result: a reading and what came of it.
+            result: the result of a reading.
         """
         writer, axis = self._writer, result.record.axis
         writes: list[Callable[[], object]] = []

@@ -79,7 +79,7 @@ def send_alerts(run: Any, result: Result) -> None:
 
     Args:
         run: a `wandb` run, also offline.
-        result: a reading and what came of it.
+        result: the result of a reading.
     """
     texts: dict[tuple[str, str], list[str]] = {}
     for alert in result.alerts:
@@ -113,7 +113,7 @@ class RunTables:
         """Add one reading; return the tables if they are due.
 
         Args:
-            result: a reading and what came of it.
+            result: the result of a reading.
 
         Returns:
             Name -> columns and rows: when there are new alerts, at most every five minutes, and at the end of the run.

@@ -17,7 +17,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _MOST_WRAPPERS = 10  # mocks have every attribute, without end
-_MOST_FOLLOWED = 16  # parameters of which is asked whether they were written to
+_MOST_FOLLOWED = 16  # parameters that are checked for writes
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:

@@ -414,7 +414,7 @@ DETAILS: dict[str, Details] = {
             "attention_alike_worst_pair": "alike_worst_pair",
         },
         {"attention_overlap": "overlap", "attention_alike": "alike"},
-        "no query that was read sees two keys, or what it asks for cannot be told from what attention received",
+        "no query that was read sees two keys, or the quantity does not follow from the inputs of attention",
     ),
     QK: Details(
         {"circuit_qk_worst_pair": "worst_pair", "circuit_qk_norm": "norm"}, {"circuit_qk": "cosine"}, _OF_CIRCUITS

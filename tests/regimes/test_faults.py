@@ -110,7 +110,7 @@ def test_a_layer_that_is_deleted():
         run.step()
     assert len(run.warnings) == 1
     assert f"{SECOND}: " in run.warnings[0]
-    assert "no part of the model any more" in run.warnings[0]
+    assert "no longer part of the model" in run.warnings[0]
     assert run.tags() == {tag for tag in ALL if tag.endswith(FIRST)}
     assert SECOND in run.records[-1].absent
 
@@ -121,7 +121,7 @@ def test_a_layer_that_is_replaced_is_not_read_under_its_old_name():
     for _ in range(3):
         run.step()
     assert len(run.warnings) == 1
-    assert "a new monitor would see what came in its place" in run.warnings[0]
+    assert "a new monitor would find its replacement" in run.warnings[0]
     assert run.tags() == {tag for tag in ALL if tag.endswith(SECOND)}
 
 

@@ -25,7 +25,7 @@ class DiversityPenalty(WhileActive):
 
     Adds the gradient of ``weight * mean overlap`` (`diversity_penalty`) to that of the loss, once for each optimizer
     step: after the backward, the reduction over ranks and the unscaling, before clipping. So it acts as a part of the
-        loss would, under accumulation, mixed precision and data parallelism.
+    loss would, under accumulation, mixed precision and data parallelism.
 
     Exactly aligned heads are a stationary point of the penalty, so for an identical pair its gradient is taken at
     displaced weights, at a distance of `noise`; the weights themselves are not changed. The directions come from a

@@ -166,7 +166,7 @@ class WatchedLayers:
         if layer.name in self._contradicted:
             raise ContradictedError(self._contradicted[layer.name])
         if layer.name in self._removed:
-            raise HDIError("it is no part of the model any more; a new monitor would see what came in its place")
+            raise HDIError("it is no longer part of the model; a new monitor would find its replacement")
 
     def leave_out(self, contradicted: Mapping[str, str]) -> None:
         """Stop reading layers whose heads are contradicted.

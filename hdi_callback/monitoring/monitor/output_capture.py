@@ -18,8 +18,8 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 _NO_RECOMPILATION = "they need a graph of their own, and torch.compile must not or should not compile another one"
 _REPLACED = (
-    "its output projection is no part of the model any more, as after an adapter was unloaded or merged; a new monitor "
-    "sees what came in its place"
+    "its output projection is no longer part of the model, as after an adapter was unloaded or merged; a new monitor "
+    "finds its replacement"
 )
 _FAST_PATH = (
     "in evaluation mode the nn.TransformerEncoderLayer around it takes torch's fast path, which computes attention "

@@ -108,8 +108,8 @@ class SuddenFlattening(Rule):
         fallen = len(curve) - self.lasts
         return Finding(
             f"attention has become flatter at once (mean entropy {curve[-1]:.4f}, {curve[fallen - 1]:.4f} at step "
-            f"{steps[fallen - 1]} and never above {1 - min(before):.4f} until then): most of what told tokens apart is "
-            "gone",
+            f"{steps[fallen - 1]} and never above {1 - min(before):.4f} until then): it hardly distinguishes tokens "
+            "any more",
             "warning",
             max(now),
             min(before) / self.factor,

@@ -67,7 +67,7 @@ class Sink(Protocol):
         """Take one result.
 
         Args:
-            result: a reading and what came of it.
+            result: the result of a reading.
         """
 
 
@@ -94,7 +94,7 @@ class Latest:
         """Pass on the curves of a result.
 
         Args:
-            result: a reading and what came of it.
+            result: the result of a reading.
         """
         self._take({self._prefix + tag: value for tag, value in result.scalars(self._metrics).items()})
 
@@ -114,6 +114,6 @@ class OnAlert:
         """Call the function with each alert of a result, even if it raises for one of them.
 
         Args:
-            result: a reading and what came of it.
+            result: the result of a reading.
         """
         attempt_each(partial(self._function, alert) for alert in result.alerts)
