@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from hdi_callback.attention import ROLES
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.metrics import COVARIANCE
-from hdi_callback.monitoring.warn_once import WarnOnce
+from hdi_callback.monitoring.warn_once import WarnOnce, describe
 
 FOUND_LATE = "its heads were found in the forward of this reading, and are captured from the next one that is read"
 
@@ -36,17 +36,22 @@ class Absent:
         self.reasons: dict[str, str] = {} if reasons is None else reasons
         self._warn_once, self.unasked = warn_once, unasked
 
-    def leave_out(self, what: str, reason: str, kind: str) -> None:
+    def leave_out(self, what: str, reason: str, kind: str, cause: str = "") -> None:
         """Note that something is absent, and warn if the reason is the first of its kind.
 
         Args:
             what: key, see `absence_of`.
             reason: why.
             kind: reasons of one kind are reported once.
+            cause: what follows from it is reported once, of whatever kind it is.
         """
         self.reasons[what] = reason
         if what.partition("/")[0] in self.unasked:
             return
+        if cause:
+            self._warn_once.count[cause] = self._warn_once.count.get(cause, 0) + 1
+            if self._warn_once.count[cause] > 1:
+                return
         self._warn_once.warn(
             kind,
             f"{what}: {reason}. It is left out of such readings, and so is every layer of which this holds; training "
@@ -85,7 +90,7 @@ class Absent:
                 reason = f"they cannot be measured ({error})"
             else:
                 reason = f"cannot be measured ({error})"
-            self.leave_out(absence_of(source, layer), reason, kind)
+            self.leave_out(absence_of(source, layer), reason, kind, cause=describe(error))
 
 
 def absence_of(source: str, layer: str) -> str:

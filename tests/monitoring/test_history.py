@@ -291,6 +291,22 @@ def test_runs_that_begin_at_the_same_moment_get_a_file_each(tmp_path):
         assert [r.layers["attn"].values["hdi"] for r in read_records(history.path)] == [pytest.approx(0.1 * place)]
 
 
+def test_a_fork_of_the_process_writes_a_copy_of_its_own(tmp_path):
+    said: list[str] = []
+    history = start(place_history(True, tmp_path, say=lambda kind, message: said.append(message)), 0)
+    process = os.fork()
+    if process == 0:
+        history.write(record_at(5, 0.1))
+        os._exit(0 if len(said) == 1 and "this one is a fork of" in said[0] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    for step in (5, 10):
+        history.write(record_at(step))
+    assert [one.step for one in read_records(history.path)] == [0, 5, 10]
+    copies = read_records(history.path.with_name("history-1.jsonl"))
+    assert [(one.step, one.layers["attn"].values["hdi"]) for one in copies] == [(0, 0.5), (5, 0.1)]
+    assert said == []
+
+
 def test_of_two_live_writers_of_one_run_the_later_has_the_file_and_the_other_a_copy_of_its_own(tmp_path):
     said: list[tuple[str, str]] = []
     first = start(place_history(True, tmp_path, say=lambda *reported: said.append(reported)), 0, 10, hdi=0.1)

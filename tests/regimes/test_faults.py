@@ -14,6 +14,8 @@ from hdi_callback.core.diversity import blocks_and_products
 from hdi_callback.core.head_sums import HeadMoments
 from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
 from hdi_callback.monitoring.layers import HeadVerifier
+from hdi_callback.monitoring.metrics import COVARIANCE
+from hdi_callback.monitoring.metrics import METRICS as CATALOGUE
 from tests.models import LAYERS, LENGTH, Attention, Classifier
 
 METRICS = ["hdi", "head_covariance"]
@@ -163,6 +165,52 @@ def test_a_projection_that_is_replaced_is_read_in_its_new_form():
     run.step()
     assert run.records[0].layers[FIRST].values["hdi"] == pytest.approx(expected, abs=1e-6)
     assert expected != pytest.approx(index(old), abs=1e-4)
+
+
+def split_into_more_heads(attention: Attention) -> None:
+    """The same weights, in heads of half the width."""
+    attention.num_heads *= 2
+
+
+def lose_a_head(attention: Attention) -> None:
+    width = attention.q_proj.out_features * (attention.num_heads - 1) // attention.num_heads
+    for name in ("q_proj", "k_proj", "v_proj"):
+        linear = getattr(attention, name)
+        linear.weight, linear.bias = nn.Parameter(linear.weight[:width]), nn.Parameter(linear.bias[:width])
+    attention.out_proj.weight = nn.Parameter(attention.out_proj.weight[:, :width])
+    attention.num_heads -= 1
+
+
+@pytest.mark.parametrize("change", [split_into_more_heads, lose_a_head])
+def test_a_layer_whose_heads_change_in_the_middle_of_a_run_is_left_out(change):
+    run = Run(metrics=[*METRICS, "attention_entropy", "circuit_qk", "circuit_ov"])
+    for _ in range(2):
+        run.step()
+    change(run.model.blocks[0].attn)
+    heads = run.model.blocks[0].attn.num_heads
+    with pytest.warns(UnsupportedAttentionWarning, match=f"since then its attention has {heads} heads, and 4 were"):
+        run.step()
+    for _ in range(2):
+        run.step()
+    assert len(run.warnings) <= 1  # of head outputs that do not have the width any more
+    assert {tag.rpartition("/")[2] for tag in run.tags()} == {SECOND}
+    for record in run.records[2:]:
+        assert f"{FIRST}" in record.absent
+        assert FIRST not in record.layers or not record.layers[FIRST].values
+
+
+def test_a_layer_that_cannot_be_read_any_more_costs_one_warning_whatever_is_measured():
+    every = [name for name, metric in CATALOGUE.items() if metric.source not in (COVARIANCE, "attention rows")]
+    run = Run(metrics=every)
+    run.step()
+    run.model.blocks[0].attn = Attention()
+    for _ in range(2):
+        run.step()
+    gone = [message for message in run.warnings if "it is no part of the model any more" in message]
+    assert len(gone) == 1
+    assert {key.partition("/")[0] for key, why in run.records[-1].absent.items() if "no part of the model" in why} > {
+        "QK circuits", "OV circuits", "movement of weights",
+    }  # fmt: skip
 
 
 def test_a_layer_that_is_frozen():

@@ -62,7 +62,7 @@ class History:
     ) -> None:
         self.path = Path(path)
         self.run = uuid.uuid4().hex if run is None else run
-        self._session = uuid.uuid4().hex
+        self._session, self._process = uuid.uuid4().hex, os.getpid()
         self._matrix_every, self._budget = matrix_every, math.inf if budget is None else budget
         self._final_step: int | None = None  # of the last reading of the run, once it is known
         self._is_over_budget = False
@@ -225,6 +225,8 @@ class History:
     # Checked before every line; as long as nobody else has written, by the size of the file alone.
     def _is_still_ours(self, file: FileIO) -> bool:
         now = identity(file)
+        if self._is_fork and now is not None:
+            return False
         if self._left is None or now is None or now == self._left or now[1] == 0:
             return True
         is_same = now[0] == self._left[0] and now[1] >= self._left[1]
@@ -234,9 +236,17 @@ class History:
             return sessions[-1] == self._session
         return is_same  # a foreign blank line, or another file in place of this one
 
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this process is a fork of the one that began the history, which goes on writing."""
+        return os.getpid() != self._process
+
     def _step_aside(self) -> None:
         """Go on in a new file, with the lines of this run so far."""
         taken, written = self.path, b""
+        other = "The process that this one is a fork of writes" if self._is_fork else "Another run has begun to write"
+        if self._is_fork:
+            self._session, self._process = uuid.uuid4().hex, os.getpid()
         with suppress(OSError), taken.open("rb", buffering=0) as file:
             now = identity(file)
             if self._left is not None and now is not None and now[0] == self._left[0]:
@@ -244,13 +254,14 @@ class History:
         former, self.run = self.run, uuid.uuid4().hex
         self._parent = {"run": former, "history": str(taken)}
         if self._header is not None:
-            self._header = {**self._header, "run": self.run, "parent": {**self._parent, "last_reading": self._last}}
+            parent = {**self._parent, "last_reading": self._last}
+            self._header = {**self._header, "run": self.run, "session": self._session, "parent": parent}
             written += self._header_now()
         self.path = free_path(self.path)
         self._create(written)
         self._warn(
             "another writer",
-            f"Another run has begun to write the history `{taken}`; this run goes on in `{self.path}`, which holds its "
+            f"{other} the history `{taken}`; this run goes on in `{self.path}`, which holds its "
             "earlier readings as well. Give each run a folder of its own.",
         )
 

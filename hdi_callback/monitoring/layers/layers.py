@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.layer.sharding import Sharding, as_if_whole
 from hdi_callback.attention.names import matches
 from hdi_callback.attention.wrappers import inner_model, users_name
-from hdi_callback.errors import HDIError
+from hdi_callback.errors import HDIError, UnsupportedAttentionWarning
 from hdi_callback.monitoring.absent import ContradictedError
 from hdi_callback.monitoring.layers.refusals import uncountable
 from hdi_callback.monitoring.ranks.roster import Roster
@@ -177,6 +178,20 @@ class WatchedLayers:
         self._contradicted |= contradicted
         kinds = {layer.name: type(layer.module).__name__ for layer in self.all}
         self.refuse(Refusal(name, kinds[name], why) for name, why in contradicted.items())
+
+    def leave_out_later(self, name: str, why: str) -> None:
+        """Read nothing more of a layer whose heads were right and are not any more, and warn.
+
+        Args:
+            name: of the layer.
+            why: what contradicts its heads.
+        """
+        self.leave_out({name: why})
+        warnings.warn(
+            f"`{name}` left out from now on: {why}. A new monitor would find its heads anew.",
+            UnsupportedAttentionWarning,
+            stacklevel=6,
+        )
 
     def admit(self, layers: Sequence[AttentionLayer]) -> None:
         """Watch further layers: their weights at once, their outputs from the next armed forward on.

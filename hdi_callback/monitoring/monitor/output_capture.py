@@ -155,8 +155,9 @@ class OutputCapture(Collected):
         self._warn_once.warn(
             "nothing captured",
             f"{what} in a forward that was to be captured, so their covariance is absent there; weights are read all "
-            "the same. Either it was not called in that forward, or it was compiled and called before the monitor was "
-            "there: then make the monitor before the first call, or write torch.compiler.reset() after making it.",
+            "the same. Either it was not called in that forward, or that ran outside of `with heads.step():`, or "
+            "it was compiled and called before the monitor was there: then make the monitor before the first call, or "
+            "write torch.compiler.reset() after making it.",
         )
 
 

@@ -23,6 +23,8 @@ from hdi_callback.monitoring.monitor.turns import Turns
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 
+_OTHER_HEADS = "its attention has"
+
 
 @dataclass(frozen=True)
 class HeadAttention:
@@ -177,6 +179,7 @@ class AttentionReadings:
         self._padding_mask: Tensor | None = None
         self._is_armed = self._training_only = self._is_suspended = False
         self._sums: dict[str, RowSums] | None = None
+        self._agreed: set[str] = set()  # names of layers whose attention had the heads that are claimed
 
     def arm(self, *, training_only: bool, padding_mask: Tensor | None) -> None:
         """Observe the forwards that follow; see `HeadDiversityMonitor.arm`.
@@ -256,6 +259,11 @@ class AttentionReadings:
                     continue
                 path = paths.get(id(layer.module), layer.name)
                 found = self._sums_of(layer, path, places)
+                if isinstance(found, RowSums):
+                    self._agreed.add(layer.name)
+                elif layer.name in self._agreed and found.startswith(_OTHER_HEADS):
+                    self._layers.leave_out_later(layer.name, f"since then {found}")
+                    continue
                 if isinstance(found, str):
                     absent.leave_out(absence_of(ROWS, layer.name), f"they are not known: {found}", f"{ROWS} {found}")
                 else:
@@ -379,7 +387,7 @@ def _sums(core: ObservedCore, layer: AttentionLayer) -> RowSums | str:
     rows: AttentionSums = core.rows
     H = len(rows.entropy)
     if layer.num_heads != H:
-        return f"its attention has {H} heads, and {layer.num_heads} were found in its weights"
+        return f"{_OTHER_HEADS} {H} heads, and {layer.num_heads} were found in its weights"
     rows = rows.of_heads(layer.head_order) if layer.head_order else rows
     device = rows.entropy.device
     query, key = (_by_query_head(core.norms.get(role), H, device, layer.head_order) for role in ("query", "key"))
