@@ -17,6 +17,7 @@ from torch import nn
 
 from hdi_callback.attention import AttentionLayer, survey
 from tests.attention.sweep import architectures, inputs, packages, vision
+from tests.attention.sweep.documented import is_documented
 from tests.attention.sweep.judge import claim_of, heads_of, is_over_features, judge, merged
 from tests.attention.witness import Witness, witness
 
@@ -214,7 +215,7 @@ def _tries(model: nn.Module, modules: Sequence[nn.Module]) -> list[Callable[[], 
     """Run what has not been seen to run, for the module that is looked for may be reached all the same."""
     if not modules:
         return []
-    wholes = [part for part in model.modules() if part is model or isinstance(part, _whole_kinds())]
+    wholes = [part for part in model.modules() if part is model or _is_whole(part)]
     wholes = [part for part in wholes if any(module in set(part.modules()) for module in modules)]
     tries = [partial(_one, part, partial(inputs.for_model, part), count) for part in wholes[:4] for count in range(12)]
     few = list({type(module): module for module in modules}.values())[:4]
@@ -229,10 +230,10 @@ def _alone(module: nn.Module, layer: Any = None) -> _Inputs:
     return lambda batch: inputs.for_attention(module, batch, width, head_dim)
 
 
-def _whole_kinds() -> tuple[type, ...]:
+def _is_whole(part: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
-    return (PreTrainedModel,)
+    return isinstance(part, PreTrainedModel) or is_documented(part)
 
 
 def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tuple[str, Witness, Callable[[], Any]]]:
@@ -295,7 +296,7 @@ def _runs(model, claims, refusals, batch, errors, runs, called) -> Iterator[tupl
     if not owners(model):
         return
     for part in model.modules():
-        if part is not model and isinstance(part, _whole_kinds()) and part not in ran and owners(part):
+        if part is not model and _is_whole(part) and part not in ran and owners(part):
             yield from tried("part", part, partial(inputs.for_model, part), 30)
     kinds: Counter[str] = Counter()
     for module in owners(model):

@@ -9,9 +9,14 @@ from torch import nn
 from tests.attention.sweep.documented import audio, joint, text, vision
 from tests.attention.sweep.documented.made import LENGTH
 
-__all__ = ["LENGTH", "documented"]
+__all__ = ["LENGTH", "documented", "is_documented"]
 
 _FORWARDS = vision.FORWARDS | audio.FORWARDS | text.FORWARDS | joint.FORWARDS
+
+
+def is_documented(model: nn.Module) -> bool:
+    """Tell models, and parts of models, whose inputs are known."""
+    return type(model).__name__ in _FORWARDS
 
 
 def documented(model: nn.Module, batch: int) -> dict[str, Any] | None:

@@ -172,6 +172,19 @@ def _masks(model: Any, batch: int) -> dict[str, Any]:
     }
 
 
+def _memories(module: Any, batch: int) -> dict[str, Any]:
+    """A frame of a video, and as many tokens of an earlier one; sequences come second."""
+    config = module.config
+    count, width = len(module.position_ids), module.layers[0].cross_attn_image.kv_in_dim
+    of_frame = [noise(count, batch, config.memory_attention_hidden_size) for _ in range(2)]
+    names = ("current_vision_features", "current_vision_position_embeddings")
+    arguments: dict[str, Any] = dict(zip(names, of_frame))
+    if hasattr(module, "position_ids_k"):
+        count, arguments["num_spatial_memory_tokens"] = len(module.position_ids_k), 1
+    memory = noise(count, batch, width)
+    return arguments | {"memory": memory, "memory_posision_embeddings": memory.flip(0)}
+
+
 def _bridgetower(model: Any, batch: int) -> dict[str, Any]:
     return {"image": noise(batch, 3, model.config.image_size, model.config.image_size)}
 
@@ -180,6 +193,7 @@ FORWARDS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "BridgeTowerVisionModel": _bridgetower,
     "DeepseekOcr2VisionEncoder": _deepseek_queries,
     "DepthProModel": _depth_pro,
+    "EdgeTamVideoMemoryAttention": _memories,
     "Inkling2VisionModel": _inkling2,
     "Kimi_K25VisionModel": _patches,
     "Kosmos2_5VisionModel": _flattened,
@@ -191,6 +205,7 @@ FORWARDS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "Pix2StructForConditionalGeneration": _pix2struct,
     "Pix2StructVisionModel": _flattened,
     "Qwen3OmniMoeVisionEncoder": _qwen3_omni,
+    "Sam2VideoMemoryAttention": _memories,
     "Sam3DetrDecoder": _detr_decoder,
     "Sam3DetrEncoder": _detr_encoder,
     "Sam3LiteTextDetrDecoder": _detr_decoder,
