@@ -420,6 +420,104 @@ def test_heads_of_experts_are_counted_once_whichever_expert_gives_their_queries(
     assert layer.left_out == f"the weights of its queries and {outputs}"
 
 
+class ValuesTurned(Attention):
+    """Values are rotated as keys are (H-Transformer-1D); outputs may be rotated back, and projected in groups."""
+
+    def __init__(self, is_turned_back, groups) -> None:
+        super().__init__()
+        self.is_turned_back, self.groups = is_turned_back, groups
+        self.o = nn.Linear(WIDTH // groups, WIDTH // groups)
+
+    def turned(self, x, sign=1.0):
+        angles = sign * torch.arange(x.shape[-2])[:, None] / (1.0 + torch.arange(x.shape[-1] // 2))
+        one, other = x.chunk(2, -1)
+        parts = (one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin())
+        return torch.cat(parts, -1)
+
+    def forward(self, x):
+        query, key, value = (self.turned(self.in_heads(one(x))) for one in (self.q, self.k, self.v))
+        heads = (query @ key.mT).softmax(-1) @ value
+        heads = self.turned(heads, -1.0) if self.is_turned_back else heads
+        heads = heads.transpose(1, 2).flatten(2)
+        return self.o(heads.unflatten(2, (self.groups, -1)) if self.groups > 1 else heads).flatten(2)
+
+
+@pytest.mark.parametrize(("is_turned_back", "groups"), [(False, 1), (True, 1), (True, 2)])
+def test_values_that_are_rotated_hide_no_keys(is_turned_back, groups):
+    module = ValuesTurned(is_turned_back, groups)
+    (layer,) = survey(module).layers
+    for role, matrix in (("query", module.q), ("key", module.k)):
+        assert torch.equal(layer.weight(role).flatten(0, 1), matrix.weight)
+    assert "value" not in layer.slices
+    assert layer.left_out.startswith("the weights of its values")
+
+
+class SummariesBeside(Attention):
+    """As in DeepSeek-V4: keys and values of each token, and beside them those that are gated sums of two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv, self.of_sums, self.gate = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.norm = nn.RMSNorm(4)
+
+    def forward(self, x):
+        pairs = (one(x[:, : x.shape[1] // 2 * 2]).unflatten(1, (-1, 2)) for one in (self.of_sums, self.gate))
+        kept, gates = pairs
+        sums = self.norm((kept * gates.softmax(2)).sum(2))
+        key = torch.cat([self.norm(self.kv(x)), sums], 1)[:, None]
+        return self.o(self.sums(self.in_heads(self.q(x)), key, key))
+
+
+def test_keys_of_tokens_are_read_beside_those_that_several_maps_make_of_several_tokens():
+    module = SummariesBeside()
+    (layer,) = survey(module).layers
+    assert (layer.num_heads, layer.num_key_heads) == (HEADS, 1)
+    for role in ("key", "value"):
+        assert torch.equal(layer.weight(role)[0], module.kv.weight)
+    second = "keys and values of a second stream, which `gate` and `of_sums` give"
+    assert layer.left_out.startswith(second)
+
+
+class ValuesSharedByMoreHeads(Attention):
+    """Four keys; values are tiled: heads 0 and 2 share one, and so do 1 and 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, x):
+        value = self.v(x).unflatten(-1, (2, -1)).transpose(1, 2).repeat(1, 2, 1, 1)
+        return self.o(self.sums(self.in_heads(self.q(x)), self.in_heads(self.k(x)), value))
+
+
+def test_heads_that_share_values_and_no_keys_are_read_in_an_order_in_which_they_lie_side_by_side():
+    module = ValuesSharedByMoreHeads()
+    (layer,) = survey(module).layers
+    assert layer.head_order == (0, 2, 1, 3)
+    assert (layer.num_key_heads, layer.num_value_heads) == (4, 2)
+    in_heads = module.k.weight.view(HEADS, -1, WIDTH)
+    assert torch.equal(layer.weight("key"), in_heads[list(layer.head_order)])
+    assert torch.equal(layer.weight("value").flatten(0, 1), module.v.weight)
+
+
+class MemoryAttentionLayer(nn.Module):
+    """A part that attends, and a feed-forward beside it, in what cannot be run with inputs that are made up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = NormedOverAllHeads(lambda x: x)
+        self.linear1, self.linear2 = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+
+    def forward(self, x, plan):
+        return self.linear2(self.linear1(self.part(x)[: plan["tokens"]]).softmax(-1))
+
+
+def test_a_feed_forward_beside_a_part_that_attends_is_not_named():
+    found = survey(nn.Sequential(MemoryAttentionLayer()))
+    assert [layer.name for layer in found.layers] == ["0.part"]
+    assert found.refused == ()
+
+
 class TokensOfATable(Attention):
     """A whole model in one module, which takes the numbers of words."""
 

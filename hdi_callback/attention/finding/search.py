@@ -19,7 +19,7 @@ from hdi_callback.attention.finding.runtime_finder import layers_observed
 from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
 from hdi_callback.attention.layer.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
-from hdi_callback.attention.layer.projections import is_map
+from hdi_callback.attention.layer.projections import base_of, is_map, stored_shape
 from hdi_callback.attention.layer.registry import Place, is_known_kind, known_layer
 from hdi_callback.attention.names import containers, is_inside, is_within, printable
 from hdi_callback.attention.observe import AttentionObserver, Verdict
@@ -257,7 +257,9 @@ class Search:
             True if it looks like attention, and two maps or more lie directly in it.
         """
         place = self.places[name]
-        count = sum(map(is_map, place.module.children()))
+        maps = [stored_shape(base_of(one), "weight") or () for one in place.module.children() if is_map(one)]
+        is_feed_forward = len(maps) == 2 and maps[0][:2] == maps[1][1::-1] != maps[1][:2]
+        count = 0 if is_feed_forward else len(maps)
         # Tokens and tables of positions, which lie there once for all sequences, are no maps.
         count += sum(one.dim() >= 2 and min(one.shape[:2]) > 1 for one in place.module.parameters(recurse=False))
         return name not in self._ran and count > 1 and looks_like_attention(place)

@@ -43,6 +43,7 @@ class CoreView:
         core: what is read of it; the first of several copies where all of it is made of such.
         units: its parts, each of which is of one head.
         met: number of a part -> the query and the keys of one token.
+        tokens: places of the keys that are read, where others are of another stream.
     """
 
     trace: TracedCores
@@ -50,6 +51,7 @@ class CoreView:
     core: Core
     units: Units
     met: dict[int, Meeting]
+    tokens: Tensor | None = None
 
     @property
     def first(self) -> int:
@@ -79,10 +81,16 @@ class CoreView:
 
     def at(self, unit: int, role: Role) -> Tensor:
         """Give the positions of a part in what attention takes, counted over all ``N``."""
-        if role == "value":
-            count = self.core.values.shape[1]
-            return torch.arange(count) + unit // self.units.count * count
-        return self.met[unit].at_keys if role == "key" else self.met[unit].at_query
+        if role == "query":
+            return self.met[unit].at_query
+        count = self.tensor(role).shape[1]
+        of_unit = torch.arange(count) + unit // self.units.count * count
+        found = self.met[unit].at_keys if role == "key" else of_unit
+        return found if self.tokens is None else found[torch.isin(found % count, self.tokens)]
+
+    def keep_tokens(self, places: Iterable[int]) -> None:
+        """Pass over keys and values of other tokens from here on."""
+        self.tokens = torch.tensor([*places])
 
     @cached_property
     def supports(self) -> dict[int, dict[Role, Support]]:

@@ -196,8 +196,8 @@ def _supports_of(trace: TracedCores, number: int) -> list[Support]:
 
 
 def _by_shared_keys(rows: dict[Role, list[Rows]]) -> list[int]:
-    """Order heads so that those which share a key lie side by side, and among them those which share a value."""
-    shared = [rows[role] for role in INPUT_ROLES[1:] if role in rows]
+    """Order heads so that those which share a key, or a value, lie side by side: first by what more of them share."""
+    shared = sorted((rows[role] for role in INPUT_ROLES[1:] if role in rows), key=lambda of_role: len(set(of_role)))
     first = [{one: head for head, one in reversed(list(enumerate(of_role)))} for of_role in shared]
     places = [[known[one] for one in of_role] for known, of_role in zip(first, shared)]
     return sorted(range(len(shared[0])), key=lambda head: [place[head] for place in places])

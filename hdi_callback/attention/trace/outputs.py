@@ -159,7 +159,8 @@ def _one_of(receiver: Leaf) -> str:
 def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
     """Tell whether each of several heads has features of a tensor to itself, whatever is done within a head.
 
-    Such as a rotation of its outputs, or what they have in common with a value being taken from them.
+    Such as a rotation of its outputs, or what they have in common with a value being taken from them. Features may
+    be in groups, each of which has a matrix of its own.
 
     Args:
         end: made of what cores give.
@@ -173,7 +174,7 @@ def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
         return False
     unknown = torch.zeros_like(end, requires_grad=True)
     found = torch.autograd.grad(end, [core.output for core in cores], unknown, create_graph=True, allow_unused=True)
-    owners = torch.zeros(end.shape[-1], dtype=torch.long)
+    owners = torch.zeros(end.shape[-2:] if end.dim() > 3 else end.shape[-1:], dtype=torch.long)
     for number, of_head in enumerate(heads.members):
         at = number if len(cores) > 1 else 0
         derivative = found[at]
@@ -186,7 +187,7 @@ def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
             matrix[rows] = random_weights(matrix[rows].shape)
         # Derived once more, by the weights of the combination: what a change of the outputs of this head changes.
         (moved,) = torch.autograd.grad(derivative, [unknown], chosen, retain_graph=True)
-        size = torch.nan_to_num(moved).reshape(-1, moved.shape[-1]).abs().amax(0)
+        size = torch.nan_to_num(moved).abs().reshape(-1, *owners.shape).amax(0)
         owners += size > 1e-7 * size.max()
     return int(owners.max()) == 1
 

@@ -18,7 +18,7 @@ def second_stream(view: CoreView) -> str:
     Each stream has its own maps, and no token is of both. Kept is that of the tokens that the first query is of.
 
     Args:
-        view: of a core; what a second stream gives is taken out of its supports.
+        view: of a core; what a second stream gives is taken out of its supports, and of its tokens.
 
     Returns:
         What is left out; empty if there is one stream.
@@ -28,21 +28,21 @@ def second_stream(view: CoreView) -> str:
     at_values = view.at(view.first, "value")[0] + at_keys % keys.shape[1]
     if keys.shape[1] != values.shape[1] or all(len(run.maps(of_first[role])) < 2 for role in _KEPT):
         return ""
-    streams: dict[_Stream, None] = {}
+    streams: dict[tuple[frozenset[str], ...], list[int]] = {}
     for places in zip(at_keys.tolist(), at_values.tolist()):
-        maps = [run.maps(run.support(tensor, [at])) for tensor, at in zip((keys, values), places)]
-        if not all(maps):
-            continue
-        if any(len(one) > 1 for one in maps):
-            return ""  # sums
-        streams[maps[0][0], maps[1][0]] = None
-    if len(streams) != 2:
+        maps = [frozenset(run.maps(run.support(tensor, [at]))) for tensor, at in zip((keys, values), places)]
+        if all(maps):
+            streams.setdefault(tuple(maps), []).append(places[0] % keys.shape[1])
+    single: list[_Stream] = [(*one[0], *one[1]) for one in streams if set(map(len, one)) == {1}]  # type: ignore[misc]
+    # What several maps make together is no stream that is read, and what one of them gives alone no stream beside.
+    if len(streams) != 2 or not single or (len(single) < 2 and any(one & other for one, other in zip(*streams))):
         return ""
-    kept = _stream_of_query(view.trace, list(streams), of_first)
+    kept = _stream_of_query(view.trace, single, of_first)
     for supports in view.supports.values():
         for role, name in zip(_KEPT, kept):
             supports[role] = supports[role].only(_leaves_of(view.trace, supports[role], name))
-    dropped = {name for one in streams for name in one} - set(kept)
+    view.keep_tokens(next(tokens for maps, tokens in streams.items() if kept == (*maps[0], *maps[1])))
+    dropped = frozenset().union(*(maps for one in streams for maps in one)) - set(kept)
     return f"keys and values of a second stream, which {named(sorted(dropped))} give"
 
 

@@ -298,10 +298,24 @@ def _left_out(role: str, actual: Tensor, inputs: list[Tensor], batch: int) -> Fi
                     if _is_itself(actual[:, position], of_token[:, 0]):
                         return Finding(True, remarks=(f"the {role} is an input, and no map of one",))
                     if float(determined(actual[:, position], of_token).max()) < SAME:
+                        if _is_another_map(actual, tokens, position, at):
+                            return Finding(
+                                True, remarks=(f"no {role} weight: it is turned, at each position in its way",)
+                            )
                         return Finding(False, f"its {role} is a map of its input, and no {role} weight is claimed")
     if not is_tried:
         return Finding(None, f"it claims no {role} weight; inputs are too wide to tell whether there is one")
     return Finding(True, remarks=(f"no {role} weight: it is no map of one token",))
+
+
+def _is_another_map(actual: Tensor, tokens: Tensor, position: int, at: int) -> bool:
+    """Tell whether no one map gives what is received at a position and at its neighbour, though one gives each."""
+    step = 1 if max(position, at) + 1 < min(actual.shape[1], tokens.shape[1]) else -1
+    if min(position, at) + step < 0:
+        return False
+    both = [(actual[:, position + i, :1], tokens[:, at + i, None].double()) for i in (0, step)]
+    received, given = (torch.cat(one) for one in zip(*both))
+    return float(determined(*both[1])) < SAME and float(determined(received, given)) > OTHER
 
 
 def _is_itself(actual: Tensor, token: Tensor) -> bool:

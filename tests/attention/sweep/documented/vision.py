@@ -212,6 +212,7 @@ FORWARDS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "Sam3LiteTextDetrEncoder": _detr_encoder,
     "Sam3LiteTextMaskDecoder": _masks,
     "Sam3MaskDecoder": _masks,
+    "Sam3TrackerVideoMemoryAttention": _memories,
     "Siglip2VisionModel": _siglip2,
     "SuperGlueForKeypointMatching": _pairs,
     "UnlimitedOcrVisionEncoder": _unlimited_ocr,
