@@ -130,14 +130,8 @@ class Taps(Hooks):
     @property
     def missed(self) -> Sequence[str]:
         """Layers that could have been captured and did not run, though nothing failed."""
-        return [
-            name
-            for name, tap in self._taps.items()
-            if tap.is_empty(self._reads_all)
-            and name not in self._never
-            and name not in self.passed_over
-            and name not in self.absent
-        ]
+        explained, reads_all = {*self.absent, *self.passed_over}, self._reads_all
+        return [name for name, tap in self._taps.items() if tap.is_empty(reads_all) and name not in explained]
 
     @property
     def doubts(self) -> Mapping[str, str]:

@@ -55,12 +55,8 @@ def looks_like_attention(place: Place) -> bool:
         return False
     if place.parent is None:
         return False
-    if _ATTENTION_NAME.search(type(module).__name__) or _has_usual_names(module):
-        return True
-    return any(
-        _computes_attention(part)
-        for part in (module, *(one for one in module.children() if not list(one.parameters())))
-    )
+    plain_parts = (one for one in module.children() if not list(one.parameters()))
+    return is_named_attention(module) or any(map(_computes_attention, (module, *plain_parts)))
 
 
 def is_called_attention(module: nn.Module) -> bool:
@@ -106,9 +102,7 @@ def _computes_attention(module: nn.Module) -> bool:
     if type(module).forward is nn.MultiheadAttention.forward or isinstance(module, nn.Softmax):
         return False
     # A layer of a graph network sends its messages in methods beside its forward.
-    members = [
-        one for name, one in vars(type(module)).items() if name != "__init__"
-    ]  # which makes parts, and runs none
+    members = [one for name, one in vars(type(module)).items() if name != "__init__"]  # which makes parts, runs none
     own = [forward, *(one for one in members if isinstance(one, types.FunctionType))]
     return any(_asks_for_attention(one.__code__) for one in own)
 

@@ -71,20 +71,17 @@ class RuntimeFinder(ArgumentRecorder):
         """
         layers: list[AttentionLayer] = []
         with isolated(*(self._places[name].module for name in ways)):
-            self._search_all(ways, layers)
+            for name in sorted(ways, key=lambda name: len(name.split(".")), reverse=True):
+                try:
+                    with isolated(seconds=MOST_SECONDS):
+                        layers += self._found(self._places[name], ways[name])
+                except Exception as error:  # noqa: PERF203 - what fails in one is no word on others
+                    self.reasons.setdefault(name, f"inspecting it raises {type(error).__name__} ({error})")
         for name in self._failed:
             # What could not be run is no attention of its own where that of its parts is read.
             if not any(layer.name == name or layer.name.startswith(f"{name}.") for layer in layers):
                 self.reasons.setdefault(name, _NOT_RUN)
         return layers
-
-    def _search_all(self, ways: Mapping[str, Sequence[Inputs]], layers: list[AttentionLayer]) -> None:
-        for name in sorted(ways, key=lambda name: len(name.split(".")), reverse=True):
-            try:
-                with isolated(seconds=MOST_SECONDS):
-                    layers += self._found(self._places[name], ways[name])
-            except Exception as error:  # noqa: PERF203 - what fails in one is no word on others
-                self.reasons.setdefault(name, f"inspecting it raises {type(error).__name__} ({error})")
 
     def _found(self, place: Place, ways: Sequence[Inputs]) -> list[AttentionLayer]:
         found = self._tracer.found_in(place.name, place.module, ways)

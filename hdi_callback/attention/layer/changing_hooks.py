@@ -36,8 +36,8 @@ def changing_hook(module: nn.Module) -> str | None:
         as forwards or their code show: a call whose answer is handed on counts as something.
     """
     hooks = list(_hooks_of(module))
-    known, effect = _SHOWN.get(module, ((), "unknown"))
-    if known == tuple(map(id, hooks)) and effect != "unknown":
+    effect = _shown(module, hooks)
+    if effect != "unknown":
         return f"with {_named(hooks)}, which changed what its weight gives" if effect == "changed" and hooks else None
     may_change = [one for one in hooks if _returns_something(_function_of(one))]
     return f"with {_named(may_change)}, which may give something else than its weight does" if may_change else None
@@ -52,8 +52,8 @@ def shown_change(module: nn.Module) -> bool:
     Returns:
         False as long as no forward did.
     """
-    known, effect = _SHOWN.get(module, ((), "unknown"))
-    return effect == "changed" and known == tuple(map(id, _hooks_of(module))) and bool(known)
+    hooks = list(_hooks_of(module))
+    return bool(hooks) and _shown(module, hooks) == "changed"
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -76,6 +76,11 @@ def note_effect(module: nn.Module, effect: Effect) -> None:
         effect: ``"none"``, ``"changed"``, or ``"unknown"`` of a new tensor of the same numbers.
     """
     _SHOWN[module] = tuple(map(id, _hooks_of(module))), effect
+
+
+def _shown(module: nn.Module, hooks: list[Any]) -> Effect:
+    known, effect = _SHOWN.get(module, ((), "unknown"))
+    return effect if known == tuple(map(id, hooks)) else "unknown"
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:

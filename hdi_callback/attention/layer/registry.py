@@ -121,20 +121,17 @@ def torch_attention(place: Place) -> AttentionLayer | None:
         return None
     around = place.parent
     if getattr(around, "base_layer", None) is module:
-        name = f"{type(around).__name__} of {type(around).__module__.partition('.')[0]}"
-        raise RefusedError(f"the {name} around it changes its weights within each forward")
+        adapter = f"{type(around).__name__} of {type(around).__module__.partition('.')[0]}"
+        raise RefusedError(f"the {adapter} around it changes its weights within each forward")
     reason = projections.objection(module.out_proj)
     if reason is not None:
         raise RefusedError(f"its `out_proj` is {reason}")
     H, width = module.num_heads, module.head_dim
-    starts = {"query": 0, "key": module.embed_dim, "value": 2 * module.embed_dim}
     packed = module._qkv_same_embed_dim
     slices: dict[Role, HeadSlice] = {}
-    for role in INPUT_ROLES:
-        if packed:
-            slices[role] = HeadSlice(module, "in_proj_weight", H, width, starts[role])
-        else:
-            slices[role] = HeadSlice(module, f"{role[0]}_proj_weight", H, width)
+    for number, role in enumerate(INPUT_ROLES):
+        name, start = ("in_proj_weight", number * module.embed_dim) if packed else (f"{role[0]}_proj_weight", 0)
+        slices[role] = HeadSlice(module, name, H, width, start)
     slices["output"] = HeadSlice(module, "out_proj.weight", H, width)
     kind = "nn.MultiheadAttention, packed" if packed else "nn.MultiheadAttention, separate"
     return AttentionLayer(place.name, module, H, H, width, width, kind, slices)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.observe.scores.axes import unravel
+from hdi_callback.attention.observe.scores.axes import dims_of, unravel
 
 TOKENS = 14
 """Tokens of a sample, fewer if there are fewer."""
@@ -142,23 +142,19 @@ def _at_length(
             opened = tensor.reshape(*both, *tensor.shape[1:])
             yield from _at_length(opened, both, count, sequences, start, length)
         return
-    dims = range(len(lead))
-    for size in range(len(lead) + 1):
-        for batch in itertools.combinations(dims, size):
-            if math.prod(lead[dim] for dim in batch) != sequences:
-                continue
-            heads = [dim for dim in dims if dim not in batch]
-            for length_first in (False, True) if sequences > 1 and length > 1 else (False,):
-                sizes: tuple[int, ...]
-                order = (len(lead), *batch) if length_first else (*batch, len(lead))
-                sizes = (
-                    (length, *(lead[dim] for dim in batch)) if length_first else (*(lead[dim] for dim in batch), length)
-                )
-                index = list(unravel(places(count, tensor.device), sizes))
-                place = 0 if length_first else len(batch)
-                index[place] = index[place] + start
-                taken = tensor.permute(*order, *heads, len(lead) + 1)[tuple(index)]
-                yield Arrangement(taken.reshape(taken.shape[0], -1, taken.shape[-1]), count, start)
+    tokens = tensor.narrow(-2, start, length)
+    for batch in dims_of(lead, sequences):
+        yield Arrangement(_sample(tokens, (*batch, len(lead)), count), count, start)
+        if sequences > 1 and length > 1:  # length first
+            yield Arrangement(_sample(tokens, (len(lead), *batch), count), count, start)
+
+
+def _sample(tensor: Tensor, order: Sequence[int], count: int) -> Tensor:
+    """Take a sample of N tokens that some dimensions number, in an order of these; the others number heads."""
+    heads = [dim for dim in range(tensor.dim() - 1) if dim not in order]
+    index = unravel(places(count, tensor.device), [tensor.shape[dim] for dim in order])
+    taken = tensor.permute(*order, *heads, -1)[index]
+    return taken.reshape(taken.shape[0], -1, taken.shape[-1])
 
 
 def arrangements_of_rows(tensor: Tensor, tokens: Sequence[int], rows: int) -> Iterator[Arrangement]:
@@ -174,18 +170,8 @@ def arrangements_of_rows(tensor: Tensor, tokens: Sequence[int], rows: int) -> It
     """
     tensor = tensor.detach()
     *lead, length, _ = tensor.shape
-    if rows not in lead:
-        return
-    dims = range(len(lead))
     for count in dict.fromkeys(tokens):
-        for size in range(1, len(lead) + 1):
-            for batch in itertools.combinations(dims, size):
-                if math.prod(lead[dim] for dim in batch) * length != count or rows not in [lead[dim] for dim in batch]:
-                    continue
-                heads = [dim for dim in dims if dim not in batch]
+        for batch in dims_of(lead, count // length) if count % length == 0 else ():
+            if rows in [lead[dim] for dim in batch]:
                 for order in itertools.permutations((*batch, len(lead))):
-                    sizes = [tensor.shape[dim] for dim in order]
-                    index = unravel(places(count, tensor.device), sizes)
-                    taken = tensor.permute(*order, *heads, len(lead) + 1)[index]
-                    features = taken.reshape(taken.shape[0], -1, taken.shape[-1])
-                    yield Arrangement(features, count, is_tied=True)
+                    yield Arrangement(_sample(tensor, order, count), count, is_tied=True)

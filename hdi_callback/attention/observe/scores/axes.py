@@ -149,13 +149,26 @@ def _fitting(lead: tuple[int, ...], length: int, tokens: Sequence[int]) -> list[
 
 
 def _ways(lead: tuple[int, ...], sequences: int) -> list[Axes]:
-    dims = range(len(lead))
-    subsets = [batch for size in range(len(lead) + 1) for batch in itertools.combinations(dims, size)]
-    fitting = [batch for batch in subsets if math.prod(lead[dim] for dim in batch) == sequences]
+    fitting = dims_of(lead, sequences)
     fitting.sort(key=lambda batch: batch != tuple(range(len(batch))))  # sequences come first as a rule
     if fitting or len(lead) != 1 or lead[0] % sequences:
         return [Axes(lead, batch) for batch in fitting]
     return [Axes((sequences, lead[0] // sequences), (0,))]  # torch's own order where both share a dimension
+
+
+def dims_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Find the dimensions that together number so many things.
+
+    Args:
+        sizes: of all dimensions.
+        count: of the things.
+
+    Returns:
+        Each choice of dimensions whose sizes multiply to it, the fewest first.
+    """
+    dims = range(len(sizes))
+    subsets = (some for number in range(len(sizes) + 1) for some in itertools.combinations(dims, number))
+    return [some for some in subsets if math.prod(sizes[dim] for dim in some) == count]
 
 
 def spread(count: int, of: int, device: torch.device) -> Tensor:
