@@ -48,6 +48,16 @@ def is_compiling_allowed() -> bool:
     return not getattr(sys.modules.get("torch._dynamo.config"), "error_on_recompile", False)
 
 
+def is_backward_compiled() -> bool:
+    """Return whether compiled autograd runs the backward, which a hook on a tensor would have compiled anew.
+
+    Returns:
+        False where nothing of it was imported.
+    """
+    engine: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(engine, "compiled_autograd_enabled", False))
+
+
 def _graphs(model: nn.Module | None) -> int:
     """The largest number of graphs that any part of a model has."""
     from torch._dynamo.convert_frame import input_codes

@@ -6,16 +6,15 @@ holds as well for the weight of the output projection, unless that is frozen.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdi_callback.attention.autocast import without_autocast
+from hdi_callback.attention.compiled import is_backward_compiled
 
 SlopeReducer = Callable[[Tensor, Tensor], Tensor]
 """Takes head outputs and their gradients, ``(sequences, tokens, H, d_v)``, to slopes ``(sequences, H)``."""
@@ -63,10 +62,9 @@ class HeadSlopes:
             first_sequence: number of the first of these sequences; those of one number are the same sequences.
             gradient_of: takes the gradient of `tensor` to that of `outputs`.
         """
-        engine: Any = sys.modules.get("torch._dynamo.compiled_autograd")
         if not tensor.requires_grad:
             self.failure = self.failure or "autograd computes no gradient of its head outputs"
-        elif getattr(engine, "compiled_autograd_enabled", False):
+        elif is_backward_compiled():
             self.failure = self.failure or _COMPILED_BACKWARD
         elif _are_saved_elsewhere():
             self.failure = self.failure or _NOT_KEPT

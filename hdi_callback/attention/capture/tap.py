@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from hdi_callback.attention.capture.graph_operator import Entry, take_in_graph
 from hdi_callback.attention.capture.padding import Padding, PaddingChoice, find_padding, fit_padding, takes_masks
 from hdi_callback.attention.capture.sampling import TokenSample, joined, sample_tokens, shared_out
 from hdi_callback.attention.capture.slopes import NO_BACKWARD, HeadSlopes, SlopeReducer
+from hdi_callback.attention.compiled import is_backward_compiled
 from hdi_callback.attention.hooks import Arguments
 from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.layer.projections import feature_dim
@@ -77,14 +77,15 @@ class Subject:
 HEAD_OUTPUTS = Subject("head outputs", "output projection")
 
 
+@dataclass(eq=False)
 class _Forward:
     """What was taken of one forward of a layer."""
 
-    def __init__(self, sample: TokenSample, *, is_recorded: bool) -> None:
-        self.sample, self.is_recorded = sample, is_recorded
-        self.is_reached = False
-        self.outputs: Tensor | None = None  # of the whole forward, until its gradient is followed
-        self.first_sequence = 0
+    sample: TokenSample
+    is_recorded: bool
+    is_reached: bool = False
+    outputs: Tensor | None = None  # of the whole forward, until its gradient is followed
+    first_sequence: int = 0
 
 
 class Tap:
@@ -152,16 +153,17 @@ class Tap:
             if not self.is_in_graph:
                 return None
             passed = args[0] if args else next(iter(kwargs.values()))
-            outputs = passed if self._subject.pick is None else self._subject.pick(module, args, kwargs)
-            return self._take_in_graph(passed, outputs, args, kwargs)
+            return self._take_in_graph(passed, self._input_of(module, args, kwargs), args, kwargs)
         if self.is_armed:
-            outputs = args[0] if args else next(iter(kwargs.values()), None)
-            if self._subject.pick is not None:
-                outputs = self._subject.pick(module, args, kwargs)
+            outputs = self._input_of(module, args, kwargs)
             taken = self._take(lambda: outputs, is_recorded=torch.is_grad_enabled())
-            _mark_when_reached(taken, outputs)
-            self._follow_slopes(taken, outputs, lambda gradient: _features_last(gradient, module))
+            self._follow_backward(taken, outputs, lambda gradient: _features_last(gradient, module))
         return None
+
+    def _input_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._subject.pick is not None:
+            return self._subject.pick(module, args, kwargs)
+        return args[0] if args else next(iter(kwargs.values()), None)
 
     def take_recomputed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Take what the attention would pass to an output projection that it does not call."""
@@ -181,17 +183,24 @@ class Tap:
         if not torch.compiler.is_compiling() and self.is_armed:
             taken, self._last = self._last, None
             output = result[0] if isinstance(result, tuple) else result
-            _mark_when_reached(taken, output)
-            self._follow_slopes(taken, output, lambda gradient: before_projection(module, gradient))
+            self._follow_backward(taken, output, lambda gradient: before_projection(module, gradient))
 
     _last: _Forward | None = None
 
-    def _follow_slopes(self, taken: _Forward | None, tensor: Any, gradient_of: Callable[[Tensor], Tensor]) -> None:
-        """Read the gradient of a tensor of a forward that was taken."""
-        if self._slopes is None or taken is None:
+    def _follow_backward(self, taken: _Forward | None, tensor: Any, gradient_of: Callable[[Tensor], Tensor]) -> None:
+        """Mark a forward once a backward reaches a tensor of it, and read the gradient, which is left as it is."""
+        if taken is None or not isinstance(tensor, Tensor):
             return
+        if tensor.requires_grad and not is_backward_compiled():
+            weak = weakref.ref(taken)
+
+            def mark(_: Tensor) -> None:
+                if (found := weak()) is not None:
+                    found.is_reached = True
+
+            tensor.register_hook(mark)  # type: ignore[no-untyped-call]
         outputs, taken.outputs = taken.outputs, None
-        if taken.is_recorded and outputs is not None and isinstance(tensor, Tensor):
+        if self._slopes is not None and taken.is_recorded and outputs is not None:
             self._slopes.follow(tensor, outputs, taken.first_sequence, gradient_of)
 
     def _receive(self, outputs: Tensor, *, is_recorded: bool) -> None:
@@ -334,23 +343,6 @@ def _place(tensor: Any) -> tuple[int, torch.Size]:
     if not isinstance(tensor, Tensor) or tensor.device.type == "meta" or tensor.is_nested:
         return 0, torch.Size()
     return tensor.data_ptr(), tensor.shape
-
-
-def _mark_when_reached(taken: _Forward | None, outputs: Any) -> None:
-    """Mark a forward once a backward reaches it; its gradient is left as it is."""
-    if taken is None or not isinstance(outputs, Tensor) or not outputs.requires_grad:
-        return
-    engine: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    if getattr(engine, "compiled_autograd_enabled", False):  # which would be compiled anew
-        return
-    weak = weakref.ref(taken)
-
-    def mark(_: Tensor) -> None:
-        found = weak()
-        if found is not None:
-            found.is_reached = True
-
-    outputs.register_hook(mark)  # type: ignore[no-untyped-call]
 
 
 def _features_last(outputs: Tensor, projection: nn.Module | None) -> Tensor:

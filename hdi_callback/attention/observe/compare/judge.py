@@ -181,7 +181,7 @@ def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str, *, is_ti
         return _compare(role, x, claimed, through, as_they_are=is_tied)
     also = f"{through}, beside {beside} other features of a head"
     parts = (x[..., :-beside], x[..., beside:]) if beside > 0 and not is_tied else ()
-    verdicts = [_compare(role, part, claimed, also) for part in parts]
+    verdicts = (_compare(role, part, claimed, also) for part in parts)
     return next((one for one in verdicts if one is not None and one.state == "established"), None)
 
 
