@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.layer.head_slice import HeadSlice
+from hdi_callback.attention.layer.head_slice import HeadSlice, owner_of
 from hdi_callback.attention.layer.weight_reading import read_tensor
 from hdi_callback.errors import UnsupportedAttentionError
 
@@ -87,9 +86,7 @@ class HeadProduct:
         # Neither autocast nor TF32 is to round what is measured.
         with torch.autocast(inner.device.type, enabled=False):
             if self.gain:
-                path, _, name = self.gain.rpartition(".")
-                owner: nn.Module = reduce(getattr, path.split(".") if path else [], self.module)
-                gain = read_tensor(owner, name)
+                gain = read_tensor(*owner_of(self.module, self.gain))
                 if gain is None:
                     raise UnsupportedAttentionError(f"There is no gain `{self.gain}` any more.")
                 outer = outer * (gain + self.gain_offset)

@@ -18,6 +18,20 @@ Centring = Literal["", "head", "layer"]
 NO_MATRIX = "is not a matrix"
 
 
+def owner_of(module: nn.Module, parameter: str) -> tuple[nn.Module, str]:
+    """Follow a dotted path to the module that holds a parameter.
+
+    Args:
+        module: where the path starts.
+        parameter: the path.
+
+    Returns:
+        The module, and the name of the parameter in it.
+    """
+    path, _, name = parameter.rpartition(".")
+    return reduce(getattr, path.split(".") if path else [], module), name
+
+
 @dataclass(frozen=True)
 class HeadSlice:
     """The heads' part of one linear map, or of a convolution of kernel size one: for each head `width` of its features.
@@ -255,9 +269,7 @@ class HeadSlice:
         return self.width * self.step if self.stride is None else self.stride
 
     def _owner(self) -> tuple[nn.Module, str]:
-        path, _, name = self.parameter.rpartition(".")
-        owner: nn.Module = reduce(getattr, path.split(".") if path else [], self.module)
-        return owner, name
+        return owner_of(self.module, self.parameter)
 
     def _shape(self) -> torch.Size | None:
         owner, name = self._owner()

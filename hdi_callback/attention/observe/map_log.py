@@ -82,8 +82,7 @@ class MapLog:
         Returns:
             The number, greater than those of the calls before it.
         """
-        self._order += 1
-        self._cores.append(self._order)
+        self._cores.append(self._next())
         return self._order
 
     def map_ran(
@@ -192,7 +191,9 @@ class MapLog:
         is_token_wise = inputs.dim() == made.dim() and inputs.numel() // inputs.shape[features_dim] == tokens
         before = sample_of_map(inputs, features_dim) if is_token_wise else made.new_empty(0, 0)
         after = sample_of_map(made, features_dim)
-        call = self._keep(keys, name, kind, tokens, inputs, before, after, **rest)
+        source, owner = inputs.data_ptr(), self._stack.owner
+        call = MapCall(self._next(), keys, name, kind, tokens, before, after, source, owner=owner, **rest)
+        self.calls.append(call)
         self._latest = _Result(weakref.ref(made), 0 if made.is_inference() else made._version, call, features_dim)
 
     def _add_norm(self, keys: tuple[int, ...], name: str, inputs: Tensor, made: Tensor) -> None:
@@ -209,24 +210,13 @@ class MapLog:
             pairs = zip(arrangements(one, counts), arrangements(other, counts), strict=False)
             ways += [(before, after) for before, after in pairs if before.start == 0]
         empty, tokens = inputs.new_empty(0, 0), inputs.numel() // inputs.shape[-1]
-        self._keep(keys, name, "norm", tokens, inputs, empty, empty, ways=tuple(ways))
-
-    def _keep(
-        self,
-        keys: tuple[int, ...],
-        name: str,
-        kind: str,
-        tokens: int,
-        inputs: Tensor,
-        before: Tensor,
-        after: Tensor,
-        **rest: Any,
-    ) -> MapCall:
-        self._order += 1
         source, owner = inputs.data_ptr(), self._stack.owner
-        call = MapCall(self._order, keys, name, kind, tokens, before, after, source, owner=owner, **rest)
+        call = MapCall(self._next(), keys, name, "norm", tokens, empty, empty, source, owner=owner, ways=tuple(ways))
         self.calls.append(call)
-        return call
+
+    def _next(self) -> int:
+        self._order += 1
+        return self._order
 
     def _let_go(self) -> None:
         if len(self.calls) < _MOST_CALLS + self._settled:

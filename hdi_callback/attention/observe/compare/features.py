@@ -72,18 +72,12 @@ def _residual(x: Tensor, y: Tensor) -> Tensor:
     products, xx, yy = x @ y.T, x.square().sum(-1), y.square().sum(-1)
     whole = xx[:, None] * yy
     share = products.square() / whole.clamp_min(1e-300)
-    exact = torch.where(share > 0.99, _exact(x, y, products, yy) / xx.clamp_min(1e-300)[:, None], 1 - share)
+    # Where nearly nothing is left, it is computed without the cancellation of 1 - cos^2.
+    factors = (products / yy.clamp_min(1e-300))[..., None]
+    left = torch.stack([(one - factor * y).square().sum(-1) for one, factor in zip(x, factors, strict=True)])
+    exact = torch.where(share > 0.99, left / xx.clamp_min(1e-300)[:, None], 1 - share)
     residual: Tensor = torch.where(whole > 0, exact, 1.0)
     return residual
-
-
-def _exact(x: Tensor, y: Tensor, products: Tensor, yy: Tensor) -> Tensor:
-    """The same without the cancellation of 1 - cos^2."""
-    rows = []
-    for one, product in zip(x, products, strict=True):
-        factor = product / yy.clamp_min(1e-300)
-        rows.append((one - factor[:, None] * y).square().sum(-1))
-    return torch.stack(rows)
 
 
 def _spread(x: Tensor) -> Tensor:
