@@ -1,20 +1,111 @@
-"""Contractions with a parameter, as `torch.einsum` writes them, in a traced run."""
+"""Products of a tensor with a parameter in a traced run: ``x[ix] weight[iw] -> [out]``, as `torch.einsum` writes them.
+
+Dims of the weight that are summed are what a map takes, new ones are its features. Dims that both have, and that stay,
+number matrices: each part of a token has its own.
+"""
 
 from __future__ import annotations
 
-import math
 import string
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.trace.stacks import by_each_matrix
-from hdi_callback.attention.trace.torch_arguments import torch_arguments
+from hdi_callback.attention.trace.support import derivatives, weights_at
+from hdi_callback.attention.trace.traced_run import Leaf
+from hdi_callback.attention.trace.weight_views import WeightView
 
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
-    from hdi_callback.attention.trace.weight_views import ParameterPart
+
+
+def contracted(cut: GraphCut, x: Tensor, weight: Tensor, ix: str, iw: str, out: str) -> Any:
+    """Answer in place of a product of a tensor with a parameter.
+
+    Args:
+        cut: of the run.
+        x: the tensor.
+        weight: a parameter, or a view of one.
+        ix: a letter for each dim of `x`.
+        iw: for each dim of `weight`.
+        out: for each dim of the product.
+
+    Returns:
+        The product; `NotImplemented` where no map is multiplied with.
+    """
+    with torch._C.DisableTorchFunction():
+        view = cut.views.view_of(weight)
+    if view is None or x.dim() != len(ix) or len({*iw}) < len(iw):
+        return NotImplemented
+    return _Contraction(cut, view, x, weight, ix, iw, out).answer()
+
+
+@dataclass(frozen=True, eq=False)
+class _Contraction:
+    """One tensor and one view of a parameter: ``x[ix] weight[iw] -> [out]``."""
+
+    cut: GraphCut
+    view: WeightView
+    x: Tensor
+    weight: Tensor
+    ix: str
+    iw: str
+    out: str
+
+    def answer(self) -> Any:
+        """Answer in its place."""
+        summed = [i for i in self.ix if i in self.iw and i not in self.out]
+        new = [i for i in self.iw if i not in self.ix]
+        shared = [i for i in self.iw if i in self.ix and i in self.out]
+        if shared:
+            return self._by_each_matrix(shared, summed, new)
+        positions = [i for i in self.ix if i not in summed]
+        if not new or not summed or {*self.out} != {*new, *positions}:
+            return NotImplemented
+        is_square = len(summed) == len(new) == 1 and len({*self.weight.shape}) == 1
+        # By a matrix between heads weights of attention are mixed.
+        if is_square and self.cut.mixing.is_at(self.view.parameter, self.x, self.ix.index(summed[0])):
+            return self._arranged(self.x, [new[0] if i in summed else i for i in self.ix])
+        return self._mapped(positions, summed, new)
+
+    def _mapped(self, positions: list[str], summed: list[str], new: list[str]) -> Any:
+        """A map takes as many features as its input gives last; learned queries are met by keys in the same way."""
+        if self.ix[-1] not in summed or [i for i in self.iw if i in summed] != summed or len(summed) > 2:
+            return NotImplemented
+        features = self.view.features([self.iw.index(i) for i in new])
+        if features is None:
+            return NotImplemented
+        axes, start, order = features
+        new = [self.iw[at] for at in order]
+        sizes = [self.weight.shape[at] for at in order]
+        taken = self.x.permute([self.ix.index(i) for i in positions + summed]).flatten(len(positions))
+        count = torch.Size(sizes).numel()
+        stub = self.view.stub if not axes else None
+        answer = self.cut.answer(self.view.parameter, taken, count, module=stub, axes=axes, start=start)
+        return self._arranged(answer.view(*answer.shape[:-1], *sizes), positions + new)
+
+    def _by_each_matrix(self, shared: list[str], summed: list[str], new: list[str]) -> Any:
+        """Parts of tokens with a matrix each, ``(H, d, width)`` in this order."""
+        heads, width = self.weight.shape[0], self.weight.shape[-1]
+        is_stack = self.view.is_whole and heads > 1 and [*self.iw] == [*shared, *summed, *new] and len(self.iw) == 3
+        tokens = [i for i in self.ix if i not in (*shared, *summed)]
+        if not is_stack or not tokens or len(self.out) != len(self.ix):
+            return NotImplemented
+        taken = self.x.permute([self.ix.index(i) for i in (*tokens, *shared, *summed)]).flatten(-2)
+        name, run = self.view.parameter, self.cut.run
+        with torch._C.DisableTorchFunction():
+            is_of_maps = bool(derivatives(taken, weights_at(taken), run.tensors))
+        if is_of_maps:
+            # If no map takes it after, this is the output projection, and what it gives of each head is summed later.
+            run.stacked.append(Leaf(name, torch.empty(width), taken, axes=(2,)))
+            return NotImplemented
+        answer = self.cut.answer(name, taken, heads * width, axes=(0, 2), is_of_parts=True)
+        return self._arranged(answer.view(*answer.shape[:-1], heads, width), [*tokens, *shared, *new])
+
+    def _arranged(self, tensor: Tensor, dims: list[str]) -> Tensor:
+        return tensor.permute([dims.index(i) for i in self.out]).contiguous()  # as the product has it
 
 
 def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -25,20 +116,17 @@ def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(formula, str) or "->" not in formula or not all(isinstance(one, Tensor) for one in operands):
         return NotImplemented
     with torch._C.DisableTorchFunction():
-        parts = [cut.views.part_of(one) for one in operands]
-    if len([part for part in parts if part is not None]) != 1:
-        return NotImplemented
-    which = next(place for place, part in enumerate(parts) if part is not None)
+        weights = [place for place, one in enumerate(operands) if cut.views.is_of_parameter(one)]
     joined, _, out = _lettered(formula.replace(" ", ""), operands).partition("->")
     terms = joined.split(",")
-    if "." in joined + out or len(terms) != len(operands):
+    if len(weights) != 1 or "." in joined + out or len(terms) != len(operands):
         return NotImplemented
+    (which,) = weights
     if len(operands) == 3:
         return _of_three(cut, func, terms, operands, which, out)
     if len(operands) != 2:
         return NotImplemented
-    part: Any = parts[which]
-    return _Contraction(cut, part, operands[1 - which], operands[which], terms[1 - which], terms[which], out)()
+    return contracted(cut, operands[1 - which], operands[which], terms[1 - which], terms[which], out)
 
 
 def _lettered(formula: str, operands: list[Tensor]) -> str:
@@ -57,26 +145,6 @@ def _lettered(formula: str, operands: list[Tensor]) -> str:
     return f"{','.join(terms)}->{out.replace('...', ''.join(free[:most][::-1]))}"
 
 
-def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer in place of a contraction of some dims of a tensor with some of a parameter."""
-    x, other, dims = torch_arguments(args, kwargs, "a", "b", "dims")
-    if not isinstance(x, Tensor) or not isinstance(other, Tensor):
-        return NotImplemented
-    if type(dims) is int:  # the last of the one, the first of the other
-        dims = list(range(x.dim() - dims, x.dim())), list(range(dims))
-    are_pairs = (
-        isinstance(dims, (tuple, list)) and len(dims) == 2 and all(isinstance(one, (tuple, list)) for one in dims)
-    )
-    if not are_pairs or not dims[0]:
-        return NotImplemented
-    letters = "abcdefghijklmnop"
-    taken, made = list(letters[: x.dim()]), list(letters[x.dim() : x.dim() + other.dim()])
-    for one, two in zip(*dims):
-        made[two] = taken[one]
-    out = [one for one in taken if one not in made] + [one for one in made if one not in taken]
-    return einsum(cut, torch.einsum, (f"{''.join(taken)},{''.join(made)}->{''.join(out)}", x, other), {})
-
-
 def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor], which: int, out: str) -> Any:
     """Contract two tensors first, then their product with a parameter, as for values, weights and output maps."""
     (one, left), (other, right) = [(terms[place], operands[place]) for place in range(3) if place != which]
@@ -86,75 +154,6 @@ def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor]
         return NotImplemented
     first = "".join(sorted(kept, key=lambda i: summed.index(i) if i in summed else -1))
     product = torch.einsum(f"{one},{other}->{first}", left, right)
-    second = (f"{first},{terms[which]}->{out}", product, operands[which])
-    answer = einsum(cut, func, second, {})
+    answer = contracted(cut, product, operands[which], first, terms[which], out)
     # Of what is noted of the product on the way there the answer is made in any case.
-    return func(*second) if answer is NotImplemented else answer
-
-
-class _Contraction:
-    """One tensor and one parameter: ``x[ix] weight[iw] -> [out]``."""
-
-    def __init__(
-        self, cut: GraphCut, part: ParameterPart, x: Tensor, weight: Tensor, ix: str, iw: str, out: str
-    ) -> None:
-        self.cut, self.part, self.x, self.weight, self.ix, self.iw, self.out = cut, part, x, weight, ix, iw, out
-        self.name = part.parameter
-        self.summed = [i for i in ix if i in iw and i not in out]
-        self.new = [i for i in iw if i not in ix]
-        self.shared = [i for i in iw if i in ix and i in out]
-        self.positions = [i for i in ix if i not in self.summed]
-
-    def __call__(self) -> Any:
-        if self.x.dim() != len(self.ix) or len(set(self.iw)) < len(self.iw):
-            return NotImplemented
-        if self.shared:
-            return self._by_each_matrix()
-        return self._mixed() if self._is_mixing() else self._mapped()
-
-    def _by_each_matrix(self) -> Any:
-        """Parts of tokens with a matrix each, ``(H, d, width)`` in this order."""
-        if not len(self.shared) == len(self.summed) == len(self.new) == 1 or len(self.out) != len(self.ix):
-            return NotImplemented
-        if not self.part.is_whole:
-            return NotImplemented
-        order = [i for i in self.positions if i not in self.shared]
-        if not order or self.iw.index(self.shared[0]) != 0 or self.iw.index(self.new[0]) != 2:
-            return NotImplemented
-        moved = self.x.permute([self.ix.index(i) for i in (*order[:-1], *self.shared, *order[-1:], *self.summed)])
-        parts = by_each_matrix(self.cut, self.name, moved, self.weight)
-        return (
-            parts
-            if parts is NotImplemented
-            else self._arranged(parts, [*order[:-1], *self.shared, *order[-1:], *self.new])
-        )
-
-    def _is_mixing(self) -> bool:
-        """Recognise a square matrix between heads, by which weights of attention are mixed."""
-        is_square = len(self.summed) == len(self.new) == 1 and len(set(self.weight.shape)) == 1
-        if not is_square or set(self.out) != {*self.positions, *self.new}:
-            return False
-        return self.cut.mixing.is_at(self.name, self.x, self.ix.index(self.summed[0]))
-
-    def _mixed(self) -> Tensor:
-        return self._arranged(self.x, [self.new[0] if i in self.summed else i for i in self.ix])
-
-    def _mapped(self) -> Any:
-        """A map takes as many features as its input gives last; learned queries are met by keys in the same way."""
-        is_map = self.new and set(self.out) == {*self.new, *self.positions} and 1 <= len(self.summed) <= 2
-        if not is_map or self.ix[-1] not in self.summed or [i for i in self.iw if i in self.summed] != self.summed:
-            return NotImplemented
-        taken = self.x.permute([self.ix.index(i) for i in self.positions + self.summed]).flatten(len(self.positions))
-        axes = tuple(self.iw.index(i) for i in self.new)
-        sizes = [self.weight.shape[axis] for axis in axes]
-        owned, start = axes, 0
-        if not self.part.is_whole:  # as the queries of one parameter of all roles
-            if self.part.has_first and 0 not in axes:
-                return NotImplemented
-            owned = axes if self.part.has_first else (0, *(axis + 1 for axis in axes))
-            start = self.part.first * math.prod(self.part.shape[axis] for axis in owned if axis)
-        answer = self.cut.answer(self.name, taken, math.prod(sizes), axes=owned, start=start)
-        return self._arranged(answer.view(*answer.shape[:-1], *sizes), self.positions + self.new)
-
-    def _arranged(self, tensor: Tensor, dims: list[str]) -> Tensor:
-        return tensor.permute([dims.index(i) for i in self.out])
+    return func(f"{first},{terms[which]}->{out}", product, operands[which]) if answer is NotImplemented else answer

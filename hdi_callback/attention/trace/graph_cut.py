@@ -1,7 +1,7 @@
 """`GraphCut`: what torch's functions do in a traced run.
 
 The graph is cut where a parameter is multiplied with: the answer is a leaf of random features (`parameter_products`,
-`contractions`, `stacks`, by `weight_views`). Norms take what they divide by for constants (`plain_norms`), attention is
+`contractions`, by `weight_views`). Norms take what they divide by for constants (`plain_norms`), attention is
 computed by plain products (`plain_attention`), and a map that mixes heads is left out (`head_mixing`). What ranks swap
 is answered in the graph (`exchange`). Each of these lists, by `HANDLERS`, the functions that it answers for, by their
 names, wherever torch has them.

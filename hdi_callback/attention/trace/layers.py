@@ -41,7 +41,7 @@ class Found:
         path: dotted path of the module within the one that was run.
         reason: why they cannot be read.
         cores: numbers of the cores.
-        maps: what queries, keys and values come from: parameters, each with the features that are used.
+        maps: what queries, keys and values come from: parameters, and the numbers of their features.
         is_undecided: another run may read them; of a layer, that it may be others where an argument is passed that was
             left out, and with which the module could not be run.
     """
@@ -50,7 +50,7 @@ class Found:
     layer: AttentionLayer | None = None
     reason: str = ""
     cores: tuple[int, ...] = ()
-    maps: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    maps: frozenset[tuple[str, int]] = frozenset()
     is_undecided: bool = False
 
 
@@ -176,12 +176,8 @@ def _require_matrices(trace: TracedCores, numbers: tuple[int, ...], rows: Mappin
                 raise refusal(f"its projection `{name}` is {why}")
 
 
-def _maps_of(trace: TracedCores, number: int) -> frozenset[tuple[str, tuple[int, ...]]]:
-    features: dict[str, set[int]] = {}
-    for support in _supports_of(trace, number):
-        for leaf in support.masks:
-            features.setdefault(trace.leaves[leaf].parameter, set()).update(support.features(leaf))
-    return frozenset((parameter, tuple(sorted(of_map))) for parameter, of_map in features.items())
+def _maps_of(trace: TracedCores, number: int) -> frozenset[tuple[str, int]]:
+    return frozenset().union(*map(trace.run.features, _supports_of(trace, number)))
 
 
 def _leaves_of(trace: TracedCores, number: int) -> set[int]:

@@ -80,6 +80,7 @@ class MapStub(nn.Module):
         answer: what answers for all maps during a traced run, set by `GraphCut`.
         path: dotted path of the map.
         original: the map.
+        has_parameter: its weight is a parameter of its own, and is not made of others.
         holds_numbers: numbers were drawn for its weight, as code reads it.
     """
 
@@ -101,6 +102,7 @@ class MapStub(nn.Module):
         shape = getattr(linear, "weight", None)
         sizes = tuple(shape.shape) if isinstance(shape, Tensor) else (self.out_features, self.in_features)
         self.weight = torch.empty(sizes)  # written only where code reads it, so that it takes no memory
+        self.has_parameter = isinstance(linear._parameters.get("weight"), nn.Parameter)
         self.holds_numbers = False
         self.bias = torch.zeros(self.out_features) if isinstance(getattr(linear, "bias", None), Tensor) else None
         self.is_transposed = projections.is_transposed(linear)

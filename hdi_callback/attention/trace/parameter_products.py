@@ -8,49 +8,64 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hdi_callback.attention.trace.contractions import einsum, tensordot
-from hdi_callback.attention.trace.stacks import by_each_matrix
+from hdi_callback.attention.trace.contractions import contracted, einsum
 from hdi_callback.attention.trace.torch_arguments import torch_arguments
 
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
 
+_LETTERS = "abcdefghijklmnop"  # of the dims of a tensor
+
 
 def linear(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Answer in place of a product with the matrix of a map, or with some rows of it."""
     x, weight = torch_arguments(args, kwargs, "input", "weight")
-    return _by_rows(cut, x, weight)
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return NotImplemented
+    tokens = _LETTERS[: x.dim() - 1]
+    return contracted(cut, x, weight, f"{tokens}y", "zy", f"{tokens}z")
 
 
 def matmul(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Answer in place of a product with a parameter: a matrix, its transpose, or one matrix for each head."""
     x, other = torch_arguments(args, kwargs, "input", "mat2" if "mat2" in kwargs else "other")
     if func in (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm):
-        x, other = torch_arguments(
-            args[1:], kwargs, *(("mat1", "mat2") if func.__name__ == "addmm" else ("batch1", "batch2"))
-        )
-    with torch._C.DisableTorchFunction():
-        if not isinstance(x, Tensor) or not isinstance(other, Tensor) or cut.views.is_of_parameter(x):
-            return NotImplemented
-        name, is_turned = cut.views.stack_of(other) if other.dim() == 3 else (None, False)
-    if name is None or x.dim() < 3 or x.shape[-3] not in (1, len(other)):
-        return _by_rows(cut, x, other.mT) if other.dim() == 2 else NotImplemented
-    if x.shape[-3] > 1 and x.stride(-3) == 0:  # every matrix takes the same
-        x = x[..., :1, :, :]
-    if x.shape[-3] != 1 or len(other) == 1:  # a matrix for each of what are heads already
-        return NotImplemented if is_turned else by_each_matrix(cut, name, x, other)
-    heads, _, width = other.shape
-    answer = cut.answer(name, x.squeeze(-3), heads * width, axes=(0, 1) if is_turned else (0, 2))
-    return answer.view(*answer.shape[:-1], heads, width).movedim(-2, -3).contiguous()  # as the product has it
-
-
-def _by_rows(cut: GraphCut, x: Tensor, matrix: Any) -> Any:
-    """Answer in place of a product with the transpose of a matrix ``(features, in_features)``."""
-    with torch._C.DisableTorchFunction():
-        rows = cut.views.rows_of(matrix)
-    if rows is None:
+        names = ("mat1", "mat2") if func.__name__ == "addmm" else ("batch1", "batch2")
+        x, other = torch_arguments(args[1:], kwargs, *names)
+    if not isinstance(x, Tensor) or not isinstance(other, Tensor):
         return NotImplemented
-    return cut.answer(rows.parameter, x, matrix.shape[0], module=rows.map, start=rows.start, axes=rows.axes)
+    with torch._C.DisableTorchFunction():
+        if cut.views.is_of_parameter(x):
+            return NotImplemented
+    tokens = _LETTERS[: x.dim() - 1]
+    if other.dim() == 2:
+        return contracted(cut, x, other, f"{tokens}y", "yz", f"{tokens}z")
+    if other.dim() != 3 or x.dim() < 3 or x.shape[-3] not in (1, len(other)) or len(other) == 1:
+        return NotImplemented
+    if x.shape[-3] == 1 or x.stride(-3) == 0:  # every matrix takes the same
+        x, tokens = x.select(-3, 0), tokens[1:]
+        return contracted(cut, x, other, f"{tokens}y", "xyz", f"{tokens[:-1]}x{tokens[-1:]}z")
+    batch, each = tokens[:-2], tokens[-2:]
+    return contracted(cut, x, other, f"{tokens}y", f"{each[0]}yz", f"{batch}{each}z")
+
+
+def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Answer in place of a contraction of some dims of a tensor with some of a parameter."""
+    x, other, dims = torch_arguments(args, kwargs, "a", "b", "dims")
+    if not isinstance(x, Tensor) or not isinstance(other, Tensor):
+        return NotImplemented
+    if type(dims) is int:  # the last of the one, the first of the other
+        dims = list(range(x.dim() - dims, x.dim())), list(range(dims))
+    are_pairs = (
+        isinstance(dims, (tuple, list)) and len(dims) == 2 and all(isinstance(one, (tuple, list)) for one in dims)
+    )
+    if not are_pairs or not dims[0]:
+        return NotImplemented
+    taken, made = list(_LETTERS[: x.dim()]), list(_LETTERS[x.dim() : x.dim() + other.dim()])
+    for one, two in zip(*dims):
+        made[two] = taken[one]
+    out = [one for one in taken if one not in made] + [one for one in made if one not in taken]
+    return einsum(cut, torch.einsum, (f"{''.join(taken)},{''.join(made)}->{''.join(out)}", x, other), {})
 
 
 def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:

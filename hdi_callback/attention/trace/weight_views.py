@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,40 +14,61 @@ from hdi_callback.attention.trace.draw import drawn_parameter
 from hdi_callback.attention.trace.maps import MapStub
 
 
-@dataclass(frozen=True)
-class WeightRows:
-    """Rows that lie side by side in a parameter, or columns of one that is used transposed.
+@dataclass(frozen=True, eq=False)
+class WeightView:
+    """A parameter, or a part of it, with dims in whatever order.
 
     Attributes:
+        base: the parameter.
+        tensor: the view.
+        dims: for each dim of the view those of the parameter that it runs over, one or several that are put together.
         parameter: dotted path.
-        start: the first feature, counted over `axes`.
-        axes: dims of the parameter that number the features, where it is no module's matrix.
-        map: the map that holds it, if one does and its matrix is used as the map would use it.
+        stub: the map that holds it, if one does.
     """
 
+    base: Tensor
+    tensor: Tensor
+    dims: tuple[tuple[int, ...], ...]
     parameter: str
-    start: int
-    axes: tuple[int, ...] = ()
-    map: MapStub | None = None
+    stub: MapStub | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the parameter itself."""
+        return self.tensor.shape == self.base.shape and self.tensor.stride() == self.base.stride()
 
-@dataclass(frozen=True)
-class ParameterPart:
-    """A whole parameter, or what is chosen of it by its first dim.
+    def features(self, new: Sequence[int]) -> tuple[tuple[int, ...], int, list[int]] | None:
+        """Number the features of a map, which some dims of the view give, where it takes the others.
 
-    Attributes:
-        parameter: dotted path.
-        shape: of the whole parameter.
-        first: the first that is chosen.
-        has_first: the first dim is there still: several were chosen, not one.
-        is_whole: all were chosen.
-    """
+        Args:
+            new: those dims.
 
-    parameter: str
-    shape: tuple[int, ...]
-    first: int = 0
-    has_first: bool = True
-    is_whole: bool = True
+        Returns:
+            The dims of the parameter that number its features, none for those of a matrix as its map has them; the
+            first feature of the view; and `new` in the order of the parameter. `None` if the view has features that do
+            not lie side by side, or a part of what the map takes.
+        """
+        shape, sizes = self.base.shape, self.tensor.shape
+        kept = [dim for at, dims in enumerate(self.dims) if at not in new for dim in dims]
+        axes = tuple(dim for dim in range(len(shape)) if dim not in kept)  # those too of which one is chosen
+        first = int(self.tensor.storage_offset() - self.base.storage_offset())
+        last = first + sum((sizes[at] - 1) * self.tensor.stride(at) for at in new)
+        count = math.prod(sizes[at] for at in new)
+        takes_all = math.prod(shape[dim] for dim in kept) * count == self.tensor.numel()
+        start, end = (self._number(one, axes) for one in (first, last))
+        if not takes_all or self._number(first, kept) or self._number(last, kept) or end - start + 1 != count:
+            return None
+        is_matrix = len(shape) == 2 and axes == (int(self.stub is not None and self.stub.is_transposed),)
+        if self.stub is not None and not is_matrix and not self.stub.has_parameter:
+            return None
+        return () if is_matrix else axes, start, sorted(new, key=lambda at: self.dims[at])
+
+    def _number(self, offset: int, dims: Sequence[int]) -> int:
+        """Number an element of the parameter by its place in some of the dims."""
+        number = 0
+        for dim in dims:
+            number = number * self.base.shape[dim] + offset // self.base.stride(dim) % self.base.shape[dim]
+        return number
 
 
 class WeightViews:
@@ -61,70 +83,31 @@ class WeightViews:
         self.stubs = {id(stub.weight): stub for stub in stubs}
         self.names = {id(one): name for name, one in parameters.items()}
 
-    def name_of(self, tensor: Any) -> str | None:
-        """Give the path of a whole parameter; `None` for any other tensor."""
-        return self.names.get(id(tensor))
-
-    def part_of(self, tensor: Tensor) -> ParameterPart | None:
-        """Recognise a whole parameter, ``parameter[i]`` or ``parameter[i:j]``.
-
-        Args:
-            tensor: a parameter, or a view of one.
-
-        Returns:
-            What was chosen; `None` of anything else.
-        """
-        name = self.name_of(tensor)
-        if name is not None:
-            return ParameterPart(name, tuple(tensor.shape))
-        base = _base(tensor)
-        name, shape = self.name_of(base), tuple(base.shape)
-        if name is None or len(shape) < 3 or not base.is_contiguous() or not tensor.is_contiguous():
-            return None
-        has_first = tensor.dim() == base.dim()
-        first, left = divmod(int(tensor.storage_offset() - base.storage_offset()), base.stride(0))
-        if left or tuple(tensor.shape[has_first:]) != shape[1:]:
-            return None
-        return ParameterPart(name, shape, first, has_first, is_whole=False)
-
     def is_of_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter or a view of one."""
         base = _base(tensor)
         return id(base) in self.names or id(base) in self.stubs
 
-    def rows_of(self, matrix: Any) -> WeightRows | None:
-        """Find the parameter that a matrix ``(features, in_features)`` is a view of.
+    def view_of(self, tensor: Tensor) -> WeightView | None:
+        """Recognise a parameter, or a part of it that keeps its dims, in whatever order.
 
         Args:
-            matrix: rows of a parameter ``(..., in_features)``, of one ``(in_features, features)`` that is transposed,
-                or of one of several such matrices ``(H, in_features, features)``; a view of a part of the input is none
-                of these.
+            tensor: any tensor.
 
         Returns:
-            The rows, `None` if it is something else.
+            What it shows of which parameter; `None` of anything else.
         """
-        if not isinstance(matrix, Tensor) or matrix.dim() != 2:
+        base = _base(tensor)
+        stub = self.stubs.get(id(base))
+        name = self.names.get(id(base)) if stub is None else f"{stub.path}.weight"
+        if name is None or not base.is_contiguous() or base.dim() < 2 or (stub is not None and base.dim() != 2):
             return None
-        base = _base(matrix)
-        stub, name = self.stubs.get(id(base)), self.names.get(id(base))
-        if (stub is None and name is None) or not base.is_contiguous() or base.dim() < 2:
-            return None
-        if stub is not None and base.dim() != 2:
-            return None
-        taken, (inner, columns) = matrix.shape[1], base.shape[-2:]
-        row, column = divmod(int(matrix.storage_offset() - base.storage_offset()), columns)
-        if matrix.stride() == (columns, 1) and taken == columns and column == 0:
-            is_transposed, start, axes = False, row, tuple(range(base.dim() - 1)) if base.dim() > 2 else ()
-        elif matrix.stride() == (1, columns) and taken == inner and row % inner == 0 and base.dim() <= 3:
-            is_transposed, start, axes = True, row // inner * columns + column, (0, 2) if base.dim() == 3 else (1,)
-        else:
-            return None
-        if stub is None:
-            return WeightRows(str(name), start, axes)
-        if is_transposed == stub.is_transposed:
-            return WeightRows(f"{stub.path}.weight", start, (), stub)
-        has_matrix = isinstance(stub.original[0]._parameters.get("weight"), nn.Parameter)
-        return WeightRows(f"{stub.path}.weight", start, axes) if has_matrix else None
+        if tensor.shape == base.shape and tensor.stride() == base.stride():
+            return WeightView(base, tensor, tuple((dim,) for dim in range(base.dim())), name, stub)
+        dims = [_dims_of(base, size, stride) for size, stride in zip(tensor.shape, tensor.stride())]
+        used = [dim for one in dims for dim in one]
+        is_plain = all(dims) and len(set(used)) == len(used)
+        return WeightView(base, tensor, tuple(dims), name, stub) if is_plain else None
 
     def has_filled(self, arguments: Iterable[Any], made: Any) -> bool:
         """Draw numbers for weights of maps that a function reads otherwise than in a product that is cut.
@@ -150,12 +133,16 @@ class WeightViews:
                     has_filled = True
         return has_filled
 
-    def stack_of(self, stack: Tensor) -> tuple[str | None, bool]:
-        """Recognise a whole parameter of three dims: its path, and whether its last two dims are turned."""
-        base = stack._base
-        if id(stack) in self.names or base is None or not base.is_contiguous() or stack.shape != base.mT.shape:
-            return self.name_of(stack), False
-        return (self.name_of(base), True) if stack.stride() == base.mT.stride() else (None, False)
+
+def _dims_of(base: Tensor, size: int, stride: int) -> tuple[int, ...]:
+    """Dims of a parameter that one dim of a view runs over; none where it is split or repeated."""
+    last = next((dim for dim in range(base.dim()) if base.stride(dim) == stride and base.shape[dim] > 1), None)
+    if last is None:
+        return ()
+    first = last
+    while first and base.shape[first : last + 1].numel() < size:
+        first -= 1
+    return tuple(range(first, last + 1))
 
 
 def _base(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 # ruff: noqa: T201
 """Switch mechanisms of finding off, one at a time, and see which modules by hand are read otherwise.
 
-    python -m tests.attention.wild.ablation trace.checks:HeadChecks.require_tokens='None' --modules 40
+    python -m tests.attention.wild.ablation trace.checks:require_tokens='None' --modules 40
     python -m tests.attention.wild.ablation --together trace.inputs:with_optional='()' trace.inputs:_words_in='[]'
     python -m tests.attention.wild.ablation --together --architectures bert,pypi.linformer trace.inputs:_words_in='[]'
 
