@@ -70,29 +70,29 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
         One set of arguments after the other.
     """
     try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
+        parameters = _parameters(module)
     except (TypeError, ValueError):
         return
     parameters = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    required = [one for one in parameters if one.default is one.empty]
-    first = parameters[:1]
-    optional = [one for one in parameters if one not in required and one not in first]
+    first, others = parameters[:1], parameters[1:]
+    required = [one for one in others if one.default is one.empty]
+    optional = [one for one in others if one.default is not one.empty]
     names = {one.name for one in parameters}
     rotations = list(_rotary_widths(module)) if names & _ROTATIONS else [1]
     known = [one for one in optional if one.name in _ROTATIONS | _POSITIONS]
     other_tokens = [one for one in optional if one.name in _TOKENS_TOO]
     chosen = [[], *([known] if known else []), *([[*known, *other_tokens]] if other_tokens else [])]
-    is_unclear = any(one.name not in _TOKENS_TOO | _ROTATIONS | _POSITIONS | _SIDES for one in required[1:])
+    is_unclear = any(one.name not in _TOKENS_TOO | _ROTATIONS | _POSITIONS | _SIDES for one in required)
     fills = (0, 1, 2, 3) if is_unclear else (0,)
     for tokens, fill, more, rotary in itertools.product(_shapes(module, names), fills, chosen, rotations):
-        if rotary != rotations[0] and not any(one.name in _ROTATIONS for one in (*required, *more)):
-            continue
-        made = {
-            one.name: _made(one, tokens, fill, rotary)
-            for one in [*required, *more]
-            if one not in first and one.kind is not one.POSITIONAL_ONLY
-        }
-        yield Inputs((tokens.clone(),), made, is_guess=is_unclear and tokens.dim() > 3)
+        passed = [one for one in (*required, *more) if one.kind is not one.POSITIONAL_ONLY]
+        if rotary == rotations[0] or any(one.name in _ROTATIONS for one in (*first, *passed)):
+            made = {one.name: _made(one, tokens, fill, rotary) for one in passed}
+            yield Inputs((tokens.clone(),), made, is_guess=is_unclear and tokens.dim() > 3)
+
+
+def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(module.forward).parameters.values())
 
 
 def with_other_tokens(inputs: Inputs) -> Inputs | None:
@@ -163,7 +163,7 @@ def arguments_left_out(module: nn.Module, inputs: Inputs, others: Collection[str
         Their names; that of arguments by position with its star.
     """
     names: list[str] = []
-    for one in inspect.signature(module.forward).parameters.values():
+    for one in _parameters(module):
         if one.kind is one.VAR_POSITIONAL:
             names.append(f"*{one.name}")
         elif one.kind is one.VAR_KEYWORD:
@@ -186,10 +186,7 @@ def _words_in(module: nn.Module) -> list[str]:
 def _with_more(module: nn.Module, inputs: Inputs, values: Sequence[Tensor]) -> Inputs:
     """Give more arguments by position, behind all that have names."""
     args, kwargs = list(inputs.args), dict(inputs.kwargs)
-    named = [
-        one for one in inspect.signature(module.forward).parameters.values()
-        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
+    named = [one for one in _parameters(module) if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     args += [kwargs.pop(one.name, one.default) for one in named[len(args) :]]
     return replace(inputs, args=(*args, *values), kwargs=kwargs)
 
@@ -289,34 +286,26 @@ def recorded_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
     floats = [one for one in tensors if one.is_floating_point() and one.dim() > 1]
     tokens = floats[0] if floats else None
     size = sum(one.numel() for one in tensors)
-    if size <= _LARGEST // 8:
-        yield _copied(args, kwargs, _Cut(0, frozenset()))
+    cuts = [_Cut()] if size <= _LARGEST // 8 else []
     if tokens is not None and tokens.dim() == 3:
         for batch in (0, 1):
             alike = [one for one in floats if one.dim() == 3 and one.shape[batch] == tokens.shape[batch]]
-            lengths = frozenset(one.shape[1 - batch] for one in alike)
-            yield _copied(args, kwargs, _Cut(tokens.shape[batch], lengths, batch))
+            cuts.append(_Cut(tokens.shape[batch], frozenset(one.shape[1 - batch] for one in alike), batch))
     if tokens is not None:
-        yield _copied(args, kwargs, _Cut(tokens.shape[0], frozenset()))
+        cuts.append(_Cut(tokens.shape[0]))
     if _LARGEST // 8 < size <= _LARGEST:
-        yield _copied(args, kwargs, _Cut(0, frozenset()))
-
-
-def _copied(args: tuple[Any, ...], kwargs: Mapping[str, Any], cut: _Cut) -> Inputs:
-    return Inputs(with_tensors(args, cut), with_tensors(dict(kwargs), cut))
+        cuts.append(_Cut())
+    for cut in cuts:
+        yield Inputs(with_tensors(args, cut), with_tensors(dict(kwargs), cut))
 
 
 @dataclass(frozen=True)
 class _Cut:
     """Cuts whatever has as many elements as there are sequences or tokens; nothing if their number is zero."""
 
-    batch: int
-    lengths: frozenset[int]
+    batch: int = 0
+    lengths: frozenset[int] = frozenset()
     batch_dim: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return min(_TOKENS, *self.lengths, _TOKENS)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -331,5 +320,5 @@ class _Cut:
         if not {tensor.dim() - 2, tensor.dim() - 1} <= set(dims):  # else a mask
             dims = dims[:1]
         for dim in dims:
-            tensor = tensor.narrow(dim, 0, self.tokens)
+            tensor = tensor.narrow(dim, 0, min(_TOKENS, *self.lengths))
         return tensor.clone()

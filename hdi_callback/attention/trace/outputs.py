@@ -41,8 +41,8 @@ class HeadOutputs:
     """
 
     receiver: Leaf | None
-    features: Tensor | None
-    is_side_by_side: bool
+    features: Tensor | None = None
+    is_side_by_side: bool = False
     left_out: str = ""
 
 
@@ -97,53 +97,71 @@ def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[Leaf 
 def _outputs_in(
     trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: Leaf | None, end: Tensor
 ) -> HeadOutputs:
-    codes = columns_of(end, [core.output for core in cores])
-    placed, is_repeated = [], False
-    for number, of_head in enumerate(heads.members):
-        at = number if len(cores) > 1 else 0
-        code = codes.get(at)
-        if code is None:
-            raise NoHeadsError("not every head reaches what comes of it")
-        parts = [heads.units.of(cores[at].by_row(code), unit) for unit in of_head]
-        placed.append(agreed(torch.cat(parts)))
-        if heads.tied is not None:
-            of_rows = placed[-1][heads.tied]  # (rows, value width)
-            if not torch.equal(of_rows, of_rows[:1].expand_as(of_rows)):
-                raise NoHeadsError("the outputs of its heads are other features of the output projection in every row")
-            placed[-1] = of_rows[0]
-        each = {tuple(agreed(part).tolist()) for part in parts}
-        is_repeated |= len(each) > 1 and all(min(one) >= 0 for one in each)
-    features = torch.stack(placed)
-    inputs = {one.shape[-1] for one in trace.run.inputs if one.dim()}
-    is_of_parts = all(one.shape[-1] not in inputs for one in taken_for(trace, heads.rows["key"][0]))
-    if is_repeated and is_of_parts and (features < 0).any():
-        name = module_of(heads.rows["key"][0].parameter)
-        raise NoHeadsError(f"the same rows of `{name}` make the keys of several of its heads, each of other features")
+    features, is_repeated = _features_of_heads(cores, heads, end)
     if (features < 0).any():
-        others = {core.node for core in trace.cores} - {core.node for core in cores}
-        is_last = all(others.isdisjoint(nodes_between([end], core.node)) for core in cores)
-        if receiver is not None and heads.tied is None and is_last and _are_apart(end, cores, heads):
-            return HeadOutputs(receiver, None, False)
-        if receiver is not None and _is_one_of_several(trace, receiver, cores[0]):
-            raise NoHeadsError(f"what attention gives goes to {_one_of(receiver)}")
-        way = "it is returned, by no map that is followed" if receiver is None else "it reaches the output projection"
-        raise NoHeadsError(f"what attention gives is mixed or normed before {way}")
+        return _refuse_mixed(trace, cores, heads, receiver, end, is_repeated=is_repeated)
     if len(set(features.flatten().tolist())) < features.numel():
         if receiver is None:  # heads may lie in a dim of their own
             raise NoHeadsError("what several heads give is added up before it is returned")
         is_sent = _is_one_of_several(trace, receiver, cores[0])
         what = f"which go to {_one_of(receiver)}" if is_sent else "several of which are added up"
-        return HeadOutputs(receiver, None, False, f"the outputs of its heads, {what}")
+        return HeadOutputs(receiver, left_out=f"the outputs of its heads, {what}")
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
     is_linear &= not any(depends_on(one, cores[0].output) and depends_on(end, one) for one in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))
-    if is_linear and receiver is not None and _is_added_to(end, features, trace.cores):
-        return HeadOutputs(receiver, None, False)  # what the map takes is no output of heads
     if receiver is None:
         if not is_side_by_side and features.numel() == end.shape[-1] and not trace.run.convolved:
             raise NoHeadsError("the outputs of its heads do not lie side by side in what it returns")
-        return HeadOutputs(None, None, False)
-    return HeadOutputs(receiver, features if is_linear else None, is_side_by_side and is_linear)
+        return HeadOutputs(None)
+    if not is_linear or _is_added_to(end, features, trace.cores):  # what the map takes is no output of heads
+        return HeadOutputs(receiver)
+    return HeadOutputs(receiver, features, is_side_by_side)
+
+
+def _features_of_heads(cores: list[Core], heads: HeadRows, end: Tensor) -> tuple[Tensor, bool]:
+    """Read in which features of a tensor the outputs of each head are.
+
+    Returns:
+        ``(heads, width)``, -2 where there are several; and whether parts of one head are in features of their own each.
+
+    Raises:
+        NoHeadsError: if one head is in none, or in others for each row of tokens.
+    """
+    codes = columns_of(end, [core.output for core in cores])
+    placed, is_repeated = [], False
+    for number, of_head in enumerate(heads.members):
+        at = number if len(cores) > 1 else 0
+        if at not in codes:
+            raise NoHeadsError("not every head reaches what comes of it")
+        parts = [heads.units.of(cores[at].by_row(codes[at]), unit) for unit in of_head]
+        columns = agreed(torch.cat(parts))
+        if heads.tied is not None:
+            of_rows = columns[heads.tied]  # (rows, value width)
+            if not torch.equal(of_rows, of_rows[:1].expand_as(of_rows)):
+                raise NoHeadsError("the outputs of its heads are other features of the output projection in every row")
+            columns = of_rows[0]
+        placed.append(columns)
+        each = {tuple(agreed(part).tolist()) for part in parts}
+        is_repeated |= len(each) > 1 and all(min(one) >= 0 for one in each)
+    return torch.stack(placed), is_repeated
+
+
+def _refuse_mixed(
+    trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: Leaf | None, end: Tensor, *, is_repeated: bool
+) -> HeadOutputs:
+    """Refuse what is mixed on the way, but for outputs that are changed within each head alone: these are left out."""
+    key, inputs = heads.rows["key"][0], {one.shape[-1] for one in trace.run.inputs if one.dim()}
+    if is_repeated and all(one.shape[-1] not in inputs for one in taken_for(trace, key)):  # parts of tokens
+        name = module_of(key.parameter)
+        raise NoHeadsError(f"the same rows of `{name}` make the keys of several of its heads, each of other features")
+    others = {core.node for core in trace.cores} - {core.node for core in cores}
+    is_last = all(others.isdisjoint(nodes_between([end], core.node)) for core in cores)
+    if receiver is not None and heads.tied is None and is_last and _are_apart(end, cores, heads):
+        return HeadOutputs(receiver)
+    if receiver is not None and _is_one_of_several(trace, receiver, cores[0]):
+        raise NoHeadsError(f"what attention gives goes to {_one_of(receiver)}")
+    way = "it is returned, by no map that is followed" if receiver is None else "it reaches the output projection"
+    raise NoHeadsError(f"what attention gives is mixed or normed before {way}")
 
 
 def _is_one_of_several(trace: TracedCores, receiver: Leaf, core: Core) -> bool:
