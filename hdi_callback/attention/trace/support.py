@@ -15,6 +15,7 @@ from torch import Tensor
 
 _ROUNDING = 1e-7  # of a derivative, relative to the largest
 _FEW_PARTS = 8  # that are derived one by one
+_NONE, _SEVERAL = -1, -2  # in place of a number
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,36 +101,18 @@ class Support:
             owner[list(at)] = number
         if len(parts) < _FEW_PARTS or int((owner >= 0).sum()) < sum(map(len, parts)):
             return None
-        owner = owner.view(*output.shape[:-1], 1)
-        weights = weights_at(output) * (owner >= 0)
-        whole = derivatives(output, weights, leaves)
-        acting = {leaf: one.flatten().nonzero().flatten() for leaf, one in whole.items()}
-        sizes = {leaf: one.flatten()[acting[leaf]] for leaf, one in whole.items()}
-        codes = {leaf: torch.zeros(len(one), dtype=torch.long) for leaf, one in acting.items()}
-        for bit in range((len(parts) - 1).bit_length()):
-            some = derivatives(output, weights * ((owner >> bit) & 1), leaves)
-            for leaf, elements in acting.items():
-                part = some[leaf].flatten()[elements] if leaf in some else torch.zeros(len(elements))
-                is_set = part == sizes[leaf]
-                # Other parts add zeros alone, so that nothing is rounded.
-                if not (is_set | (part == 0)).all():
-                    return None
-                codes[leaf] += is_set.long() << bit
+        codes, sizes = _codes_of(output, owner.view(*output.shape[:-1], 1), leaves)
+        if any((code == _SEVERAL).any() for code in codes.values()):
+            return None
         largest = torch.zeros(len(parts))
         for leaf, code in codes.items():
-            sizes[leaf] = sizes[leaf].abs()
-            largest = largest.scatter_reduce(0, code, sizes[leaf], "amax")
+            is_live = code >= 0
+            largest = largest.scatter_reduce(0, code[is_live], sizes[leaf][is_live].abs(), "amax")
         found: list[dict[int, Tensor]] = [{} for _ in parts]
         for leaf, code in codes.items():
-            is_more = sizes[leaf] > _ROUNDING * largest[code]
-            code, elements = code[is_more], acting[leaf][is_more]
-            order = code.argsort(stable=True)
-            counts = code.bincount(minlength=len(parts)).tolist()
-            for number, of_part in enumerate(torch.split(elements[order], counts)):
-                if len(of_part):
-                    mask = torch.zeros(whole[leaf].shape, dtype=torch.bool)
-                    mask.view(-1)[of_part] = True
-                    found[number][leaf] = mask
+            kept = code.where(sizes[leaf].abs() > _ROUNDING * largest[code.clamp_min(0)], _NONE)
+            for part in kept[kept >= 0].bincount().nonzero().flatten().tolist():
+                found[part][leaf] = kept == part
         return [cls(masks) for masks in found]
 
     def __bool__(self) -> bool:
@@ -265,22 +248,39 @@ def columns_of(output: Tensor, leaves: Sequence[Any]) -> dict[int, Tensor]:
     Returns:
         Number of the leaf -> ``(positions, features)``, the column; -1 where there is none, -2 where there are several.
     """
-    weights = weights_at(output)
-    numbers = torch.arange(output.shape[-1])
+    codes, _ = _codes_of(output, torch.arange(output.shape[-1]), leaves, _ROUNDING, 1e-3)
+    return codes
+
+
+def _codes_of(
+    output: Tensor, numbers: Tensor, leaves: Sequence[Any], rounding: float = 0.0, tolerance: float = 0.0
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Tell which of numbered elements of a tensor each element of leaves acts on.
+
+    Args:
+        output: the tensor.
+        numbers: of its elements, below zero for those that are passed over.
+        leaves: tensors, or edges of the graph.
+        rounding: a derivative is none below this much of the largest.
+        tolerance: one is all of another that differs from it by this much of it.
+
+    Returns:
+        For each leaf the numbers, `_NONE` or `_SEVERAL`; and the derivatives by all.
+    """
+    weights = weights_at(output) * (numbers >= 0)
     whole = derivatives(output, weights, leaves)
     largest = max((float(one.abs().max()) for one in whole.values()), default=0.0)
     if not largest > 0:
-        return {}
-    acts = {leaf: one.abs() > _ROUNDING * largest for leaf, one in whole.items()}
+        return {}, {}
     codes = {leaf: torch.zeros(one.shape, dtype=torch.long) for leaf, one in whole.items()}
-    for bit in range(max(1, (output.shape[-1] - 1).bit_length())):
-        part = derivatives(output, weights * ((numbers >> bit) % 2), leaves)
+    for bit in range(max(1, int(numbers.max()).bit_length())):
+        part = derivatives(output, weights * ((numbers >> bit) & 1), leaves)
         for leaf, one in whole.items():
-            ratio = part.get(leaf, torch.zeros_like(one)) / one.where(acts[leaf], 1.0)
-            is_set = (ratio - 1).abs() < 1e-3
-            is_clear = (is_set | (ratio.abs() < 1e-3)) & (codes[leaf] >= 0)
-            codes[leaf] = torch.where(is_clear, codes[leaf] + (is_set.long() << bit), -2)
-    return {leaf: code.where(acts[leaf], -1) for leaf, code in codes.items()}
+            some, least = part.get(leaf, torch.zeros_like(one)), tolerance * one.abs()
+            is_set = (some - one).abs() <= least
+            is_clear = (is_set | (some.abs() <= least)) & (codes[leaf] >= 0)
+            codes[leaf] = torch.where(is_clear, codes[leaf] + (is_set.long() << bit), _SEVERAL)
+    return {leaf: code.where(whole[leaf].abs() > rounding * largest, _NONE) for leaf, code in codes.items()}, whole
 
 
 def agreed(codes: Tensor) -> Tensor:
