@@ -18,6 +18,10 @@ KEYS = {
     "rows of a parameter": lambda x, m: F.linear(x, m.rows[WIDTH : 2 * WIDTH]),
     "columns of a parameter": lambda x, m: x @ m.columns[:, WIDTH : 2 * WIDTH],
     "columns of a parameter, turned": lambda x, m: F.linear(x, m.columns[:, WIDTH : 2 * WIDTH].t()),
+    "contraction": lambda x, m: torch.einsum("bni,oi->bno", x, m.k.weight),
+    "contraction, turned": lambda x, m: torch.einsum("bni,io->bno", x, m.k.weight),
+    "contraction with rows of a parameter": lambda x, m: torch.einsum("bni,oi->bno", x, m.rows[WIDTH : 2 * WIDTH]),
+    "tensordot with columns of a parameter": lambda x, m: torch.tensordot(x, m.columns[:, WIDTH : 2 * WIDTH], 1),
     "added to numbers": lambda x, m: torch.addmm(torch.zeros(WIDTH), x.flatten(0, 1), m.k.weight.t()).view_as(x),
     "added to numbers, by their method": lambda x, m: (
         torch.zeros(x.shape[:2].numel(), WIDTH).addmm(x.flatten(0, 1), m.columns[:, :WIDTH]).view_as(x)
