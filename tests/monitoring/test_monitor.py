@@ -239,8 +239,11 @@ def test_the_hooks_leave_with_the_monitor(model):
 
 
 def test_no_hook_is_installed_when_no_metric_needs_it(model):
-    with HeadDiversityMonitor(model, metrics=["hdi"], check_heads=False):
-        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    with HeadDiversityMonitor(model, metrics=["hdi"], check_heads=False) as monitor:
+        for arms in (False, True):
+            if arms:
+                monitor.arm()
+            assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules()), arms
 
 
 def test_a_model_without_attention_lists_what_was_found():

@@ -2,7 +2,7 @@
 
 python -m tests.experiments.mutations record --reached build/reached.jsonl
 python -m tests.experiments.mutations run --reached build/reached.jsonl --results build/mutations.jsonl
-python -m tests.experiments.mutations report --results build/mutations.jsonl --output docs/mutations.md
+python -m tests.experiments.mutations report --results build/mutations.jsonl --output build/mutations.md
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60, help="seconds of the processor for the tests of a change")
     parser.add_argument("--only", default="", help="parts of the paths of the files to break, with commas between")
     parser.add_argument("--part", default="0/1", help='such as "1/2": the second of two that run side by side')
-    parser.add_argument("--output", type=Path, default=Path("docs/mutations.md"))
+    parser.add_argument("--output", type=Path, default=Path("build/mutations.md"))
     asked = parser.parse_args()
     if asked.what == "record":
         reach.record(asked.reached, asked.tests)

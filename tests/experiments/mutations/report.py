@@ -12,8 +12,7 @@ from tests.experiments.mutations.reach import PACKAGE
 from tests.experiments.mutations.run import digest
 
 VERDICTS = Path(__file__).with_name("verdicts.txt")
-MORE = Path(__file__).with_name("more.md")
-INTRODUCTION = """# Broken on purpose
+INTRODUCTION = """# Broken on purpose: one run
 
 <!-- Written by: python -m tests.experiments.mutations report -->
 
@@ -62,8 +61,6 @@ def page(results: Sequence[Result]) -> str:
     titles = {"survived": "What survived", "not settled": "What is not settled", "not run": "What none of them runs"}
     for kind, title in titles.items():
         parts += [f"\n## {title}\n", *_table([one for one in tried if _kind(one) == kind])]
-    if MORE.is_file():
-        parts.append("\n" + MORE.read_text().rstrip())
     return "\n".join(parts) + "\n"
 
 
