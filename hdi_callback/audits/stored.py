@@ -23,7 +23,7 @@ class StoredTensors(Protocol):
     """Tensors by name, in one or more files."""
 
     def names(self) -> frozenset[str]:
-        """Give the names of all tensors."""
+        """The names of all tensors."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read some tensors; they stay mapped to the file until they are freed."""
@@ -36,7 +36,7 @@ class _InFiles(ABC):
         self._file_of = {name: file for file in files for name in self._names(file)}
 
     def names(self) -> frozenset[str]:
-        """Give the names of all tensors.
+        """The names of all tensors.
 
         Returns:
             The names.
@@ -60,7 +60,7 @@ class _InFiles(ABC):
 
     @abstractmethod
     def _names(self, file: Path) -> Iterable[str]:
-        """Give the names of the tensors in a file."""
+        """The names of the tensors in a file."""
 
     @abstractmethod
     def _tensors(self, file: Path, names: Sequence[str]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-r"""How much each head matters: its share of the layer's output, and the first-order cost of losing it.
+r"""Importance of heads: the share of each in the layer's output, and the first-order cost of losing it.
 
 Head h adds :math:`z_h(t) = o_h(t) W_h` to the output of the layer at token t. No ``(tokens, H, d)`` tensor is formed.
 """

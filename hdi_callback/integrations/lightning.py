@@ -183,7 +183,7 @@ class HDICallback(Shell, pl.Callback):
         self.close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         if self._session is not None:
             self._session.close()
 

@@ -46,7 +46,7 @@ _HIDDEN = -1e3  # what is added to the score of a key that is hidden is less: -1
 
 @dataclass(frozen=True)
 class Padding:
-    """What is known of the padding among the tokens of one call of attention.
+    """Facts about the padding among the tokens of one call of attention.
 
     Attributes:
         padded: ``(tokens,)``, true where a token is padding, NaN where a mask can be read both ways; `None` if nothing
@@ -113,7 +113,7 @@ def takes_masks(module: nn.Module) -> bool:
 
 
 def _masks(one: Frame, path: str) -> list[tuple[str, Tensor, str]]:
-    """The masks of one call that tell of its queries: name, mask, and what a true value means."""
+    """The masks of one call that show padding among its queries: name, mask, and what a true value means."""
     arguments = one.arguments
     is_torch = type(one.module).__module__.startswith("torch.nn") or isinstance(one.module, nn.MultiheadAttention)
     is_decoder = "decoder" in path.lower()

@@ -110,7 +110,7 @@ def sample_tokens(outputs: Tensor, limit: int, *, padded: Tensor | None = None, 
 
     Of N tokens it takes floor(j N / P) for j = 0 ... P-1, with P the largest prime up to the limit: of B sequences of
     length T these are the positions T frac(j B / P), which lie evenly in the sequence unless P divides B. A plain
-    stride with a common factor would see the same few positions of every sequence. Padding is passed over; as its
+    stride with a common factor would see the same few positions of every sequence. Padding is skipped; as its
     amount is known on the device alone, room that it leaves is filled with tokens of weight zero.
 
     Args:

@@ -22,9 +22,7 @@ SlopeReducer = Callable[[Tensor, Tensor], Tensor]
 NO_BACKWARD = "no backward reached its head outputs"
 _COMPILED = "gradients are not read inside compiled graphs"
 _COMPILED_BACKWARD = "gradients are not read where the backward is compiled"
-_NOT_KEPT = (
-    "activation checkpointing, or another hook on saved tensors, lets go of its head outputs before the backward"
-)
+_NOT_KEPT = "activation checkpointing, or another hook on saved tensors, frees its head outputs before the backward"
 _TWICE = "several backward passes went through one forward, and which of them trains is not known"
 _DIFFERENTIATED = "a backward with create_graph=True went through it, which need not be that of the loss"
 _CHANGED = "its head outputs were changed in place before the backward"

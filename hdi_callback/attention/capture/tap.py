@@ -113,7 +113,7 @@ class Tap:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what was taken."""
+        """Discard the samples."""
         self.failure = self.doubt = self.padding_mask = None
         self.has_run = self.has_recorded = self._has_recorded_outside = False
         self._forwards: list[_Forward] = []
@@ -303,7 +303,7 @@ class Tap:
         return self.takes_masks and not any(takes_masks(one.module) for one in frames)
 
     def _remember_padding(self, outputs: Tensor) -> None:
-        """Keep what is known of the padding now, for when the forward is repeated within the backward."""
+        """Keep the facts about padding now, for when the forward is repeated within the backward."""
         if outputs.is_nested or len(self._first_times) > _FIRST_TIMES:
             return
         shape = tuple(_features_last(outputs, self.layer.output_projection).shape[:-1])

@@ -157,7 +157,7 @@ class Taps(Hooks):
         """Capture the forwards of every layer from now on; forgets what was captured before.
 
         Args:
-            training_only: pass over forwards that autograd does not record, even if there are no others.
+            training_only: skip forwards that autograd does not record, even if there are no others.
             padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
         """
         self._is_armed = True
@@ -178,7 +178,7 @@ class Taps(Hooks):
             tap.is_armed = False
 
     def release(self) -> None:
-        """Let go of what was captured."""
+        """Discard the captures."""
         self._is_armed = False
         taps = self._taps.values()
         if any(tap.was_compiled for tap in taps):
@@ -200,7 +200,7 @@ class Taps(Hooks):
             self._mark_graphs(False)
 
     def remove(self) -> None:
-        """Take the hooks off and let go of what was captured; calling it again does nothing."""
+        """Remove the hooks and discard the captures; calling it again does nothing."""
         self.suspend()
         self.release()
 

@@ -35,7 +35,7 @@ class RuntimeVerifier(ArgumentRecorder):
     def contradictions(
         self, verdicts: Mapping[str, Verdict] | None = None, *, leave_out: Collection[str] = ()
     ) -> dict[str, str]:
-        """Return which claims that forward, or a later one, contradicts, and let go of the arguments.
+        """Return which claims that forward, or a later one, contradicts, and release the arguments.
 
         Args:
             verdicts: name of a layer -> what an observer saw of its heads.

@@ -58,7 +58,7 @@ class Reason:
 
 
 class Search:
-    """What is known of the modules of a model so far.
+    """Facts about the modules of a model so far.
 
     Args:
         model: the model.
@@ -357,7 +357,7 @@ class Search:
 def _places(model: nn.Module) -> Iterator[Place]:
     """Walk the model in its own order; a module under two names is visited once, under its first.
 
-    What wraps a module for training (FSDP, torch.compile, activation checkpointing) is passed over, and is in no name.
+    What wraps a module for training (FSDP, torch.compile, activation checkpointing) is skipped, and is in no name.
     """
     parents: dict[int, nn.Module | None] = {}
     for module in model.modules():

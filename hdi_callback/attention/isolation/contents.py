@@ -32,7 +32,7 @@ def attributes_of(one: Any) -> dict[str, Any] | None:
 def has_memory(tensor: Tensor) -> bool:
     """Return whether the elements of a tensor may be read.
 
-    FSDP1 lets go of the memory of whole weights between forwards, while modules still hold views of it. Reading one
+    FSDP1 frees the memory of whole weights between forwards, while modules still hold views of it. Reading one
     ends the process with a segmentation fault.
 
     Args:

@@ -1,1 +1,1 @@
-"""What is known of an attention layer: its heads, and the weight of each as it is really used."""
+"""An attention layer: its heads, and the weight of each as it is really used."""

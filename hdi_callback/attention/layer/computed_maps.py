@@ -221,7 +221,7 @@ class _Products(TorchFunctionMode):
     def __init__(self, tokens: Tensor, *, are_units: bool = False) -> None:
         super().__init__()
         self.tokens, self.are_units = tokens, are_units
-        self.found: list[tuple[Tensor, Tensor, Tensor]] = []  # what was taken, the matrix (out, in), what came of it
+        self.found: list[tuple[Tensor, Tensor, Tensor]] = []  # input, matrix (out, in), output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -106,7 +106,7 @@ class AttentionLayer:
         return part.columns() if role == "output" else part.rows()
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the layer as plain data.
+        """Return facts about the layer as plain data.
 
         Returns:
             Its name, counts, widths and layout, the roles behind which a norm follows, and whether one of its

@@ -1,4 +1,4 @@
-"""What is known of a module before it is run: layouts that users register, and torch's own attention."""
+"""Modules known before they are run: layouts that users register, and torch's own attention."""
 
 from __future__ import annotations
 

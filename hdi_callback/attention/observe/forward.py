@@ -74,6 +74,6 @@ class ObservedForward:
                     maps.module_ran(module, "norm", inputs, result, -1)
 
     def ends(self) -> None:
-        """Let go of what belongs to the forward alone."""
+        """Discard what belongs to the forward alone."""
         self.recorder.forget()
         self.mode.forget()

@@ -45,7 +45,7 @@ class ObservingMode(TorchFunctionMode):
         self._failures = failures
 
     def forget(self) -> None:
-        """Let go of all tensors, at the end of a forward."""
+        """Release all tensors, at the end of a forward."""
         self._lineage.clear()
         self._chosen.clear()
 

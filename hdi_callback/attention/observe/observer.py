@@ -129,7 +129,7 @@ class AttentionObserver:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Modules that were passed over when they were called since `arm`, by path, with the reason."""
+        """Modules that were skipped when they were called since `arm`, by path, with the reason."""
         return self._window.skipped
 
     def arm(self, *, keeps_samples: bool = True, without_rows: Sequence[AttentionLayer] = ()) -> None:
@@ -181,7 +181,7 @@ class AttentionObserver:
         self._window.resume()
 
     def release(self) -> None:
-        """Observe nothing more, and let go of what was observed."""
+        """Stop observing, and discard the observations."""
         self.disarm()
         self._forward = None
         self._computed = {}

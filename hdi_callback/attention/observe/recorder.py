@@ -52,7 +52,7 @@ class Recorder:
         return None if known is not None and self.is_recorded and not known.is_recorded else known
 
     def forget(self) -> None:
-        """Let go of what belongs to one forward alone."""
+        """Discard what belongs to one forward alone."""
         self.reader.forget()
         self.stack.modules.clear()
 

@@ -65,7 +65,7 @@ class RowReader:
         self._paddings: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None]] = {}
 
     def forget(self) -> None:
-        """Let go of what belongs to one forward alone."""
+        """Discard what belongs to one forward alone."""
         self._paddings.clear()
 
     def axes_of(self, lead: Sequence[int], queries: int, keys: int, *, tied: int = 1) -> Axes | None:

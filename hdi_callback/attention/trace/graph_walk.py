@@ -24,7 +24,7 @@ def walk(starts: Iterable[Any], onward: Callable[[Any], Iterable[Any]] = made_fr
     """Go back from some nodes, depth first.
 
     Args:
-        starts: the nodes; `None` is passed over.
+        starts: the nodes; `None` is skipped.
         onward: from a node to those to go to from there.
 
     Yields:

@@ -54,7 +54,7 @@ def _may_be_the_same(one: Tensor, other: Tensor) -> bool:
     """Tell whether two inputs may hold the same features of tokens, whichever tokens, and in whatever order."""
     if one is other or one.shape[-1] != other.shape[-1]:
         return one is other
-    # NaN equals NaN: what came in may hold nothing else.
+    # NaN equals NaN: the input may hold nothing else.
     rows, others = (inputs.reshape(-1, inputs.shape[-1]).nan_to_num() for inputs in (one, other))
     if len(rows) != len(others):  # as where some of the tokens, or windows of them, are taken
         return True

@@ -24,7 +24,7 @@ class PairMatrices(Protocol):
         """List the steps, ascending."""
 
     def at(self, step: int, layer: str) -> Tensor | None:
-        """Give those of one step, ``(H, H)``."""
+        """The alignments at one step, ``(H, H)``."""
 
 
 class KeptMatrices:
@@ -39,7 +39,7 @@ class KeptMatrices:
         return [step for step in self._history.matrix_steps(layer) if step in self._by_step]
 
     def at(self, step: int, layer: str) -> Tensor | None:
-        """Give those of one step, ``(H, H)``."""
+        """The alignments at one step, ``(H, H)``."""
         return pair_alignment(self._history.matrices(step, layer), self._by_step[step].layers.get(layer))
 
 
@@ -54,7 +54,7 @@ class AuditMatrices:
         return [self._record.step] if self._record.layers[layer].matrices else []
 
     def at(self, step: int, layer: str) -> Tensor | None:
-        """Give those of one step, ``(H, H)``."""
+        """The alignments at one step, ``(H, H)``."""
         return pair_alignment(self._record.layers[layer].matrices, self._record.layers[layer])
 
 

@@ -47,7 +47,7 @@ class RuleExplanation:
     limits: dict[str, float | None]
 
     def to_dict(self) -> dict[str, Any]:
-        """Give it as plain data.
+        """The explanation as plain data.
 
         Returns:
             Its fields, with the kind ``"rule"``.
@@ -75,7 +75,7 @@ class CurveExplanation:
     rules: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Give it as plain data.
+        """The explanation as plain data.
 
         Returns:
             Its fields, with the kind ``"curve"``.

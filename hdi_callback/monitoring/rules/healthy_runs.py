@@ -1,4 +1,4 @@
-"""What healthy runs reached: how far each metric came, and how many runs raised a rule."""
+"""The statistics of healthy runs: how far each metric came, and how many runs raised a rule."""
 
 from __future__ import annotations
 

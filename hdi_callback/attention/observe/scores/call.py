@@ -83,7 +83,7 @@ def from_the_end(dim: int, dims: int) -> int:
 
 
 class TensorNotes(Generic[Note]):
-    """What is known of tensors, each by identity; none is kept alive by it."""
+    """Facts about tensors, each by identity; none is kept alive by it."""
 
     def __init__(self) -> None:
         self._notes: dict[int, tuple[weakref.ref[Tensor], Note]] = {}

@@ -133,7 +133,7 @@ class Lineage:
         return None
 
     def follow(self, call: Call) -> None:
-        """Carry on what is known of an argument to the result of a function.
+        """Carry the facts about an argument on to the result of a function.
 
         Args:
             call: of the function.

@@ -1,0 +1,79 @@
+"""The words of docs/glossary.md, and words of a language of our own that they have replaced."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hdi_callback
+
+REPLACED = {
+    r"\bowed\b": "pending",
+    r"\b(?:is|are|was|were) told\b(?! apart)": "warned of, notified",
+    r"\btells? of\b": "reports",
+    r"\blets? go of\b": "release, discard",
+    r"\bpass(?:es|ed)? over\b": "skip",
+    r"\bwhat came\b(?! back)": "the value",
+    r"\bwhat is known of\b": "facts about",
+    r"\bheld against\b": "compared with",
+    r"\btakes? up where\b": "restore the state of",
+    r"\bleaves? (?:nothing|no hook) behind\b": "remove all hooks",
+    r"\bused up\b": "overwritten",
+    r"\bcompany of\b": "other callbacks",
+}
+"""What a reader had to read twice -> what the code says instead."""
+
+
+def replaced_words(text: str) -> list[str]:
+    """Find what was replaced, also where a line or a comment is broken."""
+    joined = re.sub(r"\s+", " ", re.sub(r'["\']?\s*\n\s*(?:#|f?["\'])?', " ", text))
+    return [found[0] for pattern in REPLACED for found in re.finditer(pattern, joined, flags=re.IGNORECASE)]
+
+
+def sources(root: Path) -> list[Path]:
+    return sorted((root / "hdi_callback").rglob("*.py"))
+
+
+def test_words_that_were_replaced_do_not_return(root):
+    found = {path.relative_to(root).as_posix(): replaced_words(path.read_text()) for path in sources(root)}
+    assert {path: words for path, words in found.items() if words} == {}, "see REPLACED for what to write"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("# The user is told once.", 1),
+        ("# heads that cannot be told apart", 0),
+        ("# Let go\n    # of what was kept.", 1),
+        ('message = "it is passed "\n    "over"', 1),
+        ("# the rate is allowed", 0),
+    ],
+)
+def test_replaced_words_are_found_across_lines_and_only_whole(text, count):
+    assert len(replaced_words(text)) == count
+
+
+@pytest.fixture
+def glossary(root):
+    rows = (root / "docs" / "glossary.md").read_text().split("|---|---|\n")[1].strip().split("\n")
+    return dict(re.fullmatch(r"\| (.+?) \| (.+) \|", row).groups() for row in rows)
+
+
+def test_the_glossary_has_twenty_words_each_with_one_meaning(glossary):
+    assert len(glossary) == 20
+    assert all(meaning[0].islower() or meaning[0].isdigit() or meaning[0] == "`" for meaning in glossary.values())
+
+
+def test_the_names_in_the_glossary_are_public(glossary):
+    named = {name for meaning in glossary.values() for name in re.findall(r"`([A-Z]\w{2,})`", meaning)}
+    assert {"AttentionLayer", "HeadDiversityMonitor", "Session"} <= named
+    public = {*hdi_callback.__all__, *hdi_callback.rules.__all__, *hdi_callback.interventions.__all__}
+    assert named <= public
+
+
+def test_each_word_of_the_glossary_is_used_in_the_code(glossary, root):
+    code = " ".join(re.sub(r"\s+", " ", path.read_text()) for path in sources(root)).lower()
+    for word in glossary:
+        assert re.sub(r" \(.*\)", "", word).lower() in code, word
