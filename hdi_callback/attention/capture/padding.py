@@ -21,25 +21,23 @@ from hdi_callback.attention.calls import Frame, parameters_of
 PaddingChoice = Literal["auto"] | int | Callable[..., Any] | None
 """How padding is known: from masks, by the token that is padding, by a function of the arguments, or not at all."""
 
-# True, or minus infinity, where a token is padding.
-_OF_PADDING = {"key_padding_mask", "padding_mask", "pad_mask", "self_attn_padding_mask", "src_key_padding_mask"}
-# True or 1 where a token is there.
-_OF_TOKENS = {"attention_mask", "input_mask", "token_mask", "valid_mask"}
-# Either, as the module's author liked; the mask itself has to tell.
-_UNDECIDED = {"mask", "attn_mask", "src_mask", "self_attn_mask", "x_mask"}
-_OF_DECODER = {
-    "decoder_attention_mask": "tokens",
-    "decoder_padding_mask": "padding",
-    "tgt_key_padding_mask": "padding",
-    "tgt_mask": "either",
+# Names of masks, and what a true value means.
+_MEANINGS = {
+    # True, or minus infinity, where a token is padding.
+    **dict.fromkeys(("key_padding_mask", "padding_mask", "pad_mask", "self_attn_padding_mask"), "padding"),
+    **dict.fromkeys(("src_key_padding_mask", "tgt_key_padding_mask", "decoder_padding_mask"), "padding"),
+    # True or 1 where a token is there.
+    **dict.fromkeys(("attention_mask", "input_mask", "token_mask", "valid_mask", "decoder_attention_mask"), "tokens"),
+    # Either, as the module's author liked; the mask itself has to tell.
+    **dict.fromkeys(("mask", "attn_mask", "src_mask", "tgt_mask", "self_attn_mask", "x_mask"), "either"),
 }
+_OF_DECODER = {"decoder_attention_mask", "decoder_padding_mask", "tgt_key_padding_mask", "tgt_mask"}
 _KEYS_OF_ITS_OWN = {"encoder_attention_mask", "memory_key_padding_mask", "memory_mask", "encoder_padding_mask"}
 _OTHER_STREAM = {
     "key", "key_value_states", "encoder_hidden_states", "context", "memory", "kv", "key_value", "cross_states",
     "cross_attention_states", "encoder_outputs", "x_kv", "y",
 }  # fmt: skip
 _PACKED = {"cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens_cpu"}
-_MASK_NAMES = _OF_PADDING | _OF_TOKENS | _UNDECIDED | set(_OF_DECODER)
 _LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
 _HIDDEN = -1e3  # what is added to the score of a key that is hidden is less: -10000, the smallest number, -inf
 
@@ -109,28 +107,21 @@ def takes_masks(module: nn.Module) -> bool:
     Returns:
         True for ``forward(self, x, padding_mask=None)``.
     """
-    return bool(_MASK_NAMES & set(parameters_of(module)))
+    return not _MEANINGS.keys().isdisjoint(parameters_of(module))
 
 
 def _masks(one: Frame, path: str) -> list[tuple[str, Tensor, str]]:
     """The masks of one call that show padding among its queries: name, mask, and what a true value means."""
-    arguments = one.arguments
     is_torch = type(one.module).__module__.startswith("torch.nn") or isinstance(one.module, nn.MultiheadAttention)
     is_decoder = "decoder" in path.lower()
     found = []
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor) or name not in _MASK_NAMES:
+    for name, value in one.arguments.items():
+        kind, is_of_decoder = _MEANINGS.get(name), name in _OF_DECODER
+        if kind is None or not isinstance(value, Tensor):
             continue
-        if name in _OF_DECODER:
-            kind = _OF_DECODER[name]
-            is_its = is_decoder or not _has_both_sides(one)
-        else:
-            kind = "padding" if name in _OF_PADDING else "tokens" if name in _OF_TOKENS else "either"
-            is_its = (not is_decoder or not _has_both_sides(one)) and not _is_of_keys(one)
-        if kind == "either" and is_torch:
-            kind = "pairs"
-        if is_its:
-            found.append((name, value, kind))
+        is_of_other_side = is_decoder != is_of_decoder and _has_both_sides(one)
+        if not is_of_other_side and (is_of_decoder or not _is_of_keys(one)):
+            found.append((name, value, "pairs" if kind == "either" and is_torch else kind))
     return found
 
 
@@ -276,7 +267,7 @@ def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: An
             ids = [
                 (name, value)
                 for name, value in one.arguments.items()
-                if isinstance(value, Tensor) and value.dim() in (1, 2) and name not in _MASK_NAMES
+                if isinstance(value, Tensor) and value.dim() in (1, 2) and name not in _MEANINGS
                 and value.dtype in (torch.int64, torch.int32)
             ]  # fmt: skip
             ids.sort(key=lambda item: item[0].startswith(("decoder", "tgt")) != is_decoder)

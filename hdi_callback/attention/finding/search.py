@@ -192,11 +192,11 @@ class Search:
         key = whole.slices["key"]
         if not isinstance(key, HeadPieces):
             return
+        owners = {piece.owner for piece in key.pieces}
         for name, layer in list(self.layers.items()):
-            if layer is not whole and layer.num_heads == 1 < whole.num_heads and is_inside(name, whole.name):
-                owners = (piece.module.get_submodule(piece.parameter.rpartition(".")[0]) for piece in key.pieces)
-                if any(owner is part for owner in owners for part in layer.module.modules()):
-                    del self.layers[name]
+            is_head = layer is not whole and layer.num_heads == 1 < whole.num_heads and is_inside(name, whole.name)
+            if is_head and not owners.isdisjoint(layer.module.modules()):
+                del self.layers[name]
 
     def _name_by_part(self, whole: AttentionLayer) -> None:
         """Keep one of two layers where a module uses the weights of a part itself: its own, by the name of the part."""
