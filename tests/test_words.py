@@ -26,10 +26,13 @@ REPLACED = {
 """What a reader had to read twice -> what the code says instead."""
 
 
+ANY = re.compile("|".join(REPLACED))
+
+
 def replaced_words(text: str) -> list[str]:
-    """Find what was replaced, also where a line or a comment is broken."""
-    joined = re.sub(r"\s+", " ", re.sub(r'["\']?\s*\n\s*(?:#|f?["\'])?', " ", text))
-    return [found[0] for pattern in REPLACED for found in re.finditer(pattern, joined, flags=re.IGNORECASE)]
+    """Find what was replaced, also where a sentence goes on in the next line of a comment or a string."""
+    lines = (line.strip().strip("\"'#").removeprefix('f"').strip() for line in text.lower().split("\n"))
+    return ANY.findall(" ".join(lines))
 
 
 def sources(root: Path) -> list[Path]:

@@ -259,7 +259,7 @@ def _codes_of(
 
     Args:
         output: the tensor.
-        numbers: of its elements, below zero for those that are passed over.
+        numbers: of its elements, below zero for those that are skipped.
         leaves: tensors, or edges of the graph.
         rounding: a derivative is none below this much of the largest.
         tolerance: one is all of another that differs from it by this much of it.
