@@ -816,3 +816,53 @@ def test_an_output_weight_that_a_map_beside_the_module_holds_is_compared_with_wh
         roles=claim.roles | {"output"},
     )
     assert judged(model, whole).is_right is (wrong == "")
+
+
+class AddsToValues(nn.Module):
+    """Values to which an input is added, such as those of an earlier layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleDict({role: nn.Linear(D, D) for role in ("query", "key", "value")})
+
+    def forward(self, x, earlier):
+        query, key, value = (one(x) for one in self.maps.values())
+        query, key, value = (one.unflatten(-1, (H, -1)).transpose(1, 2) for one in (query, key, value + earlier))
+        return ((query @ key.mT).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+def test_values_to_which_an_input_is_added_are_right_where_that_is_said_and_no_head_takes_another_s_place():
+    torch.manual_seed(0)
+    part, first = AddsToValues(), nn.Linear(D, D)
+    rows = {role: one.weight.detach() for role, one in part.maps.items()}
+    run = nn.Module()
+    run.part, run.first = part, first
+    run.forward = lambda x: part(x, first(x.tanh()))
+    claim = claimed_by_rows(part, rows)
+    assert judged(run, claim).is_right is False
+    assert judged(run, replace(claim, has_added_values=True)).is_right
+    turned = claimed_by_rows(part, rows | {"value": rows["value"].view(H, 8, D).flip(0).flatten(0, 1)})
+    assert judged(run, replace(turned, has_added_values=True)).is_right is False
+
+
+class TurnsValues(nn.Module):
+    """Values that each position multiplies with a matrix of its own, or all with the same."""
+
+    def __init__(self, *, is_everywhere_the_same: bool) -> None:
+        super().__init__()
+        self.maps = nn.ModuleDict({role: nn.Linear(D, D) for role in ("query", "key", "value")})
+        turns = torch.linalg.qr(torch.randn(T, 8, 8)).Q
+        self.turns = turns[:1].expand(T, -1, -1) if is_everywhere_the_same else turns
+
+    def forward(self, x):
+        query, key, value = (one(x).unflatten(-1, (H, -1)).transpose(1, 2) for one in self.maps.values())
+        value = (value[..., None, :] @ self.turns)[..., 0, :]
+        return ((query @ key.mT).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("is_everywhere_the_same", [False, True])
+def test_values_are_left_out_rightly_where_no_one_map_gives_those_of_all_positions(is_everywhere_the_same):
+    torch.manual_seed(0)
+    module = TurnsValues(is_everywhere_the_same=is_everywhere_the_same)
+    rows = {role: module.maps[role].weight.detach() for role in ("query", "key")}
+    assert judged(module, claimed_by_rows(module, rows)).is_right is not is_everywhere_the_same

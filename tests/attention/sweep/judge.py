@@ -37,6 +37,7 @@ class Claim:
     roles: frozenset[str] = frozenset({"query", "key", "value", "output"})
     bias: Callable[[str], Tensor | None] = lambda _: None
     is_of_one_stream: bool = False  # it says that the tokens of another one, or queries of some tokens, are left out
+    has_added_values: bool = False  # it says that an input is added to its values, which is left out
     order: tuple[int, ...] = ()  # number of each claimed head among those of attention; () if it is the same
 
 
@@ -257,6 +258,8 @@ def _judge(claim: Claim, observed: Witness, computation: Computation, heads: _He
             weight = claim.weight(role).detach().double()
         except Exception as error:
             return Finding(False, f"its {role} weight cannot be read: {error}", **facts)
+        if role == "value" and claim.has_added_values:
+            actual = [*actual, *_without_an_input(actual[0], inputs, batch, len(weight))]
         may_be_some = role != "query" or claim.is_of_one_stream
         verdicts = [_compare(weight, one, inputs, role, claim.bias(role), may_be_some) for one in actual]
         best = next((verdict for verdict in verdicts if verdict.is_right), verdicts[0])
@@ -267,6 +270,15 @@ def _judge(claim: Claim, observed: Witness, computation: Computation, heads: _He
     if not verdict.is_right:
         return Finding(verdict.is_right, verdict.reason, **facts)
     return Finding(True, remarks=tuple(remarks) + verdict.remarks, **facts)
+
+
+def _without_an_input(actual: Tensor, inputs: list[Tensor], batch: int, count: int) -> Iterator[Tensor]:
+    """Take each input from values that it may have been added to, head by head."""
+    for x in inputs:
+        for tokens in _tokens(x, batch, count * actual.shape[-1]):
+            if tokens.shape[1] == actual.shape[1]:
+                added = tokens.unflatten(-1, (count, -1)).repeat_interleave(actual.shape[2] // count, 2)
+                yield actual - added
 
 
 def _in_order(tensor: Tensor, at: list[int]) -> Tensor:
@@ -840,6 +852,7 @@ def claim_of(layer) -> Claim:
         "second stream" in layer.left_out
         or "queries of other tokens" in layer.left_out
         or "one of two streams" in layer.kind,
+        "one of its inputs adds to the values" in layer.left_out,
         layer.head_order,
     )
 
