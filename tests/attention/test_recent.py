@@ -319,3 +319,35 @@ class Convolutions(nn.Module):
 
 def test_a_module_that_names_its_result_after_attention_is_not_warned_about():
     assert survey(nn.Sequential(Convolutions())).refused == ()
+
+
+class AMapForEachOutput(nn.Module):
+    """Heads of their own module each, from queries to a part of what is added up, with factors."""
+
+    def __init__(self, factors: tuple[float, ...]) -> None:
+        super().__init__()
+        self.factors = factors
+        self.heads = nn.ModuleList(
+            nn.ModuleDict({role: nn.Linear(MODEL, WIDTH) for role in "qkv"} | {"o": nn.Linear(WIDTH, MODEL)})
+            for _ in factors
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [
+            head["o"]((head["q"](x) @ head["k"](x).mT / WIDTH**0.5).softmax(-1) @ head["v"](x)) for head in self.heads
+        ]
+        return sum(factor * part for factor, part in zip(self.factors, parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("factors", "heads"), [((1.0, 1.0, 1.0), [3]), ((1.0, 1.0, 2.0), [1, 2]), ((0.0, 0.0), [1, 1])]
+)
+def test_heads_with_an_output_map_each_are_one_layer_where_their_sum_alone_is_used(factors, heads):
+    torch.manual_seed(0)
+    model = nn.Sequential(AMapForEachOutput(factors))
+    layers = survey(model).layers
+    assert sorted(one.num_heads for one in layers) == heads
+    for layer in layers:
+        owners = layer.weight("key")
+        truth = {tuple(head["k"].weight.flatten().tolist()) for head in model[0].heads}
+        assert all(tuple(one.flatten().tolist()) in truth for one in owners)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hdi_callback.attention.trace.head_rows import HeadRows
 from hdi_callback.attention.trace.outputs import receiver_of
-from hdi_callback.attention.trace.support import columns_of
+from hdi_callback.attention.trace.own_inputs import taken_for
+from hdi_callback.attention.trace.support import columns_of, derivatives, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
 _Part = tuple[int, HeadRows]  # number of a core, and its heads
@@ -15,7 +21,9 @@ _Joined = tuple[tuple[int, ...], HeadRows]
 
 
 def joined(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
-    """Join cores of a single head each whose outputs one map takes side by side: together they are one layer.
+    """Join cores of a single head each: together they are one layer.
+
+    One map takes what they give side by side; or each has a map of its own, and what those give is added up.
 
     Args:
         trace: of one run.
@@ -31,20 +39,61 @@ def joined(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
     }
     receivers = {number: receiver_of(trace, trace.cores[number]) for number in single}
     receivers |= _behind_a_chain(trace, receivers)
+    taking = Counter(receivers.values())
+    own = {number: one for number, one in receivers.items() if one is not None and taking[one] == 1}
+    summed = _of_a_sum(trace, dict(parts), own) if len(own) > 1 else {}
+    receivers |= summed
     by_receiver: dict[int, list[_Part]] = {}
     for place, (number, heads) in enumerate(parts):
         receiver = receivers.get(number)
         by_receiver.setdefault(-1 - place if receiver is None else receiver, []).append((number, heads))
-    return [_side_by_side(of_layer) for of_layer in by_receiver.values()]
+    return [_side_by_side(of_layer, are_summed=of_layer[0][0] in summed) for of_layer in by_receiver.values()]
 
 
-def _side_by_side(parts: list[_Part]) -> _Joined:
+def _of_a_sum(trace: TracedCores, heads: Mapping[int, HeadRows], receivers: Mapping[int, int]) -> dict[int, int]:
+    """Find heads over the same tokens, each with a map for what it gives, of which the sum alone is used.
+
+    Args:
+        trace: of one run.
+        heads: of each core.
+        receivers: number of a core -> that of the map that takes what it gives, and nothing of another one.
+
+    Returns:
+        Number of a core -> that of the map of the first head of its layer.
+    """
+    # What depends on a sum alone has the same derivative by each of its terms; every end has a factor of its own.
+    ends = enumerate(end for end in trace.run.ends if end.requires_grad and not end.is_complex())
+    total = sum(((place + 2) * (end * random_weights(end.shape)).sum().float() for place, end in ends), torch.zeros(()))
+    found = derivatives(total, torch.ones(()), [trace.leaves[receiver].tensor for receiver in receivers.values()])
+    derivative = {number: found.get(place) for place, number in enumerate(receivers)}
+    layers: dict[int, list[int]] = {}
+    for number in receivers:
+        alike = (first for first in layers if _are_alike(trace, (first, number), heads, derivative))
+        layers.setdefault(next(alike, number), []).append(number)
+    return {number: receivers[first] for first, of_layer in layers.items() if len(of_layer) > 1 for number in of_layer}
+
+
+def _are_alike(
+    trace: TracedCores, pair: tuple[int, int], heads: Mapping[int, HeadRows], derivative: Mapping[int, Tensor | None]
+) -> bool:
+    one, other = (derivative[number] for number in pair)
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    if not one.any() or not torch.allclose(one, other, rtol=1e-4):
+        return False
+    taken = [taken_for(trace, heads[number].rows["key"][0])[0] for number in pair]
+    shapes = {trace.cores[number].weights.shape for number in pair}
+    return len(shapes) == 1 and taken[0].shape == taken[1].shape and torch.equal(*taken)
+
+
+def _side_by_side(parts: list[_Part], *, are_summed: bool) -> _Joined:
     numbers, heads = tuple(number for number, _ in parts), [heads for _, heads in parts]
     if len(parts) == 1:
         return numbers, heads[0]
     roles = [role for role in heads[0].rows if all(role in one.rows for one in heads)]
     rows = {role: [one.rows[role][0] for one in heads] for role in roles}
-    return numbers, HeadRows(rows, [one.members[0] for one in heads], set().union(*(one.normed for one in heads)))
+    normed = set().union(*(one.normed for one in heads))
+    return numbers, HeadRows(rows, [one.members[0] for one in heads], normed, has_own_outputs=are_summed)
 
 
 def _of_ranks(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:

@@ -60,6 +60,8 @@ def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOu
     Raises:
         NoHeadsError: if they are mixed, normed or added up on the way there.
     """
+    if heads.has_own_outputs:
+        return HeadOutputs(None, None, False, "the outputs of its heads, each of which has a map of its own")
     receiver, ends = _ends(trace, cores, heads.row)
     refusals = []
     for end in ends:

@@ -158,6 +158,7 @@ def test_sums_with_weights_of_no_pairs_are_refused_alike_before_a_forward_and_in
             "InvariantPointsThatLearn",
             "another attention in it, of which what `vp` gives is turned or mixed within each head",
         ),
+        ("SumOverHeads", "the outputs of its heads, each of which has a map of its own"),
         ("RelationsOfAGraph", "the weights of its values, as what `v_lin` gives is turned or mixed within each head"),
     ],
 )
