@@ -129,7 +129,7 @@ class HDICallback(Shell, pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Arm the capture when a reading is due."""
-        session, host = self._watching
+        session, host = self._watching(trainer, pl_module)
         if getattr(trainer.fit_loop, "_skip_backward", False):
             # Lightning's weight averaging ends with an epoch for batch norm, in which nothing is trained.
             host.end_training()
@@ -138,19 +138,19 @@ class HDICallback(Shell, pl.Callback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read while the weights are still those of the forward, and the activations are gone."""
-        self._watching[0].after_backward(is_last=pl_module.automatic_optimization)
+        self._watching(trainer, pl_module)[0].after_backward(is_last=pl_module.automatic_optimization)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Let interventions act on the gradients."""
-        self._watching[0].before_optimizer_step(optimizer)
+        self._watching(trainer, pl_module)[0].before_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Publish the readings whose numbers have arrived."""
-        for result in self._watching[0].after_step():
+        for result in self._watching(trainer, pl_module)[0].after_step():
             if self._settings.prog_bar:
                 with self._warn_once.guard("writing to the progress bar"):
                     shown = {self._prefix + tag: value for tag, value in result.record.summary().items()}
@@ -169,13 +169,13 @@ class HDICallback(Shell, pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the trained weights, if another callback may replace them by averaged ones."""
         if other_callbacks_act_on_train_end(trainer, HDICallback):
-            session, host = self._watching
+            session, host = self._watching(trainer, pl_module)
             # The epoch is counted as it will be in `on_train_end`.
             session.measure_final_early(replace(host.end, epoch=trainer.current_epoch + 1))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the final weights, and publish pending readings."""
-        session, host = self._watching
+        session, host = self._watching(trainer, pl_module)
         session.finish(host.end)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -187,9 +187,12 @@ class HDICallback(Shell, pl.Callback):
         if self._session is not None:
             self._session.close()
 
-    @property
-    def _watching(self) -> tuple[Session, LightningHost]:
-        assert self._opened is not None, "the trainer calls on_train_start first"
+    def _watching(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Session, LightningHost]:
+        if self._opened is None:  # it came in the middle of a run, or a checkpoint was restored there, as by `lr_find`
+            if self._session is None:
+                self.on_fit_start(trainer, pl_module)
+            self._open()
+        assert self._opened is not None, "it was just opened"
         return self._opened, self._host
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -21,7 +22,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Finding
 from hdi_callback.monitoring.history import load_history, read_lines, read_records, writer
 from hdi_callback.monitoring.interventions import Call, Intervention, SaveCheckpoint, ScaleLearningRate
-from tests.models import CLASSES, LIT_LAYERS, WIDTH, Block, batches
+from tests.models import CLASSES, LIT_LAYERS, WIDTH, Block, LitClassifier, batches
 from tests.regimes.trainings import Module, in_a_process, reported, trainer_for
 from tests.wandb_files import read_wandb
 
@@ -61,6 +62,59 @@ class At(L.Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == self.step:
             self.action(trainer)
+
+
+# --- what comes in the middle of a run
+
+
+class FindsRateAtEachEpoch(LearningRateFinder):
+    """As Lightning's pages have it: `lr_find` restores a checkpoint of the run that goes on."""
+
+    def on_fit_start(self, *args):
+        """Not yet."""
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, module)
+
+
+def trained(folder: Path, *callbacks: L.Callback, epochs: int = 1) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    module = LitClassifier(dropout=0.1)
+    trainer_for(folder, *callbacks, max_epochs=epochs).fit(module, batches(count=8))
+    return [*module.parameters()]
+
+
+def test_a_rate_that_is_searched_in_the_middle_of_a_run_ends_neither_the_run_nor_its_history(tmp_path):
+    finders = [
+        FindsRateAtEachEpoch(num_training_steps=3, min_lr=1e-5, max_lr=1e-2, attr_name="learning_rate") for _ in "ab"
+    ]
+    callback = HDICallback(every_n_steps=4)
+    with reported() as said:
+        watched = trained(tmp_path, finders[0], callback, epochs=2)
+    alone = trained(tmp_path / "alone", finders[1], epochs=2)
+    assert said == []
+    assert all(torch.equal(one, other) for one, other in zip(watched, alone, strict=True))
+    assert [record.step for record in read_records(callback.history_path)] == [0, 4, 8, 12, 16]
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_after_backward", "on_train_batch_end", "on_train_epoch_end"]
+)
+def test_a_callback_that_is_added_in_the_middle_of_a_run_reads_from_then_on(tmp_path, hook):
+    class Adds(L.Callback):
+        """Adds the watch once two steps are made."""
+
+    def add(self, trainer, *args):
+        if callback not in trainer.callbacks and trainer.global_step >= 2:
+            trainer.callbacks.append(callback)
+
+    setattr(Adds, hook, add)
+    callback = HDICallback(every_n_steps=4)
+    watched, alone = trained(tmp_path, Adds()), trained(tmp_path / "alone")
+    assert all(torch.equal(one, other) for one, other in zip(watched, alone, strict=True))
+    steps = [record.step for record in read_records(callback.history_path)]  # the first as it comes
+    assert steps[1 if steps[0] < 4 else 0 :] == ([8] if hook == "on_train_epoch_end" else [4, 8])
 
 
 # --- the history file
