@@ -75,3 +75,14 @@ def test_patterns_refusals_and_layers_within_a_wrapped_submodule_have_the_users_
         "interventions": [StopTraining(layers=["blocks.1.attn"])],
     }
     watch_heads(model, optimizer, exclude=["odd.0"], history=False, verbose=False, **settings).close()
+
+
+def test_a_part_that_the_user_calls_module_is_no_wrapped_model():
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+    model = Holder()
+    assert inner_model(model) is model
+    assert inner_model(nn.DataParallel(model)) is model

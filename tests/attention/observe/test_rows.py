@@ -309,7 +309,9 @@ EACH_FOR_ITSELF = [
 def test_heads_that_choose_tokens_each_for_itself_are_not_compared_row_by_row(way, role, fused):
     torch.manual_seed(0)
     model = nn.Sequential(Choosing(role, way, fused=fused))
-    (core,) = observed(model, lambda: model(torch.randn(B, T, 16))).cores
+    observer = observed(model, lambda: model(torch.randn(B, T, 16)))
+    (core,) = observer.cores
+    assert observer.failures == []
     if way in EACH_FOR_ITSELF:
         which = {"query": "queries", "key": "keys"}[role]
         assert core.unread == f"each head has {which} of its own choice, so that rows of two do not compare"
