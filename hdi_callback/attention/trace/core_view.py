@@ -89,7 +89,7 @@ class CoreView:
         return found if self.tokens is None else found[torch.isin(found % count, self.tokens)]
 
     def keep_tokens(self, places: Iterable[int]) -> None:
-        """Pass over keys and values of other tokens from here on."""
+        """Skip keys and values of other tokens from here on."""
         self.tokens = torch.tensor([*places])
 
     @cached_property
