@@ -85,11 +85,12 @@ zoo: $(INSTALLED)  ## Examine transformers, timm and packages of others; writes 
 	$(BIN)/python -m tests.attention.sweep --output docs/supported-models.md $(ARGS)
 	$(BIN)/python -m tests.attention.sweep.rows --output docs/attention-rows.md
 
-lower-bounds:  ## Run the tests against the oldest dependencies that pyproject.toml admits (Python 3.10 or 3.11).
+# uv, as pip takes more than ten minutes to choose among so many versions.
+lower-bounds:  ## Run the quick tests against the oldest dependencies that pyproject.toml admits (Python 3.10 or 3.11).
 	$(PYTHON) -m venv .venv-lower
-	.venv-lower/bin/python -m pip install --quiet --upgrade pip
-	.venv-lower/bin/python -m pip install --quiet --constraint constraints-lower.txt --editable '.[dev]'
-	.venv-lower/bin/python -m pytest tests $(ARGS)
+	.venv-lower/bin/python -m pip install --quiet uv
+	.venv-lower/bin/uv pip install --quiet --python .venv-lower/bin/python --constraint constraints-lower.txt --editable '.[dev]'
+	OMP_NUM_THREADS=1 .venv-lower/bin/python -m pytest -n auto --dist worksteal -m 'not slow' --doctest-modules hdi_callback tests $(ARGS)
 
 clean:  ## Remove the virtual environments and everything built.
 	rm -rf $(VENV) .venv-lower docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

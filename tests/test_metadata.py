@@ -53,3 +53,19 @@ def test_with_an_address_links_and_pictures_lead_to_the_tag_of_the_version(root,
     for kind, path in paths:
         assert (root / path).is_file(), path
         assert (kind == "raw") == path.endswith((".png", ".svg")), path
+
+
+def lower_bounds(root: Path) -> dict[str, str]:
+    """Of what users install: the dependencies, and the extras but those of development."""
+    text = (root / "pyproject.toml").read_text()
+    project = text[text.index("\ndependencies = [") : text.index("\ndev = [")]
+    return dict(re.findall(r'"([\w-]+)>=([\d.]+)"', project))
+
+
+def test_the_oldest_versions_that_are_tried_are_those_that_are_admitted(root):
+    tried = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (root / "constraints-lower.txt").read_text(), re.MULTILINE))
+    admitted = lower_bounds(root)
+    assert {"torch", "lightning", "wandb", "transformers", "pytorch-ignite", "plotly"} <= admitted.keys()
+    for name, bound in admitted.items():
+        assert name in tried, f"constraints-lower.txt leaves {name} to the resolver"
+        assert re.sub(r"(\.0)+$", "", tried[name]) == re.sub(r"(\.0)+$", "", bound), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -11,6 +13,7 @@ pytest.importorskip("transformers")
 from tests.attention.sweep import architectures
 from tests.attention.sweep.documented import documented
 from tests.attention.sweep.rows import can_return
+from tests.skips import NEEDS_NEWER_TRANSFORMERS
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
@@ -20,7 +23,13 @@ def test_a_model_with_attention_can_return_its_weights(name):
 
 @pytest.mark.parametrize("name", ["poolformer", "inkling_vision"])
 def test_a_model_without_attention_cannot_though_its_family_records_some(name):
-    assert not can_return(architectures.build(name))
+    try:
+        model = architectures.build(name)
+    except architectures.NoModelError:
+        if version("transformers") >= "5.21":
+            raise
+        pytest.skip(NEEDS_NEWER_TRANSFORMERS)
+    assert not can_return(model)
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "recurrent_gemma", "sam3_lite_text_text_model"])

@@ -369,6 +369,7 @@ def test_attention_under_activation_checkpointing_is_read_as_without(reentrant):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         module(x)
+    kept = [tensor for tensor in kept if tensor.numel()]  # torch 2.10 keeps an empty one besides
     assert len(kept) <= 1, "a checkpoint keeps its input alone"
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor, find_attention
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.monitoring.metrics import ROWS
+from tests.attention.observe.oracle import require_a_kernel_with_softcap
 from tests.attention.sweep.architectures import variants
 from tests.models import HEADS, LAYERS, LENGTH, Attention, Classifier
 
@@ -76,6 +77,7 @@ def read(model: nn.Module, forward, **options) -> dict:
 def test_curves_are_those_of_the_weights_that_the_model_returns(family, padding, implementation):
     torch.manual_seed(0)
     model = next(variants(family)).eval()
+    require_a_kernel_with_softcap(model, implementation)
     mask = torch.ones(B, T, dtype=torch.long)
     mask[1, {"none": slice(0, 0), "left": slice(0, 4), "right": slice(T - 4, T)}[padding]] = 0
     tokens = torch.randint(5, 50, (B, T), generator=torch.Generator().manual_seed(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import random
 from collections.abc import Iterator
@@ -389,6 +390,11 @@ class Lit(L.LightningModule):
         return self.user.optimizers()
 
 
+def _whole_checkpoints(trainer: L.Trainer) -> dict[str, bool]:
+    """Ask for checkpoints to be read whole, as lightning 2.5 does without being asked."""
+    return {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+
+
 def under_lightning(training: Training, trace: Trace, folder: Path, *, is_watched: bool) -> None:
     checkpoint: Path | None = None
     for part in range(2 if "resumed" in training else 1):
@@ -412,7 +418,8 @@ def under_lightning(training: Training, trace: Trace, folder: Path, *, is_watche
             deterministic=True if "deterministic algorithms" in training else None, **options,
         )  # fmt: skip
         try:
-            trainer.fit(lit, user.loader(), user.evaluation_loader(), ckpt_path=checkpoint, weights_only=False)
+            options = _whole_checkpoints(trainer)
+            trainer.fit(lit, user.loader(), user.evaluation_loader(), ckpt_path=checkpoint, **options)
         except InterruptedTrainingError:
             user.keep("interrupted at", user.steps)
         checkpoint = folder / "kept.ckpt"
