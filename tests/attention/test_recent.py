@@ -134,6 +134,23 @@ def test_two_softmaxes_that_cut_the_same_rows_into_other_heads_are_refused():
     ]
 
 
+class ValuesInTwoCalls(Four):
+    """As in DiffLlama: both halves of the values are weighed alike, in a call each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (split(m(x)) for m in (self.q, self.k, self.v))
+        halves = [half.repeat(1, 2, 1, 1) for half in value.chunk(2, 1)]
+        one, two = (join(attend(query, key, half)) for half in halves)
+        return self.o(one - two)
+
+
+def test_the_same_queries_and_keys_with_other_values_in_each_of_two_calls_are_refused_for_that():
+    (refusal,) = survey(nn.Sequential(ValuesInTwoCalls())).refused
+    assert (
+        refusal.reason == "several of its softmaxes have the same queries and keys, and each weighs values of its own"
+    )
+
+
 class FeatureByFeature(Four):
     """Weights of tokens are made for each feature by itself."""
 

@@ -30,6 +30,7 @@ from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.unread import unread_averages, unread_exponentials, unread_softmaxes
 
 _SAME_MAPS = "several of its softmaxes have heads of the same maps, and none of its own"
+_SAME_KEYS = "several of its softmaxes have the same queries and keys, and each weighs values of its own"
 
 
 @dataclass(frozen=True)
@@ -258,10 +259,8 @@ def _named_apart(found: list[Found]) -> list[Found]:
                 output_projection=None if is_sum else layer.output_projection,
             )
         named.append(replace(one, layer=layer))
-    return [
-        replace(one, layer=None, reason=_SAME_MAPS) if any(_conflict(one, other) for other in named) else one
-        for one in named
-    ]
+    reasons = [next(filter(None, (_conflict(one, other) for other in named)), "") for one in named]
+    return [replace(one, layer=None, reason=why) if why else one for one, why in zip(named, reasons)]
 
 
 def _own_name(one: Found, beside: list[Found]) -> str:
@@ -282,14 +281,16 @@ def _map_of(one: Found, role: Role) -> str:
     return "" if part is None else module_of(part.by_token.parameter)
 
 
-def _conflict(one: Found, other: Found) -> bool:
-    """Tell layers of one module that cut the same map into other heads: what one of them says, the other denies."""
+def _conflict(one: Found, other: Found) -> str:
+    """Say where layers of one module cut the same map into other heads: what one of them says, the other denies."""
     if one is other or one.layer is None or other.layer is None or one.path != other.path:
-        return False
+        return ""
     mine, theirs = one.layer.slices, other.layer.slices
     differing = [role for role in INPUT_ROLES if role in mine.keys() & theirs.keys() and mine[role] != theirs[role]]
     # Two may share all of their keys, or have rows of their own of the same maps, as where softmaxes are subtracted.
-    return differing == ["value"] or any(_overlap(mine[role], theirs[role]) for role in differing)
+    if differing == ["value"] and "query" in mine.keys() & theirs.keys():
+        return _SAME_KEYS
+    return _SAME_MAPS if differing == ["value"] or any(_overlap(mine[role], theirs[role]) for role in differing) else ""
 
 
 def _overlap(one: HeadWeight, other: HeadWeight) -> bool:
