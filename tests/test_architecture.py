@@ -1,4 +1,4 @@
-"""The picture of the rooms in docs/architecture.md, held against the imports as they are."""
+"""The picture of the rooms in docs/architecture.md, compared with the imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and checkpoints judged layer by layer, held against the same model in memory."""
+"""Models and checkpoints judged layer by layer, compared with the same model in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two checkpoints or two runs held against each other."""
+"""Two checkpoints or two runs compared with each other."""
 
 from __future__ import annotations
 

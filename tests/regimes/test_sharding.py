@@ -167,7 +167,7 @@ def bytes_to_find(rank: int, width: int) -> dict[str, Any]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh).to_empty(device="cpu")
-    find_attention(classifier())  # what is loaded when the first model is looked at
+    find_attention(classifier())  # what is loaded when the first model is searched
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = peak("cpu")

@@ -125,5 +125,5 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(shell, tmp_path
         for path in (expected, history)
     ]
     assert set(actions[0]) >= {3, 6}, "there is something to go on with"
-    for at in (6, 8):  # what was done between the checkpoint and the reading before it is told as well
+    for at in (6, 8):  # what was done between the checkpoint and the reading before it is reported as well
         assert actions[1].get(at) == actions[0].get(at)
