@@ -35,17 +35,21 @@ class Hooks:
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
+        self._suspended: list[Handle] = []
 
     def suspend(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
+        self._suspended = self._handles or self._suspended
+        self._handles = []
 
     def resume(self) -> None:
-        """Put the hooks back after `suspend`; calling it again does nothing."""
+        """Put the hooks back after `suspend`, by the numbers that they had; calling it again does nothing."""
         if not self._handles:
-            self._handles.extend(self._install())
+            for handle in self._suspended:
+                handle.put_back()
+            self._handles, self._suspended = self._suspended or list(self._install()), []
 
     def _install(self) -> Iterable[Handle]:
         raise NotImplementedError

@@ -67,6 +67,18 @@ def test_nothing_is_captured_unless_armed():
         assert not taps.was_armed
 
 
+def test_hooks_that_are_put_back_keep_their_numbers():
+    """torch 2.10 compiles a graph anew for each number that a hook in it is given."""
+    model = Classifier()
+    with tap(model) as taps:
+        numbers = [list(part._forward_pre_hooks) for part in model.modules()]
+        assert any(numbers)
+        taps.suspend()
+        assert not any(part._forward_pre_hooks for part in model.modules())
+        taps.resume()
+        assert [list(part._forward_pre_hooks) for part in model.modules()] == numbers
+
+
 def test_all_forwards_of_an_armed_step_are_captured():
     model = Classifier()
     first, second = tokens(seed=1), tokens(batch=2, seed=2)

@@ -100,6 +100,7 @@ class Taps(Hooks):
             elif projections[id(layer.output_projection)] > 1:
                 self._never[layer.name] = f"it shares its {self._subject.projection} with another layer"
         super().suspend()
+        self._suspended = []  # there are others now
         self.resume()
 
     def __enter__(self) -> Self:
