@@ -1,0 +1,43 @@
+"""Parts of tokens that are multiplied with a matrix each, in a traced run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hdi_callback.attention.trace.contractions import contracted
+
+H, TOKENS, TAKEN, WIDTH = 4, 5, 6, 3
+
+
+class Cut:
+    """Answers with what each matrix gives, written out token by token."""
+
+    def __init__(self, stack: torch.Tensor) -> None:
+        self.stack, self.run = stack, SimpleNamespace(tensors=[], stacked=[])
+        self.views = SimpleNamespace(view_of=lambda weight: SimpleNamespace(parameter="stack", is_whole=True))
+
+    def answer(self, name: str, taken: torch.Tensor, features: int, **options: Any) -> torch.Tensor:
+        assert (name, features, options) == ("stack", H * WIDTH, {"axes": (0, 2), "is_of_parts": True})
+        parts = taken.unflatten(-1, (H, TAKEN))
+        return torch.cat([parts[..., h, :] @ self.stack[h] for h in range(H)], -1)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("where", ["{}htk,hkw->{}htw", "{}thk,hkw->{}thw", "{}thk,hkw->{}htw"])
+def test_features_are_numbered_head_by_head_with_or_without_a_batch(lead, where):
+    formula = where.format("ab"[: len(lead)], "ab"[: len(lead)])
+    joined, out = formula.split("->")
+    ix, iw = joined.split(",")
+    sizes = {"h": H, "t": TOKENS, "k": TAKEN, "a": 2, "b": 3}
+    x, stack = torch.randn([sizes[i] for i in ix]), torch.randn(H, TAKEN, WIDTH)
+    answer = contracted(cast("Any", Cut(stack)), x, stack, ix, iw, out)
+    torch.testing.assert_close(answer, torch.einsum(formula, x, stack))
+
+
+def test_a_single_matrix_is_no_matrix_for_each_part():
+    x, stack = torch.randn(1, TOKENS, TAKEN), torch.randn(1, TAKEN, WIDTH)
+    assert contracted(cast("Any", Cut(stack)), x, stack, "htk", "hkw", "htw") is NotImplemented
