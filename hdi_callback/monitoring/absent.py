@@ -43,7 +43,7 @@ class Absent:
             what: key, see `absence_of`.
             reason: why.
             kind: reasons of one kind are reported once.
-            cause: what follows from it is reported once, of whatever kind it is.
+            cause: where a layer fails in several ways for one cause, the first is reported.
         """
         self.reasons[what] = reason
         if what.partition("/")[0] in self.unasked:
@@ -90,7 +90,7 @@ class Absent:
                 reason = f"they cannot be measured ({error})"
             else:
                 reason = f"cannot be measured ({error})"
-            self.leave_out(absence_of(source, layer), reason, kind, cause=describe(error))
+            self.leave_out(absence_of(source, layer), reason, kind, cause=f"{layer}: {describe(error)}")
 
 
 def absence_of(source: str, layer: str) -> str:
