@@ -1,1 +1,1 @@
-"""What establishes heads: the graph of one forward of a copy."""
+"""Establish heads by the autograd graph of one forward of a copy."""

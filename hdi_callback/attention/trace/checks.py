@@ -1,4 +1,4 @@
-"""What refuses heads whose supports alone would pass: mixed, bent, of other widths, not of tokens.
+"""Refusals of heads whose supports alone would pass: mixed, not linear, of differing widths, not of tokens.
 
 Each check takes a core as its parts meet it, and raises `NoHeadsError` with what it found.
 """
@@ -116,7 +116,7 @@ def require_widths(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
 
 
 def require_linear(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared: bool) -> set[Role]:
-    """Refuse an activation between a map and attention; tell roles that a norm scales."""
+    """Refuse an activation between a map and attention; return the roles that a norm scales."""
     runs = view.trace.again
     if any(len(cores) != len(view.trace.cores) for cores in runs):
         raise UndecidedError("what it computes depends on the values of its projections")

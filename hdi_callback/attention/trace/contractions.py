@@ -130,7 +130,7 @@ def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lettered(formula: str, operands: list[Tensor]) -> str:
-    """Write letters for the dims that an ellipsis stands for, the same in all terms."""
+    """Replace an ellipsis by letters for its dims, the same in all terms."""
     joined, _, out = formula.partition("->")
     terms = joined.split(",")
     if len(terms) != len(operands) or "..." not in joined:
@@ -155,5 +155,5 @@ def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor]
     first = "".join(sorted(kept, key=lambda i: summed.index(i) if i in summed else -1))
     product = torch.einsum(f"{one},{other}->{first}", left, right)
     answer = contracted(cut, product, operands[which], first, terms[which], out)
-    # Of what is noted of the product on the way there the answer is made in any case.
+    # The run has recorded `product`: the result is computed from it in any case.
     return func(f"{first},{terms[which]}->{out}", product, operands[which]) if answer is NotImplemented else answer

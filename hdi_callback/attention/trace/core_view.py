@@ -64,7 +64,7 @@ class CoreView:
         return self.met[self.first].product
 
     def tensor(self, role: Role, core: Core | None = None) -> Tensor:
-        """Give what attention takes, ``(N, positions, width)``.
+        """Return the queries, keys or values that attention multiplies, ``(N, positions, width)``.
 
         Args:
             role: queries, keys or values.
@@ -80,7 +80,7 @@ class CoreView:
         return core.scores[self.product].sides[side if role == "key" else 1 - side]
 
     def at(self, unit: int, role: Role) -> Tensor:
-        """Give the positions of a part in what attention takes, counted over all ``N``."""
+        """Return the positions of a part in its queries, keys or values, counted over all ``N``."""
         if role == "query":
             return self.met[unit].at_query
         count = self.tensor(role).shape[1]
@@ -104,7 +104,7 @@ class CoreView:
 
 
 def own_columns(columns: Mapping[tuple[str, int], int], rows: Iterable[Rows], width: int) -> list[int]:
-    """Give the columns of queries or keys on which the features of heads act, all if one of them shows none.
+    """Return the columns of queries or keys on which the features of heads act, all if one of them shows none.
 
     Args:
         columns: of each feature, see `TracedRun.columns`.

@@ -54,8 +54,8 @@ class Core:
         return torch.autograd.graph.GradientEdge(self.node, 0)
 
     @property
-    def given(self) -> Tensor:
-        """What it gives, as its output has it."""
+    def sums(self) -> Tensor:
+        """Product weights @ values, transposed where the output is."""
         sums = self.weights.detach() @ self.values.detach()
         return sums.mT if self.is_turned else sums
 

@@ -15,7 +15,7 @@ MOST_ELEMENTS = 2**26  # of one tensor in a traced run
 
 @dataclass(frozen=True)
 class Draw:
-    """What linear maps answer: random features, the same for the same map, call and shape.
+    """Outputs drawn for linear maps: random features, the same for the same map, call and shape.
 
     Attributes:
         shares: the answer is this much of one draw and this much of another.

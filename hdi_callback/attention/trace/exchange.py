@@ -22,7 +22,7 @@ from hdi_callback.attention.trace.traced_run import TracedRun
 
 @dataclass(eq=False)
 class Exchange:
-    """What one run sends in its all-to-all calls.
+    """Tensors that one run sends in its all-to-all calls.
 
     Attributes:
         rank: the one that it plays, within the group that swaps; its own if `None`.

@@ -92,7 +92,7 @@ class GraphCut(TorchFunctionMode):
         axes: tuple[int, ...] = (),
         is_of_parts: bool = False,
     ) -> Tensor:
-        """Give random features for each position of the input of a map.
+        """Return random features for each position of the input of a map.
 
         Args:
             parameter: dotted path of its matrix.

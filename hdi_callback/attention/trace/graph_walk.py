@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def made_from(node: Any) -> list[Any]:
-    """Give the nodes that a node takes from.
+    """Return the nodes of the inputs of a node.
 
     Args:
         node: of the graph.
@@ -40,7 +40,7 @@ def walk(starts: Iterable[Any], onward: Callable[[Any], Iterable[Any]] = made_fr
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Give the nodes that some tensors are made of.
+    """Return all nodes of the graph that some tensors are computed by.
 
     Args:
         tensors: made in the run.
@@ -52,12 +52,12 @@ def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Tell whether something that a tensor is made of was rounded, which leaves no derivative."""
+    """Return whether rounding, which leaves no derivative, is in the graph of a tensor."""
     return any(node.name().startswith(("Round", "Floor", "Ceil", "Trunc", "Sign")) for node in nodes_behind([tensor]))
 
 
 def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
-    """Give the nodes on the ways from a node to what is made of it.
+    """Return the nodes of the paths from a node to tensors that are computed from it.
 
     Args:
         ends: tensors that are made of it.

@@ -16,12 +16,12 @@ _VIEWS = (
 
 
 class HeadMixing:
-    """Recognises what takes the weights of attention, those of all heads for a pair of tokens.
+    """Recognises maps of attention weights, those of all heads for a pair of tokens.
 
     Args:
         run: where they are noted.
-        known: maps that took weights of attention -> whether those of all heads, which the first run of a copy tells:
-            where maps answer nothing, nothing depends on them.
+        known: maps that took weights of attention -> whether those of all heads, as the first run of a copy shows:
+            where maps have no random outputs, nothing depends on them.
     """
 
     def __init__(self, run: TracedRun, known: dict[str, bool]) -> None:

@@ -90,7 +90,7 @@ class Units:
 
 
 def module_of(parameter: str) -> str:
-    """Give the path of a map by that of its matrix.
+    """Return the path of a map by that of its matrix.
 
     Args:
         parameter: dotted path of the matrix.

@@ -93,7 +93,7 @@ def _gain(trace: TracedCores, path: str, row: Rows) -> tuple[str, float]:
 
 
 def is_whole(trace: TracedCores, leaf: Leaf) -> bool:
-    """Tell a call that gave all features of its parameter: a part of one is not read as an output projection.
+    """Return whether a call covers all features of its parameter; with a part of them it is no output projection.
 
     Args:
         trace: of one run.
@@ -126,7 +126,7 @@ def output_weight(trace: TracedCores, path: str, leaf: Leaf, features: Tensor) -
 
 
 def kind_of(slices: Mapping[Role, HeadWeight], heads: HeadRows) -> str:
-    """Say in a few words how the weights of a layer are laid out.
+    """Name the layout of the weights of a layer in a few words.
 
     Args:
         slices: of each role.

@@ -109,7 +109,7 @@ class CoreReading:
         """Read the rows of every head.
 
         Args:
-            of_row: the token that is looked at, of those that ask; one that sees most keys by default.
+            of_row: the query that is read; one that attends to most keys by default.
 
         Returns:
             The rows.
@@ -196,7 +196,7 @@ class CoreReading:
         return HeadRows(heads, members, normed, remarks, said, view.units, row if stream else None, values, stream)
 
     def _queries_left_out(self, view: CoreView, heads: dict[Role, list[Rows]], of_query: Support) -> str:
-        """Say which queries the rows of heads do not give: all that maps give, or those of tokens with another map."""
+        """Name the queries that the rows of heads leave out: all, or those of tokens with another map."""
         queries = view.tensor("query")
         count = queries.shape[1]
         first = int(view.at(view.first, "query")[0]) // count * count
@@ -207,7 +207,7 @@ class CoreReading:
         return f"queries of other tokens, which {named(sorted(others))} give" if others else ""
 
     def _are_side_by_side(self) -> bool:
-        """Tell softmaxes of which each weighs tokens of its own, as learned prompts beside the others."""
+        """Return whether each softmax weighs tokens of its own, as learned prompts beside the others."""
         weights = self.core.weights
         edges = [torch.autograd.graph.GradientEdge(node, 0) for node in self.core.softmaxes]
         for number in range(weights.shape[-1]):
@@ -218,7 +218,7 @@ class CoreReading:
         return True
 
     def _refuse_other_scores(self) -> None:
-        """Say what the weights are made of, if not of products; nothing of a router, which weighs experts."""
+        """Refuse weights of other scores than products; nothing of a router, which weighs experts."""
         for logits in self.core.logits:
             for leaf in (self.run.leaves[number] for number in self.run.support(logits).masks):
                 if is_map_of_scores(leaf, logits, self.trace.cores):
@@ -252,7 +252,7 @@ class CoreReading:
                 raise NoHeadsError(_SEVERAL)
 
     def _refuse_values_of_no_map(self) -> None:
-        """Say what values are made of, if no linear map gives them."""
+        """Refuse values that no linear map outputs, by what they are made of."""
         values, run = self.core.values, self.run
         if not Support.of(values, run.inputs):
             if is_rounded(values):
@@ -277,7 +277,7 @@ def _of_product(met: dict[int, list[Meeting]], number: int) -> dict[int, Meeting
 
 
 def _has_one_for_each_token(values: Tensor, stack: Tensor) -> bool:
-    """Tell values of a stack of matrices that are chosen by the place of a token, as for each codebook."""
+    """Return whether the place of a token chooses the matrix of its values from a stack, as for each codebook."""
     if stack.dim() != 3 or values.shape[1] < 2:
         return False
     found = [Support.of(values, [stack], [at]) for at in (0, values.shape[1] - 1)]

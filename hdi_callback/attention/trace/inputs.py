@@ -116,7 +116,7 @@ def with_other_tokens(inputs: Inputs) -> Inputs | None:
 def with_optional(
     module: nn.Module, inputs: Inputs, names: Iterable[str], sizes: Iterable[Sequence[int]]
 ) -> Iterator[tuple[str, Inputs]]:
-    """Give arguments that were left out, one at a time.
+    """Add arguments that were left out, one at a time.
 
     Args:
         module: the module.
@@ -184,7 +184,7 @@ def _words_in(module: nn.Module) -> list[str]:
 
 
 def _with_more(module: nn.Module, inputs: Inputs, values: Sequence[Tensor]) -> Inputs:
-    """Give more arguments by position, behind all that have names."""
+    """Add arguments by position, behind all that have names."""
     args, kwargs = list(inputs.args), dict(inputs.kwargs)
     named = [one for one in _parameters(module) if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     args += [kwargs.pop(one.name, one.default) for one in named[len(args) :]]

@@ -35,7 +35,7 @@ _MOST_IN_VAIN = 3  # runs of one module that show no heads
 
 @dataclass(frozen=True)
 class _Traced:
-    """What a run of a module showed, to be compared with others like it.
+    """One traced run of a module, to be compared with others like it.
 
     Attributes:
         name: dotted path of the module.
@@ -211,7 +211,7 @@ def _is_borne_out(
 
 
 def _others(traced: _Traced, untried: Collection[str]) -> Iterator[tuple[str, Inputs]]:
-    """Give other arguments to run a module with, and the name of the one that is passed now and was left out before."""
+    """Yield other inputs to run a module with, and the name of the argument that each adds."""
     assert traced.inputs is not None
     module, inputs = traced.module, traced.inputs
     others = with_other_tokens(inputs)

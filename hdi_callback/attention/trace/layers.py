@@ -35,7 +35,7 @@ _SAME_KEYS = "several of its softmaxes have the same queries and keys, and each 
 
 @dataclass(frozen=True)
 class Found:
-    """What one or more cores of a run establish.
+    """Heads that one or more cores of a run establish, or the reason why they cannot be read.
 
     Attributes:
         layer: the heads; `None` if they cannot be read.
@@ -243,7 +243,7 @@ def _named_apart(found: list[Found]) -> list[Found]:
         twin = next((place for place, other in enumerate(kept) if _are_one(other, one)), None)
         if twin is None:
             kept.append(one)
-        # A block of one key tells nothing of the others; what holds in one of its calls alone is not established.
+        # A block of one key does not show the others; what holds in one of its calls alone is not established.
         elif kept[twin].reason == SINGLE_KEYS or (one.layer is None and one.reason != SINGLE_KEYS):
             kept[twin] = one
     projections = Counter(id(one.layer.output_projection) for one in kept if one.layer is not None)
@@ -282,7 +282,7 @@ def _map_of(one: Found, role: Role) -> str:
 
 
 def _conflict(one: Found, other: Found) -> str:
-    """Say where layers of one module cut the same map into other heads: what one of them says, the other denies."""
+    """Name the conflict of two layers of one module that divide the same map into different heads."""
     if one is other or one.layer is None or other.layer is None or one.path != other.path:
         return ""
     mine, theirs = one.layer.slices, other.layer.slices
@@ -294,7 +294,7 @@ def _conflict(one: Found, other: Found) -> str:
 
 
 def _overlap(one: HeadWeight, other: HeadWeight) -> bool:
-    """Tell whether two layers have rows of a parameter in common."""
+    """Return whether two layers have rows of a parameter in common."""
     rows = [
         {
             (id(part.owner), part.parameter, row)

@@ -12,7 +12,7 @@ from hdi_callback.attention.layer import projections
 
 
 def linear_maps(module: nn.Module) -> dict[str, nn.Module]:
-    """Give the linear maps within a module, adapters in place of what they hold.
+    """Return the linear maps within a module, adapters in place of the maps that they wrap.
 
     Args:
         module: the module.
@@ -53,14 +53,14 @@ def _holds_matrix(module: nn.Module) -> bool:
 
 
 def _whole_numbers(module: nn.Module) -> Tensor | None:
-    """Give the matrix of whole numbers, ``(out_features, in_features)``, that a quantised map by hand holds."""
+    """Return the integer matrix, ``(out_features, in_features)``, of a quantised map written by hand."""
     weight = module._parameters.get("weight", module._buffers.get("weight"))
     is_whole = weight is not None and weight.dim() == 2 and weight.dtype in (torch.int8, torch.uint8)
     return weight if is_whole and not any(True for _ in module.children()) else None
 
 
 def objection_to(module: nn.Module) -> str | None:
-    """Say why the matrix of a map cannot be read.
+    """Return the reason why the matrix of a map cannot be read.
 
     Args:
         module: a module that `is_like_a_map`.
@@ -108,7 +108,7 @@ class MapStub(nn.Module):
         self.is_transposed = projections.is_transposed(linear)
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
-        """Give the answer of the traced run, ``(..., out_features)`` or with the features where the map has them."""
+        """Return the drawn output, ``(..., out_features)`` or with the features where the map has them."""
         answer = MapStub.answer
         assert answer is not None
         x = x.movedim(self.dim, -1)

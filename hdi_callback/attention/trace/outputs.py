@@ -1,6 +1,6 @@
-"""Where the outputs of heads are in what takes them, which gives their order and the output projection.
+"""Places of the outputs of heads in the map that takes them: their order, and the output projection.
 
-What is mixed on the way there is refused, but for heads that are added up or subtracted as they are.
+Outputs that are mixed before that map are refused, but for heads that are added up or subtracted as they are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HeadOutputs:
 
 
 def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOutputs | None:
-    """Find the outputs of heads in what takes them.
+    """Find the outputs of heads in the input of the map that takes them.
 
     Args:
         trace: of one run.
@@ -58,7 +58,7 @@ def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOu
         Where they are; `None` if nothing that comes of the run depends on them.
 
     Raises:
-        NoHeadsError: if they are mixed, normed or added up on the way there.
+        NoHeadsError: if they are mixed, normed or added up before it.
     """
     if heads.has_own_outputs:
         return HeadOutputs(None, None, False, "the outputs of its heads, each of which has a map of its own")
@@ -75,7 +75,7 @@ def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOu
 
 
 def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[Leaf | None, list[Tensor]]:
-    """What takes the outputs of heads, features last: a linear map, else a convolution, else whoever called."""
+    """Return where the outputs of heads go, features last: a linear map, else a convolution, else the caller."""
     receiver = receiver_of(trace, cores[0], row)
     if receiver is None and row is not None and receiver_of(trace, cores[0]) is not None:
         return None, []  # the map that is there takes the outputs of another stream
@@ -151,7 +151,7 @@ def _features_of_heads(cores: list[Core], heads: HeadRows, end: Tensor) -> tuple
 def _refuse_mixed(
     trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: Leaf | None, end: Tensor, *, is_repeated: bool
 ) -> HeadOutputs:
-    """Refuse what is mixed on the way, but for outputs that are changed within each head alone: these are left out."""
+    """Refuse outputs mixed before the map; those that are changed within each head alone are left out."""
     key, inputs = heads.rows["key"][0], {one.shape[-1] for one in trace.run.inputs if one.dim()}
     if is_repeated and all(one.shape[-1] not in inputs for one in taken_for(trace, key)):  # parts of tokens
         name = module_of(key.parameter)
@@ -167,7 +167,7 @@ def _refuse_mixed(
 
 
 def _is_one_of_several(trace: TracedCores, receiver: Leaf, core: Core) -> bool:
-    """Tell a map that takes what attention gives beside others of one stack of matrices, as those of experts."""
+    """Return whether a map of the outputs is one of a stack of matrices, as those of experts, that all take them."""
     alike = (one for one in trace.leaves if one.parameter == receiver.parameter and depends_on(one.taken, core.output))
     return len({one.start for one in alike}) > 1
 
@@ -177,7 +177,7 @@ def _one_of(receiver: Leaf) -> str:
 
 
 def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
-    """Tell whether each of several heads has features of a tensor to itself, whatever is done within a head.
+    """Return whether each of several heads has features of a tensor to itself, whatever is done within a head.
 
     Such as a rotation of its outputs, or what they have in common with a value being taken from them. Features may
     be in groups, each of which has a matrix of its own.
@@ -213,7 +213,7 @@ def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
 
 
 def _is_added_to(end: Tensor, features: Tensor, cores: list[Core]) -> bool:
-    """Tell whether something else is added to what attention gives: the sum is more than its derivatives by cores say.
+    """Return whether another term is added to the outputs of heads, which their derivatives do not explain.
 
     Args:
         end: made of what cores give, by linear functions.
@@ -233,7 +233,7 @@ def _is_added_to(end: Tensor, features: Tensor, cores: list[Core]) -> bool:
         if not any(one.any() for one in acting.values()):
             continue  # a token that is put beside what attention gives
         whole = float((weights * end).sum())
-        parts = [float((one.flatten() * cores[number].given.flatten()).sum()) for number, one in acting.items()]
+        parts = [float((one.flatten() * cores[number].sums.flatten()).sum()) for number, one in acting.items()]
         if abs(whole - sum(parts)) > 1e-3 * max(abs(whole), *map(abs, parts)):
             return True
     return False

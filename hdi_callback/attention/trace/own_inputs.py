@@ -32,7 +32,7 @@ def refuse_inputs_of_their_own(trace: TracedCores, rows: Mapping[Role, list[Rows
 
 
 def taken_for(trace: TracedCores, rows: Rows) -> list[Tensor]:
-    """Give what the map of some rows took, in each of its calls that gave them.
+    """Return the inputs of the map of some rows, one for each of its calls that output them.
 
     Args:
         trace: of one run.
@@ -51,7 +51,7 @@ def taken_for(trace: TracedCores, rows: Rows) -> list[Tensor]:
 
 
 def _may_be_the_same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two inputs may hold the same features of tokens, whichever tokens, and in whatever order."""
+    """Return whether two inputs may hold the same features of tokens, whichever tokens, and in whatever order."""
     if one is other or one.shape[-1] != other.shape[-1]:
         return one is other
     # NaN equals NaN: the input may hold nothing else.

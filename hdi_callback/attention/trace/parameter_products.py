@@ -69,7 +69,7 @@ def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Take what a table gives for ids of the inputs for inputs; what it gives for positions is none."""
+    """Count the vectors that a table returns for ids of the inputs as inputs; those for positions are none."""
     at = 1 if func is torch.embedding else 0
     ids = args[at] if len(args) > at else kwargs.get("indices" if at else "input")
     answer = func(*args, **kwargs)

@@ -16,8 +16,8 @@ from hdi_callback.attention.trace.head_rows import ROUNDED, NoHeadsError, Undeci
 from hdi_callback.attention.trace.support import Support, agreed, columns_of, element, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
-_MOST_QUERIES = 16  # that are asked which map gives them
-_LIVE = 1e-12  # a weight that is more is of a token that is seen
+_MOST_QUERIES = 16  # that are traced back to their map
+_LIVE = 1e-12  # a weight above this is of a token that is not masked
 
 
 @dataclass(eq=False)
@@ -27,8 +27,8 @@ class CoreParts:
     Attributes:
         trace: the run.
         number: of the core.
-        row: the query that is looked at, whatever it sees; one that sees most keys by default.
-        is_last_first: of those the last is looked at, and not the first.
+        row: the query that is read, whatever its mask; one that attends to most keys by default.
+        is_last_first: the last of those is read, not the first.
         units: the parts.
     """
 
@@ -44,7 +44,7 @@ class CoreParts:
         return self.trace.cores[self.number]
 
     def find_units(self, n: int) -> Units:
-        """Tell which rows of one matrix of weights are of the same head, where several share its keys."""
+        """Group the rows of one matrix of weights by head, where several heads share its keys."""
         run, count = self.trace.run, self.core.weights.shape[1]
         row = int((self.core.weights[n] > _LIVE).sum(-1).gt(1).to(torch.uint8).argmax())  # under a causal mask not 0
         met = [self._met_by_row(n, one) for one in (row, count - 1)]
@@ -95,9 +95,9 @@ class CoreParts:
         """
         n, part = divmod(unit, self.units.count)
         own = self.units.rows[part] if self.units.rows else torch.arange(self.core.weights.shape[1])
-        seen = (self.core.weights[n][own] > _LIVE).sum(-1)
-        most = own[(seen == seen.max()).nonzero().flatten()].tolist()
-        # The first of the queries that see most keys; where it sees padding alone, others.
+        counts = (self.core.weights[n][own] > _LIVE).sum(-1)
+        most = own[(counts == counts.max()).nonzero().flatten()].tolist()
+        # The first of the queries that attend to most keys; where its keys are all padding, others.
         rows = [most[0], most[-1], most[len(most) // 2]]
         rows = rows[::-1] if self.is_last_first else rows
         rows = list(dict.fromkeys(rows if self.row is None else [self.row]))
@@ -109,14 +109,14 @@ class CoreParts:
         return next((met for met in found if met), [])
 
     def _logits(self) -> Tensor | None:
-        """Give what the softmax takes, one matrix for each of the weights: a mask of heads may silence those of one."""
+        """Return the softmax input in the shape of the weights, for heads whose weights a mask silences or `None`."""
         if len(self.core.logits) != 1 or not self.core.logits[0].requires_grad or self.core.logits[0].dim() < 2:
             return None
         (logits,) = self.core.logits
         return logits if logits.reshape(-1, *logits.shape[-2:]).shape == self.core.weights.shape else None
 
     def _met_by_row(self, n: int, row: int, made: Tensor | None = None) -> list[Meeting]:
-        """Find the queries and keys that a row of weights, or of what the softmax takes, is made of."""
+        """Find the queries and keys that a row of the weights, or of the input of the softmax, is computed from."""
         weights = torch.zeros(self.core.weights.shape)
         count = weights.shape[-1]
         weights[n, row] = random_weights((count,))
@@ -200,7 +200,7 @@ class CoreParts:
         return candidates[0].product
 
     def _are_alike(self, candidates: list[Meeting]) -> bool:
-        """Tell products of the same features of queries and of keys, as of blocks of tokens that are put together."""
+        """Return whether products have the same features of queries and keys, as blocks of tokens put together have."""
         features = self.trace.run.features
         found = [(features(self.of_query(one)), features(self.of_keys(one))) for one in candidates]
         return all(found[0]) and all(one == found[0] for one in found)

@@ -1,4 +1,4 @@
-"""What batches sequences in a way that no graph shows, run plainly: `torch.vmap` by a loop, nested tensors padded.
+"""Sequences batched in a way that no graph shows, run plainly: `torch.vmap` by a loop, nested tensors padded.
 
 Features of heads are where they are in the one and in the other: a loop computes what `vmap` does, one by one, and of
 what is padded nothing is read but which features it has. Where nothing is multiplied with a parameter within `vmap`, it
@@ -28,7 +28,7 @@ _MOST_PARTS = 64  # of one loop
 
 
 def without_batching(cut: GraphCut) -> AbstractContextManager[None]:
-    """Let `torch.vmap` and nested tensors of this thread run plainly.
+    """Run `torch.vmap` and nested tensors of this thread plainly.
 
     Args:
         cut: that of the run.
@@ -55,7 +55,7 @@ class _Mapped:
         self.cut = cut
 
     def __call__(self, own: Any, func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take the arguments of `vmap_impl`: randomness and the size of chunks come before those of the function."""
+        """Call `vmap_impl` (``args``: randomness, size of chunks, those of the function), or a loop for parameters."""
         leaves, calls = self.cut.run.leaves, dict(self.cut.calls)
         count, is_plain = len(leaves), any(isinstance(one, Tensor) and self._is_parameter(one) for one in args)
         if not is_plain:
@@ -78,7 +78,7 @@ class _Mapped:
 
 
 def _looped(func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function for one part after the other, and stack what it gives."""
+    """Call a function for one part after the other, and stack its outputs."""
     count, dims, flat, spec = functorch._process_batched_inputs(in_dims, args, func)
     if int(count) > _MOST_PARTS:
         return NotImplemented
@@ -125,7 +125,7 @@ _NESTED = {
 
 
 def to_padded(cut: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """What was padded from the beginning is returned as it is."""
+    """Return a tensor as it is: it was padded from the beginning."""
     return _as_padded(func, *args, **kwargs)
 
 

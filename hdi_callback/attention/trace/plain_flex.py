@@ -22,7 +22,7 @@ _NAMES = ("_validate_device", "flex_attention_hop", "_FLEX_ATTENTION_DISABLE_COM
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Let `flex_attention` of this thread run as `scaled_dot_product_attention`, and what is compiled as it is written.
+    """Run `flex_attention` of this thread as `scaled_dot_product_attention`, and compiled code as it is written.
 
     Yields:
         Nothing.

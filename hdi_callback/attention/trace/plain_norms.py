@@ -1,4 +1,4 @@
-"""What leaves each feature where it is, in a traced run.
+"""Norms, dropout and the choice of the top k in a traced run, such that each feature depends on itself alone.
 
 A norm's factor for each token and the mean that it subtracts are taken for constants, so that a feature depends on
 itself alone; dropout is left out, and all are chosen in place of the top k.
@@ -50,7 +50,7 @@ def _counted(x: Tensor, dim: int) -> Tensor:
 
 
 def factor(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Take the factor of a norm for a constant."""
+    """Detach the factor of a norm: it counts as a constant."""
     return func(*args, **kwargs).detach()
 
 

@@ -85,7 +85,7 @@ def cosines(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def distances(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Take what each of two vectors adds to their squared distance by itself for a constant."""
+    """Return p = 2 distances in which the squared norm of each of the two vectors counts as a constant."""
     one, other, p = torch_arguments(args, kwargs, "x1", "x2", "p")
     if p not in (None, 2, 2.0):
         return NotImplemented

@@ -1,4 +1,4 @@
-"""`plainly`: what stands between the code of a forward and the graph of its run is left out for the time of the run."""
+"""`plainly`: run a forward without checkpoints, custom functions and what else hides operations from the graph."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Applied:
         self.mode = mode
 
     def __call__(self, apply: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of `apply` of a class of functions."""
+        """Run in place of `apply` of a subclass of `torch.autograd.Function`."""
         if cls is checkpoint.CheckpointFunction:
             function, _, *own = args
             return function(*own)

@@ -89,7 +89,7 @@ def product_at(node: Any) -> Product | None:
 
 
 def is_product(node: Any) -> bool:
-    """Tell the node of a product of matrices."""
+    """Return whether a node is a product of matrices."""
     return node.name() in _PRODUCTS
 
 
@@ -137,7 +137,7 @@ class ProductsBehind:
         return softmaxes, products
 
     def mixed_at(self, node: Any) -> Any | None:
-        """Give what a product with parameters mixes, if that is made of products itself: scores or weights of heads."""
+        """Return the scores or weights of heads that a product with parameters mixes, if it mixes any."""
         if node not in self._mixed:
             one, other = made_from(node)[-2:]
             self._mixed[node] = self._mixed_by(one, other) or self._mixed_by(other, one)
@@ -157,7 +157,7 @@ class ProductsBehind:
 
 
 def are_scores(tensor: Tensor) -> bool:
-    """Tell what is made of products, none of which averages anything.
+    """Return whether a tensor is made of products none of which averages anything.
 
     Args:
         tensor: made in the run.

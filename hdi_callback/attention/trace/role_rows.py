@@ -161,7 +161,7 @@ def _columns_of_rows(columns: dict[tuple[str, int], int], rows: Collection[Rows]
 
 
 def are_parts_side_by_side(view: CoreView, found: list[list[Rows]]) -> bool:
-    """Tell keys whose features are some of one map and some of another from sums of both.
+    """Return whether keys have some features of one map and some of another, and are no sums of both.
 
     Args:
         view: of the core.

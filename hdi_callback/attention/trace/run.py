@@ -115,7 +115,7 @@ class Traceable:
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Give the tensors in what a forward takes or returns.
+    """Find the tensors in the arguments or the outputs of a forward.
 
     Args:
         value: tensors, containers and objects of them, or anything.

@@ -10,15 +10,15 @@ from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import Rows
 from hdi_callback.attention.trace.support import Support
 
-MOST_ROWS = 512  # of the weights of a core that are looked at: batch x heads x windows
+MOST_ROWS = 512  # of the weights of a core that are read: batch x heads x windows
 
 
 def joined_by_sequence(
     view: CoreView, members: list[list[int]], read: dict[int, dict[Role, list[Rows]]]
 ) -> list[list[int]]:
-    """Join what is one head of several sequences.
+    """Join the parts of one head in several sequences.
 
-    A head is met in every sequence: of parts with the same keys, each is met where the others are.
+    A head occurs in every sequence: parts with the same keys occur in the same sequences.
 
     Args:
         view: of the core.
@@ -31,7 +31,7 @@ def joined_by_sequence(
     by_keys: dict[Any, list[list[int]]] = {}
     for of_head in members:
         by_keys.setdefault(tuple(read[of_head[0]]["key"]), []).append(of_head)
-    if len(by_keys) == len(members) or len(read) >= MOST_ROWS:  # of more, some are looked at
+    if len(by_keys) == len(members) or len(read) >= MOST_ROWS:  # of more, some are read
         return members
     sequences = _sequences({unit: supports["key"] for unit, supports in view.supports.items()})
     if all(len({frozenset(map(sequences.get, one)) for one in alike}) == 1 for alike in by_keys.values()):

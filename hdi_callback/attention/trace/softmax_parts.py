@@ -48,6 +48,6 @@ def parts_that_add_up(parts: Collection[Core], ends: Iterable[Tensor]) -> set[Co
 
 
 def _of_ones(core: Core, like: Tensor) -> Tensor:
-    """Give what a product gives where all values are one."""
+    """Product weights @ 1, as where all values are one."""
     sums = core.weights.detach().sum(-1, keepdim=True).expand(-1, -1, core.values.shape[-1])  # (N, rows, width)
     return (sums.mT if core.is_turned else sums).reshape(like.shape)

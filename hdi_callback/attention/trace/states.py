@@ -161,7 +161,7 @@ class _Comparison:
 
 
 def _held_by(one: Any) -> dict[Any, Any] | None:
-    """Give all that an object holds, by name; `None` where that is not known."""
+    """Return everything that an object holds, by name; `None` where that is not known."""
     kind = type(one)
     held: dict[Any, Any] | None = None
     if kind in (list, tuple):

@@ -51,7 +51,7 @@ def _leaves_of(trace: TracedCores, support: Support, name: str) -> list[int]:
 
 
 def _stream_of_query(trace: TracedCores, streams: list[_Stream], supports: dict[Role, Support]) -> _Stream:
-    """Choose the stream of the tokens that ask: by its map, by what that is given, by the places of its tokens."""
+    """Choose the stream of the queries: by its map, by the input of that map, by the places of its tokens."""
     query, keys = supports["query"], supports["key"]
     leaves = {one: _leaves_of(trace, keys, one[0]) for one in streams}
     alike = [one for one in streams if one[0] in trace.run.maps(query)]
@@ -67,11 +67,11 @@ def _stream_of_query(trace: TracedCores, streams: list[_Stream], supports: dict[
 
 
 def _places(trace: TracedCores, leaf: int, positions: tuple[int, ...] | None = None) -> set[tuple[int, int]]:
-    """Places in the inputs that a map is given, at some or all of its positions."""
+    """Places in the inputs that a map reads, at some or all of its positions."""
     found = Support.of(trace.leaves[leaf].taken, trace.run.inputs, positions)
     return {(number, place) for number in found.masks for place in found.positions(number)}
 
 
 def _source(trace: TracedCores, leaf: int) -> tuple[frozenset[int], frozenset[int]]:
-    """What a map is given: other maps, and inputs."""
+    """Return the sources of a map: other maps, and inputs."""
     return frozenset(trace.fed(leaf).masks), frozenset(trace.inputs_of(leaf).masks)

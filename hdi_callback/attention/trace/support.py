@@ -221,7 +221,7 @@ def weights_at(output: Tensor, positions: Tensor | Sequence[int] | None = None) 
 
 
 def element(shape: Sequence[int], *index: int) -> Tensor:
-    """Give the weights that choose one element, or all elements of a row.
+    """Return the weights that choose one element, or all elements of a row.
 
     Args:
         shape: of the tensor.
@@ -255,7 +255,7 @@ def columns_of(output: Tensor, leaves: Sequence[Any]) -> dict[int, Tensor]:
 def _codes_of(
     output: Tensor, numbers: Tensor, leaves: Sequence[Any], rounding: float = 0.0, tolerance: float = 0.0
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Tell which of numbered elements of a tensor each element of leaves acts on.
+    """Return on which of the numbered elements of a tensor each element of leaves acts.
 
     Args:
         output: the tensor.

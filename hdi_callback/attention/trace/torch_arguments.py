@@ -6,7 +6,7 @@ from typing import Any
 
 
 def torch_arguments(args: Any, kwargs: Any, *names: str) -> tuple[Any, ...]:
-    """Give the arguments of a call in the order of their names.
+    """Return the arguments of a call in the order of their names.
 
     Args:
         args: by position.

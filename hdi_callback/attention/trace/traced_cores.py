@@ -15,7 +15,7 @@ from hdi_callback.attention.trace.traced_run import TracedRun
 
 
 class TracedCores:
-    """One run, and others of the same copy that tell what is linear and what is centred."""
+    """One run, and others of the same copy that show what is linear and what is centred."""
 
     def __init__(self, traceable: Traceable, args: Any, kwargs: Any, run: TracedRun, cores: list[Core]) -> None:
         self.traceable, self.args, self.kwargs, self.run, self.cores = traceable, args, kwargs, run, cores
@@ -23,7 +23,7 @@ class TracedCores:
         self._fed: dict[int, Support] = {}
 
     def fed(self, leaf: int) -> Support:
-        """The part of the input of a map that other maps make."""
+        """Support of the input of a map in the outputs of other maps."""
         if leaf not in self._fed:
             self._fed[leaf] = self.run.support(self.leaves[leaf].taken)
         return self._fed[leaf]
@@ -39,7 +39,7 @@ class TracedCores:
         )
 
     def matrix_behind(self, tensor: Tensor) -> str | None:
-        """Give the path of a matrix that a tensor is made with, where that is no linear map."""
+        """Return the path of a matrix that a tensor is computed with and that is of no linear map."""
         parameters = self.run.parameters
         made = Support.of(tensor, list(parameters.values())).masks
         numbered = enumerate(parameters.items())

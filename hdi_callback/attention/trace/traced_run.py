@@ -16,7 +16,7 @@ from hdi_callback.attention.trace.support import Support, agreed, columns_of
 
 @dataclass(eq=False)
 class Leaf:
-    """What one call of a linear map gave.
+    """One call of a linear map: its random output, and its input.
 
     Attributes:
         parameter: dotted path of its matrix in the module that was run.
@@ -39,7 +39,7 @@ class Leaf:
 
 @dataclass(eq=False)
 class TracedRun:
-    """What one forward of a copy showed.
+    """The graph of one forward of a copy, with its calls of linear maps.
 
     Attributes:
         module: the original.
@@ -84,7 +84,7 @@ class TracedRun:
 
     @property
     def ends(self) -> list[Tensor]:
-        """What everything in the graph leads to: what came back, and what linear maps took."""
+        """All ends of the graph: outputs of the module, and inputs of linear maps."""
         return [*self.outputs, *(leaf.taken for leaf in self.leaves if leaf.taken.requires_grad)]
 
     @cached_property

@@ -46,7 +46,7 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
 
 
 def _weighs_constants(run: TracedRun, node: Any) -> bool:
-    """Tell weights that are multiplied with what nothing in the run leads to."""
+    """Return whether weights are multiplied with constants, which nothing in the run leads to."""
     pairs = [made_from(one)[-2:] for one in nodes_between(run.ends, node) if is_product(one)]
     alone = [side for pair in pairs if None in pair for side in pair if side is not None]
     return any(node in run.products_behind.first(side)[0] for side in alone)
@@ -90,7 +90,7 @@ def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, st
 
 
 def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Give both factors of every product that is no core: the node of the product, what made the factor, and itself."""
+    """Yield both factors of every product that is no core: the node of the product, that of the factor, the factor."""
     read = {core.node for core in cores}
     for node in nodes_behind(run.ends):
         product = None if node in read else product_at(node)
@@ -125,7 +125,7 @@ def _pairs_of(leaf: Leaf) -> int:
 
 
 def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
-    """Tell a map that takes scores: for each pair of tokens one number from each head.
+    """Return whether a map takes scores: for each pair of tokens one number from each head.
 
     Args:
         leaf: a call of the map.
@@ -144,7 +144,7 @@ def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
 
 
 def _gives_columns_apart(leaf: Leaf, logits: Tensor) -> bool:
-    """Tell a map that is asked once for each pair of tokens from one whose features are the columns, as of classes."""
+    """Return whether a map runs once for each pair of tokens, and its features are not the columns, as of classes."""
     if logits.shape[-1] < 2:
         return True
     flat = logits.reshape(-1, logits.shape[-1])

@@ -75,7 +75,7 @@ def carried_over(found: Sequence[Found], one: nn.Module, other: nn.Module, name:
 
 
 def contradiction_of(claim: AttentionLayer, found: Sequence[Found], name: str) -> str | None:
-    """Say what a run of a layer's module shows against its heads.
+    """Compare the heads that a layer claims with those of a run of its module.
 
     Args:
         claim: the layer.

@@ -24,11 +24,11 @@ from hdi_callback.attention.trace.traced_run import TracedRun
 
 # What adds up: by a sum, a product, an index, or one term after the other.
 _SUMS = ("Sum", "Mean", "Bmm", "Mm", "Mv", "Dot", "Baddbmm", "Addmm", "Addmv", "IndexAdd", "ScatterAdd", "Add")
-_MOST_SUMS, _MOST_ELEMENTS, _MOST_COLUMNS = 8, 6, 4  # of each that are looked at
+_MOST_SUMS, _MOST_ELEMENTS, _MOST_COLUMNS = 8, 6, 4  # of each that are read
 
 
 def weighs_tokens(run: TracedRun, node: Any) -> bool:
-    """Tell whether values of several tokens are added up with the weights that a softmax gave.
+    """Return whether values of several tokens are added up with the weights of a softmax.
 
     Args:
         run: the run.
@@ -61,7 +61,7 @@ def weighs_tokens(run: TracedRun, node: Any) -> bool:
 
 
 def _sums_behind(run: TracedRun, node: Any) -> list[Any]:
-    """Give what adds up something that is made of a softmax, in the order in which it ran."""
+    """Return the sums of anything that is made of a softmax, in the order in which they ran."""
     found = [one for one in nodes_between(run.ends, node) if one.name().rstrip("01").removesuffix("Backward") in _SUMS]
     return sorted(found, key=lambda one: one._sequence_nr())[:_MOST_SUMS]
 
@@ -83,7 +83,7 @@ class _Sources:
         self.axes += [axis for _, axis in run.mixed_tokens]
 
     def of(self, output: Tensor, positions: Iterable[int] | None = None) -> _Positions:
-        """Give the positions of each source that something is made of."""
+        """Return the positions of each source that something is made of."""
         found = Support.of(output, self.tensors, None if positions is None else sorted(positions), self.axes)
         return {number: frozenset(found.positions(number)) for number in found.masks}
 
