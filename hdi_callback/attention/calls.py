@@ -40,7 +40,7 @@ class Frame:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
-        """Give names to the arguments of a call.
+        """Name the arguments of a call.
 
         Args:
             module: the module that is called.

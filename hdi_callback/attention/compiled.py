@@ -1,4 +1,4 @@
-"""What `torch.compile` still allows: whether a graph may be compiled anew without harm."""
+"""Limits of `torch.compile`: whether a graph may be compiled anew without harm."""
 
 from __future__ import annotations
 

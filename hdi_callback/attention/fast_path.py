@@ -49,7 +49,7 @@ def may_take_fast_path(module: nn.Module, arguments: Iterable[Any] = ()) -> bool
 
 
 def _allows_fast_path(module: nn.Module) -> bool:
-    """Ask what torch itself asks of a layer, in `nn.TransformerEncoderLayer.forward` and that of its attention."""
+    """Evaluate the conditions of torch, in `nn.TransformerEncoderLayer.forward` and that of its attention."""
     attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
     if module.training or not isinstance(attention, nn.MultiheadAttention) or attention.num_heads % 2:
         return False

@@ -21,10 +21,10 @@ After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 class Handle(Protocol):
-    """What takes a hook off again."""
+    """A hook that can be removed and put back."""
 
     def remove(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
 
     def put_back(self) -> None:
         """Put the hook back after `remove`."""
@@ -38,7 +38,7 @@ class Hooks:
         self._suspended: list[Handle] = []
 
     def suspend(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks until `resume`."""
         for handle in self._handles:
             handle.remove()
         self._suspended = self._handles or self._suspended
@@ -106,7 +106,7 @@ def observe_calls(
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether somebody else has given one module a `forward` that is not that of its class.
+    """Return whether other code has set a `forward` on one module that is not that of its class.
 
     Args:
         module: the module, which may be observed.
@@ -125,7 +125,7 @@ class _Numbered:
         self._handle, self._hook = handle, hook
 
     def remove(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         self._handle.remove()
 
     def put_back(self) -> None:
@@ -197,7 +197,7 @@ class _ObservedForward:
         self._module.__dict__["forward"] = self
 
     def take_off(self) -> None:
-        """Give the module its own forward back once nobody observes it; calls are handed on if it was wrapped again."""
+        """Restore the module's own forward once nobody observes it; if it was wrapped again, only pass calls on."""
         if self.observers or self.eager or self._module.__dict__.get("forward") is not self:
             return
         if self._inner is None:

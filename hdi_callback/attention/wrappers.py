@@ -14,7 +14,7 @@ _ENGINES = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """Take the wrappers off a model.
+    """Return the model within its wrappers.
 
     Args:
         model: any module.

@@ -23,7 +23,7 @@ def tap_inputs(
     Args:
         layers: the layers.
         max_tokens: largest number of tokens kept per layer.
-        model: the model around them, whose masks tell padding.
+        model: the model around them, whose masks show padding.
         padding: how padding is known, see `Taps`.
 
     Returns:
@@ -84,7 +84,7 @@ def key_projection(layer: AttentionLayer) -> nn.Module | str:
 
 
 def _pick_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take what keys are made of among the arguments, ``(batch, length, features)``."""
+    """Return the argument that keys are computed from, ``(batch, length, features)``."""
     if not isinstance(module, nn.MultiheadAttention):
         return args[0] if args else next(iter(kwargs.values()), None)
     key = args[1] if len(args) > 1 else kwargs.get("key")

@@ -1,8 +1,8 @@
 """Which tokens are padding, from the masks that attention and the modules around it take.
 
 Masks over tokens, ``(batch, length)``, come first, from the attention outwards to the model; then masks over pairs of
-tokens, of which a key that no query may see is padding. Masks of the keys of another stream (cross-attention) tell
-nothing of the queries, whose outputs are measured. Nothing here waits for the device.
+tokens, of which a key that no query may attend to is padding. Masks of the keys of another stream (cross-attention)
+do not concern the queries, whose outputs are measured. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEANINGS = {
     **dict.fromkeys(("src_key_padding_mask", "tgt_key_padding_mask", "decoder_padding_mask"), "padding"),
     # True or 1 where a token is there.
     **dict.fromkeys(("attention_mask", "input_mask", "token_mask", "valid_mask", "decoder_attention_mask"), "tokens"),
-    # Either, as the module's author liked; the mask itself has to tell.
+    # Either, as the module's author liked; the values of the mask decide.
     **dict.fromkeys(("mask", "attn_mask", "src_mask", "tgt_mask", "self_attn_mask", "x_mask"), "either"),
 }
 _OF_DECODER = {"decoder_attention_mask", "decoder_padding_mask", "tgt_key_padding_mask", "tgt_mask"}
@@ -85,7 +85,7 @@ def find_padding(
         padded = fit_padding(hidden, shape)
         if padded is not None:
             return Padding(padded)
-        # Of other tokens than these it tells nothing, as of text beside an image; of the same in another order it does.
+        # A mask of other tokens, as of text beside an image, does not count; one of the same in another order does.
         prefix = shape[-1] - mask.shape[-1] if len(shape) == mask.dim() and shape[0] == mask.shape[0] else 0
         is_of_these = mask.numel() == math.prod(shape) or 0 < prefix <= _LONGEST_PREFIX
         if is_of_these and doubt is None and kind != "either":
@@ -256,7 +256,7 @@ def fit_padding(padded: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 
 def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: Any) -> Padding:
-    """Ask the user's function, or compare with the token that is padding."""
+    """Find padding by the user's function, or by comparison with the token that is padding."""
     if callable(choice):
         call = _call_for(choice, frames)
         masks = [] if call is None else [choice(**call.arguments)]

@@ -31,7 +31,7 @@ class TokenSample:
     num_tokens: int
 
     def thinned(self, size: int) -> TokenSample:
-        """Take tokens spread evenly over the sample.
+        """Keep tokens spread evenly over the sample.
 
         Args:
             size: how many to keep; all, if there are no more.
@@ -106,7 +106,7 @@ def shared_out(sizes: Sequence[int], limit: int) -> list[int]:
 
 
 def sample_tokens(outputs: Tensor, limit: int, *, padded: Tensor | None = None, first_sequence: int = 0) -> TokenSample:
-    """Take tokens spread evenly over all sequences and positions, all of them if they are few.
+    """Sample tokens spread evenly over all sequences and positions, all of them if they are few.
 
     Of N tokens it takes floor(j N / P) for j = 0 ... P-1, with P the largest prime up to the limit: of B sequences of
     length T these are the positions T frac(j B / P), which lie evenly in the sequence unless P divides B. A plain

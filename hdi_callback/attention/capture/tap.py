@@ -61,7 +61,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is captured of a layer.
+    """The tensor of a layer that is captured.
 
     Attributes:
         what: its name, for reasons.
@@ -79,7 +79,7 @@ HEAD_OUTPUTS = Subject("head outputs", "output projection")
 
 @dataclass(eq=False)
 class _Forward:
-    """What was taken of one forward of a layer."""
+    """The capture of one forward of a layer."""
 
     sample: TokenSample
     is_recorded: bool
@@ -147,7 +147,7 @@ class Tap:
         return [one for one in forwards if one.is_reached] or forwards
 
     def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Take the input of the output projection."""
+        """Capture the input of the output projection."""
         # Asked first, as all that is asked for before it would be guarded in a compiled graph.
         if torch.compiler.is_compiling():
             if not self.is_in_graph:
@@ -166,7 +166,7 @@ class Tap:
         return args[0] if args else next(iter(kwargs.values()), None)
 
     def take_recomputed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Take what the attention would pass to an output projection that it does not call."""
+        """Capture the input of an output projection that the attention does not call."""
         if torch.compiler.is_compiling():
             if not self.is_in_graph:
                 return None
@@ -204,12 +204,12 @@ class Tap:
             self._slopes.follow(tensor, outputs, taken.first_sequence, gradient_of)
 
     def _receive(self, outputs: Tensor, *, is_recorded: bool) -> None:
-        """Take what a compiled graph hands over."""
+        """Capture the outputs that a compiled graph passes on."""
         if self.is_armed:
             self._take(lambda: outputs, is_recorded=is_recorded, is_compiled=True)
 
     def _take(self, outputs: Callable[[], Any], *, is_recorded: bool, is_compiled: bool = False) -> _Forward | None:
-        """Take the outputs of one forward, if it is one that is read."""
+        """Capture the outputs of one forward, if it is one that is read."""
         with self._lock:
             try:
                 return self._take_one(outputs, is_recorded, is_compiled)
@@ -331,7 +331,7 @@ class Tap:
         if type(outputs) is not Tensor:  # the operator knows no other kinds, and would end the forward
             return None
         handed_on = take_in_graph(passed, outputs, self._recorded if torch.is_grad_enabled() else self._unrecorded)
-        # The attention looks whether query, key and value are one: they stay so.
+        # The attention may test whether query, key and value are one tensor: they stay so.
         return (
             tuple(handed_on if value is passed else value for value in args),
             {name: handed_on if value is passed else value for name, value in kwargs.items()},
@@ -339,7 +339,7 @@ class Tap:
 
 
 def _place(tensor: Any) -> tuple[int, torch.Size]:
-    """What tells a tensor from others that are alive."""
+    """Address and shape of a tensor, which no other that is alive has."""
     if not isinstance(tensor, Tensor) or tensor.device.type == "meta" or tensor.is_nested:
         return 0, torch.Size()
     return tensor.data_ptr(), tensor.shape

@@ -47,7 +47,7 @@ class Taps(Hooks):
     Args:
         layers: the layers to tap; those without a known output projection are named in `absent`.
         max_tokens: largest number of tokens kept per layer.
-        model: the model around the layers, whose masks tell padding.
+        model: the model around the layers, whose masks show padding.
         padding: how padding is known: ``"auto"`` from masks, a number for the token that is padding, a function that
             takes the arguments of the model and returns ``(batch, length)``, true where a token is padding; `None` to
             count every token.
@@ -113,7 +113,7 @@ class Taps(Hooks):
 
     @property
     def captures(self) -> Mapping[str, Capture]:
-        """What was captured since `arm`: layer name -> sample."""
+        """Samples captured since `arm`: layer name -> sample."""
         found = {name: tap.captured(self._reads_all) for name, tap in self._taps.items()}
         return {name: capture for name, capture in found.items() if capture is not None}
 
@@ -193,7 +193,7 @@ class Taps(Hooks):
             super().suspend()
 
     def rest(self) -> None:
-        """Let compiled graphs take no samples, before a forward that is not to be captured.
+        """Switch sampling in compiled graphs off, before a forward that is not to be captured.
 
         Not done by `release`, since until then it may be forbidden to compile anything anew.
         """
@@ -206,7 +206,7 @@ class Taps(Hooks):
         self.release()
 
     def suspend(self) -> None:
-        """Take the hooks off until `resume`."""
+        """Remove the hooks until `resume`."""
         self._is_suspended = True
         super().suspend()
 
@@ -223,7 +223,7 @@ class Taps(Hooks):
         return not any(tap.training_only or tap.has_recorded for tap in taps)
 
     def _mark_graphs(self, is_armed: bool) -> None:
-        """Let compiled graphs take samples, or not; each change may compile them anew."""
+        """Switch sampling in compiled graphs on or off; each change may compile them anew."""
         taps = [tap for tap in self._taps.values() if tap.is_in_graph != is_armed]
         self._is_limited = bool(taps) and not may_recompile(self._model, has_both=self._has_both)
         if not self._is_limited:

@@ -78,7 +78,7 @@ def is_named_attention(module: nn.Module) -> bool:
         module: the module.
 
     Returns:
-        True if so; what looks like attention by its code alone may compute a softmax of another kind.
+        True if so; code alone that resembles attention may compute a softmax of another kind.
     """
     return is_called_attention(module) or _has_usual_names(module)
 

@@ -6,7 +6,7 @@ what is known so far:
 1. **Registry.** Layouts that users registered, and torch's own attention by its code (`registry`).
 2. **Traced runs.** A copy of each module runs once with inputs that are made up (`trace.inputs`). The outputs of its
    linear maps are replaced by random numbers (`trace.graph_cut`). In the autograd graph every softmax-weighted sum over
-   tokens is found (`trace.cores`), and derivatives say which features of which map make the queries, keys and values
+   tokens is found (`trace.cores`), and derivatives show which features of which map make the queries, keys and values
    of which head (`trace.heads`). From these rows comes the `AttentionLayer` (`trace.layers`). Modules alike are run
    once (`trace.kinds`).
 3. **Silence.** What is called attention and computed none is named with that reason (`conventions`).
@@ -14,7 +14,7 @@ what is known so far:
 With ``forward=`` the model runs once for real, with hooks that record arguments and inputs of attention:
 
 4. **Recorded inputs.** What could not run with inputs that are made up is traced with those of the forward.
-5. **Observation.** The queries, keys and values that attention received are compared with what the maps gave
+5. **Observation.** The queries, keys and values of attention are compared with the outputs of the maps
    (`observe.compare.judge`): a layer that they contradict is read again or refused; attention that no layer explains
    is read from them (`observe.compare.proposals`) or named (`observe.compare.unexplained`).
 6. **Silence**, of what was open until then.

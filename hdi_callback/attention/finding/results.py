@@ -1,4 +1,4 @@
-"""What comes of a search: layers and refusals, those of them that `include` and `exclude` leave."""
+"""Results of a search: layers and refusals, those of them that `include` and `exclude` leave."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found in a model.
+    """Layers and refusals found in a model.
 
     Attributes:
         layers: attention layers whose heads are established, in model order.

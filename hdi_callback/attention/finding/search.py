@@ -84,7 +84,7 @@ class Search:
     # --- 1. the registry
 
     def ask_registry(self) -> None:
-        """Ask for every module whether somebody vouches for its heads."""
+        """Look every module up in the registry of known heads."""
         for name, place in self.places.items():
             if not is_known_kind(place.module):
                 continue
@@ -254,7 +254,7 @@ class Search:
             name: of a module.
 
         Returns:
-            True if it looks like attention, and two maps or more lie directly in it.
+            True if it resembles attention, and two maps or more lie directly in it.
         """
         place = self.places[name]
         maps = [stored_shape(base_of(one), "weight") or () for one in place.module.children() if is_map(one)]

@@ -1,4 +1,4 @@
-"""What user code asks of other ranks while it is run apart: answered here, as if every rank held what this one holds.
+"""Collectives of user code that runs isolated: answered here, as if every rank held what this one holds.
 
 Context-parallel and tensor-parallel modules call collectives in their forward. A copy that is run by this package runs
 on one rank, at a time of its own: the others may never come to such a call, and who waits for them waits until the
@@ -296,7 +296,7 @@ def _refuse_numbers(tensors: Sequence[Tensor]) -> None:
 
 
 def _taken(tensors: list[Tensor], like: Tensor) -> Tensor | None:
-    """Take the first tensor of the same shape and type out of a list."""
+    """Remove the first tensor of the same shape and type from a list, and return it."""
     alike = (place for place, one in enumerate(tensors) if one.shape == like.shape and one.dtype == like.dtype)
     place = next(alike, None)
     return None if place is None else tensors.pop(place)
@@ -317,7 +317,7 @@ def size_of(group: Any) -> int:
     """Count the ranks of a process group.
 
     Args:
-        group: the group, its name, or what stands for it in operators.
+        group: the group, its name, or its form in operators.
 
     Returns:
         Their number.
@@ -341,7 +341,7 @@ def finished_call() -> Any:
     """Make the handle of a call that has ended.
 
     Returns:
-        What stands for it in the operators of `torch.distributed`.
+        The handle, in the form that the operators of `torch.distributed` return.
 
     Raises:
         CollectiveError: if this release of torch has none.

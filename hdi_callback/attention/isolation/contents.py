@@ -1,4 +1,4 @@
-"""What objects hold, read and put back past the methods of their classes, which may do anything when they are asked."""
+"""Contents of objects, read and restored past the methods of their classes, which may do anything when called."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def items_of(one: Any) -> list[Any]:
 
 
 def refill(one: Any, items: list[Any]) -> None:
-    """Give a container items in place of what it has; the class of a `Counter` would count them.
+    """Replace the items of a container; the class of a `Counter` would count them.
 
     Args:
         one: the container.

@@ -27,7 +27,7 @@ HOOKS = (
 )  # fmt: skip
 _OF_COMPOSABLE = "__composable_api_state_key"  # where torch keeps the state of `fully_shard` in a module
 _UNIQUE = [(torch, "Stream"), (torch.cuda, "Stream"), (torch.distributed, "ProcessGroup"), (torch.distributed, "Store")]
-# What stands for something that there is once, and functions that nothing copies: a copy has the same.
+# Handles of something that exists once, and functions that nothing copies: a copy has the same.
 _KEPT = (staticmethod, *(kind for place, name in _UNIQUE if isinstance(kind := getattr(place, name, None), type)))
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
@@ -148,7 +148,7 @@ def _values_within(container: Any, visited: set[int], depth: int = 4) -> Iterato
 
 
 def _moved(function: types.FunctionType, memo: Mapping[int, Any]) -> types.FunctionType:
-    """Let a function that was put on an instance, as in place of its forward, act on the copy, not on the module."""
+    """Bind a function that was put on an instance, as in place of its forward, to the copy, not to the module."""
     cells = []
     for cell in function.__closure__ or ():
         try:

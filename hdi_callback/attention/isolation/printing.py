@@ -1,4 +1,4 @@
-"""What isolated code prints is left out; other threads print as before."""
+"""Suppress what isolated code prints; other threads print as before."""
 
 from __future__ import annotations
 

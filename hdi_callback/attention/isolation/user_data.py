@@ -50,7 +50,7 @@ _ABSENT = object()
 
 
 class UserData:
-    """What user code can reach, as it was when it was noted.
+    """Data that user code can reach, as it was when it was recorded.
 
     Example:
         >>> losses = [1.0]

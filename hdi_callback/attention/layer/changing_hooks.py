@@ -1,8 +1,8 @@
-"""Forward hooks of a linear map that change what it gives, as updates of low rank by hooks do.
+"""Forward hooks of a linear map that change its output, as updates of low rank by hooks do.
 
-Before a forward their code alone says whether they may. A forward shows it: a hook that handed on the tensor that it
-was given, and wrote nothing into it, changes nothing; one that gave other numbers, or wrote into it, does. What gave a
-new tensor of the same numbers may change them later, as an update of low rank does that begins with zeros.
+Before a forward their code alone shows whether they may. A forward shows it: a hook that returned its input tensor,
+and wrote nothing into it, changes nothing; one that returned other numbers, or wrote into it, does. One that returned
+a new tensor of the same numbers may change them later, as an update of low rank does that begins with zeros.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a linear map with a forward of its own multiplies with: its weight, or a matrix that it computes.
+"""The matrix of a linear map with a forward of its own: its weight, or a matrix that it computes.
 
 Such are LoRA by hand, rounded or normed weights, adapters like DoRA. A copy that shares the parameters is run on the
 unit vectors and on zero. Where it multiplies once, the second factor is the matrix, whatever becomes of the input

@@ -41,8 +41,8 @@ class HeadSlice:
 
     Attributes:
         module: the module that `parameter` starts from.
-        parameter: dotted path of the parameter, followed anew at every reading, so that parametrizations, adapters and
-            replaced modules are seen.
+        parameter: dotted path of the parameter, resolved anew at every reading, so that parametrizations, adapters and
+            replaced modules count.
         heads: number of heads.
         width: features per head.
         start: first feature of the first head.

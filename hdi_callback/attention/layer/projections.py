@@ -92,7 +92,7 @@ def feature_dim(module: nn.Module) -> int:
 
 
 def base_of(module: Any) -> Any:
-    """Take the adapters off a linear map.
+    """Return the linear map that adapters wrap.
 
     Args:
         module: a linear map, or anything.

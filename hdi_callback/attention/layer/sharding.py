@@ -189,7 +189,7 @@ def on_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 @contextmanager
 def as_if_whole(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Let a sharded model appear whole while its layers are searched; nothing is gathered.
+    """Present a sharded model as whole while its layers are searched; nothing is gathered.
 
     Parameters become stand-ins of their whole shapes. A tensor-parallel module that states its head width and counts
     its own heads alone is made to count all of them.

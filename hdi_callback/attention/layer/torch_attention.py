@@ -27,7 +27,7 @@ def is_torch_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
 
 
 def before_projection(module: nn.Module, gradient: Tensor) -> Tensor:
-    """Take the gradient of what the attention gives back to what goes into its output projection.
+    """G @ W_O: the gradient of the attention's output, taken back to the input of its output projection.
 
     Args:
         module: the attention.

@@ -22,7 +22,7 @@ _MOST_CALLS = 1024  # after which those that are near no attention are let go, a
 
 @dataclass(frozen=True, eq=False)
 class _Result:
-    """What a call made: the tensor itself, as long as it lives, and how often it had been written to by then."""
+    """A tensor that a call of a map returned, as long as it lives, and how often it had been written to by then."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -32,7 +32,7 @@ class _Result:
 
 @dataclass(frozen=True, eq=False)
 class _BehindHooks:
-    """What a map gave behind its forward hooks."""
+    """Output of a map behind its forward hooks."""
 
     module: nn.Module
     call: MapCall
@@ -42,7 +42,7 @@ class _BehindHooks:
 
     @property
     def effect(self) -> Effect:
-        """What the hooks did; the host waits for the device."""
+        """Effect of the hooks on the output; the host waits for the device."""
         made = self.call.outputs
         if self.is_written or self.sample is None or self.sample.shape != made.shape:
             return "changed"

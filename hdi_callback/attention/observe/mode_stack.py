@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 
 def take_off(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
-    """Take a mode out of the stack; modes above it stay.
+    """Remove a mode from the stack; modes above it stay.
 
     Args:
         mode: the mode; one that is not there is no error.

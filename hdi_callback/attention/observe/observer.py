@@ -173,7 +173,7 @@ class AttentionObserver:
         self._window.close()
 
     def suspend(self) -> None:
-        """Take everything off the model, also what stays for the sake of a graph that was compiled with it."""
+        """Remove everything from the model, also what stays for the sake of a graph that was compiled with it."""
         self._window.suspend()
 
     def resume(self) -> None:

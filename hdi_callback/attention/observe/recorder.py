@@ -1,4 +1,4 @@
-"""What one observed forward leaves behind: maps that ran, and every attention with what was read of it."""
+"""Record of one observed forward: maps that ran, and every attention with what was read of it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Recorder:
 
 
 def _samples(tensor: Tensor, tokens: Sequence[int], tied: int, is_tied: bool) -> Iterator[Arrangement]:
-    """Take samples of an input or output of attention, whose rows lie side by side in queries and keys if tied."""
+    """Sample an input or output of attention, whose rows lie side by side in queries and keys if tied."""
     if tied == 1:
         return arrangements(tensor, tokens)
     opened = tensor.reshape(*tensor.shape[:-1], tied, -1).movedim(-2, 0) if is_tied else tensor

@@ -1,4 +1,4 @@
-"""What a reading makes of an attention while it runs: its rows, the norms of its queries and keys, its bounds."""
+"""Readings of an attention while it runs: its rows, the norms of its queries and keys, its bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AXES_UNKNOWN = "sequences and heads share a dimension, and nothing tells them a
 
 @dataclass(eq=False)
 class Request:
-    """What is to be read of every attention.
+    """Settings of what is read of every attention.
 
     Attributes:
         reduce_rows: what is made of each piece of rows; results are added. None: rows are not read.
@@ -51,11 +51,11 @@ class Request:
 
 
 class RowReader:
-    """Read what was asked for.
+    """Read the rows, norms and bounds that a request names.
 
     Args:
         request: what is to be read.
-        maps: the linear maps before an attention, whose numbers of tokens tell sequences from heads.
+        maps: the linear maps before an attention, whose numbers of tokens separate sequences from heads.
         stack: the modules that run.
     """
 
@@ -78,7 +78,7 @@ class RowReader:
             tied: rows of an alignment, which have one map of weights.
 
         Returns:
-            Which dimension is which; None if nothing tells.
+            The role of each dimension; None if nothing decides it.
         """
         tokens = [one // tied for one in self._maps.tokens() if one % tied == 0]
         both = [one for one in tokens if queries and one % queries == 0 and one // queries * keys in tokens]

@@ -74,7 +74,7 @@ class Window:
             self._detours.append(_Detour(self, module))
 
     def close(self) -> None:
-        """Take everything off again that no graph was compiled with; calling it again does nothing."""
+        """Remove everything that no graph was compiled with; calling it again does nothing."""
         if self._forward is None:
             return
         for detour in self._detours:
@@ -92,7 +92,7 @@ class Window:
         self._handles.clear()
 
     def suspend(self) -> None:
-        """Take all hooks off until `resume`."""
+        """Remove all hooks until `resume`."""
         self.close()
         for handles in self._staying.values():
             _take_off(handles)
@@ -181,7 +181,7 @@ class _Detour:
             put_back(mode, above)
 
     def remove(self) -> None:
-        """Give the module back what it had."""
+        """Restore the attribute of the module."""
         if self._is_own:
             self._module.__dict__[self._name] = self._was
         else:

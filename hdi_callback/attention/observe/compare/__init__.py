@@ -1,1 +1,1 @@
-"""What attention received in a real forward, compared with what linear maps gave."""
+"""Inputs of attention in a real forward, compared with the outputs of linear maps."""

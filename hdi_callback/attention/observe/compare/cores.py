@@ -1,4 +1,4 @@
-"""What is kept of each attention that ran."""
+"""Records of each attention that ran."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hdi_callback.attention.observe.scores.axes import Axes
 
 @dataclass(eq=False)
 class ReadRows:
-    """What was read of the weights of an attention, before it is known that values are averaged with them.
+    """Readings of the weights of an attention, before it is known that values are averaged with them.
 
     Attributes:
         axes: which dimensions are sequences and which are heads; None if that is not known.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FEW = 4  # tokens below which a norm tells nothing
+_FEW = 4  # tokens below which norms may agree by chance
 
 
 def tolerance(*tensors: Tensor) -> float:
@@ -49,7 +49,7 @@ def match_heads(observed: Tensor, claimed: Tensor, tol: float) -> list[HeadMatch
         tol: from `tolerance`.
 
     Returns:
-        One answer for each sense in which heads may agree, the strictest first; of vectors that tell nothing no head
+        One match for each sense in which heads may agree, the strictest first; of vectors that are all alike no head
         agrees.
     """
     x, y = observed.double(), claimed.double()

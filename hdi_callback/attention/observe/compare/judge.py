@@ -137,7 +137,7 @@ def _judge_part(
 
 
 def _in_order(observed: Sequence[Arrangement], order: Sequence[int]) -> Sequence[Arrangement]:
-    """Give heads in the order in which the claim has them."""
+    """Sort heads into the order in which the claim has them."""
     chosen = list(order)
     return [
         replace(one, features=one.features[:, chosen]) if one.features.shape[1] == len(chosen) else one

@@ -93,7 +93,7 @@ class Arrangement:
 
 
 def sample_of_map(tensor: Tensor, features_dim: int = -1) -> Tensor:
-    """Take the sample of what a map took or gave.
+    """Sample the input or the output of a map.
 
     Args:
         tensor: with its features in one dimension.
@@ -108,7 +108,7 @@ def sample_of_map(tensor: Tensor, features_dim: int = -1) -> Tensor:
 
 
 def arrangements(tensor: Tensor, tokens: Sequence[int]) -> Iterator[Arrangement]:
-    """Take samples of a tensor of heads, in every order in which it has as many tokens as the input of a map.
+    """Sample a tensor of heads, in every order in which it has as many tokens as the input of a map.
 
     Args:
         tensor: ``(*lead, length, width)``, the input of attention in one role.
@@ -150,7 +150,7 @@ def _at_length(
 
 
 def _sample(tensor: Tensor, order: Sequence[int], count: int) -> Tensor:
-    """Take a sample of N tokens that some dimensions number, in an order of these; the others number heads."""
+    """Sample N tokens that some dimensions number, in an order of these; the others number heads."""
     heads = [dim for dim in range(tensor.dim() - 1) if dim not in order]
     index = unravel(places(count, tensor.device), [tensor.shape[dim] for dim in order])
     taken = tensor.permute(*order, *heads, -1)[index]
@@ -158,7 +158,7 @@ def _sample(tensor: Tensor, order: Sequence[int], count: int) -> Tensor:
 
 
 def arrangements_of_rows(tensor: Tensor, tokens: Sequence[int], rows: int) -> Iterator[Arrangement]:
-    """Take samples of what the rows of an alignment have, in every order of rows, sequences and positions.
+    """Sample the rows of an alignment, in every order of rows, sequences and positions.
 
     Args:
         tensor: ``(*lead, length, width)``, the rows in one of its leading dimensions.

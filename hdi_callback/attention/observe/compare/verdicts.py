@@ -1,4 +1,4 @@
-"""What was observed of the heads that a layer claims."""
+"""Verdicts on the heads that a layer claims, by what was observed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ State = Literal["established", "contradicted", "undecided"]
 
 @dataclass(frozen=True)
 class RoleVerdict:
-    """What was observed of the heads of one role.
+    """Verdict on the heads of one role.
 
     Attributes:
         state: whether they are where they are said to be.
@@ -29,7 +29,7 @@ class RoleVerdict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was observed of the heads of a layer.
+    """Verdict on the heads of a layer.
 
     Attributes:
         state: ``"contradicted"`` if one role is; ``"established"`` if its queries, keys and values are, as far as it

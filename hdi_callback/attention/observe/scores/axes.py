@@ -57,7 +57,7 @@ class Axes:
         return padded if fits else None
 
     def rows(self, tensor: Tensor, sequences: Tensor, positions: Tensor | None) -> Tensor:
-        """Take some sequences, and some positions of each.
+        """Select some sequences, and some positions of each.
 
         Args:
             tensor: ``(*lead, length, features)`` as `opened` gives it.
@@ -172,7 +172,7 @@ def dims_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 def spread(count: int, of: int, device: torch.device) -> Tensor:
-    """Take positions at a fixed stride, from the middle of each stretch.
+    """Choose positions at a fixed stride, from the middle of each stretch.
 
     Args:
         count: how many to take at most.

@@ -14,7 +14,7 @@ Note = TypeVar("Note")
 
 @dataclass(eq=False)
 class Call:
-    """What a function took and gave.
+    """One call of a function: its arguments and its result.
 
     Attributes:
         name: of the function.

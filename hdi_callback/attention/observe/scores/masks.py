@@ -1,4 +1,4 @@
-"""What keeps a query from seeing a key, as terms that are asked for few queries at a time."""
+"""Masks of scores, as terms that are evaluated for few queries at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from hdi_callback.attention.observe.scores.axes import Axes
 
 HIDDEN = -5000.0
-"""What is added to a score to hide a key is at most this (-10000 in old models, -inf, the least number of a type)."""
+"""A number added to a score hides the key if it is at most this (-10000 in old models, -inf, the least of a type)."""
 
 
 @dataclass(frozen=True, eq=False)
