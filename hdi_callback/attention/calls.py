@@ -97,7 +97,7 @@ def is_recomputing() -> bool:
 
 
 def is_inferring_shapes() -> bool:
-    """Return whether a stage of a pipeline tries its module on made-up numbers, to learn the shapes that it gives.
+    """Return whether a stage of a pipeline runs its module on made-up numbers, to infer the shapes of its outputs.
 
     Returns:
         True within the first step of a `torch.distributed.pipelining.PipelineStage`, before its first real forward.

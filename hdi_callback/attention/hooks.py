@@ -31,7 +31,7 @@ class Handle(Protocol):
 
 
 class Hooks:
-    """Hooks on some modules; what they are says `_install`."""
+    """Hooks on some modules, which `_install` adds."""
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
@@ -140,7 +140,7 @@ class _Numbered:
 
 
 class _Observer:
-    """One who observes calls without a hook."""
+    """An observer of calls without a hook."""
 
     def __init__(self, observed: _ObservedForward, before: Before, after: After | None, *, eager_only: bool) -> None:
         self._observed, self._functions = observed, (before, after)

@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Leave out of names what is the same in all of them.
+    """Shorten names by the parts that all of them share.
 
     Args:
         names: dotted names.

@@ -1,4 +1,4 @@
-"""The operator by which a compiled graph hands over a tensor, and goes on as if nothing was taken."""
+"""The operator by which a compiled graph passes a tensor to a tap, and continues unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _by_number: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionar
 
 
 class Entry:
-    """Where a compiled graph hands over what it has.
+    """Receiver of the tensors of a compiled graph.
 
     Args:
         take: takes the tensor.
@@ -46,7 +46,7 @@ _take.register_autograd(lambda _, gradient: (gradient, None, None))
 
 
 def take_in_graph(passed: Tensor, outputs: Tensor, entry: Entry) -> Tensor:
-    """Hand a tensor over from a compiled graph, whenever it runs.
+    """Pass a tensor out of a compiled graph, whenever it runs.
 
     Args:
         passed: what the graph goes on with.

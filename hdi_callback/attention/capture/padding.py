@@ -281,7 +281,7 @@ def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: An
 
 
 def _call_for(function: Callable[..., Any], frames: Sequence[Frame]) -> Frame | None:
-    """Return the outermost call whose arguments the function takes: what wraps a model has no names for them."""
+    """Return the outermost call with the arguments that the function takes: wrappers of a model do not name them."""
     named = [one for one in reversed(frames) if all(name.isidentifier() for name in one.arguments)]
     try:
         takes = inspect.signature(function)

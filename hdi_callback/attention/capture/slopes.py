@@ -52,7 +52,7 @@ class HeadSlopes:
     def follow(
         self, tensor: Tensor, outputs: Tensor, first_sequence: int, gradient_of: Callable[[Tensor], Tensor]
     ) -> None:
-        """Read the gradient of a tensor of the forward, once a backward comes.
+        """Read the gradient of a tensor of the forward when a backward computes it.
 
         Args:
             tensor: the one whose gradient is read.
@@ -128,6 +128,6 @@ class _Reader:
 
 
 def _are_saved_elsewhere() -> bool:
-    """Whether what autograd saves is kept by somebody else, or computed again."""
+    """Return whether other code keeps what autograd saves, or computes it again."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None

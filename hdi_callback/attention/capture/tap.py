@@ -1,4 +1,4 @@
-"""`Tap`: the hook of one layer, and what it took of the forwards of one step."""
+"""`Tap`: the hook of one layer, and what it captured of the forwards of one step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _Forward:
 
 
 class Tap:
-    """The hook of one layer, and what it took."""
+    """The hook of one layer, and what it captured."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Tap:
         self._slopes = None if self._reduce_slopes is None else HeadSlopes(self.layer.num_heads, self._reduce_slopes)
 
     def captured(self, reads_all: bool) -> Capture | None:
-        """Join what was taken of the forwards that are read."""
+        """Join the captures of the forwards that are read."""
         if self.failure is not None:
             return None
         chosen = self._chosen(reads_all)
@@ -179,7 +179,7 @@ class Tap:
         return None
 
     def follow(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Mark the forward if a backward reaches what the attention gave."""
+        """Mark the forward if a backward reaches the output of the attention."""
         if not torch.compiler.is_compiling() and self.is_armed:
             taken, self._last = self._last, None
             output = result[0] if isinstance(result, tuple) else result

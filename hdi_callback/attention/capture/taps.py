@@ -136,7 +136,7 @@ class Taps(Hooks):
 
     @property
     def doubts(self) -> Mapping[str, str]:
-        """Layers with a mask that was observed and could not be read: name -> what is odd about it."""
+        """Layers with a mask that was observed and could not be read: name -> reason."""
         return {name: tap.doubt for name, tap in self._taps.items() if tap.doubt is not None}
 
     @property

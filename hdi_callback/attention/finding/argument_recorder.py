@@ -34,7 +34,7 @@ class ArgumentRecorder(Hooks):
         self.is_armed = True
 
     def take(self) -> dict[str, list[Inputs]]:
-        """Stop recording, and hand over what was kept.
+        """Stop recording, and return the recorded arguments.
 
         The hooks leave if anything was, and else stay and do nothing more: a compiled model would be compiled anew
         without them.

@@ -60,7 +60,7 @@ def looks_like_attention(place: Place) -> bool:
 
 
 def is_called_attention(module: nn.Module) -> bool:
-    """Return whether the name of a class says that it is attention.
+    """Return whether the name of a class contains a word for attention.
 
     Args:
         module: the module.
@@ -72,7 +72,7 @@ def is_called_attention(module: nn.Module) -> bool:
 
 
 def is_named_attention(module: nn.Module) -> bool:
-    """Return whether the name of a class, or those of its projections, say that it is attention.
+    """Return whether the name of a class, or those of its projections, are usual ones of attention.
 
     Args:
         module: the module.

@@ -119,7 +119,7 @@ def survey(
 
 
 def _run_for_real(forward: Callable[[], Any], search: Search) -> None:
-    """Run the model once, and decide by it what is open and whether what is claimed holds."""
+    """Run the model once: decide open cases by it, and verify claims."""
     claims = tuple(search.layers.values())
     open_places = search.undecided()
     recorder = ArgumentRecorder({layer.name: layer.module for layer in claims} | _modules(open_places))

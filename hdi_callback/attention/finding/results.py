@@ -52,7 +52,7 @@ class Survey:
 
 
 def message_of_part(layer: AttentionLayer) -> str:
-    """Return what a layer is read without.
+    """Return the warning of the tokens that the reading of a layer leaves out.
 
     Args:
         layer: with something left out.

@@ -43,7 +43,7 @@ class RuntimeFinder(ArgumentRecorder):
         super().__init__({place.name: place.module for place in places})
 
     def recorded(self) -> dict[str, list[Inputs]]:
-        """Stop recording, and hand over the arguments with which heads can be searched.
+        """Stop recording, and return the arguments with which heads can be searched.
 
         Not to be called where the model is isolated, which would put back the hooks that leave here.
 

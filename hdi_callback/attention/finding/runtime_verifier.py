@@ -58,7 +58,7 @@ class RuntimeVerifier(ArgumentRecorder):
 
 
 def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, recorded: Sequence[Inputs]) -> str | None:
-    """Return what a real forward shows against the heads of a layer, before training and in it.
+    """Return how a real forward contradicts the heads of a layer, before training and in it.
 
     The inputs of attention decide first. Where that leaves the claim open or contradicts it, the module is run again
     with its arguments in that forward; one way to cut them that agrees is enough, as one of the ways is right.
@@ -87,7 +87,7 @@ def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, rec
 
 
 def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iterator[str | None]:
-    """Yield for each way that runs what contradicts a layer; end with the first that agrees.
+    """Yield, for each set of arguments that runs, how it contradicts a layer; end with the first that agrees.
 
     Args:
         layer: the claim.

@@ -241,7 +241,7 @@ class Search:
         return {name: self.places[name] for name in self.places if name in inner and not is_within(name, known)}
 
     def _holds_others(self, name: str) -> bool:
-        """Return whether all parts of a module have a place elsewhere, where they are called and asked."""
+        """Return whether all parts of a module have a place elsewhere, where they are called and searched."""
         own = self.places[name].module
         names = {id(place.module): other for other, place in self.places.items()}
         parts = {names.get(id(part)) for part in own.modules() if list(part.parameters(recurse=False))}
@@ -265,7 +265,7 @@ class Search:
         return name not in self._ran and count > 1 and looks_like_attention(place)
 
     def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs]]) -> None:
-        """Hold what is claimed against the inputs of attention in a real forward.
+        """Compare the layers found with the inputs of attention in a real forward.
 
         Args:
             observer: of `layers`, disarmed after the forward.
@@ -303,7 +303,7 @@ class Search:
                 self.reasons[name] = Reason(_NO_SOFTMAX_SEEN)
 
     def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
-        """Return what else a layer attends to, with the inputs with which it does."""
+        """Return which further tokens a layer attends to, by the arguments of real calls."""
         found = self._tracer.found_in(layer.name, layer.module, ways) or ()
         said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
         return said[0] if said else "the tokens that its projections do not give"

@@ -1,4 +1,4 @@
-"""Run code of the user's without a trace: the one way in which this package calls what is not its own.
+"""Run user code without side effects: the one way in which this package calls code that is not its own.
 
 Trials of a module, copies of it, and reading a weight that a parametrization computes all run code that the user wrote
 for training. It may draw random numbers, count its calls, add to a list, print, or end the process. `isolated` puts

@@ -61,7 +61,7 @@ def collectives_within(ranks: Collection[int]) -> Iterator[None]:
 
 @contextmanager
 def collectives_as_stated() -> Iterator[None]:
-    """Refuse all collective calls of the block, unless a block around it says which ranks run the same code."""
+    """Refuse all collective calls of the block, unless a block around it states which ranks run the same code."""
     ranks = _count_of_ranks()
     if ranks == 1 or _allowed.ranks is not None:
         yield
@@ -131,7 +131,7 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.answer(func, args, kwargs or {}) if func.namespace in _NAMESPACES else func(*args, **(kwargs or {}))
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Answer an operator that asks other ranks.
+        """Compute the result of a collective operator without other ranks.
 
         Args:
             func: the operator.
@@ -272,7 +272,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _swapped(own: Tensor, size: int, rank: int, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-    """Return what comes of an all-to-all along the first dim, where every rank sends the same parts."""
+    """Return the result of an all-to-all along the first dim, where every rank sends the same parts."""
     parts: Any = own.split(list(sent)) if sent else own.chunk(size)  # type: ignore[no-untyped-call]
     result = torch.cat([parts[rank]] * size)
     if received and sum(received) != result.shape[0]:

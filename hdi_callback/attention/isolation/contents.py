@@ -14,7 +14,7 @@ ATOMS = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, 
 
 
 def attributes_of(one: Any) -> dict[str, Any] | None:
-    """Read the attributes of an instance behind the back of its class, which may do anything when it is asked.
+    """Read the attributes of an instance without its class, whose `__getattribute__` may do anything.
 
     Args:
         one: any object.
@@ -65,7 +65,7 @@ def kind_of(one: Any) -> Any:
 
 
 def items_of(one: Any) -> list[Any]:
-    """List what a container holds; to ask the class of a lazy mapping may import a whole library.
+    """List the items of a container; to ask the class of a lazy mapping may import a whole library.
 
     Args:
         one: of one of Python's own kinds, or a subclass.

@@ -35,7 +35,7 @@ _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 def isolated_copy(
     module: nn.Module, replaced: Mapping[Any, Any] | None = None, *, shares_parameters: bool = False
 ) -> nn.Module:
-    """Copy a module without any hook, and with the matrices of parametrizations in place of what computes them.
+    """Copy a module without hooks, and with matrices in place of the parametrizations that compute them.
 
     The matrices are those that the last forward has used: computed in evaluation mode, from buffers as they are. The
     copy shares no tensor with the module, so that it may be run and written to.
@@ -83,7 +83,7 @@ def isolated_copy(
 
 
 def _copy_sharded(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy what `fully_shard` has taken over as the class that it was: FSDP refuses copies of its own."""
+    """Copy a module of `fully_shard` in the class that it had before: FSDP refuses copies of its own."""
     sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     blanks: list[tuple[nn.Module, Any]] = []
     for part in module.modules():
@@ -97,7 +97,7 @@ def _copy_sharded(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: bool) -> dict[int, Any]:
-    """List what `copy.deepcopy` is to take for copied already."""
+    """List the objects that `copy.deepcopy` is to take as copied already."""
     memo: dict[int, Any] = {id(one): other for one, other in replaced.items()}
     size, todo = 0, [module]
     visited: set[int] = set()
@@ -174,7 +174,7 @@ def _moved(function: types.FunctionType, memo: Mapping[int, Any]) -> types.Funct
 
 
 def _refuse_shared(module: nn.Module, trial: nn.Module, replaced: Mapping[Any, Any], shares_parameters: bool) -> None:
-    """Refuse a copy that is no copy, as a class may say of itself: writing to it would change the user's module."""
+    """Refuse a copy that shares state, as a class may define: writing to it would change the user's module."""
     own = {id(part) for part in module.modules()}
     replacements = {id(other) for other in replaced.values()}
     if any(id(part) in own and id(part) not in replacements for part in trial.modules()):
@@ -199,7 +199,7 @@ def _place(tensor: Tensor) -> int | None:
 
 
 def _settle(part: nn.Module) -> None:
-    """Put matrices in the place of what computes them, in a copy."""
+    """Replace the parametrizations of a copy by the matrices that they compute."""
     parametrizations = part._modules.get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict) and parametrize.is_parametrized(part):
         values: dict[str, Tensor] = {name: plist.forward() for name, plist in parametrizations.items()}

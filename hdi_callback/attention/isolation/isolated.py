@@ -107,7 +107,7 @@ def isolated(
 
 
 class _Clock(TorchFunctionMode):
-    """Ends what takes too long, at the next of its operations."""
+    """Ends a run that takes too long, at the next of its operations."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

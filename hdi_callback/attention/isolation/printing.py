@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 class _Muted:
-    """A stream that leaves out what one thread writes."""
+    """A stream that discards the output of one thread."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._thread = stream, threading.get_ident()
@@ -32,7 +32,7 @@ class _Muted:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Leave out what this thread prints.
+    """Discard the output of this thread.
 
     Yields:
         Nothing.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def _flags() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Settings of torch as pairs of what reads and what writes them."""
+    """Settings of torch as pairs of the functions that read and write them."""
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _deterministic, lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])

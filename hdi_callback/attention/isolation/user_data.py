@@ -74,7 +74,7 @@ class UserData:
         self._unused: dict[str, list[Any]] = {}
 
     def note(self, roots: Iterable[Any]) -> None:
-        """Write down what can be reached from some objects; what is known already is left as it was noted.
+        """Record what can be reached from some objects; what is recorded already stays as it was.
 
         Args:
             roots: modules, functions, classes, containers.
@@ -93,7 +93,7 @@ class UserData:
                 todo += self._noted(one)
 
     def restore(self) -> None:
-        """Put back what has changed since."""
+        """Restore everything that has changed since."""
         self._imported = frozenset(sys.modules) - self._modules
         for one in self._empty:
             if now := items_of(one):
@@ -104,7 +104,7 @@ class UserData:
                 undo()
 
     def _noted(self, one: Any) -> Iterable[Any]:
-        """Write down one object, and give what it leads to."""
+        """Record one object, and return the objects that it leads to."""
         for kinds, noted in _KINDS:
             if isinstance(one, kinds):
                 return noted(self, one)
@@ -142,7 +142,7 @@ class UserData:
         return [value for value in values if not isinstance(value, ATOMS)]
 
     def _registered(self, items: list[Any]) -> list[Any]:
-        """Choose what modules wrote down as they were imported meanwhile: they stay imported, and do it only once."""
+        """Choose what modules registered as they were imported meanwhile: they stay imported and register only once."""
         if not self._imported:
             return []
         found = []
@@ -197,7 +197,7 @@ class UserData:
         return before
 
     def _names(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
-        """Write down what a piece of code may read and bind in the namespace of a module."""
+        """Record what a piece of code may read and bind in the namespace of a module."""
         if self._is_foreign(namespace.get("__name__")):
             return
         for name in names:
@@ -259,7 +259,7 @@ class UserData:
         return package in _NOT_ENTERED or (package not in self._homes and _is_installed(package))
 
     def _undo_attributes(self, one: Any) -> None:
-        """Write down what an instance of a subclass of a container has beside its items."""
+        """Record what an instance of a subclass of a container has beside its items."""
         attributes = attributes_of(one)
         if attributes is not None and id(attributes) not in self._known:
             self._known[id(attributes)] = attributes
@@ -284,7 +284,7 @@ _KINDS: tuple[tuple[Any, Callable[[UserData, Any], Iterable[Any]]], ...] = (
 
 @cache
 def _states(has_numpy: bool) -> tuple[tuple[type, Callable[[Any], Callable[[], Any]]], ...]:
-    """Kinds of objects with a state of their own, and how it is read: each gives what puts it back, or raises."""
+    """Kinds of objects with a state of their own, each with a function that returns its undo, or raises."""
     found: tuple[tuple[type, Callable[[Any], Callable[[], Any]]], ...] = (
         (contextvars.ContextVar, lambda one: partial(one.reset, one.set(one.get()))),
         (torch.Generator, lambda one: partial(one.set_state, one.get_state())),

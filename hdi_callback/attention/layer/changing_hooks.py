@@ -26,7 +26,7 @@ _SHOWN: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Effect]] = w
 
 
 def changing_hook(module: nn.Module) -> str | None:
-    """Find a forward hook that changes what the module gave, or may, as long as no forward showed that it does not.
+    """Find a forward hook that changes the output of a module, or may, until a forward shows that it does not.
 
     Args:
         module: any module.
@@ -44,7 +44,7 @@ def changing_hook(module: nn.Module) -> str | None:
 
 
 def shown_change(module: nn.Module) -> bool:
-    """Return whether a forward showed that the hooks of a module change what its weight gives.
+    """Return whether a forward showed that the hooks of a module change its output.
 
     Args:
         module: any module.
@@ -57,7 +57,7 @@ def shown_change(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks that may change what it gives.
+    """Return whether a module has forward hooks that may change its output.
 
     Args:
         module: any module.
@@ -69,7 +69,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def note_effect(module: nn.Module, effect: Effect) -> None:
-    """Note what became of what a module gave, behind all of its hooks, in a forward.
+    """Record, behind all hooks of a module, whether they changed its output in a forward.
 
     Args:
         module: a linear map.

@@ -92,7 +92,7 @@ def computes_matrix(module: nn.Module) -> bool:
 
 
 def way_of(module: nn.Module) -> Way | None:
-    """Try out with what a module multiplies.
+    """Determine by trial which matrix a module multiplies with.
 
     Args:
         module: a map with a forward of its own, a convolution of kernel size one included, or a sum of maps.
@@ -115,7 +115,7 @@ def way_of(module: nn.Module) -> Way | None:
 
 
 def computed_matrix(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Compute the matrix with which a module multiplies, and what it adds.
+    """Compute W and b of a module that computes W x + b.
 
     Args:
         module: one for which `way_of` knows a way.
@@ -136,7 +136,7 @@ def computed_matrix(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Count the features that such a map gives and takes.
+    """Count the input and output features of such a map.
 
     Args:
         module: a map with a forward of its own, or a sum of maps.
@@ -172,7 +172,7 @@ def as_matrix(weight: Tensor, groups: int) -> Tensor:
 
 
 def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
-    """Return whether all matrices beside a map are narrow, some made for what it takes and some for what it gives.
+    """Return whether all matrices beside a map are narrow, some on the input side and some on the output side.
 
     What it gives may be of several parts side by side, each with an update of its own, as of queries and values.
     """
@@ -216,7 +216,7 @@ def _kind_of(module: nn.Module) -> Any:
 
 
 class _Products(TorchFunctionMode):
-    """Notes what tokens are multiplied with; a product with the unit vectors is read off its second factor."""
+    """Records products with tokens; that with the unit vectors is computed from its second factor alone."""
 
     def __init__(self, tokens: Tensor, *, are_units: bool = False) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def _one_product(products: _Products, sizes: tuple[int, int]) -> tuple[Tensor, T
 
 
 def _tried(module: nn.Module) -> Way | None:
-    """Compare what a copy with other numbers in it gives with what the matrix that is read of it gives."""
+    """Compare the output of a copy with other numbers in it with that of the matrix read from it."""
     generator = torch.Generator().manual_seed(0)
     sizes = sizes_of(module)
     trial = isolated_copy(module, dict(_drawn(module, generator)))
@@ -312,7 +312,7 @@ def _run(trial: nn.Module, tokens: Tensor) -> Any:
 
 
 def _multiplies_with_weight(trial: nn.Module, tokens: Tensor, made: Tensor) -> bool:
-    """Return whether a module gives ``x W^T + b`` with its weight, as it lies or turned, and holds nothing else."""
+    """Return whether a module computes ``x W^T + b`` with its weight, as is or transposed, and holds nothing else."""
     if not _holds_weight_alone(trial):
         return False
     matrix = as_matrix(trial.get_parameter("weight"), getattr(trial, "groups", 1))

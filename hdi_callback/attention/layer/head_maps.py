@@ -184,7 +184,7 @@ class HeadPieces:
         return torch.cat([piece.columns() for piece in self.pieces])
 
     def bias(self) -> Tensor | None:
-        """Read what is added to the features of each head.
+        """Read the bias of each head.
 
         Returns:
             ``(heads, width)``; `None` if a piece has none.
@@ -207,7 +207,7 @@ class HeadPieces:
 
 
 def single_maps(parts: Iterable[HeadSlice | HeadProduct | HeadPieces]) -> Iterator[HeadSlice]:
-    """Return what weights of heads are made of, map by map.
+    """Return the maps that the weights of heads are made of, one by one.
 
     Args:
         parts: of one linear map or several each.

@@ -201,7 +201,7 @@ class HeadSlice:
         return self._heads_of(self._by_features() if self.axes else self.matrix().mT)
 
     def bias(self) -> Tensor | None:
-        """Read what is added to the features of each head.
+        """Read the bias of each head.
 
         Returns:
             ``(heads, width)``, a view of the bias where its strides allow one; `None` if there is none.

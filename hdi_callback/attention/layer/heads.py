@@ -76,7 +76,7 @@ class AttentionLayer:
 
     @property
     def num_value_heads(self) -> int:
-        """Number of distinct value heads: as many as key heads, unless each is met with values of its own."""
+        """Number of distinct value heads: as many as key heads, unless each key head has several values."""
         return int(getattr(self.slices.get("value"), "heads", self.num_key_heads))
 
     def weight(self, role: Role) -> Tensor:
@@ -143,7 +143,7 @@ class RefusedError(UnsupportedAttentionError):
 
 
 def check_layer(layer: AttentionLayer) -> AttentionLayer:
-    """Check that what a layout claims holds together in itself.
+    """Check the claims of a layout against each other.
 
     Args:
         layer: the claim.

@@ -76,7 +76,7 @@ def is_pointwise(module: Any) -> TypeGuard[nn.Module]:
 
 
 def feature_dim(module: nn.Module) -> int:
-    """Return where the features are in what a linear map takes and gives.
+    """Return the dimension of the features in the input and output of a linear map.
 
     Args:
         module: a linear map in the sense of `is_map`.
@@ -123,7 +123,7 @@ def is_transposed(module: Any) -> bool:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Count the features that a linear map takes and gives.
+    """Count the input and output features of a linear map.
 
     Args:
         module: a linear map in the sense of `is_map` whose matrix can be read.
@@ -243,7 +243,7 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
 
 
 def effective_bias(module: nn.Module, name: str) -> Tensor | None:
-    """Read what a linear map adds to the features that it gives.
+    """Read the bias that a linear map adds to its output.
 
     Args:
         module: the module that holds the parameter of its matrix.
@@ -286,7 +286,7 @@ def _as_matrix(weight: Tensor, module: nn.Module) -> Tensor:
 
 
 def _convolves(module: nn.Module) -> bool:
-    """Return whether nothing is overridden of what makes a convolution."""
+    """Return whether a convolution overrides nothing of the code that makes it one."""
     kind = type(module)
     return any(
         issubclass(kind, known) and kind.forward is known.forward and kind._conv_forward is known._conv_forward

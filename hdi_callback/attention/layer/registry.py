@@ -84,7 +84,7 @@ def register_layout(module_type: type[nn.Module], describe: Callable[[str, Any],
 
 
 def is_known_kind(module: nn.Module) -> bool:
-    """Return whether somebody vouches for modules of a class, so that `known_layer` is worth asking.
+    """Return whether torch's own code or a registered layout describes modules of a class, for `known_layer`.
 
     Args:
         module: any module.

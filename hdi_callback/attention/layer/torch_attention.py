@@ -74,7 +74,7 @@ def recompute_head_outputs(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Tensor:
-    """Compute what `nn.MultiheadAttention` passes to its output projection, without attention dropout.
+    """Compute the input of the output projection of `nn.MultiheadAttention`, without attention dropout.
 
     Args:
         module: the attention.

@@ -79,7 +79,7 @@ def _is_property(module: nn.Module, name: str) -> bool:
 
 
 def _by_hook(module: nn.Module, name: str) -> Tensor | None:
-    """Compute what torch's older weight norm, spectral norm and pruning set before each forward, by hooks."""
+    """Compute the weight that torch's older weight norm, spectral norm and pruning set by hooks before a forward."""
     for hook in module._forward_pre_hooks.values():
         own: Any = hook
         kind = (type(own).__module__, getattr(own, "name", getattr(own, "_tensor_name", None)))

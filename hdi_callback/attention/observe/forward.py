@@ -1,4 +1,4 @@
-"""`ObservedForward`: what is recorded of one armed forward, module by module and function by function."""
+"""`ObservedForward`: the record of one armed forward, module by module and function by function."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ObservedForward:
     def module_ends(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Note that a module ends, and record what it took and gave if it is a map or a norm.
+        """Record that a module ends, and its input and output if it is a map or a norm.
 
         Args:
             name: its dotted path.
@@ -74,6 +74,6 @@ class ObservedForward:
                     maps.module_ran(module, "norm", inputs, result, -1)
 
     def ends(self) -> None:
-        """Discard what belongs to the forward alone."""
+        """Discard the state of this forward."""
         self.recorder.forget()
         self.mode.forget()

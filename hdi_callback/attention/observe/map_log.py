@@ -1,4 +1,4 @@
-"""Linear maps and norms that ran, with a few tokens of what each took and gave."""
+"""Linear maps and norms that ran, with a few tokens of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class MapLog:
         self._add_norm(keys, self._names.get(id(weight), "") or self._stack.owner, inputs, made)
 
     def module_ran(self, module: nn.Module, kind: str, inputs: Any, made: Any, features_dim: int) -> None:
-        """Record what a module took and gave as a whole."""
+        """Record the input and output of a module as a whole."""
         if not self._can_compare(inputs, made):
             return
         keys, name = (id(module),), self._names.get(id(module), "")
@@ -126,7 +126,7 @@ class MapLog:
             self._add(keys, name, kind, inputs, made, features_dim)
 
     def hooks_ran(self, module: nn.Module, result: Any) -> None:
-        """Keep what the forward hooks of a map made of what it gave; see `hook_effects`.
+        """Record the output of a map behind its forward hooks; see `hook_effects`.
 
         Args:
             module: the map, whose own call is the latest that was recorded.
@@ -142,7 +142,7 @@ class MapLog:
         self._behind_hooks.append(_BehindHooks(module, latest.call, sample, is_same, is_written))
 
     def hook_effects(self) -> Iterator[tuple[nn.Module, Effect]]:
-        """Yield what forward hooks of maps did to what these gave; the host waits for the device.
+        """Yield the effect of forward hooks on the outputs of maps; the host waits for the device.
 
         Yields:
             A map and what its hooks did in one call.

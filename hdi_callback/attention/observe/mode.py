@@ -87,7 +87,7 @@ class ObservingMode(TorchFunctionMode):
         return ObservingMode._follow if is_followed else None
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Watch torch's own attention from the inside, whose first step is to ask for modes like this one.
+        """Observe torch's own attention from the inside; its first step is to ask for modes like this one.
 
         The mode comes back with the check of shapes, the first thing that is done after that.
 

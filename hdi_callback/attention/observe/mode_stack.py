@@ -1,4 +1,4 @@
-"""Torch's stack of function modes: one mode is taken out of it, at whatever place, and put back to its place."""
+"""Torch's stack of function modes: one mode is removed from it, at any place, and put back there."""
 
 from __future__ import annotations
 

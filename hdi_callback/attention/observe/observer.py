@@ -1,4 +1,4 @@
-"""`AttentionObserver`: watch what attention does in a real forward.
+"""`AttentionObserver`: observe attention in a real forward.
 
 What is observed
 ----------------
@@ -49,7 +49,7 @@ from hdi_callback.attention.observe.window import Window
 
 
 class AttentionObserver:
-    """Watch what attention does in armed forwards; see this module's docstring.
+    """Observe attention in armed forwards; see this module's docstring.
 
     Args:
         model: the model whose modules are watched.
@@ -110,7 +110,7 @@ class AttentionObserver:
 
     @property
     def layers(self) -> Sequence[AttentionLayer]:
-        """The layers whose heads are claimed; may be set, for what is armed from then on."""
+        """The layers whose heads are claimed; may be set, for forwards that are armed from then on."""
         return self._layers
 
     @layers.setter
@@ -133,7 +133,7 @@ class AttentionObserver:
         return self._window.skipped
 
     def arm(self, *, keeps_samples: bool = True, without_rows: Sequence[AttentionLayer] = ()) -> None:
-        """Observe what runs from now on, and forget what was observed before.
+        """Observe forwards from now on, and discard earlier observations.
 
         Args:
             keeps_samples: keep the few tokens that `verdicts` and `proposals` compare.
@@ -169,15 +169,15 @@ class AttentionObserver:
         return {id(layer.module): id(layer.module) in read for layer in self._layers}
 
     def disarm(self) -> None:
-        """Observe nothing more, and keep what was observed."""
+        """Stop observing, and keep the observations."""
         self._window.close()
 
     def suspend(self) -> None:
-        """Remove everything from the model, also what stays for the sake of a graph that was compiled with it."""
+        """Remove all hooks from the model, also those that stay because a graph was compiled with them."""
         self._window.suspend()
 
     def resume(self) -> None:
-        """Put back what stays on the model, after `suspend`."""
+        """Put back the hooks that stay on the model, after `suspend`."""
         self._window.resume()
 
     def release(self) -> None:
@@ -187,7 +187,7 @@ class AttentionObserver:
         self._computed = {}
 
     def note_hooks(self) -> None:
-        """Note what forward hooks of linear maps did to what these gave; the host waits for the device."""
+        """Record the effect of forward hooks on the outputs of linear maps; the host waits for the device."""
         effects: dict[nn.Module, list[Effect]] = {}
         for module, effect in () if self._forward is None else self._forward.recorder.maps.hook_effects():
             effects.setdefault(module, []).append(effect)
@@ -225,7 +225,7 @@ class AttentionObserver:
         return Verdict("undecided", self._why_absent(layer, cores) or verdict.sentence)
 
     def _once(self, owner: object, compute: Callable[[], Any]) -> Any:
-        """Compute what follows from one layer or attention and from all that ran, if that was not done before."""
+        """Compute a function of one layer or attention and of all that ran, once."""
         key = id(owner), len(self.cores), len(self._maps)
         if key not in self._computed:
             self._computed[key] = owner, compute()  # the owner as well, so that no other gets its id

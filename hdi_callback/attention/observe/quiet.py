@@ -39,7 +39,7 @@ def quiet(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def unnoticed(name: str, device: torch.device, failures: list[str]) -> Iterator[None]:
-    """Compute quietly, and go on with the user's forward whatever fails.
+    """Compute quietly, and continue the user's forward whatever fails.
 
     Args:
         name: of what is observed.
@@ -70,7 +70,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one of `torch.func`, as `vmap` hands to the function that it maps.
+    """Return whether a tensor is one of `torch.func`, such as `vmap` passes to the function that it maps.
 
     Args:
         tensor: any tensor.

@@ -47,17 +47,17 @@ class Recorder:
         return bool(self.stack.modules) and self._known(self.stack.next_place) is not None
 
     def _known(self, place: tuple[Any, ...]) -> ObservedCore | None:
-        """Return what was recorded, unless it is of a forward that does not train and this one does."""
+        """Return a record, unless it is of a forward that does not train and this one does."""
         known = self._by_place.get(place)
         return None if known is not None and self.is_recorded and not known.is_recorded else known
 
     def forget(self) -> None:
-        """Discard what belongs to one forward alone."""
+        """Discard the state of one forward."""
         self.reader.forget()
         self.stack.modules.clear()
 
     def weights_ran(self, scores: Scores, inputs: Tensor, weights: Tensor, axis: int) -> ReadRows:
-        """Read the weights that a softmax gave; see `RowReader.of_weights`."""
+        """Read the weights of a softmax; see `RowReader.of_weights`."""
         return ReadRows() if self.is_repeated else self.reader.of_weights(scores, inputs, weights, axis)
 
     def core_ran(

@@ -65,7 +65,7 @@ class RowReader:
         self._paddings: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None]] = {}
 
     def forget(self) -> None:
-        """Discard what belongs to one forward alone."""
+        """Discard the state of one forward."""
         self._paddings.clear()
 
     def axes_of(self, lead: Sequence[int], queries: int, keys: int, *, tied: int = 1) -> Axes | None:
@@ -88,7 +88,7 @@ class RowReader:
         return resolve(lead, queries, ordered, claimed, keys=keys)
 
     def of_weights(self, scores: Scores, inputs: Tensor, weights: Tensor, axis: int) -> ReadRows:
-        """Read the rows of weights that a softmax gave.
+        """Read the rows of the weights of a softmax.
 
         Args:
             scores: where they come from.

@@ -71,7 +71,7 @@ class _Contraction:
         return self._mapped(positions, summed, new)
 
     def _mapped(self, positions: list[str], summed: list[str], new: list[str]) -> Any:
-        """A map takes as many features as its input gives last; learned queries are met by keys in the same way."""
+        """Map the last features of the input; learned queries multiply keys in the same way."""
         if self.ix[-1] not in summed or [i for i in self.iw if i in summed] != summed or len(summed) > 2:
             return NotImplemented
         features = self.view.features([self.iw.index(i) for i in new])

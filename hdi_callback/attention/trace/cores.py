@@ -23,7 +23,7 @@ _SUMS_TO_ONE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """One weighted sum over what may be tokens.
+    """One weighted sum, possibly over tokens.
 
     Attributes:
         node: that of the product of weights and values.
@@ -50,7 +50,7 @@ class Core:
 
     @property
     def output(self) -> Any:
-        """Edge of what it gives, ``(N, rows, width)``, or ``(N, width, rows)`` if it is turned."""
+        """Graph edge of the output, ``(N, rows, width)``, or ``(N, width, rows)`` if it is turned."""
         return torch.autograd.graph.GradientEdge(self.node, 0)
 
     @property

@@ -1,4 +1,4 @@
-"""`Draw`: random features in place of what linear maps give, and numbers in place of parameters."""
+"""`Draw`: random features in place of the outputs of linear maps, and numbers in place of parameters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Draw:
 
 
 def drawn_parameter(name: str, like: Tensor) -> Tensor:
-    """Draw in place of a parameter: what is the identity at first, or zero, does not stay so."""
+    """Draw values for a parameter, also for one that is the identity or zero at first."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     shape = tuple(like.shape)
     if not like.is_floating_point():

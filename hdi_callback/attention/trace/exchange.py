@@ -93,7 +93,7 @@ class Exchanging(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def handler_of_ranks(func: Any) -> Callable[..., Any] | None:
-    """Choose what answers an operator of torch's functional collectives.
+    """Choose the function that answers an operator of torch's functional collectives.
 
     Args:
         func: the operator.
@@ -123,7 +123,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None:
-    """Join the runs of all ranks to the one that was answered with what they sent.
+    """Join the runs of all ranks to the one that used their tensors.
 
     Args:
         own: the run of this rank.

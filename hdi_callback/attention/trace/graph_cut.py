@@ -1,4 +1,4 @@
-"""`GraphCut`: what torch's functions do in a traced run.
+"""`GraphCut`: the function mode of a traced run.
 
 The graph is cut where a parameter is multiplied with: the answer is a leaf of random features (`parameter_products`,
 `contractions`, by `weight_views`). Norms take what they divide by for constants (`plain_norms`), attention is
@@ -40,7 +40,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 class GraphCut(TorchFunctionMode):
-    """Cuts the graph where a parameter is multiplied with, and leaves out what hides which feature goes where.
+    """Cuts the graph at products with parameters, and leaves out operations that hide which feature goes where.
 
     Args:
         run: what the run shows.

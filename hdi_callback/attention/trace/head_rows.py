@@ -23,7 +23,7 @@ class UndecidedError(NoHeadsError):
 
 
 class NoRowsError(UndecidedError):
-    """A role whose rows no single weight gives."""
+    """A role whose rows are in no single weight."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Units:
         return max(1, len(self.rows))
 
     def of(self, tensor: Tensor, unit: int) -> Tensor:
-        """Choose what of a tensor belongs to a part.
+        """Select the part of a tensor that belongs to a part.
 
         Args:
             tensor: ``(N, rows, ...)``.

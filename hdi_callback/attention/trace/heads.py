@@ -231,7 +231,7 @@ class CoreReading:
         raise NoHeadsError
 
     def _refuse_sums_of_single_tokens(self) -> None:
-        """Refuse scores that add what learned vectors make of the query to what they make of the key (graphs: GAT)."""
+        """Refuse sums of a learned function of the query and one of the key as scores (graphs: GAT)."""
         core = self.core
         if len(core.scores) < 2 or len(core.logits) != 1 or not core.logits[0].requires_grad:
             return
@@ -271,7 +271,7 @@ class CoreReading:
 
 
 def _of_product(met: dict[int, list[Meeting]], number: int) -> dict[int, Meeting]:
-    """For each part of a core what it meets in one product, with keys on the side on which those of the first are."""
+    """Meeting of each part of a core in one product, with keys on the side on which those of the first are."""
     own = [(unit, one) for unit, of_unit in met.items() for one in of_unit if one.product == number]
     return {unit: one for unit, one in own if one.side == own[0][1].side}
 

@@ -177,7 +177,7 @@ def arguments_left_out(module: nn.Module, inputs: Inputs, others: Collection[str
 
 
 def _words_in(module: nn.Module) -> list[str]:
-    """Names that the code of a forward may ask its keyword arguments for."""
+    """Names by which the code of a forward may look up its keyword arguments."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     found = () if code is None else code.co_consts
     return [one for one in found if isinstance(one, str) and one.isidentifier()][:_MOST_WORDS]
@@ -219,7 +219,7 @@ def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:
 
 
 def _widths(module: nn.Module) -> list[int]:
-    """Sizes that tokens may have: what the linear maps take, else what parameters have in common."""
+    """Sizes that tokens may have: input features of the linear maps, else sizes that parameters have in common."""
     taken: list[int] = []
     for part in module.modules():
         if projections.is_map(part):

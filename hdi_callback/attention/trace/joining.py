@@ -51,7 +51,7 @@ def joined(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
 
 
 def _of_a_sum(trace: TracedCores, heads: Mapping[int, HeadRows], receivers: Mapping[int, int]) -> dict[int, int]:
-    """Find heads over the same tokens, each with a map for what it gives, of which the sum alone is used.
+    """Find heads over the same tokens, each with an output map of its own, of which only the sum is used.
 
     Args:
         trace: of one run.
@@ -121,7 +121,7 @@ def _of_ranks(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
 
 
 def _behind_a_chain(trace: TracedCores, first: dict[int, int | None]) -> dict[int, int]:
-    """Find the map that takes side by side what heads give that are fed by one another, as in a cascade of heads.
+    """Find the map of the concatenated outputs of heads that are fed by one another, as in a cascade of heads.
 
     Args:
         trace: of one run.

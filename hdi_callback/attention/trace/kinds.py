@@ -1,4 +1,4 @@
-"""Runs modules traced, and reads each kind once: what computes the same has the same heads."""
+"""Runs modules traced, and reads each kind once: modules that compute the same have the same heads."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class KindTracer:
         return traced.found
 
     def _checked(self, traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
-        """Leave open what has other heads with other arguments than those that were made up."""
+        """Leave modules open that have other heads with other arguments than those that were made up."""
         if traced.inputs is None or traced.found is None or not any(one.layer is not None for one in traced.found):
             return traced
         traceable = Traceable(traced.module)
@@ -170,7 +170,7 @@ class KindTracer:
 
 
 def _computes_the_same(traceable: Traceable, twin: _Traced, differing: frozenset[Attribute]) -> bool:
-    """Run a module as another of its kind was, and note whether that reads what differs between the two."""
+    """Run a module as another of its kind was, and record whether that reads the attributes that differ."""
     assert twin.inputs is not None
     assert twin.run is not None
     # Watched, some code does something else: without, it may compute the same all the same.
@@ -191,7 +191,7 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _form_of(inputs: Inputs) -> tuple[Any, ...]:
-    """Which arguments are passed, and as what: of the same module some may make other heads."""
+    """Names and forms of the arguments that are passed: the same module may make other heads of others."""
     arguments = [*enumerate(inputs.args), *sorted(inputs.kwargs.items())]
     return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in arguments)
 

@@ -1,4 +1,4 @@
-"""From the rows of heads to attention layers: their modules, their names, and what is refused of them."""
+"""Attention layers from the rows of heads: their modules, their names, and refusals."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def layers_in(
 
 
 def _refused(trace: TracedCores, numbers: tuple[int, ...], error: NoHeadsError) -> list[Found]:
-    """Report why cores are not read; nothing of what is no attention."""
+    """Report why cores are not read; nothing of cores that are no attention."""
     if not str(error):
         return []
     path, is_undecided = trace.cores[numbers[0]].path, isinstance(error, UndecidedError)

@@ -1,4 +1,4 @@
-"""Linear maps of a module, and what takes their place in a copy that is traced."""
+"""Linear maps of a module, and the stubs that replace them in a copy that is traced."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hdi_callback.attention.trace.support import derivatives, weights_at
 
 
 def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> str:
-    """Order the features of heads as the columns of what attention takes; rotated ones stay ascending.
+    """Order the features of heads as the columns of queries, keys or values; rotated ones stay ascending.
 
     Returns:
         What is left out of the heads, in words: values whose features are turned into one another, so that no row is

@@ -31,7 +31,7 @@ _LINEAR = (
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """Where the outputs of heads are in what a map takes, or in what comes back.
+    """Places of the outputs of heads in the input of a map, or in the outputs of the module.
 
     Attributes:
         receiver: the call of a linear map that takes them; `None` if none does.
@@ -245,7 +245,7 @@ def _is_linear(node: Any) -> bool:
 
 
 def receiver_of(trace: TracedCores, core: Core, row: int | None = None) -> int | None:
-    """The first linear map that takes what a core gives, or what a row of its weights gives, by its number."""
+    """The first linear map that takes the output of a core, or of a row of its weights, by its number."""
     for number, leaf in enumerate(trace.leaves):
         found = derivatives(leaf.taken, weights_at(leaf.taken), [core.output]).get(0)
         if found is not None and (found if row is None else core.by_row(found)[:, row]).any():

@@ -81,14 +81,14 @@ def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _are_those(ids: Tensor, known: Tensor) -> bool:
-    """Recognise ids of the inputs, in whatever shape; a table of positions is asked for others."""
+    """Recognise ids of the inputs, in any shape; a table of positions takes others."""
     same = ids.numel() == known.numel() and torch.equal(ids.flatten().to(known.dtype), known.flatten())
     counted = torch.arange(ids.shape[-1], dtype=known.dtype) if ids.dim() else known
     return same and not torch.equal(ids.reshape(-1)[: ids.shape[-1] if ids.dim() else 1].to(known.dtype), counted)
 
 
 def convolution(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Note what is convolved, before it is."""
+    """Record the input of a convolution before it runs."""
     (x,) = torch_arguments(args, kwargs, "input")
     if isinstance(x, Tensor):
         cut.run.convolved.append(x)
@@ -96,7 +96,7 @@ def convolution(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def note_mixed_tokens(cut: GraphCut, func: Any, made: Any) -> None:
-    """Note what a convolution or a recurrent part gave for each token."""
+    """Record the output of a convolution or a recurrent part for each token."""
     answer = made[0] if isinstance(made, tuple) else made
     if isinstance(answer, Tensor) and answer.requires_grad:
         cut.run.mixed_tokens.append((answer, MIXING_TOKENS[func]))

@@ -134,16 +134,16 @@ class CoreParts:
         return met
 
     def of_query(self, meeting: Meeting) -> Support:
-        """Find what a query is made of."""
+        """Find the support of a query."""
         queries = self.core.scores[meeting.product].sides[1 - meeting.side]
         return self.trace.run.support(queries, meeting.at_query)
 
     def of_keys(self, meeting: Meeting) -> Support:
-        """Find what keys are made of."""
+        """Find the support of keys."""
         return self.trace.run.support(self.core.scores[meeting.product].sides[meeting.side], meeting.at_keys)
 
     def is_of_a_map(self, met: list[Meeting], product: int) -> bool:
-        """Return whether a map gives the query of a part of the core.
+        """Return whether a map outputs the query of a part of the core.
 
         Args:
             met: by the part.
@@ -155,7 +155,7 @@ class CoreParts:
         return any(one.product != product or bool(self.of_query(one)) for one in met)
 
     def row_of_others(self, maps: Collection[str]) -> int | None:
-        """Find a query that other maps give.
+        """Find a query that other maps output.
 
         Args:
             maps: those that give a query which is known, by their parameters.
@@ -173,7 +173,7 @@ class CoreParts:
         return None
 
     def product_of_tokens(self, unit: int, met: list[Meeting]) -> int:
-        """Choose the product whose keys are of tokens; those of positions are not, nor what is learned.
+        """Choose the product whose keys are of tokens, neither of positions nor learned.
 
         Args:
             unit: number of a part of the core.
@@ -206,7 +206,7 @@ class CoreParts:
         return all(found[0]) and all(one == found[0] for one in found)
 
     def _terms(self, candidates: list[Meeting]) -> str:
-        """Name what each of several products that scores are made of is made of."""
+        """Name the maps behind each of several products that scores are the sum of."""
         run, terms = self.trace.run, set()
         for one in candidates:
             sides = [run.maps(run.support(side)) for side in self.core.scores[one.product].sides]

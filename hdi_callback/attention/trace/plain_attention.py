@@ -26,7 +26,7 @@ _WITHIN = types.FunctionType(
 
 
 def softmax(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Note what a softmax is of."""
+    """Record the input of a softmax."""
     scores = args[0] if args else kwargs["input"]
     answer = func(*args, **kwargs)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -55,7 +55,7 @@ def exponential(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _note(cut: GraphCut, scores: Any, answer: Any) -> None:
-    """Keep the input of a softmax, with what it adds up last."""
+    """Record the input of a softmax by the node of that softmax, found behind the answer."""
     cut.hidden += not torch.is_grad_enabled()
     node = getattr(answer, "grad_fn", None)
     while node is not None and "Softmax" not in node.name():

@@ -37,7 +37,7 @@ def top(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def order(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Leave what maps make in its order, as where tokens are put into buckets by a hash of their keys."""
+    """Leave outputs of maps in their order, as where tokens are put into buckets by a hash of their keys."""
     x, dim = torch_arguments(args, kwargs, "input", "dim")
     is_made = isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()
     return _counted(x, -1 if type(dim) is not int else dim) if is_made else NotImplemented
@@ -65,7 +65,7 @@ def largest(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def rounded(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Keep numbers of half the digits whole, as what is small would be lost in them."""
+    """Keep half-precision numbers in full, as small ones would be lost."""
     answer = func(*args, **kwargs)
     is_half = isinstance(answer, Tensor) and answer.dtype in (torch.float16, torch.bfloat16)
     if is_half and isinstance(args[0], Tensor) and args[0].is_floating_point():

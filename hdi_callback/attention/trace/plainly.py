@@ -55,7 +55,7 @@ def _as_it_is(own: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 class _Applied:
-    """Runs what attends, or asks other ranks, in a `torch.autograd.Function` plainly, to be in the graph.
+    """Runs the body of a `torch.autograd.Function` that attends, or calls other ranks, so that it is in the graph.
 
     Args:
         mode: that of the run.
@@ -99,7 +99,7 @@ _BY_SCATTERS = ("torch.distributed.nn.functional", "_AlltoAll")
 
 
 class _Context:
-    """Takes what a forward keeps for its backward, and keeps the attributes alone."""
+    """The `ctx` of a forward: discards the tensors kept for a backward, keeps attributes."""
 
     needs_input_grad = (True,) * 64
 

@@ -106,7 +106,7 @@ class ProductsBehind:
         self._mixed: dict[Any, Any | None] = {}  # of every product once: recurrent parts have long chains of them
 
     def first(self, node: Any) -> tuple[list[Any], list[Product]]:
-        """Go back from a node to the softmaxes and products that are met first.
+        """Go back from a node to the nearest softmaxes and products.
 
         Args:
             node: of the graph.
@@ -184,7 +184,7 @@ def exponential_behind(edge: Any) -> Any | None:
 
 
 def nearest_products(tensor: Tensor) -> list[Any]:
-    """Find the products that a tensor is made of, those that are met first.
+    """Find the nearest products in the graph of a tensor.
 
     Args:
         tensor: made in the run.

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set attributes, and put back what was there.
+    """Set attributes, and restore them at the end.
 
     Args:
         places: an object, the name of an attribute, and its value within the block.

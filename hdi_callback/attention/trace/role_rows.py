@@ -1,4 +1,4 @@
-"""The rows of queries, keys and values in the maps that give them, and in what feeds those."""
+"""Rows of queries, keys and values in the maps that output them, and in the maps before those."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ def _is_in_front(view: CoreView, sources: list[int]) -> bool:
 
 
 def _takes_attention(trace: TracedCores, leaf: int) -> bool:
-    """Recognise a map that takes what an attention core gives, with no map in between."""
+    """Recognise a map whose input is the output of an attention core, with no map in between."""
     return any(depends_on(trace.leaves[leaf].taken, core.output) for core in trace.cores)
 
 
 def leave_out_shared(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> bool:
-    """Leave out a part of keys that all heads share beside their own, and what of queries meets it.
+    """Leave out a part of keys that all heads share beside their own, and the part of queries multiplied with it.
 
     That is the rotary part of latent attention, whose columns are apart from those of the heads' own keys.
 
@@ -180,7 +180,7 @@ def are_parts_side_by_side(view: CoreView, found: list[list[Rows]]) -> bool:
 
 
 def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:
-    """Leave out what another map adds to the keys or values of tokens, such as what their positions give.
+    """Leave out terms of another map in the keys or values of tokens, such as those of their positions.
 
     Of several maps, that of the tokens takes what the one map of the other role takes, and no other of them does.
 

@@ -183,7 +183,7 @@ def _mark_spans(trial: nn.Module, run: TracedRun) -> Iterator[Any]:
 
 
 class _Leaves:
-    """Puts leaves in the place of the tensors of arguments; those of numbers are noted as what values may come from."""
+    """Puts leaves in the place of tensor arguments; those of numbers are recorded as sources of values."""
 
     def __init__(self, run: TracedRun) -> None:
         self.run = run

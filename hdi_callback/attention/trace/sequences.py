@@ -1,4 +1,4 @@
-"""Heads of several sequences, in each of which other rows give their queries, as where a router chooses experts."""
+"""Heads of several sequences, each with queries of other rows, as where a router chooses experts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _SUMS_TO_ONE = 1e-3
 
 
 def parts_that_add_up(parts: Collection[Core], ends: Iterable[Tensor]) -> set[Core]:
-    """Choose the products whose weights are those of averages, by what is made of them.
+    """Choose the products whose weights are those of averages, by their graphs.
 
     Args:
         parts: products of exponentials and values.

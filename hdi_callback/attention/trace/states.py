@@ -153,7 +153,7 @@ class _Comparison:
         )
 
     def _is_noted(self, owner: Any, name: Any, one: Any, other: Any) -> bool:
-        """Note what differs, if it is a plain attribute of a module."""
+        """Record an attribute that differs, if it is a plain one of a module."""
         if not isinstance(owner, nn.Module) or not _may_be_watched(owner, name, one, other):
             return False
         self.differing.append((id(owner), name))

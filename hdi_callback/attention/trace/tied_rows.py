@@ -21,7 +21,7 @@ from hdi_callback.attention.trace.traced_run import TracedRun
 
 @dataclass(frozen=True, eq=False)
 class TiedRows:
-    """Columns of what a core takes, of each row of tokens.
+    """Columns of queries, keys or values for each row of tokens.
 
     Attributes:
         columns: ``(rows, width)`` of queries and keys, the same feature of a head in each column of this.
@@ -32,7 +32,7 @@ class TiedRows:
     values: Tensor
 
     def first_row(self, core: Core, product: int) -> Core:
-        """Leave of what a core takes the first row of tokens.
+        """Select the first row of tokens in queries, keys or values.
 
         Args:
             core: the core.

@@ -33,7 +33,7 @@ class TracedCores:
         return Support.of(self.leaves[leaf].taken, self.run.inputs)
 
     def is_of_inputs(self, leaf: int, depth: int = 8) -> bool:
-        """Return whether what a map gives depends on inputs at all; tables of positions do not."""
+        """Return whether the output of a map depends on inputs at all; tables of positions do not."""
         return bool(self.inputs_of(leaf)) or (
             depth > 0 and any(self.is_of_inputs(other, depth - 1) for other in self.fed(leaf).masks if other != leaf)
         )

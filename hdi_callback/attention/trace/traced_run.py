@@ -1,4 +1,4 @@
-"""`TracedRun`: what one forward of a copy showed, its graph cut at the output of every linear map."""
+"""`TracedRun`: the graph of one forward of a copy, cut at the output of every linear map."""
 
 from __future__ import annotations
 

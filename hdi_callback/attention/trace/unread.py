@@ -101,7 +101,7 @@ def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tens
 
 
 def _is_of_scores(run: TracedRun, node: Any) -> bool:
-    """Return whether something is made of products of what is made in the run."""
+    """Return whether a tensor is made of products of tensors that are made in the run."""
     return any(one.is_made for one in run.products_behind.first(node)[1])
 
 
@@ -120,7 +120,7 @@ def _mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> str | None:
 
 
 def _pairs_of(leaf: Leaf) -> int:
-    """How many numbers a map gave, for each of which it took those of all heads."""
+    """Number of outputs of a map, each of which it computed from the numbers of all heads."""
     return leaf.taken.numel() // max(1, leaf.taken.shape[-1]) * leaf.tensor.shape[-1]
 
 
@@ -175,7 +175,7 @@ def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:
 
 
 def _is_of_one_query(run: TracedRun, node: Any, logits: Tensor) -> bool:
-    """Recognise scores of one query, which a map gives, with keys that maps make of one token each."""
+    """Recognise scores of one query, an output of a map, with keys that maps make of one token each."""
     if logits.dim() < 3 or logits.shape[-2] != 1 or logits.shape[-1] < 2 or not logits.requires_grad:
         return False
     products = run.products_behind.first(node.next_functions[0][0])[1]

@@ -74,7 +74,7 @@ _Positions = dict[int, frozenset[int]]  # of each source that something is made 
 
 
 class _Sources:
-    """Tensors with a token at each position: what maps, recurrent parts and convolutions gave, and inputs."""
+    """Tensors with a token at each position: outputs of maps, recurrent parts and convolutions, and inputs."""
 
     def __init__(self, run: TracedRun) -> None:
         self.run = run
@@ -95,7 +95,7 @@ class _Sources:
         )
 
     def _are_the_same(self, number: int, one: frozenset[int], other: frozenset[int]) -> bool:
-        """Return whether what a map took at some positions is of the same token as at others.
+        """Return whether the input of a map at some positions is of the same token as at others.
 
         Experts take copies of it, or each some of its features. What attention mixed is made of the same tokens as
         well, but of several of them.
@@ -120,7 +120,7 @@ def _are_apart(one: frozenset[int], other: frozenset[int]) -> bool:
 
 
 def _feature_axis(run: TracedRun, tensor: Tensor) -> int:
-    """The axis of an input that numbers features, by what a map takes at one position of it."""
+    """Feature axis of an input: the one along which an element of a map's input depends on several of its elements."""
     for leaf in run.leaves:
         if not leaf.taken.requires_grad or not leaf.taken.numel():
             continue

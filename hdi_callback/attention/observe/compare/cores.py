@@ -86,7 +86,7 @@ class ObservedCore(ReadRows):
 
 
 def no_softmax(kind: str) -> str:
-    """Return in what weights are no softmax of products of queries and keys.
+    """Return how weights differ from a softmax of products of queries and keys.
 
     Args:
         kind: of an `ObservedCore`.

@@ -112,7 +112,7 @@ def find_columns(core: ObservedCore, maps: Sequence[MapCall]) -> FoundRows | Non
 
 
 def _lie_in_groups(features: Tensor, distinct: Tensor) -> bool:
-    """Return whether heads that share a key lie side by side, which is what fewer key heads than heads say."""
+    """Return whether heads that share a key lie side by side, as fewer key heads than heads imply."""
     heads, groups = features.shape[1], distinct.shape[1]
     return heads % groups == 0 and torch.equal(features, distinct.repeat_interleave(heads // groups, 1))
 

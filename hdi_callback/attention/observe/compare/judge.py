@@ -1,4 +1,4 @@
-"""Whether heads are where a layer says they are, by the inputs of attention in a real forward."""
+"""Verify by the inputs of attention in a real forward where a layer claims its heads."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _in_order(observed: Sequence[Arrangement], order: Sequence[int]) -> Sequence
 def _candidates(
     call: MapCall, part: HeadSlice, observed: Sequence[Arrangement], norms: Sequence[MapCall]
 ) -> Iterator[tuple[Arrangement, Tensor, str]]:
-    """Return what the claimed rows were after the map, and behind each norm before attention that took just that."""
+    """Return the claimed rows of the map's output, and behind each norm of exactly that before attention."""
     index = part.index() - call.rows
     if int(index.min()) < 0 or int(index.max()) >= call.outputs.shape[1]:
         return

@@ -1,4 +1,4 @@
-"""Every attention that ran: the watched layer that explains it, or what is to be said of it where none does."""
+"""Every attention that ran, with the watched layer that explains it, or a message where none does."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
 
 
 def _tokens_of(verdicts: Sequence[Verdict], core: ObservedCore, role: Role) -> int:
-    """Count the tokens of an attention that layers of one module give together."""
+    """Count the tokens of an attention that layers of one module cover together."""
     return sum(one.roles[role].tokens for one in verdicts if one.core is core and role in one.roles)
 
 

@@ -1,1 +1,1 @@
-"""From a product of two activations to attention rows: scores, what becomes of them, masks."""
+"""Attention rows from a product of two activations: scores, operations on them, masks."""

@@ -1,4 +1,4 @@
-"""Which dimensions of what attention multiplies are sequences, and which are heads."""
+"""Dimensions of the inputs of attention: which are sequences, and which are heads."""
 
 from __future__ import annotations
 

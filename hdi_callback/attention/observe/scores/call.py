@@ -1,4 +1,4 @@
-"""One call of a torch function, and notes about the tensors that such calls take and give."""
+"""One call of a torch function, and notes about its input and output tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Call:
 
     @property
     def results(self) -> list[Tensor]:
-        """The tensors that it gave."""
+        """Output tensors of the call."""
         made = self.result if isinstance(self.result, (tuple, list)) else (self.result,)
         return [one for one in made if isinstance(one, Tensor)]
 
@@ -96,7 +96,7 @@ class TensorNotes(Generic[Note]):
         notes[key] = weakref.ref(tensor, lambda _: notes.pop(key, None)), note
 
     def get(self, tensor: Any) -> Note | None:
-        """Return what is noted.
+        """Return the note of a tensor.
 
         Args:
             tensor: anything.

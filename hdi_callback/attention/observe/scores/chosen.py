@@ -26,7 +26,7 @@ _ANY: frozenset[int] = frozenset()
 
 
 class ChosenTokens:
-    """Follow what was picked out of a tensor with other indices for each of its leading dimensions."""
+    """Follow tokens selected from a tensor with other indices for each of its leading dimensions."""
 
     def __init__(self) -> None:
         # The dimensions over which the choice differs, negative; empty where they have been moved.
@@ -106,7 +106,7 @@ class ChosenTokens:
 
 
 def _indices(index: Any) -> list[Tensor]:
-    """Return the tensors of whole numbers among what a tensor is indexed with."""
+    """Return the integer tensors in the index of a tensor."""
     parts = index if isinstance(index, tuple) else (index,)
     return [one for one in parts if isinstance(one, Tensor) and one.dtype in (torch.int64, torch.int32)]
 

@@ -1,4 +1,4 @@
-"""Attention that a model writes out itself: a product, what becomes of it, a softmax, and a product with values.
+"""Attention that a model writes out itself: a product, operations on it, a softmax, and a product with values.
 
 Tensors are followed by identity from the product of two activations through torch functions. Nothing is kept alive by
 that except the two factors for as long as their product lives.
@@ -42,7 +42,7 @@ _GATES = re.compile("^relu$|^exp$|sigmoid|sparsemax|entmax")
 
 @dataclass(eq=False)
 class Scores:
-    """A product of two activations, and what became of it.
+    """A product of two activations, and the operations on it.
 
     Attributes:
         query: ``(*lead, queries, width)``; None where the scores are no product.
@@ -81,7 +81,7 @@ class Scores:
     tied: int = 1
 
     def branched(self) -> Scores:
-        """Copy what is known so far, for a tensor that is made from this one."""
+        """Copy the record, for a tensor that is made from this one."""
         lists: dict[str, Any] = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
         return replace(self, **lists)
 

@@ -61,7 +61,7 @@ class MaskTerm:
         return _is_hiding(rows * self.sign if self.kind == "added" else rows, self.kind)
 
     def added(self, axes: Axes, sequences: Tensor, positions: Tensor) -> Tensor | None:
-        """Return what is added to the scores of some queries.
+        """Return this term as it is added to the scores of some queries.
 
         Args:
             axes: the leading dimensions.

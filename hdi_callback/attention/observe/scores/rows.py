@@ -76,7 +76,7 @@ class RowPlan:
         max_queries: int = 64,
         left_out: Tensor | None = None,
     ) -> RowPlan:
-        """Choose queries, and find out what is padding.
+        """Choose queries, and find their padding.
 
         Args:
             axes: the leading dimensions.
