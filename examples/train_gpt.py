@@ -228,7 +228,7 @@ def print_layers(history) -> None:
 
 
 def describe_collapse(history: Path) -> str:
-    """Say what the first two heads that an alert named were then, and what they are at the end."""
+    """Describe the first two heads that an alert named, then and at the end."""
     first_alert = next(
         (one for one in read_alerts(history) if one.level != "notice" and len(one.finding.heads) == 2), None
     )

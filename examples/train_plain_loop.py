@@ -59,7 +59,7 @@ def accuracy(model: nn.Module, batches: DataLoader) -> float:
 
 
 def train(options: argparse.Namespace, model: nn.Module, train_batches: DataLoader, val_batches: DataLoader) -> Path:
-    """Train, and tell where the history is."""
+    """Train, and return the path of the history."""
     optimizer = torch.optim.AdamW(model.parameters())
     steps = options.epochs * len(train_batches)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
