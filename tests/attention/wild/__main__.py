@@ -32,8 +32,9 @@ and of which key; values and outputs by silencing heads. What must be refused is
 tokens are mixed in front of a map, which head notices is proved, and not which token; what of a few modules cannot be
 separated so (values that reach the end a second way, say) is marked in their sources as not proved.
 
-The truth is compared with what the package says: *model* is `find_attention(model)`, *forward* the same with `forward=`,
-*training* the end of three steps of a training with `HDICallback`. *Refused* gives a reason that is true of the module;
+The truth is compared with what the package says: *model* is `find_attention(model)`, *forward* the same with
+`forward=`, *training* the end of three steps of a training with `HDICallback`.
+*Refused* gives a reason that is true of the module;
 *refused, untrue* gives one that is not known to be; *half read* leaves a role or a stream out and does not say so,
 or reads the heads of one attention as layers of one head each;
 *missed* is neither read nor refused. *Right* are layers whose claimed rows are those of the truth; what positions or an
