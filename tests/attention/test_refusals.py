@@ -325,3 +325,16 @@ def test_what_attends_beside_an_attention_that_it_holds_is_not_passed_over_in_si
     again = survey(model, forward=lambda: model({"x": torch.randn(2, 6, D)}))  # shows both
     assert [layer.name for layer in again.layers] == ["block", "block.inner"]
     assert again.refused == ()
+
+
+@pytest.mark.parametrize("name", ["whole", "part"])
+def test_a_graph_of_an_export_is_refused_for_what_it_is(name):
+    x = torch.randn(3, 9, D)
+    graph = torch.export.export(nn.Sequential(by_hand.NanoGPT()), (x,)).module()
+    model = graph if name == "whole" else nn.Sequential(nn.LayerNorm(D), graph)
+    found = survey(model, forward=lambda: model(x))
+    assert found.layers == ()
+    assert found.refused
+    for refusal in found.refused:
+        assert "a graph that torch.export made" in refusal.reason
+        assert "before the export" in refusal.message

@@ -37,6 +37,8 @@ _NOT_RUN = "it could not be run with inputs that are made up"
 _NOT_CALLED = f"{_NOT_RUN}, and no call of it was observed in the forward that was run"
 _NOT_RUN_AGAIN = "it could not be run by itself, neither with inputs that are made up nor with those of the forward"
 _SLOW = "running it with inputs that are made up takes too long"
+_EXPORTED = "it is of a graph that torch.export made, which calls functions in place of its modules"
+_BEFORE_EXPORT = "Find its heads before the export, or skip it with exclude=[{name!r}]."
 _WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
 
 
@@ -79,6 +81,7 @@ class Search:
         self._called: set[str] = set()  # names of modules that a forward called
         self._failed: set[str] = set()  # names of those of them that could not be run again with its inputs
         self._has_forward = False
+        self._exported = [name for name, place in self.places.items() if _is_exported(place.module)]
         self._tracer = KindTracer()
 
     # --- 1. the registry
@@ -330,6 +333,8 @@ class Search:
         Returns:
             The reason.
         """
+        if any(is_within(name, {other}) for other in self._exported):
+            return Reason(_EXPORTED, _BEFORE_EXPORT.format(name=name))
         if name in self.reasons:
             return self.reasons[name]
         module = self.places[name].module
@@ -368,6 +373,12 @@ def _places(model: nn.Module) -> Iterator[Place]:
         if isinstance(module, (nn.ModuleDict, nn.ModuleList)) or is_wrapper(module):  # which compute nothing themselves
             continue
         yield Place(users_name(printable(name)), module, parents.get(id(module)))
+
+
+def _is_exported(module: nn.Module) -> bool:
+    """Return whether a module is a graph of torch's own operators, which calls no module that it holds."""
+    nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
+    return any(isinstance(node.target, torch._ops.OpOverload) for node in nodes if node.op == "call_function")
 
 
 def _holds_matrices(module: nn.Module) -> bool:

@@ -262,8 +262,12 @@ class ObservingMode(TorchFunctionMode):
         tensors = [one for one in call.values if isinstance(one, Tensor) and one.is_floating_point()]
         if len(tensors) < 3 or not call.results or tensors[0].dim() < 3:
             return
+        # `aten::_scaled_dot_product_*` takes (batch, heads, length, width); flash attention and what is underneath, in
+        # aten as well, takes (batch, length, heads, width).
+        is_heads_first = "scaled_dot_product" in call.name
         query, key, value, output = (
-            one.transpose(1, 2) if one.dim() == 4 else one for one in (*tensors[:3], call.results[0])
+            one.transpose(1, 2) if one.dim() == 4 and not is_heads_first else one
+            for one in (*tensors[:3], call.results[0])
         )
         unread = f"its kernel `{call.name}` keeps its weights to itself, and what it takes for a mask is not known"
         self._recorder.fused_ran(call.name, query, key, value, output, unread=unread)

@@ -357,3 +357,38 @@ def test_documents_that_are_packed_into_a_sequence_are_attended_to_apart(way):
         assert torch.equal(chunk.visible.expand_as(chunk.weights)[0, 0], sees[chunk.positions])
         assert torch.allclose(chunk.weights, expected[chunk.sequences][:, :, chunk.positions], atol=1e-6)
     assert sum(chunk.weights[:, 0, :, 0].numel() for chunk in core.rows.chunks) == B * length
+
+
+class ByOperator(nn.Module):
+    """Calls an operator as graphs of `torch.export` do; some take heads in front of tokens, some behind them."""
+
+    def __init__(self, operator, heads_first=True):
+        super().__init__()
+        self.qkv, self.operator, self.heads_first = nn.Linear(16, 48), operator, heads_first
+
+    def forward(self, x):
+        parts = [part.unflatten(-1, (4, 4)) for part in self.qkv(x).chunk(3, -1)]
+        result = self.operator(*(part.transpose(1, 2) if self.heads_first else part for part in parts))
+        return result if isinstance(result, torch.Tensor) else result[0]
+
+
+@torch.library.custom_op("hdi_tests::flash_attn", mutates_args=())
+def _flash_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    swapped = (one.transpose(1, 2) for one in (query, key, value))
+    return F.scaled_dot_product_attention(*swapped).transpose(1, 2).contiguous()
+
+
+ATEN = torch.ops.aten
+OPERATORS = {
+    "aten, one name for all": (ATEN.scaled_dot_product_attention.default, True),
+    "aten, written out": (ATEN._scaled_dot_product_attention_math.default, True),
+    "aten, flash attention": (ATEN._scaled_dot_product_flash_attention_for_cpu.default, True),
+    "flash-attn": (torch.ops.hdi_tests.flash_attn.default, False),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_are_reported_with_their_own_heads_and_lengths(name):
+    model, x = ByOperator(*OPERATORS[name]), torch.randn(B, T, 16)
+    (core,) = observed(model, lambda: model(x)).cores
+    assert (core.heads, core.queries, core.keys, core.width) == (4, T, T, 4)
