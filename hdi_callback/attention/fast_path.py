@@ -12,7 +12,7 @@ from torch import nn
 def takes_fast_path(attention: nn.Module, model: nn.Module) -> bool:
     """Return whether the encoder layer around an attention takes torch's fast path, as it is set now.
 
-    What torch asks of the input besides, such as no autocast, is not asked here.
+    Torch's further conditions on the input, such as no autocast, are not tested here.
 
     Args:
         attention: the module of an attention layer.

@@ -28,7 +28,7 @@ class Entry:
 
 
 # An operator without a result would do, were it not for the compilers of torch before 2.13, which leave it out as dead
-# code; so the projection works on what this one hands on.
+# code; so the projection works on the result of this one.
 @torch.library.custom_op("hdi_callback::take", mutates_args=())
 def _take(passed: Tensor, outputs: Tensor, number: Tensor) -> Tensor:
     entry = _by_number.get(int(number))
@@ -50,11 +50,11 @@ def take_in_graph(passed: Tensor, outputs: Tensor, entry: Entry) -> Tensor:
 
     Args:
         passed: what the graph goes on with.
-        outputs: what is handed over.
+        outputs: the tensor that is passed out.
         entry: to whom.
 
     Returns:
         `passed`, for the graph to go on with.
     """
-    handed_on: Tensor = torch.ops.hdi_callback.take(passed, outputs.detach(), entry.number)
-    return handed_on
+    passed_on: Tensor = torch.ops.hdi_callback.take(passed, outputs.detach(), entry.number)
+    return passed_on

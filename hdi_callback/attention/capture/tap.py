@@ -40,7 +40,7 @@ class Capture:
         weights: ``(tokens,)``, how many tokens each represents, 0 for padding; `None` if all represent as many.
         num_tokens: number of tokens, padding included, that the sample was taken from.
         slopes: ``(sequences, H)``, how fast the loss grows with a factor on each head, from all tokens; `None` if it is
-            not asked for, or not known.
+            not measured, or not known.
         no_slopes: why it is not known.
     """
 
@@ -107,8 +107,8 @@ class Tap:
         self.doubt: str | None = None
         self._max_tokens, self._padding = max_tokens, padding
         # Two of each, as a graph that autograd records is known when it is traced, not when it runs.
-        self._recorded = Entry(lambda outputs: self._receive(outputs, is_recorded=True))
-        self._unrecorded = Entry(lambda outputs: self._receive(outputs, is_recorded=False))
+        self._recorded = Entry(lambda outputs: self._take_compiled(outputs, is_recorded=True))
+        self._unrecorded = Entry(lambda outputs: self._take_compiled(outputs, is_recorded=False))
         self._lock = threading.Lock()  # replicas of `nn.DataParallel` run at the same time
         self.forget()
 
@@ -148,7 +148,7 @@ class Tap:
 
     def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Capture the input of the output projection."""
-        # Asked first, as all that is asked for before it would be guarded in a compiled graph.
+        # Tested first, as everything that is read before it would be guarded in a compiled graph.
         if torch.compiler.is_compiling():
             if not self.is_in_graph:
                 return None
@@ -203,7 +203,7 @@ class Tap:
         if self._slopes is not None and taken.is_recorded and outputs is not None:
             self._slopes.follow(tensor, outputs, taken.first_sequence, gradient_of)
 
-    def _receive(self, outputs: Tensor, *, is_recorded: bool) -> None:
+    def _take_compiled(self, outputs: Tensor, *, is_recorded: bool) -> None:
         """Capture the outputs that a compiled graph passes on."""
         if self.is_armed:
             self._take(lambda: outputs, is_recorded=is_recorded, is_compiled=True)
@@ -330,11 +330,11 @@ class Tap:
     ) -> Arguments | None:
         if type(outputs) is not Tensor:  # the operator knows no other kinds, and would end the forward
             return None
-        handed_on = take_in_graph(passed, outputs, self._recorded if torch.is_grad_enabled() else self._unrecorded)
+        passed_on = take_in_graph(passed, outputs, self._recorded if torch.is_grad_enabled() else self._unrecorded)
         # The attention may test whether query, key and value are one tensor: they stay so.
         return (
-            tuple(handed_on if value is passed else value for value in args),
-            {name: handed_on if value is passed else value for name, value in kwargs.items()},
+            tuple(passed_on if value is passed else value for value in args),
+            {name: passed_on if value is passed else value for name, value in kwargs.items()},
         )
 
 

@@ -29,7 +29,7 @@ FUSED_NAMES = ("qkv", "Wqkv", "wqkv", "c_attn", "to_qkv", "qkv_proj", "in_proj",
 _ATTENTION_NAME = re.compile(r"(?i:attention|attn|attend|multi_?head)|MLA$|MHA$|SA$")
 _ATTENDS = re.compile(r"(?i:attend|attention|attn|softmax)")
 _RESULT = re.compile(r"Output|Result")  # classes of what comes back, such as BaseModelOutputWithNoAttention
-# What the code of attention asks torch for.
+# Functions of torch that the code of attention calls.
 _COMPUTES = frozenset({
     "scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flex_attention",
     "flash_attn_varlen_func", "memory_efficient_attention",

@@ -82,7 +82,7 @@ def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence
     layers = sorted(search.layers.values(), key=lambda layer: order[id(layer.module)])
     names = [name for name in search.places if name in search.reasons or name in undecided]
     names += [name for name in search.reasons if name not in search.places]
-    # What holds a layer and could not be run computes nothing beside, unless maps of its own lie beside that layer.
+    # A module that holds a layer and could not be run attends no further, unless it has maps beside that layer.
     names = [
         name for name in names
         if name in search.reasons
@@ -92,7 +92,7 @@ def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence
     refused = [_refusal(search, name) for name in names]
     known = [layer.name for layer in layers] + names
     _check_patterns("include", include, known)
-    # What a forward showed to attend may be left out, though nothing is known of it before one.
+    # `exclude` may name attention that only a forward can show.
     _check_patterns("exclude", exclude, known, others=search.places)
 
     def is_chosen(name: str) -> bool:

@@ -78,7 +78,7 @@ class RuntimeFinder(ArgumentRecorder):
                 except Exception as error:  # noqa: PERF203 - what fails in one is no word on others
                     self.reasons.setdefault(name, f"inspecting it raises {type(error).__name__} ({error})")
         for name in self._failed:
-            # What could not be run is no attention of its own where that of its parts is read.
+            # A module that could not be run has no attention of its own where that of its parts is read.
             if not any(layer.name == name or layer.name.startswith(f"{name}.") for layer in layers):
                 self.reasons.setdefault(name, _NOT_RUN)
         return layers

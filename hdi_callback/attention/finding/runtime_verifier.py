@@ -104,7 +104,7 @@ def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iter
         with suppress(Exception):
             run, found = layers_in(traceable, way.args, way.kwargs)
             shown = [one for one in found if not one.is_undecided]
-            # What somebody vouches for need not be something that a traced run can read.
+            # A registered layout may describe modules that a traced run cannot read.
             is_reported = layer.evidence != "layout" and bool(shown)
             if run.error is not None or not (is_reported or any(one.layer is not None for one in shown)):
                 continue

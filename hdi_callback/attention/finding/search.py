@@ -76,7 +76,7 @@ class Search:
         self.places = {place.name: place for place in _places(model)}
         self.layers: dict[str, AttentionLayer] = {}
         self.reasons: dict[str, Reason] = {}
-        self._vouched: set[str] = set()  # names of modules that the registry knows
+        self._registered: set[str] = set()  # names of modules that the registry knows
         self._ran: set[str] = set()
         self._called: set[str] = set()  # names of modules that a forward called
         self._failed: set[str] = set()  # names of those of them that could not be run again with its inputs
@@ -102,7 +102,7 @@ class Search:
                 if layer is None:
                     continue
                 self.layers[name] = layer
-            self._vouched.add(name)
+            self._registered.add(name)
 
     # --- 2. what modules compute
 
@@ -143,7 +143,7 @@ class Search:
 
     def _is_worth_running(self, name: str) -> bool:
         place = self.places[name]
-        if is_within(name, self._vouched):
+        if is_within(name, self._registered):
             return False
         if any(is_lazy(one) for one in place.module.parameters()) or not _holds_matrices(place.module):
             return False
@@ -155,7 +155,7 @@ class Search:
 
     def _is_known(self, path: str, around: str) -> bool:
         """Return whether the cores of a module are explained by a layer that leaves nothing open."""
-        if is_within(path, self._vouched):
+        if is_within(path, self._registered):
             return True
         for name in (path, *containers(path)):
             # The projection of outputs may lie beside a module, and no further away.
@@ -172,7 +172,7 @@ class Search:
             known = self.reasons.get(full)
             is_open = known is not None and known.is_open
             if one.layer is None:
-                is_reported = any(is_inside(other, full) for other in self._vouched & self.reasons.keys())
+                is_reported = any(is_inside(other, full) for other in self._registered & self.reasons.keys())
                 is_new = known is None or (is_of_forward and is_open)
                 if is_new and not is_reported and not self._is_explained(full):
                     self.reasons[full] = Reason(one.reason, "", one.is_undecided, not one.is_undecided)
@@ -230,17 +230,17 @@ class Search:
             Their places by name, in model order.
         """
         explained = self._modules_of_layers()
-        around_vouched = {around for name in self._vouched for around in containers(name)}
-        found = {name for name in self.reasons if name not in self._vouched and name in self.places}
+        around_registered = {around for name in self._registered for around in containers(name)}
+        found = {name for name in self.reasons if name not in self._registered and name in self.places}
         for name, place in self.places.items():
-            is_open = name not in self._ran and name not in self._vouched and id(place.module) not in explained
-            is_open &= name not in around_vouched
+            is_open = name not in self._ran and name not in self._registered and id(place.module) not in explained
+            is_open &= name not in around_registered
             is_open &= name in self._called or not self._has_forward or not self._holds_others(name)
             if is_open and looks_like_attention(place):
                 found.add(name)
         inner = found - {around for name in found for around in containers(name)}
         inner |= {name for name in found if name in self.reasons or self.may_attend_beside(name)}
-        known = self.layers.keys() | self._vouched
+        known = self.layers.keys() | self._registered
         return {name: self.places[name] for name in self.places if name in inner and not is_within(name, known)}
 
     def _holds_others(self, name: str) -> bool:
@@ -280,7 +280,7 @@ class Search:
         reasons = {name: why.text for name, why in self.reasons.items()}
         decided = {name for name, why in self.reasons.items() if why.is_decided}
         for layer in layers_observed(observer, list(self.layers.values()), reasons, decided):
-            if not is_within(layer.name, self._vouched):
+            if not is_within(layer.name, self._registered):
                 self.layers[layer.name] = layer
                 self.reasons.pop(layer.name, None)
         refused = [path for path, _ in self.model.named_modules() if users_name(printable(path)) in self.reasons]
@@ -387,7 +387,7 @@ def _holds_matrices(module: nn.Module) -> bool:
         module, (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
     ):
         return False
-    # What knows its sizes only after the first forward may hold any.
+    # A lazy module, whose sizes follow from the first forward, may hold any.
     return any(is_lazy(one) or one.dim() >= 2 for one in module.parameters()) or any(
         type(getattr(part, "in_features", None)) is int for part in module.modules()
     )

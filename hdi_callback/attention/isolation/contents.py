@@ -99,7 +99,7 @@ def are_same(now: list[Any], before: list[Any]) -> bool:
     """Return whether two lists of items hold the same objects.
 
     Args:
-        now: as `items_of` gives them.
+        now: as `items_of` returns them.
         before: at another time.
 
     Returns:

@@ -266,7 +266,7 @@ class UserData:
             self._container(attributes)
 
 
-# Kinds of objects, and how they are noted; each gives what it leads to.
+# Kinds of objects, and the functions that record them; each returns the objects that it leads to.
 _KINDS: tuple[tuple[Any, Callable[[UserData, Any], Iterable[Any]]], ...] = (
     ((list, dict, set, collections.deque, bytearray), UserData._container),
     (tuple, lambda _, one: one),

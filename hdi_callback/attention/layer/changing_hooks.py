@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-# Their hooks gather, move or cast what a map gives, and ours do nothing to it.
+# Their hooks gather, move or cast the output of a map, and ours do nothing to it.
 _LEAVE_IT = ("torch", "hdi_callback", "accelerate", "deepspeed", "lightning", "transformers", "wandb", "peft")
 _COLLECT = {"append", "extend", "update", "setdefault", "__setitem__"}
 
 Effect = Literal["none", "changed", "unknown"]
 
-# What forwards showed of the hooks of a map: these hooks, and what became of what the map gave.
+# Hooks of a map, and their effect on its output as forwards showed it.
 _SHOWN: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Effect]] = weakref.WeakKeyDictionary()
 
 
@@ -33,7 +33,7 @@ def changing_hook(module: nn.Module) -> str | None:
 
     Returns:
         What it is, as a clause: the name of the hook, and whether it changes anything; `None` if no hook does, as far
-        as forwards or their code show: a call whose answer is handed on counts as something.
+        as forwards or their code show: a call whose result is passed on counts as something.
     """
     hooks = list(_hooks_of(module))
     effect = _shown(module, hooks)

@@ -83,7 +83,7 @@ class HeadProduct:
             UnsupportedAttentionError: if a weight or the gain is not there any more.
         """
         outer, inner = self.outer.rows(), self.inner.rows()
-        # Neither autocast nor TF32 is to round what is measured.
+        # Neither autocast nor TF32 may round what is measured.
         with torch.autocast(inner.device.type, enabled=False):
             if self.gain:
                 gain = read_tensor(*owner_of(self.module, self.gain))

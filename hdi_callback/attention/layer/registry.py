@@ -96,7 +96,7 @@ def is_known_kind(module: nn.Module) -> bool:
 
 
 def known_layer(place: Place) -> AttentionLayer | None:
-    """Describe a module that a registered layout, or torch's own code, vouches for.
+    """Describe a module by a registered layout, or by torch's own code.
 
     Args:
         place: the module and its place in the model.

@@ -104,7 +104,7 @@ class Sharding:
                 if _distributed(value) is not None:
                     stack.enter_context(_replaced(owner, name, _whole(_distributed(value))))
             weight = layer.weight(role).detach()
-            # What FSDP1 and DeepSpeed gather is gone when the block ends.
+            # Weights that FSDP1 and DeepSpeed gather are freed when the block ends.
             return weight.clone() if must_copy else weight
 
     def _unit_of(self, layer: AttentionLayer, role: Role) -> nn.Module | None:

@@ -95,7 +95,7 @@ def recompute_head_outputs(
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     identity = torch.eye(module.embed_dim, dtype=query.dtype, device=query.device)
     separate = not module._qkv_same_embed_dim
-    # In a graph nothing can be read apart, and the forward has the same parametrization in it.
+    # A compiled graph cannot be read in parts, and the forward has the same parametrization in it.
     read: Any = getattr if torch.compiler.is_compiling() else read_tensor
     outputs, _ = F.multi_head_attention_forward(
         query,

@@ -54,7 +54,7 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
             return kept
         if type(module).__getattr__ is nn.Module.__getattr__ and name not in module._modules:
             return None
-    # One rank may read alone, as in the forward of an armed step: it is not to wait for the others.
+    # One rank may read alone, as in the forward of an armed step: it must not wait for the others.
     with isolated(module, keeps_defaults=True), asking_no_other_rank():
         trial = isolated_copy(module, shares_parameters=True)
         if _is_own(trial, name):
@@ -102,7 +102,7 @@ def shape_of(module: nn.Module, name: str) -> torch.Size | None:
     Returns:
         Its shape; `None` if there is none, or it is not initialised yet.
     """
-    # A shape is asked for at any time: what is computed for it is not to wait for other ranks.
+    # A shape may be read at any time: computing it must not wait for other ranks.
     with torch.no_grad(), isolated() if _is_computed(module, name) else nullcontext():
         found = read_tensor(module, name)
     return None if found is None else found.shape

@@ -77,7 +77,7 @@ class ObservingMode(TorchFunctionMode):
         """Choose the handler of a call; most calls have none."""
         handler = _HANDLERS.get(call.name)
         if handler in _OF_SAMPLES and not self._recorder.maps.keeps_samples:
-            # Of maps and norms samples alone are kept; what they do to scores is followed all the same.
+            # Of maps and norms only samples are kept; their effect on scores is followed as well.
             return handler if self._lineage.any_of(call.tensors()) is not None else None
         if handler is not None:
             return handler

@@ -22,7 +22,7 @@ What is not observed, each with its reason in `closed`, `absent` or the core's `
 - tensors that are spread over devices, nested or quantised; transforms of `torch.func`; copies in other threads.
 
 The model's functions are called with the arguments that they are called with anyway; nothing random is drawn, no
-gradient is recorded, and the host does not wait for the device until `verdicts` is asked for.
+gradient is recorded, and the host does not wait for the device until `verdicts` is called.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def quiet(device: torch.device) -> Iterator[None]:
     """Compute without gradients, autocast, function modes and dispatch modes.
 
     Selective activation checkpointing and FLOP counters are dispatch modes: they would record what is computed here,
-    and the former would hand it back in the recomputation in place of what the model asked for.
+    and the former would return it in the recomputation in place of what the model computes.
 
     Args:
         device: where the tensors are.

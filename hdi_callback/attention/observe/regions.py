@@ -28,7 +28,7 @@ def closed_reason(module: nn.Module) -> str | None:
     Returns:
         The reason; None if it can be observed.
     """
-    kind, own = type(module), vars(module)  # a `__getattr__` of the user's is not asked
+    kind, own = type(module), vars(module)  # a `__getattr__` of the user's does not run
     if own.get("_compiler_ctx") is not None:  # Lightning's name for what was compiled
         return _COMPILED
     if own.get("_compiled_call_impl") is not None or kind.__name__ == "OptimizedModule":

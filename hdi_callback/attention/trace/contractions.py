@@ -65,7 +65,7 @@ class _Contraction:
         if not new or not summed or {*self.out} != {*new, *positions}:
             return NotImplemented
         is_square = len(summed) == len(new) == 1 and len({*self.weight.shape}) == 1
-        # By a matrix between heads weights of attention are mixed.
+        # A matrix between heads mixes weights of attention.
         if is_square and self.cut.mixing.is_at(self.view.parameter, self.x, self.ix.index(summed[0])):
             return self._arranged(self.x, [new[0] if i in summed else i for i in self.ix])
         return self._mapped(positions, summed, new)
@@ -98,7 +98,7 @@ class _Contraction:
         with torch._C.DisableTorchFunction():
             is_of_maps = bool(derivatives(taken, weights_at(taken), run.tensors))
         if is_of_maps:
-            # If no map takes it after, this is the output projection, and what it gives of each head is summed later.
+            # If no map follows, this is the output projection, and its outputs for each head are summed later.
             run.stacked.append(Leaf(name, torch.empty(width), taken, axes=(2,)))
             return NotImplemented
         answer = self.cut.answer(name, taken, heads * width, axes=(0, 2), is_of_parts=True)

@@ -2,7 +2,7 @@
 
 A core is a product of weights and values. The weights come from a softmax, or are not negative and add up to one over
 what is averaged, by themselves or together with those of other products (`softmax_parts`); and they are made of scores,
-which are a product of two tensors, queries and keys. No name of a module, a parameter or a function is asked for.
+which are a product of two tensors, queries and keys. No name of a module, a parameter or a function matters.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class CoreReading:
             if node in self.core.softmaxes
         ]
         heads, unread = _of_one_map_each(of_heads, view.core.values.shape[-1])
-        # A softmax over queries makes a weight of all of them: whether one is of several tokens, it alone says.
+        # Under a softmax over queries each weight depends on all: the query shows whether it is of several tokens.
         of_query = self.run.support(view.tensor("query"), view.at(view.first, "query")[:1])
         if "query" in heads and of_query.is_of_several_positions:
             # Of several tokens: a filter or a mean keeps features where they are, a largest one of each does not.

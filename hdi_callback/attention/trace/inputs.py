@@ -27,7 +27,7 @@ _TOKENS, _FEW_TOKENS = 8, 5
 _MOST_WORDS = 8
 _LARGEST = 2**20  # elements of recorded inputs that are kept whole
 
-# Names of arguments are asked for nothing but what a forward may want.
+# Names of arguments only hint at what a forward may accept.
 _TOKENS_TOO = frozenset({
     "q", "k", "v", "query", "key", "value", "queries", "keys", "values", "kv", "context", "memory", "src", "tgt",
     "x", "y", "hidden_states", "encoder_hidden_states", "encoder_output", "inputs", "residual",

@@ -173,7 +173,7 @@ def _computes_the_same(traceable: Traceable, twin: _Traced, differing: frozenset
     """Run a module as another of its kind was, and record whether that reads the attributes that differ."""
     assert twin.inputs is not None
     assert twin.run is not None
-    # Watched, some code does something else: without, it may compute the same all the same.
+    # Some code does something else while its attributes are watched; unwatched it may compute the same.
     for attributes in (differing, frozenset[Attribute]()) if differing else (differing,):
         with watched(traceable.trial, attributes) as used:
             run = traceable.run(twin.inputs.args, twin.inputs.kwargs, Draw(known=twin.run.answers))
@@ -223,7 +223,7 @@ def _others(traced: _Traced, untried: Collection[str]) -> Iterator[tuple[str, In
         heads, width = layer.num_key_heads, layer.value_dim
         sizes = (inputs.args[0].shape, (batch, heads, length, width), (batch, length, heads, width))
         yield from with_optional(module, inputs, list(untried), sizes)
-        # What could not be run with tokens like the others may take those of another stream.
+        # A module that did not run with tokens like the others may take those of another stream.
         yield from with_optional(module, inputs, list(untried), other_sizes(module, inputs))
 
 
@@ -242,7 +242,7 @@ def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Ca
         traced = _Traced(name, module, one, run, found)
         if best.run is None or traced.worth > best.worth:
             best = traced
-        # What takes the first tokens for sequences may be shown something with other inputs.
+        # A module that treats the first tokens as sequences may run as meant with other inputs.
         vain += run.error is None and not any(item.reason == SINGLE_KEYS for item in found)
         if best.worth == _BEST or vain == _MOST_IN_VAIN:
             break

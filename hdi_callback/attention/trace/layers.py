@@ -165,14 +165,14 @@ def _require_matrices(trace: TracedCores, numbers: tuple[int, ...], rows: Mappin
         for parameter in {one.parameter for one in of_role} | {one.inner.parameter for one in of_role if one.inner}:
             first, *others = (at for at, leaf in enumerate(trace.leaves) if leaf.parameter == parameter)
             leaf, name = trace.leaves[first], module_of(parameter)
-            # The transpose of a map may be what takes the outputs.
+            # The transpose of a map may take the outputs.
             if any(trace.leaves[at].axes != leaf.axes and (at in used or first not in used) for at in others):
                 raise NoHeadsError(f"it multiplies with `{name}` and with its transpose")
             if leaf.is_of_parts:
                 raise NoHeadsError(OWN_INPUTS.format(role=role))
             why = None if leaf.module is None else objection_to(leaf.module)
             if why is not None:
-                # Of hooks that may change something a forward shows whether they do.
+                # A forward shows whether hooks that may change something do.
                 refusal = UndecidedError if leaf.module is not None and has_hooks(leaf.module) else NoHeadsError
                 raise refusal(f"its projection `{name}` is {why}")
 

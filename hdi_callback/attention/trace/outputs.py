@@ -205,7 +205,7 @@ def _are_apart(end: Tensor, cores: list[Core], heads: HeadRows) -> bool:
             matrix = cores[at].by_row(chosen)[unit // heads.units.count]
             rows = heads.units.rows[unit % heads.units.count] if heads.units.rows else slice(None)
             matrix[rows] = random_weights(matrix[rows].shape)
-        # Derived once more, by the weights of the combination: what a change of the outputs of this head changes.
+        # A second derivative, by the weights of the combination: the effect of the outputs of this head.
         (moved,) = torch.autograd.grad(derivative, [unknown], chosen, retain_graph=True)
         size = torch.nan_to_num(moved).abs().reshape(-1, *owners.shape).amax(0)
         owners += size > 1e-7 * size.max()

@@ -102,7 +102,7 @@ def note_mixed_tokens(cut: GraphCut, func: Any, made: Any) -> None:
         cut.run.mixed_tokens.append((answer, MIXING_TOKENS[func]))
 
 
-# What gives each token something of others -> the dimension that numbers features in what it gives.
+# Functions that mix tokens -> the feature dimension of their outputs.
 MIXING_TOKENS: dict[Any, int] = {
     **dict.fromkeys((F.conv1d, F.conv_transpose1d), -2),
     **dict.fromkeys((F.conv2d, F.conv_transpose2d), -3),

@@ -220,7 +220,7 @@ class CoreParts:
             maps = self.trace.run.maps(self.of_keys(one))
             if not maps or len(cores) != len(self.trace.cores) or one.product >= len(cores[self.number].scores):
                 continue
-            # What is added to tokens would leave them; of a weight without numbers nothing comes.
+            # A term added to tokens would leave them; of a weight without numbers nothing depends.
             is_nothing = not cores[self.number].scores[one.product].sides[one.side].any()
             keys = self.core.scores[one.product].sides[one.side]
             if is_nothing and Support.of(keys, self.trace.run.inputs, one.at_keys):

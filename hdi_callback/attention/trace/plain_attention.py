@@ -15,7 +15,7 @@ from hdi_callback.attention.trace.products import are_scores
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
 
-# The same code with an answer of its own to whether a mode is there, which it asks before it does anything.
+# The same code with its first test, whether a mode is active, answered by us.
 _WITHIN = types.FunctionType(
     F.multi_head_attention_forward.__code__,
     {**vars(F), "has_torch_function": lambda *_: False},
@@ -77,7 +77,7 @@ def _attend(
 ) -> Tensor:
     if enable_gqa:
         key, value = repeated_for_queries(query, key, value)
-    # With a finite score for what is hidden, a row without any key has an average of all.
+    # With a finite score for hidden keys, a row without any key has an average of all.
     scores = dot_product_scores(query, key, attn_mask, is_causal=is_causal, scale=scale, hidden=-1e9)
     weights = scores.softmax(-1)
     _note(cut, scores, weights)

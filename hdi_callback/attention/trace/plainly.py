@@ -36,7 +36,7 @@ def plainly(mode: GraphCut) -> Iterator[None]:
         for name in _GENERATORS
         if hasattr(checkpoint, name)
     ]
-    # What is small would be lost in numbers of half the digits.
+    # Half precision would lose small numbers.
     plain += [
         (torch.autocast, "__enter__", in_this_thread(torch.autocast.__enter__, lambda own, self: self)),
         (torch.autocast, "__exit__", in_this_thread(torch.autocast.__exit__, lambda own, self, *raised: None)),

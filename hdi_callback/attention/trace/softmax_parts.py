@@ -32,7 +32,7 @@ def parts_that_add_up(parts: Collection[Core], ends: Iterable[Tensor]) -> set[Co
     found: set[Core] = set()
     for end in ends:
         edges = [core.output for core in parts]
-        # The weights of a sum that is derived have a derivative as well: what the sum is if all values are one.
+        # The derivative of a sum by its weights is the sum where all values are one.
         which = torch.ones_like(end).requires_grad_()
         acting = torch.autograd.grad(end, edges, which, create_graph=True, retain_graph=True, allow_unused=True)
         mine = [(core, one) for core, one in zip(parts, acting) if one is not None and bool(one.any())]
@@ -40,7 +40,7 @@ def parts_that_add_up(parts: Collection[Core], ends: Iterable[Tensor]) -> set[Co
         if not sums or not sums[0].requires_grad:
             continue
         (made,) = torch.autograd.grad(torch.stack(sums).sum(), which, retain_graph=True)
-        # Beside what attention gives there may be something else.
+        # Outputs of attention may have another tensor beside them.
         is_average = (made - 1).abs() < _SUMS_TO_ONE
         if bool(is_average.any()) and bool((is_average | (made.abs() < _SUMS_TO_ONE)).all()):
             found |= {core for core, _ in mine}

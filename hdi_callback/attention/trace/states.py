@@ -20,7 +20,7 @@ from hdi_callback.attention.isolation import ATOMS, HOOKS, attributes_of, has_me
 
 # No copy has them: the mode, what `torch.compile` made of a forward, and hooks.
 _NOT_COPIED = frozenset((*HOOKS, "training", "_compiled_call_impl"))
-# Methods by which a class may read its attributes while it is copied, or each time that one is asked for.
+# Methods by which a class may read its attributes while it is copied, or each time that one is read.
 _READING = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getattribute__")
 _IS_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 

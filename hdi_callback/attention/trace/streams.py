@@ -34,7 +34,7 @@ def second_stream(view: CoreView) -> str:
         if all(maps):
             streams.setdefault(tuple(maps), []).append(places[0] % keys.shape[1])
     single: list[_Stream] = [(*one[0], *one[1]) for one in streams if set(map(len, one)) == {1}]  # type: ignore[misc]
-    # What several maps make together is no stream that is read, and what one of them gives alone no stream beside.
+    # Tokens of several maps together are no stream that is read, and those of one of them no second stream.
     if len(streams) != 2 or not single or (len(single) < 2 and any(one & other for one, other in zip(*streams))):
         return ""
     kept = _stream_of_query(view.trace, single, of_first)

@@ -287,7 +287,7 @@ def agreed(codes: Tensor) -> Tensor:
     """Read one column for each feature, on which all positions agree.
 
     Args:
-        codes: ``(positions, features)``, as `columns_of` gives them.
+        codes: ``(positions, features)``, as `columns_of` returns them.
 
     Returns:
         ``(features,)``, -1 where there is none, -2 where positions differ.

@@ -22,7 +22,7 @@ from hdi_callback.attention.trace.graph_walk import nodes_between
 from hdi_callback.attention.trace.support import Support, element, weights_at
 from hdi_callback.attention.trace.traced_run import TracedRun
 
-# What adds up: by a sum, a product, an index, or one term after the other.
+# Nodes that add up: by a sum, a product, an index, or one term after the other.
 _SUMS = ("Sum", "Mean", "Bmm", "Mm", "Mv", "Dot", "Baddbmm", "Addmm", "Addmv", "IndexAdd", "ScatterAdd", "Add")
 _MOST_SUMS, _MOST_ELEMENTS, _MOST_COLUMNS = 8, 6, 4  # of each that are read
 

@@ -117,7 +117,7 @@ class WeightViews:
             made: what it gave, from weights that hold no numbers yet.
 
         Returns:
-            True if there were such weights, so that it is to be asked again; a view of a weight reads none of it.
+            True if there were such weights, so that it is to be tried again; a view of a weight reads none of it.
         """
         has_filled = False
         for one in arguments:

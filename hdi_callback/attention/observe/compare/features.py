@@ -57,7 +57,7 @@ def match_heads(observed: Tensor, claimed: Tensor, tol: float) -> list[HeadMatch
     ways = [HeadMatch(length < tol**2, "as they are")]
     if len(x) >= _FEW:
         norms = _residual(x.square().sum(-1).T, y.square().sum(-1).T)
-        # A norm behind the map makes all tokens alike, and then their norms say nothing.
+        # A norm behind the map makes the norms of all tokens alike, and then they are no evidence.
         varied = (_spread(x) > 20 * tol)[:, None] & (_spread(y) > 20 * tol)
         ways.append(HeadMatch((norms < tol**2) & varied, "rotated"))
         cosines = torch.einsum("phw,pgw->phg", x, y) / (x.norm(dim=-1)[:, :, None] * y.norm(dim=-1)[:, None]).clamp_min(
@@ -125,7 +125,7 @@ def may_hold(observed: Tensor, made: Sequence[Tensor]) -> list[bool]:
         for apart in sorted({1, width // 2}):
             norms = x[:, 0].square() + x[:, apart].square()
             for lag in sorted({1, width // 2}):
-                if lag < y.shape[1]:  # a pair of two maps is no more than one that is asked in vain
+                if lag < y.shape[1]:  # a pair across two maps costs a comparison in vain
                     near[:-lag] |= _near(norms, squares[:, :-lag] + squares[:, lag:], slack)
     return [bool(part.any()) for part in torch.split(near, [one.shape[1] for one in made])]
 

@@ -238,13 +238,13 @@ def _is_of(part: HeadSlice, call: MapCall) -> bool:
         return True
     if id(owner) not in call.keys or call.kind != "linear":
         return False
-    # Of a module that was watched as a whole there is no parameter to compare.
+    # A module that was observed as a whole has no parameter to compare.
     return call.parameter == name if call.parameter else name == "weight"
 
 
 def _calls_of(part: HeadSlice, maps: Sequence[MapCall], before: int) -> Iterator[MapCall]:
     own = [one for one in maps if one.order < before and _is_of(part, one)]
-    # What an adapter gives is what attention goes on with, not what the base under it gives.
+    # Attention uses the output of the adapter, not that of the base under it.
     wholes = [one for one in own if len(one.keys) == 1]
     yield from wholes or own
 

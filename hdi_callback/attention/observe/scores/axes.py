@@ -60,7 +60,7 @@ class Axes:
         """Select some sequences, and some positions of each.
 
         Args:
-            tensor: ``(*lead, length, features)`` as `opened` gives it.
+            tensor: ``(*lead, length, features)`` as `opened` returns it.
             sequences: ``(S,)``, numbers of sequences, ascending, none twice.
             positions: ``(q,)``; None: all.
 

@@ -20,7 +20,7 @@ from hdi_callback.attention.observe.scores.products import Product
 
 Stage = Literal["scores", "weights", "statistic"]
 
-# What leaves every number as it is, up to its place and its type.
+# Functions that leave every number as it is, up to its place and its type.
 _SAME = frozenset((
     "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach",
     "requires_grad_", "view", "reshape", "view_as", "unflatten", "flatten", "squeeze", "unsqueeze", "expand",
@@ -35,7 +35,7 @@ _MIXING = frozenset((
     "topk", "matmul", "linear", "einsum", "bmm", "cat", "concat", "stack", "argmax", "norm", "where", "gather",
     "index_select", "log", "sigmoid",
 ))  # fmt: skip
-# What keeps a bound of the scores, |tanh x| <= |x|, or limits them by the least number of a type.
+# Functions that keep a bound of the scores, |tanh x| <= |x|, or limits them by the least number of a type.
 _BOUNDED = frozenset(["tanh", "clamp", "clip", "clamp_min", "max", "maximum"])
 _GATES = re.compile("^relu$|^exp$|sigmoid|sparsemax|entmax")
 
@@ -248,7 +248,7 @@ def _scale(scores: Scores, factor: Any, power: int) -> None:
     elif isinstance(factor, Tensor) and factor.dim() > 2 and min(factor.shape[-2:]) > 1:
         scores.unknown.append("mul")
     scores.scale = None if by is None or scores.scale is None else scores.scale * by
-    # What was added before is multiplied as well.
+    # Terms added before are multiplied as well.
     scores.biases = [(bias, before * number) for bias, before in scores.biases]
 
 

@@ -2,7 +2,7 @@
 
 Where the model forms its weights itself, they are taken as they are, after the softmax and before dropout. Where a
 fused kernel keeps them to itself, they are computed for the sampled queries from the inputs of the kernel. Either way
-what is taken is bounded: pieces of at most `BUDGET` numbers, each handed on before the next one is formed.
+what is taken is bounded: pieces of at most `BUDGET` numbers, each passed on before the next one is formed.
 """
 
 from __future__ import annotations
