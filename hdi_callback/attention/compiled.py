@@ -20,7 +20,7 @@ def may_recompile(model: nn.Module | None, *, has_both: bool = False) -> bool:
         has_both: whether there are graphs of both kinds already, so that not all of them come in addition.
 
     Returns:
-        False if something says that they may not.
+        False if a setting forbids it.
     """
     if "torch._dynamo.eval_frame" not in sys.modules:
         return True

@@ -49,7 +49,7 @@ def take_in_graph(passed: Tensor, outputs: Tensor, entry: Entry) -> Tensor:
     """Pass a tensor out of a compiled graph, whenever it runs.
 
     Args:
-        passed: what the graph goes on with.
+        passed: the tensor that the graph continues with.
         outputs: the tensor that is passed out.
         entry: to whom.
 

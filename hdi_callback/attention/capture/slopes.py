@@ -75,7 +75,7 @@ class HeadSlopes:
         """Return the slopes of all sequences.
 
         Returns:
-            ``(sequences, H)``; `None` if no backward came, or something failed.
+            ``(sequences, H)``; `None` if no backward ran, or something failed.
         """
         if self.failure is not None or not self._by_sequences:
             return None

@@ -1,6 +1,6 @@
 """Which modules resemble attention, by names and by the code of its forward.
 
-It says which modules are reported if nothing is read of them, and nothing about their heads.
+It decides which modules are reported if nothing is read of them, and nothing about their heads.
 """
 
 from __future__ import annotations

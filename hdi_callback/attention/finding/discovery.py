@@ -1,6 +1,6 @@
 """`find_attention`: every attention layer of a model, and every refusal.
 
-Names propose a module, what it computes decides. `survey` asks in six steps; each is a method of `Search`, which keeps
+Names propose a module, its computation decides. `survey` has six steps; each is a method of `Search`, which keeps
 what is known so far:
 
 1. **Registry.** Layouts that users registered, and torch's own attention by its code (`registry`).

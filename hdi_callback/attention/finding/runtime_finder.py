@@ -64,7 +64,7 @@ class RuntimeFinder(ArgumentRecorder):
         """Search with arguments that were recorded.
 
         Args:
-            ways: what `recorded` gave.
+            ways: the result of `recorded`.
 
         Returns:
             The layers that were found.

@@ -137,7 +137,7 @@ def rewind(items: list[Any], counters: dict[int, str]) -> None:
     """Replace counters that have counted; nothing sets one back.
 
     Args:
-        items: as `items_of` gave them.
+        items: as `items_of` returned them.
         counters: what `counters_in` found among them.
     """
     for place, before in counters.items():

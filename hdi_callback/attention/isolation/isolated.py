@@ -59,8 +59,8 @@ def isolated(
 
     Args:
         modules: whose code will run.
-        seed: of the CPU's generator within; where it is missing, the generator goes on from its state.
-        seconds: how long the block may take: after that, whatever it asks of torch raises an error.
+        seed: of the CPU's generator within; where it is missing, the generator continues from its state.
+        seconds: how long the block may take: after that, any call of torch raises an error.
         keeps_defaults: make new tensors where and as the user's code does, for code that works on the user's own.
 
     Raises:
@@ -132,7 +132,7 @@ _active = _Active()
 def asking_no_other_rank() -> Iterator[None]:
     """Send no collective call within: refuse it, or answer it here where the block around does.
 
-    A block that `collectives_within` opened for ranks that all run this code may ask them.
+    A block that `collectives_within` opened for ranks that all run this code may call them.
 
     Raises:
         CollectiveError: from a call that is refused.

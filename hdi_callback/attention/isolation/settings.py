@@ -88,7 +88,7 @@ def defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
     Args:
         device: where.
-        dtype: of those whose type is not said.
+        dtype: of those whose type is not stated.
 
     Yields:
         Nothing.

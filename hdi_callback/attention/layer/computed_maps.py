@@ -2,7 +2,7 @@
 
 Such are LoRA by hand, rounded or normed weights, adapters like DoRA. A copy that shares the parameters is run on the
 unit vectors and on zero. Where it multiplies once, the second factor is the matrix, whatever becomes of the input
-before (BitNet rounds it); else it must be linear as a whole, and what it gives of the unit vectors is the matrix. Which
+before (BitNet rounds it); else it must be linear as a whole, and its output for the unit vectors is the matrix. Which
 of these it is, and whether the matrix is the weight, a trial with other numbers in the parameters shows.
 """
 
@@ -174,7 +174,7 @@ def as_matrix(weight: Tensor, groups: int) -> Tensor:
 def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
     """Return whether all matrices beside a map are narrow, some on the input side and some on the output side.
 
-    What it gives may be of several parts side by side, each with an update of its own, as of queries and values.
+    Its output may have several parts side by side, each with an update of its own, as of queries and values.
     """
     weight = base._parameters.get("weight")  # where it is computed, asking for it would run the user's code
     if weight is None or is_lazy(weight) or weight.dim() != 2:

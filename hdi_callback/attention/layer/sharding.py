@@ -1,7 +1,7 @@
 """Whole weights where every rank holds a part of them: FSDP2, FSDP1, DTensor tensor parallelism, DeepSpeed ZeRO-3.
 
 One role of one layer is made whole at a time, and let go again. Gathering is a collective call: every rank that holds a
-part asks for the same layers in the same order. For finding the layers no weight is gathered at all; `as_if_whole` puts
+part gathers the same layers in the same order. For finding the layers no weight is gathered at all; `as_if_whole` puts
 stand-ins of the right shapes, without memory, in the place of the parts.
 
 Nothing here imports FSDP, DTensor or DeepSpeed: their parameters are known by what they carry.
@@ -51,7 +51,7 @@ class Sharding:
             role: the role of the weight.
 
         Returns:
-            It, if to read the weight runs no code but torch's and asks nobody; `None` if more is needed for that.
+            It, if reading the weight runs torch's code alone, without other ranks; `None` otherwise.
         """
         part = layer.slices.get(role)
         if self._units or not isinstance(part, HeadSlice):

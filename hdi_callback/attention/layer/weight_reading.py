@@ -32,7 +32,7 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
 
     Raises:
         IsolationError: if it is computed by code that cannot be run apart.
-        CollectiveError: if it is computed by code that asks other ranks, and nothing says that they read it too.
+        CollectiveError: if it is computed by code that calls other ranks, and nothing states that they read it too.
 
     Example:
         >>> linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))

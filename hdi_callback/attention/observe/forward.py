@@ -55,7 +55,7 @@ class ObservedForward:
             module: the module.
             args: of its forward, by position.
             kwargs: by name.
-            result: what it gave behind its hooks; None if it raised.
+            result: its output behind its hooks; None if it raised.
         """
         maps = self.recorder.maps
         self.recorder.stack.leave(name)

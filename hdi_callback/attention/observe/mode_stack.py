@@ -29,7 +29,7 @@ def put_back(mode: TorchFunctionMode, above: list[TorchFunctionMode]) -> None:
 
     Args:
         mode: the mode.
-        above: what `take_off` gave.
+        above: the result of `take_off`.
     """
     for _ in above:
         _pop_mode()  # type: ignore[no-untyped-call]

@@ -10,9 +10,9 @@ Between `arm` and `disarm`, in the first forward of each module, the first that 
   Attention with other weights (additive, sigmoid, relu, none at all) is named with its kind.
 - **Attention rows** of about 64 queries against all keys: the weights before dropout, after rotation, norms, scale,
   softcap, masks, biases and sinks. Where the model forms them they are taken, where a kernel keeps them they are
-  computed from its inputs. What is made of them decides whoever passes `reduce_rows`.
+  computed from its inputs, and reduced by the function that is passed as `reduce_rows`.
 - **A few tokens** of the inputs and outputs of linear maps and norms and of the inputs of attention, from which
-  `verdicts` says whether heads are where they are said to be, and `unexplained` which attention no layer explains.
+  `verdicts` returns whether heads are where layers claim them, `unexplained` which attention no layer explains.
 
 What is not observed, each with its reason in `closed`, `absent` or the core's `unread`
 ---------------------------------------------------------------------------------------

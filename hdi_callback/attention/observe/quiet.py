@@ -44,7 +44,7 @@ def unnoticed(name: str, device: torch.device, failures: list[str]) -> Iterator[
     Args:
         name: of what is observed.
         device: where the tensors are.
-        failures: where a failure is noted, so that the reading says why it is not whole.
+        failures: where a failure is recorded, so that the reading states why it is not whole.
 
     Yields:
         Nothing.

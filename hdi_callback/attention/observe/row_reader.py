@@ -34,7 +34,7 @@ class Request:
         keeps_samples: keep a few tokens for the comparison with claims.
         padding: ``(batch, length)``, True at tokens that are padding, or what gives it for a number of sequences and of
             queries while attention runs, or None; None if it follows from masks.
-        heads: dotted path of a layer -> number of heads that it is said to have.
+        heads: dotted path of a layer -> number of heads that it claims.
         claimed: ids of modules whose maps are kept wherever they ran.
         is_read: id of a layer's module -> whether rows are read inside it; of nested ones the innermost decides. What
             is in none is read.
@@ -93,7 +93,7 @@ class RowReader:
         Args:
             scores: where they come from.
             inputs: the input of the softmax.
-            weights: what it gave.
+            weights: its output.
             axis: dimension of the keys, negative.
 
         Returns:

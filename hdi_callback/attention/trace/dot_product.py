@@ -20,8 +20,8 @@ def dot_product_scores(
     Args:
         query: ``(..., queries, width)``.
         key: ``(..., keys, width)``.
-        attn_mask: broadcastable to the scores: True where a query sees a key, or numbers that are added.
-        is_causal: each query sees the keys up to its own position.
+        attn_mask: broadcastable to the scores: True where a query may attend to a key, or numbers that are added.
+        is_causal: each query attends to the keys up to its own position.
         scale: ``1 / sqrt(width)`` by default.
         hidden: the score of a key that a boolean mask hides.
 

@@ -130,7 +130,7 @@ def kind_of(slices: Mapping[Role, HeadWeight], heads: HeadRows) -> str:
 
     Args:
         slices: of each role.
-        heads: with what else is to be said of them.
+        heads: the rows, with remarks.
 
     Returns:
         Words with commas between, the `kind` of an `AttentionLayer`.

@@ -51,7 +51,7 @@ class Inputs:
     Attributes:
         args: by position.
         kwargs: by name.
-        is_guess: made up of more dims than tokens have, for a module that asks for more than them: what it computes of
+        is_guess: made up of more dims than tokens have, for a module that needs more than them: what it computes of
             such inputs may be what nobody would call it for, so that it is no reason to refuse it.
     """
 

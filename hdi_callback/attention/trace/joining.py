@@ -23,7 +23,7 @@ _Joined = tuple[tuple[int, ...], HeadRows]
 def joined(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
     """Join cores of a single head each: together they are one layer.
 
-    One map takes what they give side by side; or each has a map of its own, and what those give is added up.
+    One map takes their outputs side by side; or each has a map of its own, and the outputs of those are added up.
 
     Args:
         trace: of one run.
@@ -56,7 +56,7 @@ def _of_a_sum(trace: TracedCores, heads: Mapping[int, HeadRows], receivers: Mapp
     Args:
         trace: of one run.
         heads: of each core.
-        receivers: number of a core -> that of the map that takes what it gives, and nothing of another one.
+        receivers: number of a core -> that of the map that takes its output, and nothing of another one.
 
     Returns:
         Number of a core -> that of the map of the first head of its layer.
@@ -125,7 +125,7 @@ def _behind_a_chain(trace: TracedCores, first: dict[int, int | None]) -> dict[in
 
     Args:
         trace: of one run.
-        first: number of a core -> that of the first map that takes what it gives.
+        first: number of a core -> that of the first map that takes its output.
 
     Returns:
         Number of a core -> that of the map, where an earlier map takes what the core gives as well.

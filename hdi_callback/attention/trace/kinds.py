@@ -101,7 +101,7 @@ class KindTracer:
             name: dotted path of the module in the model.
             module: the module.
             recorded: arguments of a real forward; those that are made up by default.
-            is_known: says of a path within the module whether its attention is known.
+            is_known: returns whether the attention at a path within the module is known.
 
         Returns:
             What was found; `None` if it could not be run.

@@ -70,7 +70,7 @@ def layers_in(
         args: by position.
         kwargs: by name.
         name: dotted path of the module in the model.
-        is_known: says whether cores that are computed in a module, by its path within this one, are known.
+        is_known: returns whether cores that are computed in a module, by its path within this one, are known.
 
     Returns:
         The run, and for each core a layer or the reason why there is none; several cores may be one layer.

@@ -37,7 +37,7 @@ class HeadOutputs:
         receiver: the call of a linear map that takes them; `None` if none does.
         features: ``(heads, width)``, features of its input; `None` if they are not those of a matrix.
         is_side_by_side: whether they are all of its input, head by head.
-        left_out: why they are not read, in words, where that is to be said of the layer.
+        left_out: why they are not read, in words, where the layer has to state it.
     """
 
     receiver: Leaf | None

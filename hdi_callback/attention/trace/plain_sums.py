@@ -25,7 +25,7 @@ def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], answer: Ten
 
     Args:
         cut: of the run.
-        summed: what is summed, as ``left * right`` gave it.
+        summed: the terms, as ``left * right`` returned them.
         dims: over which it is summed.
         answer: the sum.
 

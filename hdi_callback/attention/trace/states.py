@@ -60,7 +60,7 @@ def watched(module: nn.Module, attributes: Iterable[Attribute]) -> Iterator[set[
     """Note which attributes the code of the block reads or writes.
 
     Each lies in a property of a class of its own meanwhile, so that code which asks for the class of a part, or for its
-    `__dict__`, may do something else: compare what it gives with a run that is not watched.
+    `__dict__`, may do something else: compare the results with a run that is not watched.
 
     Args:
         module: a copy, whose parts are of other classes within the block.

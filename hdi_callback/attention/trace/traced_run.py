@@ -44,16 +44,16 @@ class TracedRun:
     Attributes:
         module: the original.
         leaves: calls of linear maps, in their order.
-        inputs: leaves in the place of what was passed, and of what tables gave for ids.
+        inputs: leaves in place of the arguments, and of vectors that tables return for ids.
         parameters: those of the copy that are no matrices of its maps, by their paths.
-        stacked: products of what maps gave with a matrix for each head, which are in the graph.
+        stacked: products of outputs of maps with a matrix for each head, which are in the graph.
         scores: node of each softmax -> its input.
         mixed: node of a softmax -> the map that mixes its weights over heads, and was left out.
         spans: path of a module -> the sequence numbers of nodes that were made in one of its calls.
-        outputs: tensors that came back.
+        outputs: tensors that the module returned.
         normed: inputs of norms.
         convolved: inputs of convolutions that mix positions, ``(batch, features, ...)``.
-        mixed_tokens: what those and recurrent parts gave, and the dimension that numbers its features.
+        mixed_tokens: outputs of those and of recurrent parts, and the dimension that numbers their features.
         centred: a LayerNorm, or code that subtracts a mean over features, was passed.
         ids: inputs of whole numbers: tokens that a table gives vectors for.
         error: the exception that ended the forward, if one did.

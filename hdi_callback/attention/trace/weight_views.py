@@ -114,7 +114,7 @@ class WeightViews:
 
         Args:
             arguments: of the function.
-            made: what it gave, from weights that hold no numbers yet.
+            made: its result, from weights that hold no numbers yet.
 
         Returns:
             True if there were such weights, so that it is to be tried again; a view of a weight reads none of it.

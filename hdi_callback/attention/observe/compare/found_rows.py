@@ -42,7 +42,7 @@ def find_rows(
         core: the attention.
         maps: maps that they may come from.
         role: which of its arguments.
-        of_all_tokens: only a map that gave all tokens of attention.
+        of_all_tokens: only a map that made all tokens of attention.
 
     Returns:
         The map and its features; None unless all of them were found in one map.

@@ -51,7 +51,7 @@ class MapCall:
         kind: ``"linear"`` or ``"norm"``.
         tokens: how many tokens its input has.
         inputs: ``(P, in features)``, a sample of its input; empty if that does not fit.
-        outputs: ``(P, out features)``, a sample of what it gave.
+        outputs: ``(P, out features)``, a sample of its output.
         source: where its input is stored, the same for maps of the same input.
         rows: first row of the parameter, where a part of one was multiplied with.
         owner: dotted path of the module in whose forward it ran.

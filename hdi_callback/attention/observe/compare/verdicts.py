@@ -17,9 +17,9 @@ class RoleVerdict:
     """Verdict on the heads of one role.
 
     Attributes:
-        state: whether they are where they are said to be.
+        state: whether they are where the layer claims them.
         sentence: what was observed, or why nothing was.
-        tokens: how many tokens of a sequence the map gave, where attention takes more; 0 if it gave all.
+        tokens: how many tokens of a sequence the map made, where attention takes more; 0 if it made all.
     """
 
     state: State

@@ -122,7 +122,7 @@ def resolve(
         queries: length of a sequence of queries.
         tokens: how many tokens the inputs of linear maps have, the latest first.
         heads: how many heads are claimed, which decides where several readings are possible.
-        keys: length of a sequence of keys, where queries may be some of those that a map gave.
+        keys: length of a sequence of keys, where queries may be some of those that a map made.
 
     Returns:
         The dimensions; `None` where sequences and heads cannot be separated.

@@ -20,7 +20,7 @@ class Call:
         name: of the function.
         args: by position.
         kwargs: by name.
-        result: what it gave.
+        result: its output.
     """
 
     name: str

@@ -21,7 +21,7 @@ class MaskTerm:
 
     Attributes:
         tensor: broadcastable to ``(*lead, queries, keys)``; `None` for those that follow from positions.
-        kind: ``"visible"``: True where a query sees a key; ``"hidden"``: the other way round; ``"added"``: numbers that
+        kind: ``"visible"``: True where a query may attend; ``"hidden"``: the other way round; ``"added"``: numbers that
             are added to the scores, which also bias the visible ones; ``"causal"``: query i sees keys up to
             i + offset.
         offset: of ``"causal"``.
