@@ -35,7 +35,7 @@ def closed_reason(module: nn.Module) -> str | None:
         return _COMPILED
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted, and what TorchScript runs cannot be observed"
-    if isinstance(module, nn.DataParallel):
+    if isinstance(module, nn.DataParallel) and len(own.get("device_ids") or ()) > 1:  # else it calls its module itself
         return "nn.DataParallel runs copies of it in other threads"
     forward: Any = own.get("forward", kind.forward)
     if _is_compiled(forward):

@@ -21,6 +21,7 @@ from hdi_callback.attention.observe.scores.masks import MaskTerm
 from hdi_callback.attention.observe.scores.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
 
 _AXES_UNKNOWN = "sequences and heads share a dimension, and nothing tells them apart"
+_EMPTY = "it ran on no tokens: the batch is empty"
 
 
 @dataclass(eq=False)
@@ -114,7 +115,9 @@ class RowReader:
         queries, keys = int(weights.shape[-2]), int(weights.shape[-1]) - scores.before - scores.after
         if not (is_plain(weights) and is_plain(scores.query) and is_plain(scores.key)):
             return ReadRows(unread=_of_a_kind_of_its_own(weights))
-        if keys != scores.key.shape[-2] or queries != scores.query.shape[-2] or not queries or not keys:
+        if not queries or not keys:
+            return ReadRows(unread=_EMPTY)
+        if keys != scores.key.shape[-2] or queries != scores.query.shape[-2]:
             return ReadRows(unread="its softmax is over other columns than its keys")
         axes = self.axes_of(weights.shape[:-2], queries, keys, tied=scores.tied)
         shift = None if scores.shift is None else scores.shift.movedim(*order)
@@ -147,11 +150,12 @@ class RowReader:
         return self._read(axes, scores, lambda plan: rows_of_operands(query.detach(), key.detach(), plan, float(scale)))
 
     def _read(self, axes: Axes | None, scores: Scores, rows: Callable[[RowPlan], Iterator[RowChunk]]) -> ReadRows:
-        if axes is None:
-            return ReadRows(unread=_AXES_UNKNOWN)
         query, key, terms = scores.query, scores.key, scores.terms
         assert query is not None
         assert key is not None
+        is_empty = not query.numel() or not key.numel()
+        if axes is None:
+            return ReadRows(unread=_EMPTY if is_empty else _AXES_UNKNOWN)
         request, is_self = self._request, self._maps.have_one_source()
         read = ReadRows(axes, is_self=is_self)
         read.bias, is_known = _largest(scores.biases, query.device)
@@ -181,7 +185,7 @@ class RowReader:
             one = request.reduce_rows(chunk)
             read.rows = one if read.rows is None else read.rows + one
         if read.rows is None:
-            read.unread = "its weights do not have the dimensions of its scores"
+            read.unread = _EMPTY if is_empty else "its weights do not have the dimensions of its scores"
         if request.reduce_norms is not None:
             for role, tensor, left_out in (("query", query, of_queries), ("key", key, padding)):
                 features = _heads_of(tensor, axes)

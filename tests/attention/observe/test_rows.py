@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.attention.observe.regions import closed_reason
 from hdi_callback.core.kernels import AttentionSums
 from hdi_callback.core.norms import logit_bound
 from tests.attention.observe.oracle import Rows, against_eager, observed, observed_sums
@@ -392,3 +393,21 @@ def test_operators_are_reported_with_their_own_heads_and_lengths(name):
     model, x = ByOperator(*OPERATORS[name]), torch.randn(B, T, 16)
     (core,) = observed(model, lambda: model(x)).cores
     assert (core.heads, core.queries, core.keys, core.width) == (4, T, T, 4)
+
+
+@pytest.mark.parametrize("way", ["transposed", "fused_and_grouped"])
+def test_of_an_empty_batch_it_is_said_that_it_is_empty(way):
+    model = nn.Sequential(ByHand(way))
+    (core,) = observed(model, lambda: model(torch.randn(0, T, 16))).cores
+    assert core.rows is None
+    assert core.unread == "it ran on no tokens: the batch is empty"
+
+
+def test_attention_under_data_parallel_is_observed_where_it_makes_no_copies():
+    model, x = nn.DataParallel(nn.Sequential(ByHand("transposed"))), torch.randn(B, T, 16)
+    model.device_ids = []  # as on a machine without accelerators
+    observer = observed(model, lambda: model(x))
+    assert observer.closed == {}
+    assert [core.heads for core in observer.cores] == [4]
+    model.device_ids = [0, 1]
+    assert "copies of it in other threads" in str(closed_reason(model))
