@@ -54,9 +54,6 @@ class _PositionedHost(PlainHost):
     def optimizers(self) -> Sequence[Optimizer]:
         return () if self._training is None else self._training.optimizers
 
-    def loss_scale(self, optimizer: Optimizer) -> float:
-        return 1.0 if self._training is None else self._training.loss_scale(optimizer)
-
     def stop(self) -> None:
         if self._training is not None:
             self._training.stop()
