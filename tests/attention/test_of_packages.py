@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
 from hdi_callback.attention.observe import AttentionObserver
@@ -297,6 +298,25 @@ def test_keys_that_are_one_for_all_tokens_or_mix_features_are_refused(ends, reas
     model = nn.Sequential(Shortened(ends))
     found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
     assert [one.reason for one in found.refused] == [reason]
+
+
+class InRounds(Four):
+    """Attends, and weighs the value of each token in two rounds by its own key, as after hashing into buckets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (H, WIDTH)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v)
+        keys, values = (torch.stack([one, one], -2) for one in (k, v))
+        rounds = (q[..., None, :] @ keys.mT).softmax(-1) @ values
+        return self.o((attended + rounds.squeeze(-2)).transpose(1, 2).flatten(2))
+
+
+def test_a_softmax_over_rounds_of_one_token_is_said_to_be_none_over_tokens():
+    torch.manual_seed(0)
+    model = nn.Sequential(InRounds())
+    found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
+    said = [one.reason for one in found.refused] + [one.left_out for one in found.layers]
+    assert any("weighs a single token that stands in several places" in one for one in said), said
 
 
 class Mixed(Four):

@@ -15,6 +15,7 @@ from hdi_callback.attention.trace.core_view import CoreView, own_columns
 from hdi_callback.attention.trace.head_rows import NOT_FOLLOWED, NoHeadsError, Rows, UndecidedError, module_of, named
 from hdi_callback.attention.trace.support import Support
 
+_ONE_TOKEN = "one of its softmaxes weighs a single token that stands in several places, as after rounds of hashing"
 _BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
 
 
@@ -37,6 +38,9 @@ def require_tokens(view: CoreView) -> None:
         # A token may be met twice, as where tokens are sorted into buckets.
         if len(alone) > 1 and all(one.is_equal(other) for one, other in itertools.pairwise(alone)):
             if _are_one(tensor, chosen):
+                is_one_token = all(len(alone[0].positions(leaf)) == 1 for leaf in alone[0].masks)
+                if is_one_token and len(view.trace.cores) > 1:
+                    raise NoHeadsError(_ONE_TOKEN)
                 raise NoHeadsError(f"its {role}s are the same for all tokens")
             if not are_mixtures(view, tensor, chosen, alone[0]):
                 raise NoHeadsError(f"its {role}s mix all tokens, and features with them")
