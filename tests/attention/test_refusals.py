@@ -338,3 +338,35 @@ def test_a_graph_of_an_export_is_refused_for_what_it_is(name):
     for refusal in found.refused:
         assert "a graph that torch.export made" in refusal.reason
         assert "before the export" in refusal.message
+
+
+class RoundsKeys(by_hand.Separate):
+    """As training for a quantised model rounds what its maps give."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.rounding = kind(quant_min=-8, quant_max=7, dtype=torch.qint8)
+        self.rounding(torch.randn(64))
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out_proj(by_hand.attend(q, self.rounding(k), v))
+
+
+class RoundsInputs(RoundsKeys):
+    """Rounding in front of the maps, and an activation behind them."""
+
+    def forward(self, x):
+        q, k, v = self.heads(self.rounding(x))
+        return self.out_proj(by_hand.attend(q, k.tanh(), v))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["FakeQuantize", "FusedMovingAvgObsFakeQuantize"])
+def test_features_that_are_rounded_on_their_way_are_refused_for_that(kind):
+    kind = getattr(torch.ao.quantization, kind)
+    torch.manual_seed(0)
+    (refusal,) = survey(nn.ModuleDict({"odd": RoundsKeys(kind)})).refused
+    assert refusal.reason == "between its key projection and attention lies a fake quantisation, which rounds"
+    (refusal,) = survey(nn.ModuleDict({"odd": RoundsInputs(kind)})).refused
+    assert refusal.reason == "between its key projection and attention lies an activation"
