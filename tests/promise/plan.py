@@ -41,6 +41,9 @@ _COPIES = ("copied while training", "saved whole while training")
 # Torch's encoder reads the weights of its parts without calling them; LoRA wraps linear maps and wants to own them.
 _CALLED = tuple(family for family in FAMILIES if family not in ("torch encoder", "lora", "gpt2", "bare parameters"))
 
+# The Trainer of transformers saves no weights of several names, such as the embedding of t5 within a network.
+_NOT_SAVED = ("t5", "transformers")
+
 TRAITS: dict[str, Trait] = {
     "dropout": Trait(),
     # code of the user's that draws, counts or keeps
@@ -157,6 +160,8 @@ def fits(trait: str, family: str, shell: str, others: Collection[str]) -> bool:
     """Tell whether a training can have a trait."""
     one = TRAITS[trait]
     if family not in one.families or shell not in one.shells:
+        return False
+    if trait == "resumed" and (family, shell) == _NOT_SAVED:
         return False
     if any(trait != other and (trait in TRAITS[other].conflicts or other in one.conflicts) for other in others):
         return False

@@ -91,3 +91,10 @@ def test_a_compiled_training_that_cannot_run_alone_is_compared_uncompiled(monkey
     assert not result.training.is_compiled
     assert result.differences == ()
     assert result.measurements
+
+
+def test_what_its_trainer_cannot_save_is_not_resumed():
+    for seed in range(40):
+        for training in draw(seed, 60):
+            assert ("resumed" not in training) or (training.family, training.shell) != ("t5", "transformers")
+    assert any("resumed" in training and training.family == "t5" for seed in range(40) for training in draw(seed, 60))
