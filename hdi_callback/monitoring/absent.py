@@ -46,12 +46,8 @@ class Absent:
             cause: where a layer fails in several ways for one cause, the first is reported.
         """
         self.reasons[what] = reason
-        if what.partition("/")[0] in self.unasked:
+        if what.partition("/")[0] in self.unasked or (cause and not self._warn_once.is_first(cause)):
             return
-        if cause:
-            self._warn_once.count[cause] = self._warn_once.count.get(cause, 0) + 1
-            if self._warn_once.count[cause] > 1:
-                return
         self._warn_once.warn(
             kind,
             f"{what}: {reason}. It is left out of such readings, and so is every layer of which this holds; training "

@@ -42,10 +42,14 @@ class WarnOnce:
         """Warn that `work` failed with `error`, once for each kind of work."""
         self.warn(work, f"{work} failed ({describe(error)}). Training goes on.")
 
+    def is_first(self, kind: str) -> bool:
+        """Count a failure of a kind, and return whether it is the first one."""
+        self.count[kind] = self.count.get(kind, 0) + 1
+        return self.count[kind] == 1
+
     def warn(self, kind: str, message: str) -> None:
         """Warn with `message`, once for each `kind`."""
-        self.count[kind] = self.count.get(kind, 0) + 1
-        if self.count[kind] == 1:
+        if self.is_first(kind):
             warnings.warn(printable(message), MonitoringWarning, stacklevel=3)
 
 

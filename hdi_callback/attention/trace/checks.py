@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hdi_callback.attention.layer.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.core_view import CoreView, own_columns
+from hdi_callback.attention.trace.graph_walk import is_fake_quantised
 from hdi_callback.attention.trace.head_rows import NOT_FOLLOWED, NoHeadsError, Rows, UndecidedError, module_of, named
 from hdi_callback.attention.trace.support import Support
 
@@ -145,18 +146,9 @@ def require_linear(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
         elif _are_chosen_by_values(view):
             raise NoHeadsError("which tokens it attends to depends on the values of its projections")
         else:
-            what = "a fake quantisation, which rounds" if _is_rounded(view.tensor(role)) else "an activation"
+            what = "a fake quantisation, which rounds" if is_fake_quantised(view.tensor(role)) else "an activation"
             raise NoHeadsError(f"between its {role} projection and attention lies {what}")
     return normed
-
-
-def _is_rounded(tensor: Tensor) -> bool:
-    """Return whether training for quantised weights rounds features on their way from a map."""
-    found = [tensor.grad_fn]
-    for node in found:
-        found += [one for one, _ in getattr(node, "next_functions", ()) if one is not None and one not in found]
-    names = {type(node).__name__ for node in found}
-    return any(kind in name for name in names for kind in ("FakeQuant", "ObsFqHelper"))  # alone, or observed
 
 
 def _are_chosen_by_values(view: CoreView) -> bool:

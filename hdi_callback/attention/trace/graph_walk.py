@@ -56,6 +56,11 @@ def is_rounded(tensor: Tensor) -> bool:
     return any(node.name().startswith(("Round", "Floor", "Ceil", "Trunc", "Sign")) for node in nodes_behind([tensor]))
 
 
+def is_fake_quantised(tensor: Tensor) -> bool:
+    """Return whether a fake quantisation, alone or with its observer, is in the graph of a tensor."""
+    return any(kind in node.name() for node in nodes_behind([tensor]) for kind in ("FakeQuant", "ObsFqHelper"))
+
+
 def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
     """Return the nodes of the paths from a node to tensors that are computed from it.
 

@@ -23,7 +23,11 @@ from hdi_callback.monitoring.monitor.turns import Turns
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 
-_OTHER_HEADS = "its attention has"
+
+class _OtherHeads(str):
+    """Why rows are not known: attention ran with another number of heads than the layer has."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -261,7 +265,7 @@ class AttentionReadings:
                 found = self._sums_of(layer, path, places)
                 if isinstance(found, RowSums):
                     self._agreed.add(layer.name)
-                elif layer.name in self._agreed and found.startswith(_OTHER_HEADS):
+                elif layer.name in self._agreed and isinstance(found, _OtherHeads):
                     self._layers.leave_out_later(layer.name, f"since then {found}")
                     continue
                 if isinstance(found, str):
@@ -387,7 +391,7 @@ def _sums(core: ObservedCore, layer: AttentionLayer) -> RowSums | str:
     rows: AttentionSums = core.rows
     H = len(rows.entropy)
     if layer.num_heads != H:
-        return f"{_OTHER_HEADS} {H} heads, and {layer.num_heads} were found in its weights"
+        return _OtherHeads(f"its attention has {H} heads, and {layer.num_heads} were found in its weights")
     rows = rows.of_heads(layer.head_order) if layer.head_order else rows
     device = rows.entropy.device
     query, key = (_by_query_head(core.norms.get(role), H, device, layer.head_order) for role in ("query", "key"))
