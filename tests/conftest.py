@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,14 @@ from tests.skips import REASONS
 
 torch.set_num_threads(1)
 
+# One state of the code passes or fails the same each time; `make promise` draws fresh trainings.
+_PROMISE_SEED = 450710
+
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--promise-seed", type=int, default=None, help="what the trainings of tests/promise are drawn from; else fresh"
+        "--promise-seed", type=int, default=_PROMISE_SEED, help="what the trainings of tests/promise are drawn from"
     )
-
-
-def pytest_configure(config):
-    if config.option.promise_seed is None:  # workers are given that of the process that starts them
-        config.option.promise_seed = secrets.randbelow(10**6)
 
 
 def pytest_terminal_summary(terminalreporter, config):

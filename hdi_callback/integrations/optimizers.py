@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hdi_callback.arguments import shown
@@ -81,7 +82,7 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
 def _parameters_of(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            yield from (one for one in group["params"] if not one.is_inference())
+            yield from (one for one in group["params"] if not (is_lazy(one) or one.is_inference()))
 
 
 class OptimizerSteps:

@@ -255,6 +255,21 @@ def test_weights_that_another_optimizer_trains_are_named(tmp_path):
     assert heads.global_step == 2
 
 
+def test_weights_whose_shape_the_first_forward_decides_are_trained_as_without_the_watch(tmp_path):
+    def run(is_watched: bool) -> list[Tensor]:
+        trained = fresh()
+        trained.model.head = nn.LazyLinear(CLASSES)
+        trained.optimizer = torch.optim.AdamW([*trained.model.head.parameters(), *trained.model.blocks.parameters()])
+        if not is_watched:
+            return train(None, trained).state()
+        with watch_heads(trained.model, trained.optimizer, every_n_steps=3, log_dir=tmp_path, **QUIET) as heads:
+            train(heads, trained)
+        assert [record.step for record in read_records(heads.history_path)] == [0, 3, 6, 9, 12]
+        return trained.state()
+
+    assert same(run(is_watched=False), run(is_watched=True))
+
+
 class Lookahead:
     """Calls the step of the optimizer that it holds, and no hooks of its own."""
 

@@ -5,7 +5,7 @@ layers, activation checkpointing or a teacher in evaluation mode. Each runs twic
 reading at every step, and everything that can be compared is: losses, gradients, weights, optimizers, every random
 state, how often every function of the user's was called, hooks, flags and warnings.
 
-    python -m pytest tests/promise --promise-seed 17       a few dozen, as in every run of the tests
+    python -m pytest tests/promise                         a few dozen, from the seed of every run of the tests
     python -m tests.promise --runs 500                     more of them, from a fresh seed
     python -m tests.promise --training "fused / loop / dropout, user hooks / 3"      one of them
 """

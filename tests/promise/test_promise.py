@@ -1,4 +1,4 @@
-"""Trainings from a fresh seed, each with the monitor and without it."""
+"""Trainings drawn from a seed (`--promise-seed`), each with the monitor and without it."""
 
 from __future__ import annotations
 
