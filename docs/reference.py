@@ -29,10 +29,17 @@ keep their meaning. Where one has to change, the old name works for at least two
 Histories and checkpoints are read for as long as the major version stays: `tests/fixtures` holds files of earlier
 versions, and a test goes on from each of them.
 
-All other modules may change with any version. Names of version 0.1 that were documented and have moved (`HeadWatch`;
-`WhileItStands` and its `lasts`; `Watch`, `Outcome` and `Follower` in `hdi_callback.monitoring.watch`; `Faults` in
-`hdi_callback.monitoring.faults`) work until version 0.4, and so does the
-key `standing` of `hdi alerts --json` and `hdi replay --json`, which is called `active` now.
+All other modules may change with any version. Earlier names of version 0.1 work until version 0.4:
+
+| earlier | now |
+|---|---|
+| `HeadWatch` | `HeadSession` |
+| `WhileItStands` and its `lasts` | `WhileActive` and `is_active` |
+| `hdi_callback.monitoring.watch`: `Watch`, `Outcome`, `Follower` | `Session`, `Result`, `Sink` |
+| `hdi_callback.monitoring.faults`: `Faults` | `hdi_callback.monitoring.warn_once`: `WarnOnce` |
+| `unasked`, `in_turn` of `HeadDiversityMonitor` and `Settings` | `rule_metrics`, `rotate_layers` |
+| `AllocationRanking`: `tells`, `flat` | `is_conclusive`, `near_best` |
+| the key `standing` of `hdi alerts --json` and `hdi replay --json` | `active` |
 """
 
 

@@ -17,7 +17,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "deprecation": set(),
     "arguments": {"errors"},
-    "core": {"errors", "arguments"},
+    "core": {"errors", "deprecation", "arguments"},
     "attention": {"errors", "arguments"},
     "monitoring": {"errors", "deprecation", "arguments", "core", "attention"},
     "audits": {"errors", "arguments", "core", "attention", "monitoring"},

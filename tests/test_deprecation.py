@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from hdi_callback import HeadDiversityMonitor
+from hdi_callback.core import rank_allocations
 from hdi_callback.errors import MonitoringWarning
 from hdi_callback.monitoring.alerts import Alerts, Finding, Rule
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import StopTraining
+from hdi_callback.monitoring.metrics import RULE_METRICS
 from hdi_callback.monitoring.session.schedule import Schedule
 from tests.models import Classifier
 
@@ -126,6 +128,39 @@ def test_a_session_reads_records_judges_intervenes_and_writes_to_its_sinks_as_be
     assert (loop.stopped, told) == (1, 8.0)
     assert (kept["last_step"], kept["interventions"][0][0]) == (5, "StopTraining")
     assert [alert.rule for alert in watch.alerts.active] == ["always"] * 2
+
+
+@pytest.mark.parametrize(
+    ("old_arguments", "now"),
+    [
+        ({"unasked": ["hdi_query"]}, {"rule_metrics": ["hdi_query"]}),
+        ({"unasked": RULE_METRICS, "in_turn": True}, {"rule_metrics": RULE_METRICS, "rotate_layers": True}),
+        ({"in_turn": False}, {"rotate_layers": False}),
+    ],
+)
+def test_an_argument_under_its_old_name_warns_at_the_line_of_the_user_and_does_what_it_did(old_arguments, now):
+    def reading(**arguments):
+        model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(528, 4, batch_first=True)})
+        with HeadDiversityMonitor(model, **arguments) as monitor:
+            monitor.measure(0)
+            return sorted(monitor.measure(1).record().layers["attn"].values)
+
+    with pytest.warns(DeprecationWarning, match="is deprecated: write") as caught:
+        found = reading(**old_arguments)
+    named = [str(one.message).split("`")[1::2] for one in caught if one.category is DeprecationWarning]
+    assert named == [[one, other] for one, other in zip(old_arguments, now, strict=True)]
+    assert {one.filename for one in caught if one.category is DeprecationWarning} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        assert found == reading(**now)
+
+
+def test_a_ranking_answers_to_the_old_names_of_its_attributes():
+    ranking = rank_allocations(64, 64, effective_samples=[9.0, 11.0], head_dim=8, input_rank=3.0)
+    with pytest.warns(DeprecationWarning, match="`tells` is deprecated: write `is_conclusive`"):
+        assert ranking.tells is ranking.is_conclusive
+    with pytest.warns(DeprecationWarning, match="`flat` is deprecated: write `near_best`"):
+        assert ranking.flat is ranking.near_best
 
 
 def test_a_name_that_never_was_is_no_attribute():

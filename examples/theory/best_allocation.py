@@ -36,7 +36,7 @@ def closed_form_gap(draws: int) -> tuple[float, int]:
 
 
 def measured(layer) -> AllocationRanking:
-    """What the constants of one layer say."""
+    """Rank the head widths of one layer by its measured constants."""
     samples, visible = effective_samples(layer)
     width = layer.key.out_features
     return rank_allocations(
@@ -54,17 +54,17 @@ def run(size: Size) -> Claim:
     layers = recorded_gpt(trained_gpt(steps), sequences)
     found_encoder = recorded_encoder(sequences) if size == "full" else []
     rankings = [(layer, measured(layer)) for layer in layers + found_encoder]
-    tells = sum(ranking.tells for _, ranking in rankings)
+    conclusive = sum(ranking.is_conclusive for _, ranking in rankings)
     rows = [
         f"| {layer.name} | {layer.heads} x {layer.key.out_features // layer.heads} | {r.choices[0].head_dim} | "
-        f"{r.span[0]} to {r.span[1]} | {', '.join(map(str, r.flat))} | {r.variance_growth:.3f} | "
-        f"{r.reason or 'tells'} |"
+        f"{r.span[0]} to {r.span[1]} | {', '.join(map(str, r.near_best))} | {r.variance_growth:.3f} | "
+        f"{r.reason or 'conclusive'} |"
         for layer, r in rankings
     ]
     numbers = [
         Number("closed form over the numeric minimum, largest excess error", worst, of=f"{draws} draws of constants"),
         Number("draws in which the whole answer is not the best divisor", wrong, of=f"{draws} draws"),
-        share_of("layers whose constants name a head width", tells, len(rankings), f"{len(rankings)} layers"),
+        share_of("layers whose constants name a head width", conclusive, len(rankings), f"{len(rankings)} layers"),
     ]
     share = numbers[-1]
     figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
@@ -84,10 +84,10 @@ def run(size: Size) -> Claim:
             "With a fixed total width $D = H d_k$, narrow heads miss part of the input (bias) and wide ones "
             'average over few tokens (variance). The abstract solves for the pair with the smallest error "from '
             'data distribution and regression smoothness". Our model of it has a closed form; see [the '
-            "formulas](../mathematics.md#allocation-of-width-to-heads). First the closed form is held against a "
+            "formulas](../mathematics.md#allocation-of-width-to-heads). First the closed form is compared with a "
             "numeric minimum. Then its constants are measured in trained layers: the effective sample size of each "
-            "head, and the spectrum of the inputs of the layer. `rank_allocations` ranks the divisors of $D$ and "
-            "says so if it cannot tell.",
+            "head, and the spectrum of the inputs of the layer. `rank_allocations` ranks the divisors of $D$, and "
+            "says why where the measurements single out none.",
         ],
         parts=[
             Part(
@@ -99,9 +99,9 @@ def run(size: Size) -> Claim:
             ),
             Part(
                 "constants measured in a trained layer name the pair",
-                "holds if over 90 % of layers tell, fails if under 10 %, else open",
+                "holds if over 90 % of layers are conclusive, fails if under 10 %, else open",
                 "holds" if share.value > 0.9 else "fails" if share.value < 0.1 else "open",
-                f"{tells} of {len(rankings)} layers tell; of the others the reason is in the table",
+                f"{conclusive} of {len(rankings)} layers are conclusive; the table has the reason for the others",
             ),
         ],
         numbers=numbers,
@@ -109,15 +109,15 @@ def run(size: Size) -> Claim:
             "Layers (the curve's best width, the best widths under all assumptions, and those within 10 % of the "
             "best)": "\n".join(
                 [
-                    "| layer | heads | best width | range | within 10 % | growth L | cannot tell, because |",
+                    "| layer | heads | best width | range | within 10 % | growth L | conclusive, or why not |",
                     "|---|---|---|---|---|---|---|",
                     *rows,
                 ]
             )
         },
         seeds="0 (constants, the GPT), 1 (its text)",
-        left="Whether the width that is named trains best is the next claim's matter; noise and smoothness are "
-        "assumed, as no reading tells them." + ("" if size == "small" or found_encoder else f" {NO_ENCODER}"),
+        left="Whether the width that is named trains best is the subject of the next claim; noise and smoothness "
+        "are assumed, as no reading measures them." + ("" if size == "small" or found_encoder else f" {NO_ENCODER}"),
         caption="Modelled error against head width, for the layers of two trained models; dashed: 10 % above the best",
         figure=figure,
     )

@@ -78,7 +78,13 @@ def in_trained_models(sizes: list[int], seeds: int, steps: int) -> list[dict]:
                 multiple_of=4,
             )
             found.append(
-                {"n": n, "seed": seed, "losses": losses, "model": ranking.choices[0].head_dim, "tells": ranking.tells}
+                {
+                    "n": n,
+                    "seed": seed,
+                    "losses": losses,
+                    "model": ranking.choices[0].head_dim,
+                    "conclusive": ranking.is_conclusive,
+                }
             )
     return found
 
@@ -118,7 +124,7 @@ def run(size: Size) -> Claim:
         share_of("hits of the measured model in trained models", sum(by_model), len(models), of_models),
         share_of("hits of the custom d_k = min(64, d/8)", sum(by_custom), len(models), of_models),
         *[Number(f"hits of always taking width {w}", share, of=of_models) for w, share in by_one.items()],
-        Number("trainings in which the model says that it can tell", sum(m["tells"] for m in models), of=of_models),
+        Number("trainings in which the measurements name a width", sum(m["conclusive"] for m in models), of=of_models),
     ]
     if len(texts) > 1:
         trend = stats.spearmanr(*zip(*best))

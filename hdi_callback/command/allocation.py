@@ -45,7 +45,7 @@ def allocations(run: str, keys: int, multiple_of: int) -> list[dict[str, Any]]:
                 "head_dim": known["head_dim"],
                 "best_num_heads": None if best is None else best.num_heads,
                 "best_head_dim": None if best is None else best.head_dim,
-                "head_dims_as_good": list(ranking.flat) if ranking.tells else [],
+                "head_dims_as_good": list(ranking.near_best) if ranking.is_conclusive else [],
                 "reason": ranking.reason,
             }
         )

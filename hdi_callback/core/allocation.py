@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hdi_callback.deprecation import renamed_attribute
 from hdi_callback.errors import MisconfigurationError
 
 _NEARLY_UNIFORM = 1.05  # n / ESS below which attention is too uniform to show how its variance grows
@@ -123,21 +124,24 @@ class AllocationRanking:
 
     Attributes:
         choices: every admitted choice, the smallest modelled error first; sorted by `head_dim` they are the curve.
-        flat: head widths whose error is within the tolerance of the best: how flat the optimum is.
+        near_best: head widths whose error is within the tolerance of the best: how flat the optimum is.
         best_by_assumption: description of an assumption -> best head width under it.
         variance_growth: L, the growth of the log variance per unit of head width that the measurement implies.
         reason: why no choice can be ranked, or None.
     """
 
     choices: tuple[AllocationChoice, ...]
-    flat: tuple[int, ...]
+    near_best: tuple[int, ...]
     best_by_assumption: dict[str, int]
     variance_growth: float
     reason: str | None
 
+    tells = renamed_attribute("tells", "is_conclusive")
+    flat = renamed_attribute("flat", "near_best")
+
     @property
-    def tells(self) -> bool:
-        """Whether an allocation can be named at all."""
+    def is_conclusive(self) -> bool:
+        """Whether the measurements single out an allocation."""
         return self.reason is None
 
     @property
@@ -210,7 +214,7 @@ def rank_allocations(
     Example:
         >>> measured = [0.5**i for i in range(64)]  # a spectrum that falls fast
         >>> answer = rank_allocations(64, 64, effective_samples=[9.0, 11.0], head_dim=8, spectrum=measured)
-        >>> answer.choices[0].head_dim, answer.span, answer.tells
+        >>> answer.choices[0].head_dim, answer.span, answer.is_conclusive
         (8, (8, 16), True)
         >>> rank_allocations(64, 64, effective_samples=[63.5], head_dim=8, spectrum=measured).reason[:30]
         'Attention is nearly uniform: h'
@@ -251,14 +255,14 @@ def rank_allocations(
         for width in widths
     ]  # fmt: skip
     choices.sort(key=lambda choice: (choice.error, choice.head_dim))
-    flat = tuple(width for width in widths if excess[central][width] <= tolerance)
+    near_best = tuple(width for width in widths if excess[central][width] <= tolerance)
     best = {name: min(widths, key=by.__getitem__) for name, by in errors.items()}
-    reason = _why_not(known, n, widths, best, flat, tolerance)
-    return AllocationRanking(tuple(choices), flat, best, L, reason)
+    reason = _why_not(known, n, widths, best, near_best, tolerance)
+    return AllocationRanking(tuple(choices), near_best, best, L, reason)
 
 
 def _why_not(
-    known: list[float], n: float, widths: list[int], best: dict[str, int], flat: tuple[int, ...], tolerance: float
+    known: list[float], n: float, widths: list[int], best: dict[str, int], near_best: tuple[int, ...], tolerance: float
 ) -> str | None:
     """Why the measured constants single out no allocation; None if they do."""
     mean = sum(known) / len(known)
@@ -273,7 +277,7 @@ def _why_not(
             f"The best head width ranges from {low} to {high}, by how the variance changes with the width and by the "
             "noise, which a measurement at one width cannot determine."
         )
-    if len(flat) == len(widths) > 1:
+    if len(near_best) == len(widths) > 1:
         return (
             f"Every head width from {widths[0]} to {widths[-1]} is within {tolerance:.0%} of the best: it does not "
             "matter here."

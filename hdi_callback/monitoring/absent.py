@@ -23,18 +23,18 @@ class Absent:
     Args:
         warn_once: warns once for each kind of reason.
         reasons: reasons known so far: layer, or source and layer -> reason.
-        unasked: sources that only the default rules need: their absence is noted without a warning.
+        quiet_sources: sources that only the default rules need: their absence is noted without a warning.
 
     Attributes:
         reasons: all reasons so far.
-        unasked: see above.
+        quiet_sources: see above.
     """
 
     def __init__(
-        self, warn_once: WarnOnce, reasons: dict[str, str] | None = None, *, unasked: Collection[str] = ()
+        self, warn_once: WarnOnce, reasons: dict[str, str] | None = None, *, quiet_sources: Collection[str] = ()
     ) -> None:
         self.reasons: dict[str, str] = {} if reasons is None else reasons
-        self._warn_once, self.unasked = warn_once, unasked
+        self._warn_once, self.quiet_sources = warn_once, quiet_sources
 
     def leave_out(self, what: str, reason: str, kind: str, cause: str = "") -> None:
         """Note that something is absent, and warn if the reason is the first of its kind.
@@ -46,7 +46,7 @@ class Absent:
             cause: where a layer fails in several ways for one cause, the first is reported.
         """
         self.reasons[what] = reason
-        if what.partition("/")[0] in self.unasked or (cause and not self._warn_once.is_first(cause)):
+        if what.partition("/")[0] in self.quiet_sources or (cause and not self._warn_once.is_first(cause)):
             return
         self._warn_once.warn(
             kind,

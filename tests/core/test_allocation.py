@@ -109,7 +109,7 @@ def test_the_ranking_is_that_of_the_model_written_out():
     assert [choice.head_dim for choice in answer.curve] == sorted(wanted)
     assert all(choice.num_heads * choice.head_dim == 64 for choice in answer.choices)
     best = min(wanted.values())
-    assert answer.flat == tuple(width for width in sorted(wanted) if wanted[width] <= 1.1 * best)
+    assert answer.near_best == tuple(width for width in sorted(wanted) if wanted[width] <= 1.1 * best)
     assert answer.choices[0].excess == 0
     assert answer.choices[-1].excess == pytest.approx(max(wanted.values()) / best - 1)
 
@@ -134,7 +134,7 @@ def test_the_participation_ratio_is_that_of_an_exponential_spectrum():
 
 def test_it_says_where_the_assumptions_agree_within_a_factor_of_two():
     answer = rank_allocations(64, 64, effective_samples=[9.0, 11.0], head_dim=8, spectrum=FALLING)
-    assert answer.tells
+    assert answer.is_conclusive
     assert answer.span[1] <= 2 * answer.span[0]
     assert answer.best is answer.choices[0]
     assert len(answer.best_by_assumption) == 6
@@ -151,7 +151,7 @@ def test_it_says_where_the_assumptions_agree_within_a_factor_of_two():
 )
 def test_it_says_that_it_cannot_tell_and_why(measured, why):
     answer = rank_allocations(64, 64, head_dim=8, **measured)
-    assert not answer.tells
+    assert not answer.is_conclusive
     assert answer.best is None
     assert why in answer.reason
     assert answer.choices, "the curve is there all the same"
@@ -162,7 +162,10 @@ def test_scales_of_the_spectrum_and_its_order_do_not_matter():
     once = rank_allocations(64, 64, **measured, spectrum=FALLING)
     again = rank_allocations(64, 64, **measured, spectrum=[1e-7 * value for value in reversed(FALLING)])
     assert once == again
-    assert once.flat == rank_allocations(64, 64, effective_samples=[11.0, 9.0], head_dim=8, spectrum=FALLING).flat
+    assert (
+        once.near_best
+        == rank_allocations(64, 64, effective_samples=[11.0, 9.0], head_dim=8, spectrum=FALLING).near_best
+    )
 
 
 @pytest.mark.parametrize(

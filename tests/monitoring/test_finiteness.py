@@ -31,7 +31,7 @@ def test_a_weight_that_is_no_number_is_found_at_the_first_reading_and_at_later_o
     model = Classifier()
     attention = model.blocks[0].attn
     maps = {"query": attention.q_proj, "key": attention.k_proj, "value": attention.v_proj, "output": attention.out_proj}
-    with HeadDiversityMonitor(model, unasked=RULE_METRICS) as monitor:
+    with HeadDiversityMonitor(model, rule_metrics=RULE_METRICS) as monitor:
         for step in range(4):
             with torch.no_grad():
                 if step == at:
@@ -50,7 +50,7 @@ def test_a_weight_that_is_no_number_is_found_at_the_first_reading_and_at_later_o
 def test_weights_too_large_for_their_squares_are_finite():
     torch.manual_seed(0)
     model = Classifier()
-    with HeadDiversityMonitor(model, unasked=RULE_METRICS) as monitor:
+    with HeadDiversityMonitor(model, rule_metrics=RULE_METRICS) as monitor:
         for step in range(3):
             with torch.no_grad():
                 model.blocks[1].attn.q_proj.weight.fill_(1e30 * (step + 1))

@@ -763,10 +763,15 @@ def test_the_default_rules_have_what_they_need_with_the_default_metrics():
 
     settings = Settings()
     for rule in default_rules():
-        check_needs(rule.name, rule.needs, [*settings.metrics, *settings.unasked])
-    assert not set(settings.unasked) & set(settings.metrics), "what rules look at is measured and not drawn"
-    assert Settings(alerts=default_rules()).unasked == Settings(metrics=["default", "update_hdi"]).unasked
-    assert Settings(metrics=["hdi"]).unasked == Settings(alerts=None).unasked == Settings(alerts=[]).unasked == ()
+        check_needs(rule.name, rule.needs, [*settings.metrics, *settings.rule_metrics])
+    assert not set(settings.rule_metrics) & set(settings.metrics), "what rules look at is measured and not drawn"
+    assert Settings(alerts=default_rules()).rule_metrics == Settings(metrics=["default", "update_hdi"]).rule_metrics
+    assert (
+        Settings(metrics=["hdi"]).rule_metrics
+        == Settings(alerts=None).rule_metrics
+        == Settings(alerts=[]).rule_metrics
+        == ()
+    )
 
 
 def test_how_unusual_an_alarm_is_is_a_number_of_its_own_rule_and_limit():

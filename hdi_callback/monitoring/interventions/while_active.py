@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from hdi_callback.deprecation import renamed_attribute
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions.action import Action
 from hdi_callback.monitoring.interventions.intervention import Intervention
@@ -60,11 +60,7 @@ class WhileActive(Intervention):
         """Whether there is something to do at the next step."""
         return bool(self.standing) and not self.dry_run
 
-    @property
-    def lasts(self) -> bool:
-        """The name of `is_active` in version 0.1."""
-        warnings.warn("`lasts` is deprecated: write `is_active`.", DeprecationWarning, stacklevel=2)
-        return self.is_active
+    lasts = renamed_attribute("lasts", "is_active")
 
     @abstractmethod
     def begin(self) -> str:

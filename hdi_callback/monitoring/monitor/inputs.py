@@ -22,7 +22,7 @@ from hdi_callback.monitoring.metrics import KEYS, TOKENS
 from hdi_callback.monitoring.monitor.collected import Collected
 from hdi_callback.monitoring.monitor.input_mean import InputMean, InputSums
 from hdi_callback.monitoring.monitor.join import join
-from hdi_callback.monitoring.monitor.turns import Turns
+from hdi_callback.monitoring.monitor.rotation import LayerRotation
 from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
@@ -42,7 +42,7 @@ class LayerInputs(Collected):
         model: the model around them.
         padding: how padding is known.
         rank_tol: see `head_diversity_from_covariance`.
-        turns: which layers a reading skips.
+        rotation: which layers a reading skips.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class LayerInputs(Collected):
         model: nn.Module,
         padding: PaddingChoice,
         rank_tol: float,
-        turns: Turns,
+        rotation: LayerRotation,
     ) -> None:
-        self._turns = turns
+        self._rotation = rotation
         self.taps, self._why_not = tap_inputs(layers.all, max_tokens=max_tokens, model=model, padding=padding)
         self._layers, self._reader, self._rank_tol = layers, reader, rank_tol
         self._sources = [source for source in SOURCES if source in sources]
@@ -70,7 +70,7 @@ class LayerInputs(Collected):
     def begin(self) -> None:
         """Skip, at the reading that is armed next, the layers whose turn comes later."""
         # Where keys are measured, their sums give the statistics of tokens as well.
-        self.taps.passed_over = self._turns.waiting(TOKENS) if KEYS not in self._sources else frozenset()
+        self.taps.passed_over = self._rotation.skipped(TOKENS) if KEYS not in self._sources else frozenset()
 
     def add(self, layers: Sequence[AttentionLayer], absent: Absent) -> None:
         """Capture the inputs of further layers from the next armed forward on.

@@ -16,6 +16,7 @@ from hdi_callback.attention import AttentionLayer, Refusal, Taps
 from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.core.whitening import Method
+from hdi_callback.deprecation import renamed_argument
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.chosen_metrics import choose_metrics
@@ -33,13 +34,13 @@ from hdi_callback.monitoring.metrics import (
 from hdi_callback.monitoring.monitor.inputs import SOURCES as OF_INPUTS
 from hdi_callback.monitoring.monitor.inputs import LayerInputs
 from hdi_callback.monitoring.monitor.measuring import DEFAULT_MEMORY, check_arguments
-from hdi_callback.monitoring.monitor.movement import LARGEST, LARGEST_UNASKED, LastWeights
+from hdi_callback.monitoring.monitor.movement import LARGEST, LARGEST_FOR_RULES, LastWeights
 from hdi_callback.monitoring.monitor.outputs import SOURCES, HeadOutputs
 from hdi_callback.monitoring.monitor.pooled import measure_over_ranks
+from hdi_callback.monitoring.monitor.rotation import LayerRotation
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
 from hdi_callback.monitoring.monitor.shared_products import SharedProducts
 from hdi_callback.monitoring.monitor.sources import shared_roles, weight_sources
-from hdi_callback.monitoring.monitor.turns import Turns
 from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.notebook import layer_table
 from hdi_callback.monitoring.ranks import Ranks, number_of_processes
@@ -79,9 +80,11 @@ class HeadDiversityMonitor:
             attention and the modules around it receive; the number of the token that is padding, among the integers
             that the model receives; a function that takes the arguments of the outermost watched module, by name, and
             returns ``(batch, length)``, true where a token is padding; `None` to count every token.
-        unasked: further metrics to measure, without a warning where they cannot be.
-        in_turn: measure the costly ones among them only at some readings of each wide layer, see `Turns`, and its
-            movement on a quarter of its weights.
+        rule_metrics: metrics that rules need, measured beside `metrics`, without a warning where they cannot be.
+        rotate_layers: measure the costly ones among them on a quarter or an eighth of the wide layers at each reading,
+            see `LayerRotation`, and the movement of wide layers on a quarter of their weights.
+        unasked: deprecated, an earlier name of `rule_metrics`.
+        in_turn: deprecated, an earlier name of `rotate_layers`.
 
     Raises:
         MisconfigurationError: if an argument cannot work, or nothing can be watched and `strict` is set
@@ -114,9 +117,13 @@ class HeadDiversityMonitor:
         check_heads: bool = True,
         process_group: Any = "auto",
         padding: PaddingChoice = "auto",
-        unasked: Sequence[str] = (),
-        in_turn: bool = False,
+        rule_metrics: Sequence[str] = (),
+        rotate_layers: bool = False,
+        unasked: Sequence[str] | None = None,
+        in_turn: bool | None = None,
     ) -> None:
+        rule_metrics = renamed_argument("unasked", "rule_metrics", unasked, rule_metrics)
+        rotate_layers = renamed_argument("in_turn", "rotate_layers", in_turn, rotate_layers)
         if not isinstance(model, nn.Module):
             raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
         checked = check_arguments(
@@ -135,15 +142,15 @@ class HeadDiversityMonitor:
         memory_budget = checked["memory_budget"]
         self._reader = WeightReader(self._layers, memory_budget)
         asked = {METRICS[name].source for name in self.metrics}
-        measured = (*self.metrics, *choose_metrics(unasked or self.metrics))
+        measured = (*self.metrics, *choose_metrics(rule_metrics or self.metrics))
         sources = {METRICS[name].source for name in measured}
-        self._unasked = sources - asked
-        self._turns = Turns(self._unasked if in_turn else ())
+        self._rule_sources = sources - asked
+        self._rotation = LayerRotation(self._rule_sources if rotate_layers else ())
         keeps = {MOVEMENT, UPDATES, UPDATES_QK, UPDATES_OV}
         self._last_weights = LastWeights(
-            LARGEST if asked & keeps else LARGEST_UNASKED,
+            LARGEST if asked & keeps else LARGEST_FOR_RULES,
             for_movement_alone=sources & keeps == {MOVEMENT},
-            samples_wide=in_turn and MOVEMENT in self._unasked,
+            samples_wide=rotate_layers and MOVEMENT in self._rule_sources,
         )
         self._shared = SharedProducts(memory_budget // 4, shared_roles(sources))
         self._weight_sources = weight_sources(
@@ -158,13 +165,13 @@ class HeadDiversityMonitor:
             )  # fmt: skip
         self._taps = None if self._outputs is None else self._outputs.taps
         self._rows = AttentionReadings(
-            self._layers, self._verifier, model, padding=padding, turns=self._turns, reads_rows=ROWS in sources
+            self._layers, self._verifier, model, padding=padding, rotation=self._rotation, reads_rows=ROWS in sources
         )
         self._inputs = None
         if sources & set(OF_INPUTS):
             self._inputs = LayerInputs(
                 self._layers, self._reader, sources, max_tokens=max_tokens, model=inner_model(model),
-                padding=padding, rank_tol=rank_tol, turns=self._turns,
+                padding=padding, rank_tol=rank_tol, rotation=self._rotation,
             )  # fmt: skip
         captures = (self._taps, None if self._inputs is None else self._inputs.taps, self._rows)
         self._captures: list[Taps | AttentionReadings] = [one for one in captures if one is not None]
@@ -172,7 +179,7 @@ class HeadDiversityMonitor:
         self._training_only = False
         self._rendezvous = Rendezvous(process_group)
         self._roster: Roster | None = None
-        self._subject = [list(self.metrics), list(unasked), rank_tol, method]
+        self._subject = [list(self.metrics), list(rule_metrics), rank_tol, method]
         self._sample: list[str] | None = None
 
     @property
@@ -244,11 +251,11 @@ class HeadDiversityMonitor:
             training_only: skip forwards that autograd does not record, even if there are no others.
             padding_mask: ``(batch, length)``, true where a token of these forwards is padding.
         """
-        self._begin_turn()
+        self._begin_reading()
         self._arm(training_only, padding_mask)
 
-    def _begin_turn(self) -> None:
-        self._turns.begin(self.facts)
+    def _begin_reading(self) -> None:
+        self._rotation.begin(self.facts)
         if self._inputs is not None:
             self._inputs.begin()
 
@@ -315,9 +322,9 @@ class HeadDiversityMonitor:
         for name, value in (("epoch", epoch), ("axis", axis)):
             if value is not None:
                 whole_number(name, value, least=0, example=0)
-        absent = Absent(self.warn_once, unasked=self._unasked)
-        self._begin_turn()
-        self._turns.end()
+        absent = Absent(self.warn_once, quiet_sources=self._rule_sources)
+        self._begin_reading()
+        self._rotation.end()
         self._verify()
         self._layers.find_removed()
         # Over several ranks all sums are exchanged at once.
@@ -330,7 +337,7 @@ class HeadDiversityMonitor:
         if self._inputs is not None:
             self._inputs.collect(absent)
         self._last_weights.begin(step)
-        self._shared.begin({"key": self._turns.waiting(QK)})
+        self._shared.begin({"key": self._rotation.skipped(QK)})
         with torch.no_grad(), self._reader.remembering_views():
             measurements = self._measure_together(absent)
             measurements = self._measure_alone(absent) if measurements is None else measurements
@@ -368,7 +375,7 @@ class HeadDiversityMonitor:
         found: list[Measurement] = []
         known = {absence_of(source, name) for source in (COVARIANCE, ROWS) for name in pending}
         reasons = {key: reason for key, reason in reading.absent.items() if key not in known}
-        absent = Absent(self.warn_once, reasons, unasked=self._unasked)
+        absent = Absent(self.warn_once, reasons, quiet_sources=self._rule_sources)
         if self._outputs is not None:
             self._pending_outputs = set() if is_last_forward else pending & self._outputs.pending()
             self._verify()
@@ -383,7 +390,7 @@ class HeadDiversityMonitor:
         return replace(reading, measurements=(*reading.measurements, *found), absent=absent.reasons)
 
     def _warn_of_weights_not_kept(self) -> None:
-        if self._last_weights.is_full and MOVEMENT not in self._unasked:
+        if self._last_weights.is_full and MOVEMENT not in self._rule_sources:
             self.warn_once.warn(
                 "keeping weights",
                 "The movement and updates of some heads are absent, as their weights at the last reading would take "
@@ -424,7 +431,7 @@ class HeadDiversityMonitor:
     def _measure_alone(self, absent: Absent) -> list[Measurement]:
         measurements: list[Measurement] = []
         for source in self._weight_sources:
-            measurements += self._reader.measure(source, absent, Ranks(), self._turns.waiting(source.name))
+            measurements += self._reader.measure(source, absent, Ranks(), self._rotation.skipped(source.name))
         measurements += [] if self._outputs is None else self._outputs.measure(absent, measurements)
         measurements += self._rows.measure(absent)
         if self._inputs is not None:
@@ -455,7 +462,7 @@ class HeadDiversityMonitor:
                 self._rows,
                 absent,
                 self.warn_once,
-                self._turns,
+                self._rotation,
             )
             if self._inputs is not None:
                 captured = roster.captured(self._layers.all, "inputs")

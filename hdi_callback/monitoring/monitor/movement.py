@@ -11,12 +11,12 @@ from torch import Tensor
 from hdi_callback.attention import Role
 from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.core.updates import weight_update
-from hdi_callback.monitoring.monitor import turns
+from hdi_callback.monitoring.monitor import rotation
 
 LARGEST = 2**31
 """Bytes of weights kept on the host in all; the movement and updates of further layers are absent."""
 
-LARGEST_UNASKED = 2**28
+LARGEST_FOR_RULES = 2**28
 """The same where only the default rules need these weights."""
 
 _EVERY = 4
@@ -110,7 +110,7 @@ class LastWeights:
                         self._replace(name, role, own)
                     continue
                 numbers = own[0].numel()
-                if self._samples_wide and turns.is_wide_weight(own.numel()):
+                if self._samples_wide and rotation.is_wide_weight(own.numel()):
                     own = _sample(own)
                     are_all_seen = False
                 # A sample is scaled up to the whole weight, so that each role counts as in layers that are not sampled.

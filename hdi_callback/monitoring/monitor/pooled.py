@@ -16,8 +16,8 @@ from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.monitor.output_sums import OutputSums
 from hdi_callback.monitoring.monitor.outputs import HeadOutputs
+from hdi_callback.monitoring.monitor.rotation import LayerRotation
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
-from hdi_callback.monitoring.monitor.turns import Turns
 from hdi_callback.monitoring.monitor.weights import Heads, WeightReader, WeightSource
 from hdi_callback.monitoring.ranks.roster import Roster
 from hdi_callback.monitoring.readings import Measurement
@@ -33,7 +33,7 @@ def measure_over_ranks(
     rows: AttentionReadings | None,
     absent: Absent,
     warn_once: WarnOnce,
-    turns: Turns,
+    rotation: LayerRotation,
 ) -> list[Measurement]:
     """Measure with other ranks; every one of them calls this at the same reading.
 
@@ -46,7 +46,7 @@ def measure_over_ranks(
         rows: observed attention; `None` if its rows are not asked for.
         absent: notes what cannot be measured.
         warn_once: warns once of each kind of failure.
-        turns: which layers this reading skips.
+        rotation: which layers this reading skips.
 
     Returns:
         The whole measurement, on every rank.
@@ -59,8 +59,8 @@ def measure_over_ranks(
     elsewhere = {name: why for name, why in roster.contradicted.items() if not layers.is_contradicted(name)}
     sheets = [_SharedResults(source, every, device) for source in sources]
     for sheet in sheets:
-        missing = Absent(warn_once, unasked=absent.unasked)
-        waiting = turns.waiting(sheet.source.name)
+        missing = Absent(warn_once, quiet_sources=absent.quiet_sources)
+        waiting = rotation.skipped(sheet.source.name)
         sheet.fill(reader.measure(sheet.source, missing, ranks, waiting), mine)
         missing.reasons.update({absence_of(sheet.source.name, name): why for name, why in elsewhere.items()})
         unmeasured = {name for name in roster.names if absence_of(sheet.source.name, name) in missing.reasons}

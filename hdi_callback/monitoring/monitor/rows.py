@@ -19,7 +19,7 @@ from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers
 from hdi_callback.monitoring.metrics import ROWS
 from hdi_callback.monitoring.monitor.join import join
-from hdi_callback.monitoring.monitor.turns import Turns
+from hdi_callback.monitoring.monitor.rotation import LayerRotation
 from hdi_callback.monitoring.ranks import Ranks
 from hdi_callback.monitoring.readings import Measurement
 
@@ -151,7 +151,7 @@ class AttentionReadings:
         verifier: verifies their heads by the same forward.
         model: the model that is called.
         padding: how padding is known.
-        turns: which layers a reading skips.
+        rotation: which layers a reading skips.
         reads_rows: measure attention rows; else attention is observed to verify heads alone.
         max_queries: number of queries of each layer that are read.
 
@@ -166,12 +166,12 @@ class AttentionReadings:
         model: nn.Module,
         *,
         padding: PaddingChoice,
-        turns: Turns,
+        rotation: LayerRotation,
         reads_rows: bool = True,
         max_queries: int = 64,
     ) -> None:
         self._layers, self._verifier, self._model = layers, verifier, model
-        self._choice, self._turns, self._reads_rows = padding, turns, reads_rows
+        self._choice, self._rotation, self._reads_rows = padding, rotation, reads_rows
         self.observer = AttentionObserver(
             model,
             layers.all,
@@ -200,7 +200,7 @@ class AttentionReadings:
         is_verifying = self._verifier.is_verifying
         if self._reads_rows or is_verifying:
             self.observer.layers = self._layers.all
-            waiting = self._turns.waiting(ROWS)
+            waiting = self._rotation.skipped(ROWS)
             self.observer.arm(
                 keeps_samples=is_verifying, without_rows=[one for one in self._layers.all if one.name in waiting]
             )
@@ -255,7 +255,7 @@ class AttentionReadings:
             paths = {identity: name for name, identity in modules.items()}
             watched = {id(layer.module) for layer in self._layers.all}
             places = {name: identity for name, identity in modules.items() if identity in watched}
-            waiting = self._turns.waiting(ROWS)
+            waiting = self._rotation.skipped(ROWS)
             for layer in self._layers.all:
                 if layer.name in self._layers.removed or self._layers.is_contradicted(layer.name):
                     continue

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from hdi_callback.arguments import flag, function, number, path, shown, whole_number
 from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.core.whitening import Method
+from hdi_callback.deprecation import renamed_attribute
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.chosen_metrics import check_needs, has_default
@@ -131,9 +132,9 @@ class Settings:
             rank writes the measurements of its own tokens, and interventions are refused.
         verbose: print once at start which layers were found.
         rules: the rules that follow from `alerts` and `thresholds`; `None` for no alerts.
-        unasked: metrics that are measured for the default rules only, and not drawn; with the default metrics.
-        in_turn: measure the costly ones among them on wide layers in turn, see `Turns`; False with interventions or
-            rules of the user, which may need every reading.
+        rule_metrics: metrics that the default rules need, measured beside the default metrics and not logged.
+        rotate_layers: measure the costly ones among them on a quarter or an eighth of the wide layers at each reading,
+            see `LayerRotation`; False with interventions or rules of the user, which may need every reading.
 
     Raises:
         MisconfigurationError: if one of them cannot work; the message says what was expected, what was passed and what
@@ -168,8 +169,10 @@ class Settings:
     process_group: Any = "auto"
     verbose: bool = True
     rules: ChosenRules | None = field(init=False, repr=False, default=None)
-    unasked: tuple[str, ...] = field(init=False, repr=False, default=())
-    in_turn: bool = field(init=False, repr=False, default=False)
+    rule_metrics: tuple[str, ...] = field(init=False, repr=False, default=())
+    rotate_layers: bool = field(init=False, repr=False, default=False)
+    unasked = renamed_attribute("unasked", "rule_metrics")
+    in_turn = renamed_attribute("in_turn", "rotate_layers")
 
     def __post_init__(self) -> None:
         names = self.metrics
@@ -184,7 +187,7 @@ class Settings:
                         check_needs(rule.name, rule.needs, self.curves)
             self._set("rules", rules)
             if has_default(names) and (callable(rules) or any(rule.is_optional for rule in rules)):
-                self._set("unasked", RULE_METRICS)
+                self._set("rule_metrics", RULE_METRICS)
         elif self.thresholds:
             raise MisconfigurationError(
                 '`thresholds` are limits of rules, and alerts=None asks none: write alerts="default".'
@@ -192,7 +195,7 @@ class Settings:
         self._set("interventions", check_interventions(self.interventions, self.alerts))
         # Rules of the user and interventions may need every reading.
         is_default = callable(self.rules) or (self.rules is not None and all(rule.is_optional for rule in self.rules))
-        self._set("in_turn", is_default and not self.interventions)
+        self._set("rotate_layers", is_default and not self.interventions)
 
     @property
     def curves(self) -> tuple[str, ...]:
@@ -207,7 +210,7 @@ class Settings:
     @property
     def measuring(self) -> dict[str, Any]:
         """The arguments of `HeadDiversityMonitor`."""
-        return {name: getattr(self, name) for name in (*MEASURING, "unasked", "in_turn")}
+        return {name: getattr(self, name) for name in (*MEASURING, "rule_metrics", "rotate_layers")}
 
     @property
     def keeping(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 python -m tests.experiments.faults.in_turn --results runs/faults --output docs/benchmarks/in-turn.md
 
 The layers of these trainings are small, and are read at every reading. Here their readings are judged again as if they
-were wide: without what `Turns` passes over. A training has 20 readings or so: after
+were wide: without the layers that `LayerRotation` skips. A training has 20 readings or so: after
 the first of them a layer has its turn five times, and its circuits two or three times.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hdi_callback.monitoring.metrics import DETAILS, METRICS
-from hdi_callback.monitoring.monitor.turns import EVERY as TURNS
-from hdi_callback.monitoring.monitor.turns import Turns
+from hdi_callback.monitoring.monitor.rotation import EVERY as ROTATED
+from hdi_callback.monitoring.monitor.rotation import LayerRotation
 from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.judging import judge_again
 from tests.experiments.faults.monitors import Result, alarm_of_rules
@@ -27,26 +27,26 @@ from tests.experiments.faults.run import RESULTS
 
 KEPT_OF = {
     source: {name for name, metric in METRICS.items() if metric.source == source} | {*DETAILS[source].arrays}
-    for source in TURNS
+    for source in ROTATED
 }
-"""What is passed over in turn -> its curves, and what is kept of heads."""
+"""Source that is skipped in turn -> its curves, and what is kept of heads."""
 
 
 def in_turn(run: Result) -> Result:
-    """Leave out of a run's readings what `Turns` would have passed over."""
-    turns = Turns(TURNS)
+    """Leave out of a run's readings what `LayerRotation` would have skipped."""
+    rotation = LayerRotation(ROTATED)
     wide = [{**layer, "width": 10**6} for layer in run["facts"]]
     readings = []
     for reading in run["readings"]:
-        turns.begin(wide)
+        rotation.begin(wide)
         left_out = {
             layer["name"]: {
-                key for source in TURNS if layer["name"] in turns.waiting(source) for key in KEPT_OF[source]
+                key for source in ROTATED if layer["name"] in rotation.skipped(source) for key in KEPT_OF[source]
             }
             for layer in wide
         }
         readings.append({**reading, **{part: _without(reading[part], left_out) for part in ("values", "arrays")}})
-        turns.end()
+        rotation.end()
     return {**run, "readings": readings}
 
 

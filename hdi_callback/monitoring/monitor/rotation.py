@@ -1,4 +1,4 @@
-"""`Turns`: which wide layers a reading skips, for metrics that only rules need."""
+"""`LayerRotation`: which wide layers a reading skips, for metrics that only rules need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDE = 512 * 512
 """Entries of the query weights beyond which a layer is wide."""
 
 
-class Turns:
+class LayerRotation:
     """Choose, reading by reading, the wide layers on which costly metrics for rules are measured.
 
     The first reading of a process measures all layers, so that rules know how each began; later ones measure each wide
@@ -27,12 +27,12 @@ class Turns:
         sources: sources that are measured for rules alone.
 
     Example:
-        >>> turns = Turns([ROWS])
+        >>> rotation = LayerRotation([ROWS])
         >>> layers = [{"name": name, "num_heads": 12, "head_dim": 64, "width": 768} for name in "abcde"]
         >>> for _ in range(3):
-        ...     turns.begin(layers)
-        ...     print(sorted(turns.waiting(ROWS)))
-        ...     turns.end()
+        ...     rotation.begin(layers)
+        ...     print(sorted(rotation.skipped(ROWS)))
+        ...     rotation.end()
         []
         ['a', 'b', 'c', 'e']
         ['a', 'b', 'd', 'e']
@@ -41,7 +41,7 @@ class Turns:
     def __init__(self, sources: Collection[str]) -> None:
         self._every = {source: every for source, every in EVERY.items() if source in sources}
         self._readings = 0
-        self._waiting: dict[str, frozenset[str]] = {}
+        self._skipped: dict[str, frozenset[str]] = {}
 
     def begin(self, layers: Iterable[Mapping[str, Any]]) -> None:
         """Choose layers for the reading that comes next.
@@ -51,16 +51,16 @@ class Turns:
         """
         wide = [str(facts["name"]) for facts in layers if is_wide(facts)]
         number = self._readings
-        self._waiting = {
+        self._skipped = {
             source: frozenset(name for place, name in enumerate(wide) if number and (place + number) % every)
             for source, every in self._every.items()
         }
 
     def end(self) -> None:
-        """Count a reading; `waiting` stays as it is until the next one begins."""
+        """Count a reading; `skipped` stays as it is until the next one begins."""
         self._readings += 1
 
-    def waiting(self, source: str) -> frozenset[str]:
+    def skipped(self, source: str) -> frozenset[str]:
         """Names of the layers that this reading skips.
 
         Args:
@@ -69,7 +69,7 @@ class Turns:
         Returns:
             Their names; none where the source was asked for, or is not costly.
         """
-        return self._waiting.get(source, frozenset())
+        return self._skipped.get(source, frozenset())
 
 
 def is_wide(facts: Mapping[str, Any]) -> bool:

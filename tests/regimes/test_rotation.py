@@ -22,8 +22,8 @@ def read(rank: int | None) -> list[dict[str, float]]:
     if rank is not None:
         tokens = tokens[2 * rank : 2 * rank + 2]
     found = []
-    small_is_wide = mock.patch("hdi_callback.monitoring.monitor.turns._WIDE", 100)
-    with small_is_wide, HeadDiversityMonitor(model, unasked=RULE_METRICS, in_turn=True) as monitor:
+    small_is_wide = mock.patch("hdi_callback.monitoring.monitor.rotation._WIDE", 100)
+    with small_is_wide, HeadDiversityMonitor(model, rule_metrics=RULE_METRICS, rotate_layers=True) as monitor:
         for step in range(5):
             monitor.arm()
             model(tokens).sum().backward()

@@ -12,9 +12,9 @@ from hdi_callback.interventions import StopTraining
 from hdi_callback.monitoring.alerts import Alerts, Rule
 from hdi_callback.monitoring.history import read_records
 from hdi_callback.monitoring.metrics import DEFAULT_METRICS, METRICS, MOVEMENT, OV, QK, RULE_METRICS, TOKENS
-from hdi_callback.monitoring.monitor import turns as turns_of_layers
+from hdi_callback.monitoring.monitor import rotation as rotation_of_layers
+from hdi_callback.monitoring.monitor.rotation import EVERY, LayerRotation
 from hdi_callback.monitoring.monitor.shared_products import SharedProducts
-from hdi_callback.monitoring.monitor.turns import EVERY, Turns
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.rules import default_rules
 from hdi_callback.monitoring.rules.levels import LogitGrowth, TokensAlike
@@ -38,7 +38,7 @@ def classifier(width: int = 32, blocks: int = BLOCKS) -> Classifier:
 @pytest.fixture
 def small_is_wide(monkeypatch):
     """Takes small layers for wide ones: what is measured when does not depend on more."""
-    monkeypatch.setattr(turns_of_layers, "_WIDE", 100)
+    monkeypatch.setattr(rotation_of_layers, "_WIDE", 100)
 
 
 def train(model: Classifier, first: int, last: int) -> list[float]:
@@ -115,12 +115,12 @@ class Own(Rule):
 
 
 def test_interventions_and_rules_of_the_users_see_every_layer_at_every_reading(small_is_wide):
-    assert Settings().measuring["in_turn"]
-    assert Settings(alerts=default_rules()).measuring["in_turn"]
-    assert not Settings(alerts=[*default_rules(), Own()]).measuring["in_turn"]
-    assert not Settings(interventions=[StopTraining()]).measuring["in_turn"]
-    assert not Settings(alerts=None).measuring["in_turn"]
-    everyone = HeadDiversityMonitor(classifier(), unasked=RULE_METRICS)
+    assert Settings().measuring["rotate_layers"]
+    assert Settings(alerts=default_rules()).measuring["rotate_layers"]
+    assert not Settings(alerts=[*default_rules(), Own()]).measuring["rotate_layers"]
+    assert not Settings(interventions=[StopTraining()]).measuring["rotate_layers"]
+    assert not Settings(alerts=None).measuring["rotate_layers"]
+    everyone = HeadDiversityMonitor(classifier(), rule_metrics=RULE_METRICS)
     with everyone:
         records = [everyone.measure(step).record() for step in range(3)]
     assert [layers_with(record, "circuit_qk_worst") for record in records] == [list(range(BLOCKS))] * 3
@@ -128,9 +128,9 @@ def test_interventions_and_rules_of_the_users_see_every_layer_at_every_reading(s
 
 def test_values_are_the_same_in_turn_and_every_time(small_is_wide):
     found = []
-    for in_turn in (False, True):
+    for rotate_layers in (False, True):
         model, records = classifier(), []
-        with HeadDiversityMonitor(model, unasked=RULE_METRICS, in_turn=in_turn) as monitor:
+        with HeadDiversityMonitor(model, rule_metrics=RULE_METRICS, rotate_layers=rotate_layers) as monitor:
             for number in range(5):
                 monitor.arm()
                 train(model, number, number + 1)
@@ -171,7 +171,7 @@ def test_a_resumed_run_begins_with_a_whole_reading_and_goes_on_in_turn(tmp_path,
 
 def test_a_forward_that_is_armed_and_given_up_takes_no_turn(small_is_wide):
     model = classifier()
-    with HeadDiversityMonitor(model, unasked=RULE_METRICS, in_turn=True) as monitor:
+    with HeadDiversityMonitor(model, rule_metrics=RULE_METRICS, rotate_layers=True) as monitor:
         monitor.measure(0)
         for _ in range(3):
             monitor.arm()
@@ -186,16 +186,16 @@ def test_a_forward_that_is_armed_and_given_up_takes_no_turn(small_is_wide):
 def test_every_layer_of_a_model_has_its_turn_as_often_as_is_said(source):
     layers = [{"name": str(place), "num_heads": 12, "head_dim": 64, "width": 768} for place in range(11)]
     layers.insert(3, {"name": "narrow", "num_heads": 4, "head_dim": 16, "width": 64})
-    turns, every = Turns([source]), EVERY[source]
-    turns.begin(layers)
-    turns.end()
+    rotation, every = LayerRotation([source]), EVERY[source]
+    rotation.begin(layers)
+    rotation.end()
     measured: list[set[str]] = []
     for _ in range(2 * every):
-        turns.begin(layers)
-        measured.append({facts["name"] for facts in layers} - turns.waiting(source))
-        others = {other for other in (*EVERY, "key") if turns.waiting(other)} - {source}
+        rotation.begin(layers)
+        measured.append({facts["name"] for facts in layers} - rotation.skipped(source))
+        others = {other for other in (*EVERY, "key") if rotation.skipped(other)} - {source}
         assert not others, "only what it was made for waits"
-        turns.end()
+        rotation.end()
     assert all("narrow" in read and len(read) - 1 in (11 // every, 11 // every + 1) for read in measured)
     for first in range(every):
         assert set().union(*measured[first : first + every]) == {facts["name"] for facts in layers}
@@ -268,7 +268,7 @@ def test_the_movement_of_wide_layers_is_read_off_a_quarter_of_their_weights():
     attention, head_dim = model.blocks[0].attn, WIDE // 4
     maps = [attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj]
     last: list[torch.Tensor] = []
-    with HeadDiversityMonitor(model, unasked=RULE_METRICS, in_turn=True) as monitor:
+    with HeadDiversityMonitor(model, rule_metrics=RULE_METRICS, rotate_layers=True) as monitor:
         for step in range(3):
             with torch.no_grad():
                 for one in maps[:3]:
@@ -293,10 +293,10 @@ def test_the_movement_of_wide_layers_is_read_off_a_quarter_of_their_weights():
         assert layer.arrays["weights_not_finite"] == [0, 1, 0, 0], "all of it is looked at for that"
 
 
-@pytest.mark.parametrize("options", [{"metrics": ["default", "head_movement_min"]}, {"in_turn": False}])
+@pytest.mark.parametrize("options", [{"metrics": ["default", "head_movement_min"]}, {"rotate_layers": False}])
 def test_movement_that_is_asked_for_or_counted_on_is_that_of_all_weights(options):
     model = classifier(WIDE, 1)
-    with HeadDiversityMonitor(model, **{"unasked": RULE_METRICS, "in_turn": True, **options}) as monitor:
+    with HeadDiversityMonitor(model, **{"rule_metrics": RULE_METRICS, "rotate_layers": True, **options}) as monitor:
         monitor.measure(0)
         with torch.no_grad():
             model.blocks[0].attn.q_proj.weight[1] += 1.0  # not among the quarter
