@@ -311,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
             if not alert.is_resolved and alert.level != "notice":
                 lit.fault.is_mended = True
 
-        cure = ReviveHeads(max_loss=1, rules=["worst pair"], at_most=1)
+        cure = ReviveHeads(max_output_error=1, rules=["worst pair"], at_most=1)
         callback = HDICallback(every_n_steps=options.every_n_steps, on_alert=mend, interventions=[cure])
     trainer = L.Trainer(
         max_steps=options.steps,

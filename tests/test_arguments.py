@@ -92,7 +92,7 @@ def monitor(**arguments):
 
 SHARED = ("every_n_steps", "metrics", "include", "exclude", "max_tokens", "rank_tol", "method", "history", "alerts",
           "thresholds", "on_alert", "interventions", "strict", "check_heads", "process_group", "verbose",
-          "padding", "loaded", "memory_budget")  # fmt: skip
+          "padding", "pretrained", "memory_budget")  # fmt: skip
 DOORS = {
     HDICallback: (*SHARED, "prog_bar", "name"),
     HDITrainerCallback: SHARED,
@@ -224,7 +224,7 @@ def test_any_value_of_any_argument_is_accepted_or_refused_by_name(data, tmp_path
         ({"name": "x" * 300}, "1 to 100 printable characters"),
         ({"prog_bar": "yes"}, "`prog_bar` must be True or False, got 'yes'"),
         ({"strict": "no"}, "`strict` must be True or False"),
-        ({"loaded": "yes"}, '`loaded` must be True, False or "auto", got \'yes\': write True'),
+        ({"pretrained": "yes"}, '`pretrained` must be True, False or "auto", got \'yes\': write True'),
         ({"check_heads": "no"}, "`check_heads` must be True or False"),
         ({"verbose": 1}, "`verbose` must be True or False, got 1"),
         ({"every_n_steps": True}, "whole number of optimizer steps of at least 1, got True: write 50"),

@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 
-from hdi_callback import HeadDiversityMonitor
+from hdi_callback import HDICallback, HeadDiversityMonitor, LayerRecord, Record
 from hdi_callback.core import rank_allocations
-from hdi_callback.errors import MonitoringWarning
+from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.alerts import Alerts, Finding, Rule
 from hdi_callback.monitoring.history import History, read_records
-from hdi_callback.monitoring.interventions import StopTraining
+from hdi_callback.monitoring.interventions import ReviveHeads, StopTraining
 from hdi_callback.monitoring.metrics import RULE_METRICS
 from hdi_callback.monitoring.session.schedule import Schedule
 from tests.models import Classifier
@@ -153,6 +153,29 @@ def test_an_argument_under_its_old_name_warns_at_the_line_of_the_user_and_does_w
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         assert found == reading(**now)
+
+
+def test_pretrained_weights_may_be_declared_under_the_old_name():
+    with pytest.warns(DeprecationWarning, match="`loaded` is deprecated: write `pretrained`") as caught:
+        assert HDICallback(loaded=True)._settings.pretrained is True
+    assert [one.filename for one in caught] == [__file__]
+    with pytest.warns(DeprecationWarning, match="`loaded`"), pytest.raises(MisconfigurationError, match="`pretrained`"):
+        HDICallback(loaded="yes")
+    with pytest.warns(DeprecationWarning, match="`loaded`"):
+        alerts = Alerts([Always()], loaded=True)
+    alerts.judge(Record(0, {"attn": LayerRecord({"hdi": 0.5})}))
+    (series,) = alerts._series.values()
+    assert series.is_pretrained
+    with pytest.warns(DeprecationWarning, match="`is_loaded` is deprecated: write `is_pretrained`"):
+        assert series.is_loaded
+
+
+def test_revived_heads_may_be_limited_under_the_old_name():
+    with pytest.warns(DeprecationWarning, match="`max_loss` is deprecated: write `max_output_error`"):
+        revive = ReviveHeads(max_loss=1)
+    assert revive.max_output_error == 1
+    with pytest.warns(DeprecationWarning, match="`max_loss`"):
+        assert revive.max_loss == 1
 
 
 def test_a_ranking_answers_to_the_old_names_of_its_attributes():

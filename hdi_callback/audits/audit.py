@@ -269,8 +269,8 @@ def audit(
         if reason:
             absent[f"hdi/{name}"] = reason
     record = Record(step, records, absent, axis=step)
-    # Rules ignore in a run what loaded weights had from the start; an audit reports exactly that.
-    findings = Alerts(rules, facts, loaded=False).judge(record)
+    # Rules ignore in a run what pretrained weights had from the start; an audit reports exactly that.
+    findings = Alerts(rules, facts, pretrained=False).judge(record)
     findings += _dead_heads(record, {finding.layer for finding in findings if finding.rule == DeadHeads.name})
     findings.sort(key=lambda one: (-LEVELS.index(one.level), -(one.finding.value or 0)))
     layers = tuple(

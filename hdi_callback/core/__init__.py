@@ -22,10 +22,11 @@ from hdi_callback.core.head_sums import HeadMoments
 from hdi_callback.core.kernels import AttentionRows, AttentionSums, noise_covariance
 from hdi_callback.core.norms import NormSums, logit_bound
 from hdi_callback.core.penalties import diversity_penalty
-from hdi_callback.core.separation import Folding, attention_agreement, fold_head, fresh_head, handover_loss
+from hdi_callback.core.separation import Folding, attention_agreement, fold_head, folding_error, fresh_head
 from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bases, principal_cosines
 from hdi_callback.core.tokens import TokenSpread, token_spread
 from hdi_callback.core.updates import HeadUpdate, head_movement, head_update, spectral_entropy, weight_update
+from hdi_callback.deprecation import renamed
 
 __all__ = [
     "AllocationChoice",
@@ -52,8 +53,8 @@ __all__ = [
     "chance_of_overlap",
     "diversity_penalty",
     "fold_head",
+    "folding_error",
     "fresh_head",
-    "handover_loss",
     "head_covariance",
     "head_diversity",
     "head_diversity_from_covariance",
@@ -72,3 +73,5 @@ __all__ = [
     "token_spread",
     "weight_update",
 ]
+
+__getattr__ = renamed(__name__, {"handover_loss": "hdi_callback.core.separation:folding_error"})

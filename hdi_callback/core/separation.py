@@ -112,8 +112,8 @@ def attention_agreement(
     return torch.exp(-apart.clamp_min(0) / d_k / spread.clamp_min(tiny) / 2)
 
 
-def handover_loss(lost: Tensor, agreement: Tensor) -> Tensor:
-    r"""Estimate which share of a head's output is lost when another head takes it over.
+def folding_error(lost: Tensor, agreement: Tensor) -> Tensor:
+    r"""Estimate the relative error of a head's output once it is folded into another head.
 
     .. math:: \epsilon^2 = \frac{\lVert A_b X C_b - A_a X C_b' \rVert^2}{\lVert A_b X C_b \rVert^2}
               = 1 + (1 - 2 \gamma)(1 - \ell^2)
@@ -132,9 +132,9 @@ def handover_loss(lost: Tensor, agreement: Tensor) -> Tensor:
         Root mean square of the change over that of the head's output, at most 1.
 
     Example:
-        >>> float(handover_loss(torch.tensor(0.0), torch.tensor(1.0)))
+        >>> float(folding_error(torch.tensor(0.0), torch.tensor(1.0)))
         0.0
-        >>> round(float(handover_loss(torch.tensor(0.3), torch.tensor(1.0))), 6)
+        >>> round(float(folding_error(torch.tensor(0.3), torch.tensor(1.0))), 6)
         0.3
     """
     square = 1 + (1 - 2 * agreement) * (1 - lost.square())

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from hdi_callback.core import fold_head, fresh_head, head_diversity
-from hdi_callback.core.separation import attention_agreement, handover_loss
+from hdi_callback.core.separation import attention_agreement, folding_error
 from hdi_callback.errors import ShapeError
 from tests.core.test_subspaces import gaussian
 
@@ -147,5 +147,5 @@ def test_the_loss_of_a_handover_is_that_of_random_tokens(gamma, lost):
     was = torch.cat([before @ kept, before @ beyond], -1)
     instead = torch.cat([after @ kept, torch.zeros_like(before @ beyond)], -1)
     measured = float(((was - instead).square().sum() / was.square().sum()).sqrt())
-    found = float(handover_loss(torch.tensor(lost), torch.tensor(gamma)))
+    found = float(folding_error(torch.tensor(lost), torch.tensor(gamma)))
     assert found == pytest.approx(min(measured, 1.0), rel=0.03)  # what is lost is everything at most

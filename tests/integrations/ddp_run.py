@@ -35,7 +35,7 @@ def main() -> None:
         every_n_steps=2,
         thresholds={"*": {"mean": 0.3}},
         interventions=[
-            interventions.ReviveHeads(max_loss=1),
+            interventions.ReviveHeads(max_output_error=1),
             interventions.DiversityPenalty(0.5),
             interventions.SaveCheckpoint(at_most=1),
             interventions.StopTraining(),

@@ -268,7 +268,7 @@ def test_a_driven_collapse_is_held_off_by_the_penalty(tmp_path):
 
 
 def test_a_head_is_revived_in_the_middle_of_a_run(tmp_path):
-    callback = HDICallback(every_n_steps=2, interventions=[ReviveHeads(max_loss=1)])  # the keys alone collapse
+    callback = HDICallback(every_n_steps=2, interventions=[ReviveHeads(max_output_error=1)])  # the keys alone collapse
     module = lit()
     trainer_for(tmp_path, Collapse(stop=5, heads=[1, 2], rate=0.9), callback, max_epochs=2).fit(
         module, batches(count=16)
@@ -295,7 +295,7 @@ def test_heads_whose_keys_alone_collapse_are_not_overwritten_and_the_history_say
     )
     (line,) = [line for line in read_lines(callback.history_path) if line["kind"] == "intervention"]
     assert line["is_refusal"]
-    assert "cannot take over" in line["message"]
+    assert "above max_output_error=0.1" in line["message"]
     assert all(bool(head.any()) for head in module.net.blocks[0].attn.out_proj.weight.T.unflatten(0, (4, -1)))
 
 

@@ -175,7 +175,7 @@ class Origins(Rule):
         self.loaded = {}
 
     def judge(self, series, active):
-        self.loaded[series.layer] = series.is_loaded
+        self.loaded[series.layer] = series.is_pretrained
 
 
 def reading_of(step: int, **flatness: float) -> Record:
@@ -204,7 +204,7 @@ def test_a_layer_that_looks_fresh_counts_as_loaded_where_most_of_the_model_was_l
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_where_it_is_said_weights_count_as_loaded_or_fresh_whatever_they_look_like(loaded):
-    assert origins(reading_of(0, a=TRAINED, b=FRESH), loaded=loaded) == {"a": loaded, "b": loaded}
+    assert origins(reading_of(0, a=TRAINED, b=FRESH), pretrained=loaded) == {"a": loaded, "b": loaded}
 
 
 @pytest.mark.parametrize("resumes", [False, True])

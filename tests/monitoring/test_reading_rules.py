@@ -42,8 +42,8 @@ METRICS = ["hdi", "circuit_qk", "circuit_ov", "attention_alike", "attention_logi
            "outputs_not_finite", "head_contribution_min", "head_movement_min", "token_cosine"]  # fmt: skip
 
 
-def judge(rule, records, *, loaded=False):
-    alerts = Alerts([rule], [{"name": "attn", "num_heads": 8}], loaded=loaded)
+def judge(rule, records, *, pretrained=False):
+    alerts = Alerts([rule], [{"name": "attn", "num_heads": 8}], pretrained=pretrained)
     return [alert for item in records for alert in alerts.judge(item)]
 
 
@@ -131,7 +131,7 @@ def test_heads_that_were_loaded_scoring_alike_are_left_alone():
     q = heads(layer, "q")
     q[1] = q[0]
     records = readings(layer, lambda layer: None)
-    assert judge(MergedScores(), records, loaded=True) == []
+    assert judge(MergedScores(), records, pretrained=True) == []
     assert len(judge(MergedScores(), records)) == 1
 
 
@@ -217,7 +217,7 @@ def test_heads_that_begin_without_an_output_are_given_twenty_readings():
     values = {"head_contribution_min": 0.0}
     record = [Record(step, {"attn": LayerRecord(values, {"head_contribution": [0.0, 0.7]})}) for step in range(25)]
     assert [alert.step for alert in judge(NoContribution(), record)] == [20]
-    assert judge(NoContribution(), record, loaded=True) == []
+    assert judge(NoContribution(), record, pretrained=True) == []
 
 
 def test_a_head_that_does_not_move_while_others_do_is_frozen():
@@ -282,10 +282,10 @@ def test_a_movement_that_is_not_known_after_a_resumption_neither_begins_nor_ends
         return LayerRecord(values, {name: [values.get(value)] * heads for name, value in names.items()})
 
     facts = [{"name": name, "num_heads": 2} for name in ("attn", "moves")]
-    alerts, raised = Alerts([rule], facts, loaded=False), []
+    alerts, raised = Alerts([rule], facts, pretrained=False), []
     for step, kind in enumerate(has_stood):
         if kind == ".":
-            state, alerts = alerts.state_dict(), Alerts([rule], facts, loaded=False)
+            state, alerts = alerts.state_dict(), Alerts([rule], facts, pretrained=False)
             alerts.load_state_dict(state)
         raised += alerts.judge(Record(step, {"attn": layer(kind, 2), "moves": layer("." if kind == "." else "m", 2)}))
     assert [(alert.step, alert.is_resolved, alert.finding.since) for alert in raised] == reported
@@ -315,7 +315,7 @@ def test_single_heads_that_jump_are_named_where_the_others_move_as_they_did():
 
 def test_heads_that_an_intervention_has_written_do_not_jump():
     records = moving(*[(0.01, 0.012)] * 6, (0.01, 0.9))
-    alerts = Alerts([WeightJump()], [{"name": "attn", "num_heads": 2}], loaded=False)
+    alerts = Alerts([WeightJump()], [{"name": "attn", "num_heads": 2}], pretrained=False)
     for record in records[:-1]:
         alerts.judge(record)
     alerts.rewrite("attn", [1])
@@ -343,7 +343,7 @@ def test_queries_or_keys_that_shrink_at_once_and_stay_so_are_reported_until_half
 
 
 def test_an_intervention_that_makes_queries_smaller_is_no_sudden_shrink():
-    alerts = Alerts([SuddenShrink()], [{"name": "attn", "num_heads": 2}], loaded=False)
+    alerts = Alerts([SuddenShrink()], [{"name": "attn", "num_heads": 2}], pretrained=False)
     news = []
     for place, record in enumerate(norms([2.0] * 6 + [0.4, 0.4])):
         if place == 6:
@@ -355,7 +355,7 @@ def test_an_intervention_that_makes_queries_smaller_is_no_sudden_shrink():
 def test_noisy_inputs_of_the_first_layer_that_fall_to_another_level_are_reported_and_slow_ones_are_not():
     def reported(values, layer="first"):
         facts = [{"name": "first", "num_heads": 2, "is_first": True}, {"name": "second", "num_heads": 2}]
-        alerts = Alerts([InputsLoseRank()], facts, loaded=False)
+        alerts = Alerts([InputsLoseRank()], facts, pretrained=False)
         records = [Record(10 * at, {layer: LayerRecord({"token_rank": value})}) for at, value in enumerate(values)]
         return [(one.step, one.finding.since) for record in records for one in alerts.judge(record)]
 
@@ -445,9 +445,9 @@ def watched(
     return found
 
 
-def asked(rules, records, *, loaded=False):
+def asked(rules, records, *, pretrained=False):
     facts = [{"name": "attn", "num_heads": 4, "num_key_heads": 4, "head_dim": 8, "width": 32}]
-    alerts = Alerts(list(rules), facts, loaded=loaded)
+    alerts = Alerts(list(rules), facts, pretrained=pretrained)
     return [alert for item in records for alert in alerts.judge(item)]
 
 
@@ -490,7 +490,7 @@ def test_a_wrong_scale_is_reported_at_step_0_of_fresh_weights_alone():
     (alert,) = asked([SharpFromStart()], records)
     assert alert.step == 0
     assert "attention is sharp before anything was learned" in alert.message
-    assert asked([SharpFromStart()], records, loaded=True) == []
+    assert asked([SharpFromStart()], records, pretrained=True) == []
     assert asked([SharpFromStart()], watched(Masked())) == []
 
 
@@ -621,7 +621,7 @@ def asked_of(rules, model, breaks, steps=range(0, 60, 10)):
     """Read a model, break it before each reading, and judge with what is known of its layer."""
     x, found = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)), []
     with HeadDiversityMonitor(nn.ModuleDict({"attn": model}), metrics=list(OF_ALL)) as monitor:
-        alerts = Alerts(list(rules), monitor.facts, loaded=False)
+        alerts = Alerts(list(rules), monitor.facts, pretrained=False)
         for step in steps:
             with torch.no_grad():
                 breaks(step, model)
@@ -810,7 +810,7 @@ def test_a_layer_that_is_frozen_or_thawed_in_the_middle_of_a_run_is_no_fault():
     def reported(frozen):
         optimizer, news = torch.optim.SGD(model.parameters(), lr=0.1), []
         with HeadDiversityMonitor(model, metrics=["head_movement_min"]) as monitor:
-            alerts = Alerts([FrozenHeads(), RoundedAway()], monitor.facts, loaded=False)
+            alerts = Alerts([FrozenHeads(), RoundedAway()], monitor.facts, pretrained=False)
             for step in range(12):
                 for parameter in model["a"].parameters():
                     parameter.requires_grad_(not frozen(step))

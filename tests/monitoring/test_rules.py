@@ -103,7 +103,7 @@ def test_the_message_says_when_where_what_since_when_how_sure_and_what_to_try():
     )
     assert "since step 200" in alert.message
     assert "the limit is 0.50, and 1442 healthy runs of small models came to 0.39 at most" in alert.message
-    assert 'try ReviveHeads(max_loss=1) or DiversityPenalty(measure="circuit"), after' in alert.message
+    assert 'try ReviveHeads(max_output_error=1) or DiversityPenalty(measure="circuit"), after' in alert.message
     assert alert.finding.since == 200
 
 
@@ -600,7 +600,7 @@ def test_close_heads_that_were_loaded_are_left_alone_until_others_join_them():
     joined = measured(model, 20)
 
     def reported(loaded):
-        alerts = Alerts(default_rules(), FACTS, loaded=loaded)
+        alerts = Alerts(default_rules(), FACTS, pretrained=loaded)
         return [(alert.step, alert.rule, alert.finding.heads) for item in (first, later, joined)
                 for alert in alerts.judge(item)]  # fmt: skip
 
@@ -611,7 +611,7 @@ def test_close_heads_that_were_loaded_are_left_alone_until_others_join_them():
 def test_a_model_that_was_loaded_aligned_is_quiet_for_as_long_as_it_stays_so():
     model = attention()
     keys(model)[1:] = keys(model)[:1] + 0.02 * torch.randn(3, 8, 32)
-    alerts = Alerts(default_rules(), FACTS, loaded=True)
+    alerts = Alerts(default_rules(), FACTS, pretrained=True)
     assert [alert for step in (0, 10, 20) for alert in alerts.judge(measured(model, step))] == []
 
 

@@ -43,8 +43,8 @@ def test_the_first_reading_and_the_latest_64_are_kept():
 
 def test_a_new_series_knows_of_no_training_before_it_and_of_nothing_that_was_rewritten():
     found = series(Row(0, {}))
-    assert (found.is_loaded, found.do_others_move, found.rewritten) == (False, False, set())
-    assert Series("layer", {}, 1, Row(0, {}), is_loaded=True).is_loaded
+    assert (found.is_pretrained, found.do_others_move, found.rewritten) == (False, False, set())
+    assert Series("layer", {}, 1, Row(0, {}), is_pretrained=True).is_pretrained
 
 
 def test_a_curve_has_the_readings_that_measured_it():

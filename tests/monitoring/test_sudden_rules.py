@@ -24,8 +24,8 @@ from hdi_callback.monitoring.rules import (
 )
 
 
-def judged(rule, entropies, logits=None, *, rewritten_at=None, loaded=False):
-    alerts = Alerts([rule], [{"name": "attn", "num_heads": 2}], loaded=loaded)
+def judged(rule, entropies, logits=None, *, rewritten_at=None, pretrained=False):
+    alerts = Alerts([rule], [{"name": "attn", "num_heads": 2}], pretrained=pretrained)
     news = []
     for place, entropy in enumerate(entropies):
         if place == rewritten_at:
@@ -80,7 +80,7 @@ def test_large_scores_before_anything_was_learned_are_reported_though_attention_
     (alert,) = judged(SharpFromStart(), [0.62, 0.62], [15.4, 15.0])
     assert (alert.step, alert.finding.metric, alert.finding.value) == (0, "attention_logit", 15.4)
     assert "the limit is 12.0" in alert.message
-    assert judged(SharpFromStart(), [0.62], [15.4], loaded=True) == [], "what was loaded may be as sharp as it likes"
+    assert judged(SharpFromStart(), [0.62], [15.4], pretrained=True) == [], "pretrained weights may be as sharp"
     assert judged(SharpFromStart(), [0.9, 0.9], [8.2, 30.0]) == [], "asked at step 0 alone"
     over = judged(SharpFromStart(), [0.62, 0.7, 0.8], [15.4, 10.0, 9.0])
     assert [(one.step, one.is_resolved) for one in over] == [(0, False), (20, True)]
@@ -107,7 +107,7 @@ def narrowed(change, readings, *, begin=None):
     if begin is not None:
         model[0].k_proj.weight.data.mul_(begin)
     with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor, torch.no_grad():
-        alerts = Alerts([NarrowingHeads()], [layer.facts() for layer in monitor.layers], loaded=False)
+        alerts = Alerts([NarrowingHeads()], [layer.facts() for layer in monitor.layers], pretrained=False)
         news = []
         for place in range(readings):
             if place > 2:

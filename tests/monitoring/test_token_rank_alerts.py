@@ -33,7 +33,7 @@ def of_some_pairs(tokens: Tensor) -> float:
 
 
 def reported(series: dict[str, Sequence[float]]) -> Reported:
-    alerts = Alerts([InputsLoseRank()], [{"name": name, "num_heads": 2} for name in series], loaded=False)
+    alerts = Alerts([InputsLoseRank()], [{"name": name, "num_heads": 2} for name in series], pretrained=False)
     news: Reported = []
     for place, ranks in enumerate(zip(*series.values())):
         layers = {name: LayerRecord({"token_rank": rank}) for name, rank in zip(series, ranks)}

@@ -95,7 +95,7 @@ def run(folder: Path, moment: Moment, accumulate: int) -> None:
         thresholds=LIMITS,
         interventions=[
             interventions.ScaleLearningRate(0.5),
-            interventions.ReviveHeads(max_loss=1),
+            interventions.ReviveHeads(max_output_error=1),
             interventions.Call(str),
         ],
         verbose=False,

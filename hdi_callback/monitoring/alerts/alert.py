@@ -45,7 +45,7 @@ class Finding:
         since: first step of an unbroken series of readings with this finding, if that was before this reading.
         certainty: how rare this is in healthy runs, as a part of a sentence.
         remedy: what to try, as a part of a sentence; one that begins with "no " says that there is none.
-        is_from_start: True if the limit was reached at step 0 and at every reading since, as with loaded weights.
+        is_from_start: True if the limit was reached at step 0 and at every reading since, as with pretrained weights.
     """
 
     what: str

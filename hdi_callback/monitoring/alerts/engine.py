@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from hdi_callback.attention.names import matches
+from hdi_callback.deprecation import renamed_argument
 from hdi_callback.monitoring.alerts.alert import Alert, Finding, alert_of, is_at_least, resolution_of
 from hdi_callback.monitoring.alerts.rule import Rule, check_finding
 from hdi_callback.monitoring.alerts.series import Row, Series
@@ -26,7 +27,8 @@ class Alerts:
         rules: the rules, or a function that gives the rules for a layer by its name.
         layers: `AttentionLayer.facts` of each layer.
         warn_once: warns once of exceptions of each rule; without it they are raised.
-        loaded: whether the weights had been trained before this run; ``"auto"`` to conclude it from them.
+        pretrained: whether the weights had been trained before this run; ``"auto"`` to infer it from them.
+        loaded: deprecated, an earlier name of `pretrained`.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Alerts:
         layers: Iterable[Mapping[str, Any]] = (),
         warn_once: WarnOnce | None = None,
         *,
-        loaded: bool | Literal["auto"] = "auto",
+        pretrained: bool | Literal["auto"] = "auto",
+        loaded: bool | Literal["auto"] | None = None,
     ) -> None:
-        self._loaded = loaded
+        self._pretrained = renamed_argument("loaded", "pretrained", loaded, pretrained)
         self._facts: dict[str, Mapping[str, Any]] = {}
         self.learn(layers)
         self._rules_of: dict[str, list[Rule]] = {}
@@ -45,7 +48,7 @@ class Alerts:
         self._warn_once = warn_once
         self._series: dict[str, Series] = {}
         self._active: dict[tuple[str, str], Alert] = {}
-        self._is_model_loaded = False
+        self._is_model_pretrained = False
 
     def learn(self, layers: Iterable[Mapping[str, Any]]) -> None:
         """Add facts about layers.
@@ -112,7 +115,7 @@ class Alerts:
         return {
             "active": [alert.to_dict() for alert in self._active.values()],
             "rewritten": {name: sorted(series.rewritten) for name, series in self._series.items() if series.rewritten},
-            "loaded": self._is_model_loaded,
+            "loaded": self._is_model_pretrained,
             "series": {
                 name: [_row_to_dict(row) for row in (series.first, *series.rows)]
                 for name, series in self._series.items()
@@ -126,7 +129,7 @@ class Alerts:
             state: the result of `state_dict`.
         """
         is_known = self._facts.__contains__ if self._facts else lambda name: True
-        self._is_model_loaded = state.get("loaded", False)
+        self._is_model_pretrained = state.get("loaded", False)
         alerts = [Alert.from_dict(item) for item in state["active"]]
         self._active = {(alert.layer, alert.rule): alert for alert in alerts if is_known(alert.layer)}
         self._series = {}
@@ -141,21 +144,21 @@ class Alerts:
             self.rewrite(name, heads)
 
     def _learn_origins(self, record: Record) -> None:
-        """Count layers that appear fresh as loaded if most of the model is: the test misses single layers."""
-        if self._loaded == "auto" and not self._series and record.layers:
+        """Count layers that appear fresh as pretrained if most of the model is: the test misses single layers."""
+        if self._pretrained == "auto" and not self._series and record.layers:
             trained = [
                 has_been_trained(layer.arrays, self._facts.get(name, {})) for name, layer in record.layers.items()
             ]
-            self._is_model_loaded = sum(trained) > len(trained) / 2
+            self._is_model_pretrained = sum(trained) > len(trained) / 2
 
     def _begin(self, name: str, siblings: int, first: Row) -> Series:
         facts = self._facts.get(name, {})
-        is_loaded = self._loaded
-        if is_loaded == "auto":
-            is_loaded = self._is_model_loaded or has_been_trained(first.arrays, facts)
+        is_pretrained = self._pretrained
+        if is_pretrained == "auto":
+            is_pretrained = self._is_model_pretrained or has_been_trained(first.arrays, facts)
         # Each rank of a pipeline has its own first layer.
         is_first = bool(facts.get("is_first")) and name == next(iter(self._facts))
-        return Series(name, facts, siblings, first, is_loaded=is_loaded, is_first=is_first)
+        return Series(name, facts, siblings, first, is_pretrained=is_pretrained, is_first=is_first)
 
     def _rules_for(self, name: str) -> list[Rule]:
         if name not in self._rules_of:

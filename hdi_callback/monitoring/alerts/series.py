@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hdi_callback.deprecation import renamed_attribute
+
 _READINGS_KEPT = 64
 
 
@@ -52,12 +54,14 @@ class Series:
         siblings: number of watched layers.
         first: the first reading of the run.
         rows: the latest readings, in order.
-        is_loaded: whether the weights had been trained before this run, as `loaded` of `Alerts` says.
+        is_pretrained: whether the weights had been trained before this run, as `pretrained` of `Alerts` says.
         is_first: whether it is known to be the first layer of the model, whose inputs are data.
         trains: whether some parameter of the layer required a gradient at the latest reading.
         do_others_move: whether at the latest reading the weights of some layer had moved since the one before.
         rewritten: heads whose weights an intervention has written; earlier readings do not apply to them.
     """
+
+    is_loaded = renamed_attribute("is_loaded", "is_pretrained")
 
     def __init__(
         self,
@@ -66,10 +70,10 @@ class Series:
         siblings: int,
         first: Row,
         *,
-        is_loaded: bool = False,
+        is_pretrained: bool = False,
         is_first: bool = False,
     ) -> None:
-        self.layer, self.facts, self.siblings, self.is_loaded = layer, facts, siblings, is_loaded
+        self.layer, self.facts, self.siblings, self.is_pretrained = layer, facts, siblings, is_pretrained
         self.is_first = is_first
         self.first = replace(first, matrices={})
         self.trains = bool(facts.get("trains", True))

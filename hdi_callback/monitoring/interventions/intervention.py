@@ -228,7 +228,7 @@ class Intervention(ABC):
         )
 
     def _is_left_alone(self, alert: Alert) -> bool:
-        """Whether the finding was there from the start: loaded heads may be equal on purpose."""
+        """Whether the finding was there from the start: pretrained heads may be equal on purpose."""
         has_named = "rules" in vars(self)  # named by the user, not by the class
         return self.waits_for_change and not has_named and alert.finding.is_from_start and not alert.is_resolved
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.attention import ROLES, AttentionLayer, HeadSlice
-from hdi_callback.core import Folding, attention_agreement, fold_head, fresh_head, handover_loss
+from hdi_callback.core import Folding, attention_agreement, fold_head, folding_error, fresh_head
+from hdi_callback.deprecation import renamed_argument, renamed_attribute
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions.action import Action
@@ -32,14 +33,16 @@ class ReviveHeads(Intervention):
     and query heads that score alike (the rule "merged scores") get fresh queries only. It goes on at later readings
     while the alert is active.
 
-    Before anything is written the share of the head's output that would be lost is estimated from the weights, see
-    `handover_loss`: what the other head's values cannot express, and where its attention differs. A head that would
-    lose more than `max_loss` is left as it is, and the action says so. So are heads whose own position terms or sinks
-    differ; terms that are passed to the module, as ALiBi's, are not known.
+    Before anything is written the relative error of the head's output is estimated from the weights, see
+    `folding_error`: what the other head's values cannot express, and where its attention differs. A head with a larger
+    error than `max_output_error` is left as it is, and the action says so. So are heads whose own position terms or
+    sinks differ; terms that are passed to the module, as ALiBi's, are not known.
 
     Args:
         seed: seed of its own random generator, the same on every rank.
-        max_loss: largest share of a head's output, in [0, 1], that may be lost in the hand-over; 1 for any.
+        max_output_error: largest relative error of a head's output, in [0, 1], that the head it is folded into may
+            leave; 1 for any.
+        max_loss: deprecated, an earlier name of `max_output_error`.
         options: see `Intervention`; by default it answers the rules "worst pair" and "merged scores".
 
     Raises:
@@ -50,11 +53,17 @@ class ReviveHeads(Intervention):
     waits_for_change = True
     rules = ("worst pair", "merged scores")
     at_most = 16
+    max_loss = renamed_attribute("max_loss", "max_output_error")
 
-    def __init__(self, *, seed: int = 0, max_loss: float = 0.1, **options: Any) -> None:
+    def __init__(
+        self, *, seed: int = 0, max_output_error: float = 0.1, max_loss: float | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
+        max_output_error = renamed_argument("max_loss", "max_output_error", max_loss, max_output_error)
         self.seed = whole_number("seed of ReviveHeads", seed, least=0, example=0)
-        self.max_loss = number("max_loss of ReviveHeads", max_loss, above=0, below=1, includes="[]", example=0.1)
+        self.max_output_error = number(
+            "max_output_error of ReviveHeads", max_output_error, above=0, below=1, includes="[]", example=0.1
+        )
         self._refused: set[tuple[str, str, tuple[int, ...]]] = set()
 
     def check(self) -> None:
@@ -98,7 +107,7 @@ class ReviveHeads(Intervention):
         for group in groups:
             stays = max(group, key=lambda head: float(strength[head]))
             losses = {head: self._loss(layer, head, stays, of_queries) for head in group if head != stays}
-            leaving = [head for head, lost in losses.items() if lost <= self.max_loss]  # NaN is not
+            leaving = [head for head, lost in losses.items() if lost <= self.max_output_error]  # NaN is not
             kept = {head: lost for head, lost in losses.items() if head not in leaving}
             parts.append(_Part(stays, leaving, max((losses[head] for head in leaving), default=0.0), kept))
         left = "; ".join(self._left(part.kept, part.stays) for part in parts if part.kept)
@@ -126,8 +135,8 @@ class ReviveHeads(Intervention):
         gone = (
             ""
             if lost < 0.005
-            else f", but for about {100 * lost:.0f} %, which is lost, as head {taken} attends or writes differently "
-            f"(max_loss={self.max_loss:g} allows it)"
+            else f", with a relative error of about {100 * lost:.0f} %, as head {taken} attends or writes differently "
+            f"(max_output_error={self.max_output_error:g} allows it)"
         )
         return self._action(
             alert,
@@ -146,9 +155,9 @@ class ReviveHeads(Intervention):
     def _left(self, losses: Mapping[int, float], stays: int) -> str:
         shares = ", ".join(f"{100 * lost:.0f} %" for lost in losses.values())
         return (
-            f"left head {_listed(list(losses))} as {'it is' if len(losses) == 1 else 'they are'}: head {stays} cannot "
-            f"take over, about {shares} of the output would be lost, and at most {100 * self.max_loss:.0f} % may be "
-            "(max_loss)"
+            f"left head {_listed(list(losses))} as {'it is' if len(losses) == 1 else 'they are'}: head {stays} would "
+            f"replace the output with a relative error of about {shares}, above "
+            f"max_output_error={self.max_output_error:g}"
         )
 
     def _strength(self, layer: AttentionLayer) -> Tensor:
@@ -165,7 +174,7 @@ class ReviveHeads(Intervention):
         return maps.square().sum((-2, -1))
 
     def _loss(self, layer: AttentionLayer, head: int, stays: int, of_queries: bool = False) -> float:
-        """Estimated share of a head's output that is lost if another takes it over; the largest over its members."""
+        """Relative error of a head's output once it is folded into another; the largest over its members."""
         queries, keys = layer.weight("query"), layer.weight("key")
         biases = _query_biases(layer)
         normed = "query" in layer.normed or "key" in layer.normed
@@ -183,7 +192,7 @@ class ReviveHeads(Intervention):
                 None if biases is None else (biases[staying], biases[leaving]),
                 is_normed=normed,
             )
-            losses.append(float(handover_loss(self._fold(layer, leaving, staying).lost, agreement)))
+            losses.append(float(folding_error(self._fold(layer, leaving, staying).lost, agreement)))
         return math.nan if any(map(math.isnan, losses)) else max(losses)
 
     def _fold(self, layer: AttentionLayer, leaving: int, staying: int) -> Folding:

@@ -17,8 +17,8 @@ class DeadHeads(Rule):
 
     A head is dead if its norm has fallen to a small share of its norm at the first reading, or of that of the median
     head beside it. Heads that begin so are not reported until the key weights of the layer have changed at five
-    readings, or, if nothing changes, for twenty. In loaded weights they are ignored. If a norm follows the keys, only a
-    weight of zeros is dead, as the norm removes its size.
+    readings, or, if nothing changes, for twenty. In pretrained weights they are ignored. If a norm follows the keys,
+    only a weight of zeros is dead, as the norm removes its size.
 
     Args:
         share: share of the norm that is a warning; the alert is resolved at twice as much.
@@ -44,7 +44,7 @@ class DeadHeads(Rule):
         for head, norm in enumerate(norms):
             beside = _median_beside(norms, head)
             if before[head] <= share * _median_beside(before, head) or not before[head]:  # it began so
-                is_dead = not series.is_loaded and self._has_had_time(series) and norm <= limit * beside
+                is_dead = not series.is_pretrained and self._has_had_time(series) and norm <= limit * beside
                 reference = beside
             else:
                 reference = max(before[head], beside)

@@ -107,7 +107,7 @@ def heads_in(groups: Groups) -> tuple[int, ...]:
 
 
 def new_since_loading(groups: Groups, first: Groups, series: Series) -> Groups:
-    """Leave out groups that loaded weights had from the start.
+    """Leave out groups that pretrained weights had from the start.
 
     Args:
         groups: groups at the latest reading.
@@ -115,9 +115,9 @@ def new_since_loading(groups: Groups, first: Groups, series: Series) -> Groups:
         series: the readings of a layer.
 
     Returns:
-        For loaded weights the groups with a head that was in none at first; for fresh ones all.
+        For pretrained weights the groups with a head that was in none at first; for fresh ones all.
     """
-    if not series.is_loaded:
+    if not series.is_pretrained:
         return groups
     before = set(heads_in(first))
     return tuple(group for group in groups if not before.issuperset(group))

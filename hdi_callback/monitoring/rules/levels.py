@@ -114,7 +114,7 @@ class EntropyCollapse(_Level):
 class SharpFromStart(Rule):
     """Attention is sharp before anything was learned: a wrong scale of the scores, or inputs that are far too large.
 
-    Judged at step 0 of fresh weights; loaded ones may be sharp.
+    Judged at step 0 of fresh weights; pretrained ones may be sharp.
 
     With similar tokens attention stays flat even under a wrong scale, so the largest score is judged as well, where it
     is measured: with independent weights of the usual size scores have a standard deviation of one or less.
@@ -137,7 +137,7 @@ class SharpFromStart(Rule):
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Judge at step 0, and later while the alert is active."""
         value = series.value("attention_entropy")
-        if active is None and (series.latest.step > 0 or series.is_loaded):
+        if active is None and (series.latest.step > 0 or series.is_pretrained):
             return None
         logit = series.latest.values.get("attention_logit")
         is_sharp = value <= self.limit + (self.margin if active else 0)
@@ -157,7 +157,7 @@ class SharpFromStart(Rule):
             if is_sharp
             else healthy_peak(self.name, self.score),
             remedy="checking the scale of the scores, usually one over the root of the head width, and the size of "
-            "the inputs of the layer; for weights that were loaded, say loaded=True",
+            "the inputs of the layer; for pretrained weights, write pretrained=True",
         )
 
 

@@ -54,8 +54,8 @@ class MeanAlignment(Rule):
         *_, level, lens, limit = max(reached)
         metric = MEAN[lens]
         is_from_start = series.holds_from_start(lambda row: row.values.get(metric, 0) >= limit)
-        if series.is_loaded and series.first.values.get(metric, 0) >= limit - HYSTERESIS and active is None:
-            return None  # loaded with this alignment
+        if series.is_pretrained and series.first.values.get(metric, 0) >= limit - HYSTERESIS and active is None:
+            return None  # pretrained with this alignment
         if active is None and len(heads_in(equal_heads(series.latest))) == series.facts.get("num_key_heads"):
             return None  # reported as tied
         value = series.value(metric)

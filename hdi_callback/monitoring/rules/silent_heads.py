@@ -13,8 +13,8 @@ from hdi_callback.monitoring.rules.words import named_heads
 class NoContribution(Rule):
     """Heads that contribute next to nothing to the layer's output, as with dead value or output weights.
 
-    Heads that begin so, as with an output projection of zeros, are reported after twenty readings; in loaded weights
-    they are ignored.
+    Heads that begin so, as with an output projection of zeros, are reported after twenty readings; in pretrained
+    weights they are ignored.
 
     Args:
         share: share of the RMS of all heads together that is a warning; the alert is resolved at twice as much.
@@ -32,7 +32,7 @@ class NoContribution(Rule):
         shares = series.latest.per_head("head_contribution")
         first = series.first.per_head("head_contribution") or (1.0,) * len(shares)
         limit = 2 * self.share if active else self.share
-        has_had_time = len(series.rows) > self.patience and not series.is_loaded
+        has_had_time = len(series.rows) > self.patience and not series.is_pretrained
         silent = tuple(
             head for head, share in enumerate(shares) if share <= limit and (has_had_time or first[head] > self.share)
         )

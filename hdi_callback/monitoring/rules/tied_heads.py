@@ -25,7 +25,7 @@ class TiedHeads(Rule):
     """Heads whose key weights are equal; and at step 0, heads more alike than independent initialisation makes them.
 
     Equality is no collapse, which never goes so far: the heads share a parameter, were copied, or there is a bug. In
-    loaded weights only heads that became equal later are reported. Improbably similar heads are reported in fresh
+    pretrained weights only heads that became equal later are reported. Improbably similar heads are reported in fresh
     weights only, from an alignment of one half on.
 
     Args:
@@ -42,7 +42,7 @@ class TiedHeads(Rule):
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find equal heads, and at step 0 improbably similar ones; afterwards, whether they have separated."""
         equal = new_since_loading(equal_heads(series.latest), equal_heads(series.first), series)
-        if series.is_loaded and len(series.rows) == 1:
+        if series.is_pretrained and len(series.rows) == 1:
             return None
         if equal:
             return self._equal(series, equal)
@@ -87,7 +87,7 @@ class TiedHeads(Rule):
             "hdi_worst_pair",
             heads_in(groups),
             certainty=f"heads that are drawn independently come this close with a probability of at most {bound}",
-            remedy="initialising each head on its own; if the weights were loaded, say loaded=True",
+            remedy="initialising each head on its own; if the weights are pretrained, write pretrained=True",
             groups=groups,
         )
 

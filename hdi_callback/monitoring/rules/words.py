@@ -8,8 +8,8 @@ from hdi_callback.monitoring.alerts import Row, Series
 from hdi_callback.monitoring.rules.lenses import WORST, Lens, pair_of
 
 SEPARATE = (
-    'ReviveHeads(max_loss=1) or DiversityPenalty(measure="circuit"), after which heads attended to different things in '
-    "trials, at no cost in loss"
+    'ReviveHeads(max_output_error=1) or DiversityPenalty(measure="circuit"), after which heads attended to different '
+    "things in trials, at no cost in loss"
 )
 """What helps against heads that have merged (docs/evidence.md, interventions one at a time)."""
 

@@ -14,7 +14,7 @@ from hdi_callback.monitoring.rules.words import NO_REMEDY, SEPARATE, decimal, na
 class WorstPair(Rule):
     """Some heads of a layer are nearly one, whatever the others do: all of them are named.
 
-    In loaded weights, heads that were as close at the first reading are ignored.
+    In pretrained weights, heads that were as close at the first reading are ignored.
 
     Args:
         subspace: limit in the subspace lens.

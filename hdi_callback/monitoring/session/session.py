@@ -78,7 +78,7 @@ class Session:
         self._reader = Reader(monitor, schedule, self.warn_once)
         self.alerts = None
         if settings.rules is not None:
-            self.alerts = Alerts(settings.rules, monitor.facts, self.warn_once, loaded=settings.loaded)
+            self.alerts = Alerts(settings.rules, monitor.facts, self.warn_once, pretrained=settings.pretrained)
         self.interventions: tuple[Intervention, ...] = tuple(settings.interventions or ())
         self.history: History | None = None
         self._host, self._settings, self._name = host, settings, name

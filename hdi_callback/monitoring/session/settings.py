@@ -14,7 +14,7 @@ from typing import Any, Literal
 from hdi_callback.arguments import flag, function, number, path, shown, whole_number
 from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.core.whitening import Method
-from hdi_callback.deprecation import renamed_attribute
+from hdi_callback.deprecation import renamed_argument, renamed_attribute
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Rule
 from hdi_callback.monitoring.chosen_metrics import check_needs, has_default
@@ -53,14 +53,14 @@ def _name(value: Any) -> str | None:
     return value
 
 
-def _loaded(value: Any) -> bool | Literal["auto"]:
+def _pretrained(value: Any) -> bool | Literal["auto"]:
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value == "auto":
         return "auto"
     raise MisconfigurationError(
-        f'`loaded` must be True, False or "auto", got {shown(value)}: write True for weights that have been trained '
-        "before, False for those of an initialisation."
+        f'`pretrained` must be True, False or "auto", got {shown(value)}: write True for weights that have been '
+        "trained before, False for those of an initialisation."
     )
 
 
@@ -75,7 +75,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     ),
     "figures_every": lambda value: whole_number("figures_every", value, least=0, example=20, of=" of readings"),
     "thresholds": check_thresholds,
-    "loaded": _loaded,
+    "pretrained": _pretrained,
     "on_alert": lambda value: function("on_alert", value, "an Alert"),
     "prog_bar": lambda value: flag("prog_bar", value),
     "name": _name,
@@ -118,7 +118,7 @@ class Settings:
         alerts: ``"default"``, rules of your own (see `Rule`), or `None` for no alerts.
         thresholds: limits of the default rules by pattern of layer names: ``{"decoder.*": {"mean": 0.7, "pair":
             None}}``; see `Thresholds`.
-        loaded: whether the weights had been trained before this run: their state at its start then raises no alert.
+        pretrained: whether the weights had been trained before this run: their state at its start then raises no alert.
             ``"auto"`` infers it from the weights of each layer.
         on_alert: a function that is called with each `Alert`, on the first rank.
         interventions: what to do about alerts; nothing by default.
@@ -131,6 +131,7 @@ class Settings:
             or `None` for each rank alone, which is needed if ranks leave training at different steps: then the first
             rank writes the measurements of its own tokens, and interventions are refused.
         verbose: print once at start which layers were found.
+        loaded: deprecated, an earlier name of `pretrained`.
         rules: the rules that follow from `alerts` and `thresholds`; `None` for no alerts.
         rule_metrics: metrics that the default rules need, measured beside the default metrics and not logged.
         rotate_layers: measure the costly ones among them on a quarter or an eighth of the wide layers at each reading,
@@ -161,13 +162,14 @@ class Settings:
     figures_every: int = 20
     alerts: Literal["default"] | Sequence[Rule] | None = "default"
     thresholds: Mapping[str, Mapping[str, float | None]] | None = None
-    loaded: bool | Literal["auto"] = "auto"
+    pretrained: bool | Literal["auto"] = "auto"
     on_alert: Callable[[Alert], Any] | None = None
     interventions: Sequence[Intervention] | None = None
     strict: bool = False
     check_heads: bool = True
     process_group: Any = "auto"
     verbose: bool = True
+    loaded: bool | Literal["auto"] | None = None
     rules: ChosenRules | None = field(init=False, repr=False, default=None)
     rule_metrics: tuple[str, ...] = field(init=False, repr=False, default=())
     rotate_layers: bool = field(init=False, repr=False, default=False)
@@ -176,6 +178,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         names = self.metrics
+        self._set("pretrained", renamed_argument("loaded", "pretrained", self.loaded, self.pretrained))
+        self._set("loaded", None)
         for item in fields(self):
             if item.name in CHECKS:
                 self._set(item.name, CHECKS[item.name](getattr(self, item.name)))

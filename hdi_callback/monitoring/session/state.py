@@ -172,7 +172,7 @@ def _alerts(name: str, value: Any, odd: list[str]) -> dict[str, Any] | None:
     odd.extend(f"the readings of {_shown(layer)} are {_shown(series[layer])}" for layer in series if layer not in valid)
     loaded, rewritten = value.get("loaded", False), value.get("rewritten", {})
     if type(loaded) is not bool:
-        odd.append(f"whether the weights were loaded is {_shown(loaded)}")
+        odd.append(f"whether the weights were trained before is {_shown(loaded)}")
         loaded = False
     if not is_text_map(rewritten) or not all(_is_heads(heads) for heads in rewritten.values()):
         odd.append(f"the heads that were rewritten are {_shown(rewritten)}")

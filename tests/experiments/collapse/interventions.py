@@ -28,7 +28,7 @@ SEEDS = tuple(range(20_000, 20_004))
 ARMS: dict[str, Callable[[], list[Intervention]]] = {
     "none": list,
     "DiversityPenalty(1.0)": lambda: [DiversityPenalty(1.0)],
-    "ReviveHeads()": lambda: [ReviveHeads(rules=["worst pair", "tied heads", "mean alignment"], max_loss=1)],
+    "ReviveHeads()": lambda: [ReviveHeads(rules=["worst pair", "tied heads", "mean alignment"], max_output_error=1)],
     "ScaleLearningRate(0.1)": lambda: [ScaleLearningRate(0.1)],
 }
 # kind -> for how many steps the force acts; the loss term that rewards aligned heads stays to the end

@@ -103,8 +103,8 @@ class GoBack(Intervention):
 SLOWER = ["logit growth", "entropy collapse"]
 OF_PAIRS: dict[str, tuple[Callable[[], list[Intervention]], dict[str, Any]]] = {
     "none": (list, {}),
-    "ReviveHeads, late (worst pair at 0.8)": (lambda: [ReviveHeads(max_loss=1)], {}),
-    "ReviveHeads, early (worst pair at 0.4)": (lambda: [ReviveHeads(max_loss=1)], {"pair": 0.4, "scores": 0.5}),
+    "ReviveHeads, late (worst pair at 0.8)": (lambda: [ReviveHeads(max_output_error=1)], {}),
+    "ReviveHeads, early (worst pair at 0.4)": (lambda: [ReviveHeads(max_output_error=1)], {"pair": 0.4, "scores": 0.5}),
     "DiversityPenalty(1.0)": (lambda: [DiversityPenalty(1.0)], {}),
     'DiversityPenalty(1.0, measure="circuit")': (lambda: [DiversityPenalty(1.0, measure="circuit")], {}),
 }

@@ -374,7 +374,9 @@ def test_a_head_that_only_shares_its_keys_is_left_as_it_is_and_the_action_says_s
     assert action.is_refusal
     assert 0.5 < action.facts["lost"] <= 1
     assert re.search(
-        r"left head [13] as it is: head [13] cannot take over, about \d+ % .* at most 10 %", action.message
+        r"left head [13] as it is: head [13] would replace the output with a relative error of about \d+ %, "
+        r"above max_output_error=0.1",
+        action.message,
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert revive.count == 0, "a refusal is not counted"
@@ -385,13 +387,13 @@ def test_what_could_not_be_given_over_is_said():
     (layer,) = find_attention(model)
     with torch.no_grad():
         layer.weight("key")[3] = layer.weight("key")[1]
-    revive = ReviveHeads(max_loss=1)
+    revive = ReviveHeads(max_output_error=1)
     revive.attach(Open(model))
     action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
     assert 0.5 < action.facts["lost"] <= 1
     head = f"head {action.facts['stays']}"
-    said = rf"; {head} now adds to the output what it added, but for about \d+ %, which is lost, as {head} attends"
-    assert re.search(rf"{said} or writes differently \(max_loss=1 allows it\)", action.message)
+    said = rf"; {head} now adds to the output what it added, with a relative error of about \d+ %, as {head} attends"
+    assert re.search(rf"{said} or writes differently \(max_output_error=1 allows it\)", action.message)
 
 
 def test_a_head_that_is_taken_over_whole_is_said_to_be():
@@ -427,7 +429,7 @@ def test_the_estimated_loss_bounds_the_real_change_of_the_output(kind, gain, rol
         x = torch.randn(16, 128, layer.weight("key").shape[-1])
         before = model(x)
     untouched = copy.deepcopy(model)
-    revive = ReviveHeads(max_loss=1)
+    revive = ReviveHeads(max_output_error=1)
     revive.attach(Open(model))
     action = revive.answer(alert("attn", rule="worst pair", heads=(1, 3)))
     (head,), estimate = action.facts["heads"], action.facts["lost"]
