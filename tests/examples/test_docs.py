@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 import shutil
@@ -13,11 +15,13 @@ import click
 import pytest
 import torch
 
-from hdi_callback import watch_heads
+import hdi_callback
+from hdi_callback import core, interventions, rules, watch_heads
 from hdi_callback.command.commands import hdi
 from hdi_callback.monitoring.metrics import DEFAULT_METRICS
 
 ROOT = Path(__file__).parents[2]
+PUBLIC = (hdi_callback, core, rules, interventions)
 PAGES = [ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -159,6 +163,65 @@ def test_every_file_that_is_named_exists(page):
     if page.stem != "mutations":  # a record of the code as it was
         missing |= {name for name in in_short if not any((place / name).is_file() for place in places)}
     assert missing == set()
+
+
+PREFIXES = {  # of dotted names that pages write in short -> where they are
+    "": ["audits", "attention", "command", "core", "dashboards", "integrations", "monitoring"],
+    "attention.": ["capture", "finding", "isolation", "observe", "trace"],
+}
+
+
+def names_something(dotted: str) -> bool:
+    """Whether a dotted name leads to a module, or to something in it: a class, a function, an attribute."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            if part in {name for one in getattr(found, "__mro__", ()) for name in inspect.get_annotations(one)}:
+                return True  # a field without a default
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+@page_by_page
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_dotted_name_of_the_package_leads_somewhere(page):
+    """In full, in short from a room (`trace.run`), and as an attribute of a public class (`Reading.record`)."""
+    text = page.read_text()
+    named = set(re.findall(r"(?<![\w/.])hdi_callback(?:\.\w+)+", text))
+    for room, names in PREFIXES.items():
+        short = re.findall(rf"`((?:{'|'.join(names)})(?:\.\w+)+)", text)
+        named |= {f"hdi_callback.{room}{name}" for name in short if not name.endswith(".py")}
+    classes = {name: module for module in PUBLIC for name in module.__all__ if inspect.isclass(getattr(module, name))}
+    for name, attribute in re.findall(r"`~?(?:\w+\.)*([A-Z]\w+)\.(\w+)", text):
+        if name in classes:
+            named.add(f"{classes[name].__name__}.{name}.{attribute}")
+    assert [name for name in sorted(named) if not names_something(name)] == []
+
+
+def test_a_name_of_nothing_is_found_out():
+    assert names_something("hdi_callback.attention.trace.run")
+    assert names_something("hdi_callback.core.HeadDiversity.index")
+    assert not names_something("hdi_callback.attention.trace.nowhere")
+    assert not names_something("hdi_callback.core.HeadDiversity.indices")
+    assert not names_something("hdi_callbacks")
+
+
+def test_every_module_by_hand_that_finding_costs_names_is_in_the_catalogue():
+    from tests.attention.wild.catalogue import cases
+
+    page = (ROOT / "docs" / "decisions" / "what-finding-costs.md").read_text()
+    table = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    named = set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", re.sub(r"`[^`]*`", "", table)))
+    known = {name.rpartition(".")[2] for name in cases()} | {"MultiheadAttention"}  # torch's
+    assert len(named) > 25
+    assert named <= known
 
 
 def test_every_file_that_architecture_names_is_in_its_room_and_no_room_is_left_out():
