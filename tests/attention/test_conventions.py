@@ -89,3 +89,27 @@ def test_a_module_that_is_called_attention_is_one_to_look_at_if_it_holds_two_map
     ):
         assert looks_like_attention(Place("attn", SomeAttention(**parts), model)) is expected, parts
     assert not looks_like_attention(Place("", SomeAttention(**two), None)), "a whole model may be called anything"
+
+
+class Weighs(nn.Module):
+    """Attention by torch's operators, under names that say nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.softmax(self.one(x) @ self.two(x).transpose(1, 2), -1) @ x
+
+
+class Gates(Weighs):
+    """The same maps, and no softmax."""
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Weighs, True), (Gates, False)])
+def test_a_scripted_module_is_known_by_the_operators_of_its_graph(kind, expected):
+    scripted = torch.jit.script(kind())
+    assert looks_like_attention(Place("odd", scripted, nn.Module())) is expected

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from hdi_callback.attention.capture.inputs import layers_of_inputs
 from hdi_callback.attention.layer.head_maps import HeadProduct
 from hdi_callback.attention.layer.head_slice import HeadSlice
+from hdi_callback.attention.layer.heads import AttentionLayer
 
 
 def latent(inner: int = 6, rows: int = 8) -> HeadProduct:
@@ -38,3 +42,13 @@ def test_the_weight_of_a_head_is_the_product_of_its_maps_with_the_gain_between()
 )
 def test_maps_that_do_not_fit_each_other_or_their_heads_say_so(shapes, why):
     assert latent(**shapes).contradiction(is_output=False) == why
+
+
+@pytest.mark.parametrize(("gain", "is_linear"), [("", True), ("norm.weight", False)])
+def test_keys_behind_a_norm_are_no_linear_function_of_what_the_first_map_takes(gain, is_linear):
+    product = replace(latent(), gain=gain)
+    module, query = product.module, HeadSlice(nn.Linear(16, 8), "weight", 2, 4)
+    layer = AttentionLayer("attn", module, 2, 2, 4, 4, "two maps", {"query": query, "key": product, "value": query})
+    tapped, why_not = layers_of_inputs([layer])
+    assert [one.output_projection for one in tapped] == ([module["down"]] if is_linear else [])
+    assert ("a norm lies between the two maps" in why_not.get("attn", "")) is not is_linear

@@ -18,10 +18,12 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.modules import module as module_hooks
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hdi_callback.attention.isolation import IsolationError, isolated, isolated_copy
+from hdi_callback.attention.isolation.collectives import CollectiveError, answered_locally, collectives_within
 
 LOSSES: list[torch.Tensor] = []
 TALLY: collections.Counter[str] = collections.Counter()
@@ -456,3 +458,42 @@ def test_what_a_module_keeps_of_its_ranks_and_devices_can_be_copied():
     assert trial.group is kept[2]
     assert [one is other for one, other in zip(trial.others["stores"], kept)] == [True, True]
     assert trial.weight is not module.weight
+
+
+def test_what_was_put_on_a_module_in_place_of_its_forward_runs_with_the_weights_of_the_copy():
+    module = nn.Linear(2, 2)
+    inner = module.forward
+    module.forward = lambda x: 2 * inner(x)
+    trial, x = isolated_copy(module), torch.ones(1, 2)
+    with torch.no_grad():
+        trial.weight.zero_()
+        trial.bias.fill_(3)
+    assert torch.equal(trial(x), torch.full((1, 2), 6.0))
+    assert torch.equal(module(x), 2 * nn.functional.linear(x, module.weight, module.bias))
+
+
+@pytest.fixture
+def two_ranks():
+    """A process group of two ranks, of which there is one, and no message is sent."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield distributed.new_group([0])
+    distributed.destroy_process_group()
+
+
+def test_what_asks_other_ranks_is_refused_and_what_asks_none_is_computed(two_ranks):
+    with collectives_within({0}):
+        x = torch.ones(2) + 1
+        distributed.all_reduce(x, group=two_ranks)
+        with pytest.raises(CollectiveError, match="calls c10d::allreduce_ on other ranks"):
+            distributed.all_reduce(x)
+    assert x.tolist() == [2, 2]
+    distributed.all_reduce(x)
+
+
+def test_a_sum_over_ranks_is_answered_as_if_each_held_the_same(two_ranks):
+    x, parts = torch.tensor([1.0, 2.0]), [torch.empty(2), torch.empty(2)]
+    with answered_locally():
+        distributed.all_gather(parts, x)
+        distributed.all_reduce(x)
+    assert x.tolist() == [2, 4]
+    assert [part.tolist() for part in parts] == [[1, 2], [1, 2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,12 @@ from torch import nn
 
 from hdi_callback.attention import find_attention
 from hdi_callback.attention.finding.discovery import survey
-from hdi_callback.attention.trace import support
+from hdi_callback.attention.trace import kinds, support
+from hdi_callback.attention.trace.layers import Found
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.states import differing_attributes, watched
 from hdi_callback.attention.trace.support import Support, derivatives
+from hdi_callback.attention.trace.verify import contradiction_of
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
 
@@ -348,3 +351,30 @@ def test_a_module_that_does_not_attend_says_nothing_of_another_of_its_class(make
     watched = {layer.name.split(".")[0] for layer in found.layers}
     reported = {one.name.split(".")[0] for one in found.refused}
     assert {str(place) for place, one in enumerate(attends) if one} <= watched | reported
+
+
+def test_a_run_in_which_all_attention_is_read_is_worth_most_and_one_without_any_least():
+    layer, refused = Found("", layer=object()), Found("", reason="its keys have no rows")
+    whole, cut_off = SimpleNamespace(error=None), SimpleNamespace(error=RuntimeError())
+    traced = [
+        kinds._Traced("attn", nn.Identity(), run=run, found=found)
+        for run, found in [(whole, None), (whole, []), (whole, [refused]), (whole, [layer, refused]), (whole, [layer])]
+    ]
+    assert [one.worth for one in traced] == [0, 0, 1, 2, kinds._BEST]
+    assert kinds._BEST == 3
+    assert kinds._Traced("attn", nn.Identity(), run=cut_off, found=[layer]).worth == 2
+
+
+def test_what_contradicts_a_claim_is_what_was_read_of_its_module_or_why_nothing_was():
+    (claim,) = find_attention(nn.ModuleDict({"attn": by_hand.NanoGPT()}))
+    other = replace(claim, module=nn.Identity())
+    elsewhere = [Found("attn.part", reason="of a part"), Found("", layer=other)]
+    assert contradiction_of(claim, [], "attn") is None
+    assert contradiction_of(claim, elsewhere, "attn") is None
+    assert (
+        contradiction_of(claim, [*elsewhere, Found("", reason="its keys have no rows")], "attn")
+        == "its keys have no rows"
+    )
+    fewer = replace(claim, num_heads=claim.num_heads // 2, num_key_heads=1)
+    assert contradiction_of(fewer, [Found("", layer=claim)], "attn").startswith(f"it has {H} heads and {H} key heads")
+    assert contradiction_of(fewer, [Found("", layer=claim), Found("", layer=fewer)], "attn") is None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from hdi_callback.attention.layer.projections import features
 from hdi_callback.attention.trace.maps import is_like_a_map, linear_maps
 from tests.attention.test_projections import Linear
 
@@ -56,3 +58,17 @@ class LinearByItsOwnCode(Int8Linear):
 )
 def test_what_is_no_linear_map_of_torch_is_one_if_it_holds_no_matrix_and_names_itself_so(module, is_map):
     assert is_like_a_map(module) == is_map
+
+
+class NamedSo(nn.Linear):
+    """A map of torch's that has an attribute as GPT-2's."""
+
+    nf = 4
+
+
+@pytest.mark.parametrize("module", [Conv1D(6, 4), nn.Linear(4, 6), NamedSo(6, 4), nn.Conv1d(4, 6, 1)])
+def test_features_that_come_in_and_go_out_are_those_of_a_call(module):
+    count = module.in_features if isinstance(module, nn.Linear) else 4
+    x = torch.ones(1, count, 3) if isinstance(module, nn.Conv1d) else torch.ones(3, count)
+    out = module(x)
+    assert features(module) == (count, out.shape[1])

@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader
 
 from hdi_callback import HDICallback, HeadDiversityMonitor, load_history, replay
 from hdi_callback.attention import survey
+from hdi_callback.attention.finding.runtime_finder import RuntimeFinder
+from hdi_callback.attention.layer.registry import Place
 from hdi_callback.attention.trace import kinds
+from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.layers import layers_in
 from hdi_callback.core import head_diversity
 from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
@@ -206,3 +209,65 @@ def test_each_kind_of_module_is_read_once_however_many_there_are(monkeypatch, de
     # The whole is read as well, and only while it holds few layers.
     assert counts[1] <= counts[0]
     assert len({name for name in read if name}) == 2, "one of each kind"
+
+
+class OfOthers(nn.Module):
+    """Maps with the names of attention that lie elsewhere in the model, and inputs that come only once."""
+
+    def __init__(self, first: nn.Module, second: nn.Module):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = first, second, second
+
+    def forward(self, stream):
+        x = next(stream["x"])
+        return self.q_proj(x) * self.k_proj(x).sigmoid() + self.v_proj(x)
+
+
+class Lends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.called, self.idle = OfOthers(self.first, self.second), OfOthers(self.first, self.second)
+
+    def forward(self, x):
+        return self.called({"x": (one for one in [x])})
+
+
+def test_a_module_that_holds_the_maps_of_others_is_refused_if_it_was_called_and_cannot_be_run_again():
+    model = Lends()
+    found = survey(model, forward=lambda: model(torch.randn(2, 5, D)))
+    assert found.layers == ()
+    (refused,) = found.refused
+    assert refused.name == "called"
+    assert "could not be run" in refused.reason
+
+
+def test_layers_are_those_that_are_included_and_not_excluded():
+    model = nn.ModuleDict({name: nn.ModuleList(by_hand.NanoGPT() for _ in range(2)) for name in ("left", "right")})
+    found = survey(model, include=["left*"], exclude=["*.1"])
+    assert [layer.name for layer in found.layers] == ["left.0"]
+    assert [layer.name for layer in survey(model, exclude=["*.1"]).layers] == ["left.0", "right.0"]
+
+
+class Takes(nn.Module):
+    """Something around an attention, whose input can be taken apart only once."""
+
+    def __init__(self, part: nn.Module | None):
+        super().__init__()
+        self.one, self.two, self.part = nn.Linear(D, D), nn.Linear(D, D), part
+
+    def forward(self, tokens):
+        raise RuntimeError("no second time")
+
+
+def test_a_module_that_could_not_be_run_has_a_reason_unless_the_attention_of_its_parts_is_read():
+    around, alone = Takes(by_hand.NanoGPT()), Takes(None)
+    places = [Place("around", around, nn.Module()), Place("alone", alone, nn.Module())]
+    places.append(Place("around.part", around.part, around))
+    finder = RuntimeFinder(places)
+    inputs = [Inputs((torch.randn(2, 5, D),), {})]
+    layers = finder.found({place.name: inputs for place in places})
+    assert [layer.name for layer in layers] == ["around.part"]
+    assert finder.reasons == {
+        "alone": "it could not be run by itself with its arguments in the first forward that was read"
+    }

@@ -82,6 +82,17 @@ def test_a_torn_last_line_loses_only_itself(tmp_path):
     assert records[-1].layers["attn"].values["hdi"] == 0.25
 
 
+def test_each_line_that_cannot_be_read_is_named_but_for_a_torn_one_at_the_end(tmp_path):
+    history = History(tmp_path / "history.jsonl")
+    for step in (0, 1):
+        history.write(record_at(step))
+    whole = history.path.read_bytes().splitlines()
+    torn = whole[0][:-25]
+    history.path.write_bytes(b"\n".join([whole[0], torn, torn, whole[1], torn]))
+    with pytest.warns(MonitoringWarning, match=r"that are skipped: line 2 \(.*\), line 3 \(.*\)\.$"):
+        assert [record.step for record in read_records(history.path)] == [0, 1]
+
+
 def test_a_resumption_makes_void_what_was_written_beyond_its_step(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.begin(0, [])

@@ -6,6 +6,7 @@ It decides which modules are reported if nothing is read of them, and nothing ab
 from __future__ import annotations
 
 import dis
+import inspect
 import re
 import types
 
@@ -95,11 +96,11 @@ def _holds_hidden_maps(module: nn.Module) -> bool:
 
 
 def _computes_attention(module: nn.Module) -> bool:
-    forward: object = type(module).forward
-    if not isinstance(forward, types.FunctionType):  # compiled, as by torch.jit.script
+    forward = inspect.getattr_static(type(module), "forward", None)
+    if not isinstance(forward, types.FunctionType):  # compiled, as by torch.jit.script, whose class gives no forward
         graph = getattr(module, "inlined_graph", None)
         return any(f"aten::{name}" in str(graph) for name in _COMPUTES | _WEIGHS) if graph is not None else False
-    if type(module).forward is nn.MultiheadAttention.forward or isinstance(module, nn.Softmax):
+    if forward is nn.MultiheadAttention.forward or isinstance(module, nn.Softmax):
         return False
     # A layer of a graph network sends its messages in methods beside its forward.
     members = [one for name, one in vars(type(module)).items() if name != "__init__"]  # which makes parts, runs none
