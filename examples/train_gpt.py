@@ -7,8 +7,8 @@ takes under three minutes on two CPU cores. It shows how `HDICallback` is added 
 
     python examples/train_gpt.py --collapse
 
-adds a force that draws two heads of one layer together, as a fault would. The alert names them; `ReviveHeads` gives
-one of them fresh weights, and the force ends. What the heads were before and after is printed and drawn.
+adds a force that draws two heads of one layer together, as a fault would. The alert names them; `ReviveHeads` assigns
+fresh weights to one of them, and the force stops. The alignment of the two heads before and after is printed and drawn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VOCABULARY = 256  # one token per byte
 
 
 def read_standard_library(max_bytes: int = 4_000_000) -> tuple[Tensor, Tensor]:
-    """Read the sources of the running Python: every tenth file is for validation. Returns two tensors of bytes."""
+    """Read the sources of the running Python, every tenth file for validation; return two tensors of bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     train, validation = bytearray(), bytearray()
     for number, file in enumerate(files):
@@ -57,7 +57,7 @@ def read_standard_library(max_bytes: int = 4_000_000) -> tuple[Tensor, Tensor]:
 
 
 class Windows(Dataset[Tensor]):
-    """Stretches of `length + 1` bytes of a text, without overlap: inputs, and the same one byte later."""
+    """Non-overlapping windows of `length + 1` bytes of a text: the inputs, and the targets one byte later."""
 
     def __init__(self, text: Tensor, length: int) -> None:
         self.text, self.length = text, length
@@ -71,7 +71,7 @@ class Windows(Dataset[Tensor]):
 
 
 def unigram_loss(train: Tensor, validation: Tensor) -> float:
-    """Loss of a model that knows how frequent each byte is and nothing else, in nats per byte."""
+    """Loss of a model that predicts byte frequencies alone, in nats per byte."""
     counts = torch.bincount(train, minlength=VOCABULARY).double() + 1
     return float(-(counts / counts.sum()).log()[validation].mean())
 
@@ -127,15 +127,15 @@ class GPT(nn.Module):
 
 
 class Merging:
-    """A fault to look at: from a step on, one head's key and query weights move towards those of another."""
+    """A fault for the demo: from a step on, the key and query weights of one head move towards those of another."""
 
     def __init__(self, attention: CausalSelfAttention, heads: tuple[int, int], *, begin: int, steps: int) -> None:
         self.attention, self.heads, self.begin, self.steps = attention, heads, begin, steps
-        self.is_mended = False
+        self.is_over = False
 
     @torch.no_grad()
     def pull(self, step: int) -> None:
-        if self.is_mended or step < self.begin:
+        if self.is_over or step < self.begin:
             return
         moved, goal = self.heads
         for project in (self.attention.k_proj, self.attention.q_proj):
@@ -178,7 +178,7 @@ class LitGPT(L.LightningModule):
 
     @torch.no_grad()
     def continue_text(self, beginning: str, count: int = 160) -> str:
-        """Write on, one most likely byte out of five at a time."""
+        """Continue a text, sampling each byte from the five most likely."""
         generator = torch.Generator().manual_seed(0)
         tokens = torch.tensor([list(beginning.encode())], device=self.device)
         context = self.model.positions.num_embeddings
@@ -199,7 +199,7 @@ def build(
     batch_size: int = 16,
     seed: int = 0,
 ) -> tuple[LitGPT, DataLoader, DataLoader]:
-    """Make everything that a trainer needs: the model, and the batches for training and for validation."""
+    """Build the model and the batches for training and for validation."""
     L.seed_everything(seed, verbose=False)
     train, validation = read_standard_library()
     train_batches = DataLoader(Windows(train, length), batch_size, shuffle=True, drop_last=True)
@@ -208,12 +208,14 @@ def build(
     return LitGPT(model, steps=steps), train_batches, val_batches
 
 
-# --- What it shows
+# --- Output
 
 
 def print_layers(history) -> None:
-    """A row per layer: where its heads began, and where they are."""
-    table = Table(title="Head diversity by layer (key weights; chance is where random heads sit)", title_justify="left")
+    """Print a row per layer: the first and the last reading of its heads."""
+    table = Table(
+        title="Head diversity by layer (key weights; chance is the mean for random heads)", title_justify="left"
+    )
     for heading in ("layer", "HDI first", "HDI last", "chance", "worst pair", "effective heads", "correlation"):
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     for name, rows in history.groupby("layer", sort=False):
@@ -228,7 +230,7 @@ def print_layers(history) -> None:
 
 
 def describe_collapse(history: Path) -> str:
-    """Describe the first two heads that an alert named, then and at the end."""
+    """Describe the first pair of heads that an alert named, at the alert and at the end."""
     first_alert = next(
         (one for one in read_alerts(history) if one.level != "notice" and len(one.finding.heads) == 2), None
     )
@@ -244,10 +246,10 @@ def describe_collapse(history: Path) -> str:
 
 
 def quiet() -> None:
-    """Leave out what concerns a cluster, or somebody else's future."""
-    elsewhere = ("TPU available", "litlogger", "litmodels", "Tip:")
+    """Silence messages of Lightning about clusters, other products and deprecations."""
+    irrelevant = ("TPU available", "litlogger", "litmodels", "Tip:")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: not any(word in record.getMessage() for word in elsewhere)
+        lambda record: not any(word in record.getMessage() for word in irrelevant)
     )
     for message in ("does not have many workers", "LeafSpec", "smaller than the logging interval"):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
@@ -259,18 +261,16 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=320, help="optimizer steps")
-    parser.add_argument(
-        "--every-n-steps", type=int, default=20, help="optimizer steps between two readings of the heads"
-    )
+    parser.add_argument("--every-n-steps", type=int, default=20, help="optimizer steps between two readings")
     parser.add_argument("--layers", type=int, default=4, help="attention layers")
     parser.add_argument("--heads", type=int, default=6, help="heads per layer")
-    parser.add_argument("--width", type=int, default=192, help="width of the model; the heads share it")
-    parser.add_argument("--length", type=int, default=128, help="bytes that the model sees at once")
-    parser.add_argument("--batch-size", type=int, default=16, help="stretches of text per step")
+    parser.add_argument("--width", type=int, default=192, help="width of the model, shared by the heads")
+    parser.add_argument("--length", type=int, default=128, help="context length in bytes")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows of text per step")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of the run")
     parser.add_argument(
-        "--collapse", action="store_true", help="draw two heads together, to see the alert and the cure"
+        "--collapse", action="store_true", help="draw two heads together, to show the alert and the intervention"
     )
     parser.add_argument("--no-wandb", action="store_true", help="write no offline W&B run")
     return parser.parse_args(argv)
@@ -306,17 +306,17 @@ def main(argv: list[str] | None = None) -> None:
         attention = lit.model.blocks[options.layers // 2].attention
         lit.fault = Merging(attention, (0, options.heads - 1), begin=options.steps // 4, steps=options.steps // 4)
 
-        def mend(alert: Alert) -> None:
-            """Whatever the cause was, somebody has to find it: here it ends with the first alert."""
+        def stop_fault(alert: Alert) -> None:
+            """Stop the fault at the first alert, as a person who has found its cause would."""
             if not alert.is_resolved and alert.level != "notice":
-                lit.fault.is_mended = True
+                lit.fault.is_over = True
 
-        cure = ReviveHeads(max_output_error=1, rules=["worst pair"], at_most=1)
-        callback = HDICallback(every_n_steps=options.every_n_steps, on_alert=mend, interventions=[cure])
+        revive = ReviveHeads(max_output_error=1, rules=["worst pair"], at_most=1)
+        callback = HDICallback(every_n_steps=options.every_n_steps, on_alert=stop_fault, interventions=[revive])
     trainer = L.Trainer(
         max_steps=options.steps,
         max_epochs=math.ceil(options.steps / len(train_batches)),
-        limit_train_batches=min(options.steps, len(train_batches)),  # so that the progress bar ends where training does
+        limit_train_batches=min(options.steps, len(train_batches)),  # so that the progress bar ends with training
         callbacks=[callback],
         logger=loggers,
         log_every_n_steps=10,
@@ -351,12 +351,14 @@ def main(argv: list[str] | None = None) -> None:
     if options.collapse:
         print(describe_collapse(callback.history_path))
     loss, unigram = float(trainer.callback_metrics["val_loss"]), unigram_loss(train, validation)
-    print(f"\nvalidation loss {loss:.3f} nats per byte; untrained {untrained:.3f}; byte frequencies give {unigram:.3f}")
+    print(
+        f"\nvalidation loss {loss:.3f} nats per byte; untrained {untrained:.3f}; byte frequencies alone {unigram:.3f}"
+    )
     print(f"the model writes: {lit.continue_text('def ')!r}\n")
     print(f"figures           {', '.join(str(folder / name) for name in figures)}")
     print(f"every reading     {callback.history_path}")
     programs = Path(os.path.relpath(sys.executable)).parent
-    print(f"TensorBoard       {programs}/tensorboard --logdir {options.out}   (see its page Custom Scalars)")
+    print(f"TensorBoard       {programs}/tensorboard --logdir {options.out}   (open its page Custom Scalars)")
     if not options.no_wandb:
         print(f"W&B               {programs}/wandb leet {board.log_dir}/wandb   (in the terminal, without an account)")
         print(f"                  {programs}/wandb sync {offline_run}   (to the website, with an account)")

@@ -2,7 +2,7 @@
 
     python examples/train_plain_loop.py
 
-takes less than a minute on two CPU cores. `watch_heads` and `with heads.step():`, in `train`, are the two lines to add.
+takes less than a minute on two CPU cores. The two lines to add are `watch_heads` and `with heads.step():`, in `train`.
 It writes a TensorBoard log and a history, and ends with a figure of the trajectories.
 """
 
@@ -85,15 +85,13 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the digits")
-    parser.add_argument(
-        "--every-n-steps", type=int, default=20, help="optimizer steps between two readings of the heads"
-    )
+    parser.add_argument("--every-n-steps", type=int, default=20, help="optimizer steps between two readings")
     parser.add_argument("--layers", type=int, default=3, help="attention layers")
     parser.add_argument("--heads", type=int, default=4, help="heads per layer")
-    parser.add_argument("--width", type=int, default=64, help="width of the model; the heads share it")
+    parser.add_argument("--width", type=int, default=64, help="width of the model, shared by the heads")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the run; a new one in runs/loop if not given")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the run; default: a new one in runs/loop")
     options = parser.parse_args(argv)
     if options.out is None:
         folders = (Path(f"runs/loop/version_{number}") for number in itertools.count())
@@ -111,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     plot_trajectories(load_history(path)).savefig(figure, dpi=110)
     print(f"\nfigure            {figure}")
     print(f"every reading     {path}")
-    print(f"TensorBoard       tensorboard --logdir {options.out}   (see its page Custom Scalars)")
+    print(f"TensorBoard       tensorboard --logdir {options.out}   (open its page Custom Scalars)")
 
 
 if __name__ == "__main__":

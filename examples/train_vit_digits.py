@@ -85,19 +85,17 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the digits")
-    parser.add_argument(
-        "--every-n-steps", type=int, default=20, help="optimizer steps between two readings of the heads"
-    )
+    parser.add_argument("--every-n-steps", type=int, default=20, help="optimizer steps between two readings")
     parser.add_argument("--layers", type=int, default=3, help="attention layers")
     parser.add_argument("--heads", type=int, default=4, help="heads per layer")
-    parser.add_argument("--width", type=int, default=64, help="width of the model; the heads share it")
+    parser.add_argument("--width", type=int, default=64, help="width of the model, shared by the heads")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     parser.add_argument("--out", type=Path, default=Path("runs/vit"), help="folder of the run")
     parser.add_argument("--no-wandb", action="store_true", help="write no offline W&B run")
     options = parser.parse_args(argv)
 
-    # Leave out what concerns a cluster, or somebody else's future.
+    # Silence messages of Lightning about clusters, other products and deprecations.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "TPU available" not in record.getMessage() and "Tip:" not in record.getMessage()
     )

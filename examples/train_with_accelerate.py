@@ -3,8 +3,8 @@
     python examples/train_with_accelerate.py
 
 takes less than a minute on two CPU cores; `accelerate launch` starts it on more devices. Gradients are accumulated over
-two batches, and readings are at optimizer steps all the same. `accelerator.register_for_checkpointing(heads)` puts what
-a resumed run has to know into every checkpoint: run it again with `--resume` to go on from the last one.
+two batches, and readings are at optimizer steps all the same. `accelerator.register_for_checkpointing(heads)` adds the
+state of the session to every checkpoint: run it again with `--resume` to continue from the last one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCABULARY = 256  # one token per byte
 
 
 def windows(length: int, max_bytes: int = 1_000_000) -> list[Tensor]:
-    """Read the sources of the running Python as stretches of `length + 1` bytes."""
+    """Read the sources of the running Python as windows of `length + 1` bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[:max_bytes]
     return list(torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, length + 1, length))
@@ -57,17 +57,15 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps until the end")
     parser.add_argument("--accumulate", type=int, default=2, help="batches per optimizer step")
-    parser.add_argument(
-        "--every-n-steps", type=int, default=10, help="optimizer steps between two readings of the heads"
-    )
+    parser.add_argument("--every-n-steps", type=int, default=10, help="optimizer steps between two readings")
     parser.add_argument("--layers", type=int, default=3, help="attention layers")
     parser.add_argument("--heads", type=int, default=4, help="heads per layer")
-    parser.add_argument("--width", type=int, default=96, help="width of the model; the heads share it")
-    parser.add_argument("--length", type=int, default=64, help="bytes that the model sees at once")
-    parser.add_argument("--batch-size", type=int, default=16, help="stretches of text per batch")
+    parser.add_argument("--width", type=int, default=96, help="width of the model, shared by the heads")
+    parser.add_argument("--length", type=int, default=64, help="context length in bytes")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows of text per batch")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     parser.add_argument("--out", type=Path, default=Path("runs/accelerate"), help="folder of the run")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the folder of the run")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in the folder of the run")
     return parser.parse_args(argv)
 
 
@@ -84,17 +82,17 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 
-    heads = watch_heads(  # what accelerate has prepared
+    heads = watch_heads(  # takes the model and optimizer that `prepare` returned
         model, optimizer, every_n_steps=options.every_n_steps, log_dir=options.out, tensorboard=True
     )
     accelerator.register_for_checkpointing(heads)
     if options.resume:
         accelerator.load_state(options.out / "checkpoint")
-        accelerator.print(f"goes on from step {heads.global_step}")
+        accelerator.print(f"resumed at step {heads.global_step}")
     with heads:
         while heads.global_step < options.steps and not heads.should_stop:
             for window in batches:
-                with accelerator.accumulate(model), heads.step():  # beside `accumulate`, around the same lines
+                with accelerator.accumulate(model), heads.step():  # the line to add, beside `accumulate`
                     logits = model(window[:, :-1])
                     loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
                     accelerator.backward(loss)
@@ -114,8 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         plot_trajectories(load_history(heads.history_path)).savefig(figure, dpi=110)
         print(f"\nfigure            {figure}")
         print(f"every reading     {heads.history_path}")
-        print(f"checkpoint        {options.out / 'checkpoint'}   (--resume --steps {2 * options.steps} goes on)")
-        print(f"TensorBoard       tensorboard --logdir {options.out}   (see its page Custom Scalars)")
+        print(f"checkpoint        {options.out / 'checkpoint'}   (resume with --resume --steps {2 * options.steps})")
+        print(f"TensorBoard       tensorboard --logdir {options.out}   (open its page Custom Scalars)")
     accelerator.end_training()
 
 

@@ -2,9 +2,9 @@
 
     python examples/train_with_transformers.py
 
-takes less than a minute on two CPU cores. The text is that of the Python standard library. `HDITrainerCallback` is one
-line, in `main`. It writes a TensorBoard log beside the trainer's own and a history, and ends with a figure of the
-trajectories.
+takes less than a minute on two CPU cores. The text is that of the Python standard library. The line to add is
+`HDITrainerCallback`, in `main`. It writes a history and a TensorBoard log beside the trainer's own, and ends with a
+figure of the trajectories.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCABULARY = 256  # one token per byte
 
 
 class Windows(Dataset):
-    """The sources of the running Python as stretches of bytes."""
+    """Non-overlapping windows of bytes from the sources of the running Python."""
 
     def __init__(self, length: int, max_bytes: int = 1_000_000) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -45,14 +45,12 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
-    parser.add_argument(
-        "--every-n-steps", type=int, default=10, help="optimizer steps between two readings of the heads"
-    )
+    parser.add_argument("--every-n-steps", type=int, default=10, help="optimizer steps between two readings")
     parser.add_argument("--layers", type=int, default=3, help="attention layers")
     parser.add_argument("--heads", type=int, default=4, help="heads per layer")
-    parser.add_argument("--width", type=int, default=96, help="width of the model; the heads share it")
-    parser.add_argument("--length", type=int, default=64, help="bytes that the model sees at once")
-    parser.add_argument("--batch-size", type=int, default=16, help="stretches of text per step")
+    parser.add_argument("--width", type=int, default=96, help="width of the model, shared by the heads")
+    parser.add_argument("--length", type=int, default=64, help="context length in bytes")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows of text per step")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     parser.add_argument("--out", type=Path, default=Path("runs/transformers"), help="folder of the run")
     return parser.parse_args(argv)
@@ -94,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     plot_trajectories(load_history(callback.history_path)).savefig(figure, dpi=110)
     print(f"\nfigure            {figure}")
     print(f"every reading     {callback.history_path}")
-    print(f"TensorBoard       tensorboard --logdir {options.out}   (see its page Custom Scalars)")
+    print(f"TensorBoard       tensorboard --logdir {options.out}   (open its page Custom Scalars)")
 
 
 if __name__ == "__main__":

@@ -240,3 +240,19 @@ def test_every_file_that_architecture_names_is_in_its_room_and_no_room_is_left_o
 def test_every_default_curve_is_explained(tag):
     headings = re.findall(r"^## (.*)$", (ROOT / "docs" / "reading-the-curves.md").read_text(), flags=re.M)
     assert any(f"`{tag}`" in heading for heading in headings)
+
+
+def test_the_readme_repeats_the_numbers_of_the_pages_that_measured_them():
+    """Whoever makes one of these pages anew brings the README up to date."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    models = (ROOT / "docs" / "supported-models.md").read_text()
+    found = re.search(r"Of (\d+) architectures .*?: (\d+) right .*?, (\d+) refused, 0 wrong", models)
+    assert found is not None, "the README says that none is read wrongly"
+    count, right, refused = found.groups()
+    assert f"{count} architectures of transformers" in readme
+    assert f"{right} are read right, {refused} are refused" in readme
+    modules = (ROOT / "docs" / "modules-by-hand.md").read_text()
+    count = re.search(r"^(\d+) modules", modules, flags=re.M)[1]
+    right, wrong = re.search(r"^\| forward \| (\d+) \|.*\| (\d+) \|$", modules, flags=re.M).groups()
+    assert f"{count} modules written by hand to be hard to read, {right} are right and none is wrong" in readme
+    assert wrong == "0"

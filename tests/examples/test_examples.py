@@ -172,7 +172,7 @@ def test_the_loops_say_where_everything_is(name, request):
 
 
 def test_the_accelerate_example_goes_on_from_its_checkpoint(with_accelerate):
-    assert "goes on from step 20" in with_accelerate.printed
+    assert "resumed at step 20" in with_accelerate.printed
     assert (with_accelerate.folder / "checkpoint").is_dir()
 
 
