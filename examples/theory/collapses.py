@@ -1,4 +1,4 @@
-"""Claim 10: rank collapse, entropy collapse, and heads that cannot be told apart behind the output projection."""
+"""Claim 10: rank collapse, entropy collapse, and heads that only the output projection distinguishes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.theory.readings import readings
 from examples.train_gpt import GPT, read_standard_library
 
 LAYER = 1  # of two
-# Which reading is named for which collapse, and in which direction it moves.
+# Which reading is meant to detect which collapse, and in which direction it moves.
 NAMED = {
     "rank collapse": ("token_rank", -1),
     "entropy collapse": ("attention_entropy", -1),
@@ -27,7 +27,7 @@ NAMED = {
 
 
 def collapse_rank(model: GPT, share: float) -> None:
-    """Shrink the inputs of the layer towards one direction: its norm's gain in all but one basis direction."""
+    """Shrink the inputs of the layer towards one direction, by the gain of its norm in all but one basis direction."""
     norm = model.blocks[LAYER].norm_attention
     kept = torch.full_like(norm.weight, 1 - share)
     kept[0] = 1
@@ -36,12 +36,12 @@ def collapse_rank(model: GPT, share: float) -> None:
 
 
 def collapse_entropy(model: GPT, share: float) -> None:
-    """Sharpen all heads: their queries grow, by up to thirty times."""
+    """Sharpen all heads: scale their queries by up to thirty."""
     model.blocks[LAYER].attention.q_proj.weight.mul_(1 + 29 * share)
 
 
 def same_heads(model: GPT, share: float) -> None:
-    """Make heads equal before the output projection, which tells them apart: Q, K and V become those of head 0."""
+    """Make heads equal before the output projection, which differs: Q, K and V become those of head 0."""
     attention = model.blocks[LAYER].attention
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
         heads = linear.weight.unflatten(0, (attention.num_heads, -1))
@@ -56,7 +56,7 @@ FAULTS: dict[str, Callable[[GPT, float], None]] = {
 
 
 def train(seed: int, steps: int, fault: str | None, model: GPT | None = None) -> tuple[GPT, list[dict[str, float]]]:
-    """Train; with a fault, apply a growing share of it after each of the steps. Give readings along the way."""
+    """Train; with a fault, apply a growing share of it after each of the steps. Return the readings."""
     text, _ = read_standard_library()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -135,20 +135,20 @@ def run(size: Size) -> Claim:
     figure.supxlabel("readings; the fault grows from the fourth on")
     return Claim(
         name="collapses",
-        title="Three collapses, and which reading sees which",
+        title="Three collapses, and which reading detects which",
         words=[
-            "Heads can fail in ways that have little to do with each other. *Rank collapse*: the input tokens of a "
-            "layer become alike, and no head has anything to tell apart (Dong, Cordonnier and Loukas 2021). "
+            "Heads fail in ways that are nearly independent of each other. *Rank collapse*: the input tokens of a "
+            "layer become alike, so that no head can distinguish them (Dong, Cordonnier and Loukas 2021). "
             "*Entropy collapse*: scores grow until each query looks at one token (Zhai et al. 2023). *Same heads*: "
-            "heads compute the same, while their output projections differ, so that what they add to the output is "
-            "not correlated. Each is brought about alone, in small decoders that train on; a growing share of the "
-            "fault is applied after some of the steps.",
-            "A reading sees a collapse in a run if it ends outside the 95 % interval of one further healthy run, "
+            "heads compute the same, while their output projections differ, so that their contributions to the output "
+            "are not correlated. Each is induced alone, in small decoders that continue to train; a growing share of "
+            "the fault is applied after some of the steps.",
+            "A reading detects a collapse in a run if it ends outside the 95 % interval of one further healthy run, "
             "over seeds.",
         ],
         parts=[
             Part(
-                "each collapse is seen by the reading that is named for it",
+                "each collapse is detected by the reading that is meant for it",
                 "holds if `token_rank` falls in every run of rank collapse, `attention_entropy` in every one of "
                 "entropy collapse, and `head_output_overlap` rises in every one of same heads, all outside the "
                 "interval of healthy runs",
@@ -156,14 +156,14 @@ def run(size: Size) -> Claim:
                 ", ".join(f"{fault}: {detected[fault, NAMED[fault][0]]:.0%} of runs" for fault in FAULTS),
             ),
             Part(
-                "the index of the key weights sees all three",
+                "the index of the key weights detects all three",
                 "holds if it does in over 90 % of the runs of each; fails if in under half of the runs of any; else "
                 "open",
                 "holds" if min(hdi.values()) > 0.9 else "fails" if min(hdi.values()) < 0.5 else "open",
                 ", ".join(f"{fault}: {share:.0%} of runs" for fault, share in hdi.items()),
             ),
             Part(
-                "the correlation of heads' contributions sees heads that are the same",
+                "the correlation of heads' contributions detects heads that are the same",
                 "holds if in over 90 % of the runs; fails if in under half; else open",
                 correlation,
                 f"{behind:.0%} of runs",
@@ -172,8 +172,7 @@ def run(size: Size) -> Claim:
         numbers=numbers,
         tables={"Share of runs that end outside the interval of healthy ones": "\n".join(table)},
         seeds=f"0 to {seeds - 1}",
-        left="Collapses that come of themselves, in large models and over long trainings: these were brought "
-        "about. Blind here: "
+        left="Spontaneous collapses, in large models and over long trainings: these were induced. Not detected here: "
         + "; ".join(f"for {fault}, {', '.join(f'`{name}`' for name in blind[fault]) or 'none'}" for fault in FAULTS)
         + ".",
         caption="Six readings of the layer, mean over seeds, in healthy runs and under each fault",

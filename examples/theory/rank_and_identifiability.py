@@ -1,4 +1,4 @@
-"""Claim 13: norms and the rank of tokens, residuals against rank collapse, and directions that no output shows."""
+"""Claim 13: norms and the rank of tokens, residuals against rank collapse, and directions without effect."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def affine_rank(x: Tensor) -> int:
 
 
 def centred_rank(x: Tensor) -> int:
-    """Rank of the tokens after each has lost its own mean over features, as a layer norm takes it out."""
+    """Rank of the tokens, each less its own mean over features, as in a layer norm."""
     return int(torch.linalg.matrix_rank(x - x.mean(-1, keepdim=True), rtol=1e-9))
 
 
 def ranks_through_norm(draws: int) -> tuple[int, int, int]:
-    """How often a layer norm changes the rank and the affine rank of random flat token sets, the latter by how much."""
+    """Count changes of rank and affine rank of random flat token sets by a layer norm; largest change of the latter."""
     draw = torch.Generator().manual_seed(0)
     changed = changed_affine = most = 0
     for _ in range(draws):
@@ -65,7 +65,7 @@ def rank_over_depth(depth: int, seed: int, *, residual: bool) -> list[float]:
 
 
 def hidden_directions(output: Tensor, tokens: int) -> int:
-    """Directions of the heads' outputs at this many tokens that do not show behind the projection (H, d_v, d)."""
+    """Number of directions of the heads' outputs at this many tokens that the projection (H, d_v, d) maps to zero."""
     stacked = output.flatten(0, 1)
     return tokens * (stacked.shape[0] - int(torch.linalg.matrix_rank(stacked, rtol=1e-6)))
 
@@ -85,7 +85,7 @@ def mean_of_heads(heads: int, width: int) -> Tensor:
 
 
 def movement_behind(output: Tensor, seed: int) -> tuple[float, float]:
-    """How much heads' outputs are moved along a hidden direction, and how much the layer's output moves with them."""
+    """Size of a movement of heads' outputs along a hidden direction, and of the change of the layer's output."""
     draw = torch.Generator().manual_seed(seed)
     stacked = output.flatten(0, 1)
     null = torch.linalg.svd(stacked.mT).Vh[int(torch.linalg.matrix_rank(stacked, rtol=1e-6)) :]
@@ -152,18 +152,18 @@ def run(size: Size) -> Claim:
     axis.legend()
     return Claim(
         name="rank_and_identifiability",
-        title="Rank of tokens, and heads that cannot be told apart",
+        title="Rank of tokens, and heads that cannot be identified",
         words=[
             "Heads differ only if tokens do. A layer norm takes the mean over features out of each token and divides "
             "by its spread: it multiplies each token by a number of its own, which keeps the rank of the (centred) "
             "tokens exactly. The *affine* rank, the dimension of the smallest flat through all tokens, is another "
-            "matter, as tokens on a line through nowhere are spread over an arc.",
+            "matter, as tokens on a line that misses the origin are spread over an arc.",
             "Attention averages tokens, so that layers of it alone make tokens one (Dong, Cordonnier and Loukas "
-            "2021); a residual connection carries what was different past it. Here: untrained layers, with layer "
+            "2021); a residual connection carries the differences past it. Here: untrained layers, with layer "
             "norms in front.",
-            "Behind the output projection only a sum is left. Of the $n H d_k$ numbers that $H$ heads put out at $n$ "
-            "tokens, a plain mean keeps $n d_k$: in the other $n (H - 1) d_k$ directions heads can be moved without "
-            "any effect, and no data tells which heads it were. In general these are $n (H d_v - "
+            "Behind the output projection only a sum of the heads is left. Of the $n H d_k$ numbers that $H$ heads "
+            "output at $n$ tokens, a plain mean keeps $n d_k$: in the other $n (H - 1) d_k$ directions heads can be "
+            "moved without any effect, so that no data identifies them. In general these are $n (H d_v - "
             "\\operatorname{rank} W_O)$: none, where the output projection is square and of full rank, and many "
             "where heads are averaged.",
         ],

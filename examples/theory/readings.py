@@ -1,4 +1,4 @@
-"""What the package reads of a recorded layer: the numbers that its curves show, for one moment."""
+"""The curves of the package for a recorded layer, at one moment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weights_of(layer: Recorded, role: str) -> Tensor:
 
 
 def head_outputs(layer: Recorded) -> Tensor:
-    """(tokens, H, width), what goes into the output projection."""
+    """(tokens, H, width), the input of the output projection."""
     outputs = layer.scores().softmax(-1) @ layer.features(layer.value)
     return outputs.transpose(1, 2).flatten(0, 1)
 

@@ -175,7 +175,7 @@ def run(size: Size) -> Claim:
             "Then one-layer decoders of width 64 are trained on 10 thousand to a million bytes of Python source, "
             "with 16 heads of width 4 up to one head of width 64. A rule hits if the loss of the width that it names "
             f"is within {NEAR:.0%} of the best of the five. Two rules are compared out of sample: `rank_allocations` "
-            "from readings of the model with four heads (its best width, even where it says that it cannot tell), "
+            "from readings of the model with four heads (its best width, even where the measurements single out none), "
             "and the custom $d_k = 64$, or $d/8$ in narrow models, which is 8 here.",
         ],
         parts=[

@@ -97,12 +97,13 @@ def run(size: Size) -> Claim:
             "kernel: $\\hat f(q) = \\sum_j K(q, k_j) v_j / \\sum_j K(q, k_j)$ (Nadaraya 1964, Watson 1964). Softmax "
             "attention is that with $K(q, k) = \\exp(q^\\top k / \\sqrt{d_k})$: the keys are the points and the "
             "values are the targets.",
-            "This kernel also rewards long keys. As $q^\\top k = -\\frac12 \\lVert q - k \\rVert^2 + \\frac12 "
+            "This kernel also gives long keys more weight. As $q^\\top k = -\\frac12 \\lVert q - k \\rVert^2 + "
+            "\\frac12 "
             "\\lVert q \\rVert^2 + \\frac12 \\lVert k \\rVert^2$, it is the Gaussian kernel of bandwidth $d_k^{1/4}$ "
             "with the prior weight $\\exp(\\lVert k_j \\rVert^2 / 2 \\sqrt{d_k})$ on key $j$, and the plain Gaussian "
-            "kernel if all keys have one norm. Whether they have it in trained heads is measured: the distance "
-            "between both kernels' rows is the total variation, 0 if they are the same and 1 if they look at "
-            "different tokens.",
+            "kernel if all keys have one norm. Whether keys of trained heads do is measured: the distance "
+            "between both kernels' rows is the total variation, 0 if they are the same and 1 if they put their weight "
+            "on different tokens.",
         ],
         parts=[
             Part(

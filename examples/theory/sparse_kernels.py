@@ -113,7 +113,7 @@ def von_mises_fisher(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def linear_attention(q: Tensor, k: Tensor) -> Tensor:
-    """As it is computed: keys are summed up first; a row is what the sums give to each unit value."""
+    """As it is computed: keys are summed first; a row is the response of the sums to each unit value."""
     phi_q, phi_k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
     values = torch.eye(len(k), dtype=k.dtype)
     return (phi_q @ (phi_k.mT @ values)) / (phi_q @ phi_k.sum(0))[:, None]
@@ -203,12 +203,12 @@ def run(size: Size) -> Claim:
         name="sparse_kernels",
         title="Sparse attention is a kernel of compact support",
         words=[
-            "Softmax gives every token some weight. Sparsemax (Martins and Astudillo 2016) and $\\alpha$-entmax "
+            "Softmax gives every token a positive weight. Sparsemax (Martins and Astudillo 2016) and $\\alpha$-entmax "
             "(Peters, Niculae and Martins 2019) give most tokens none: $p_j = [(\\alpha - 1) s_j - "
             "t]_+^{1/(\\alpha-1)}$, with $t$ such that the weights add up to 1. If all keys have one norm, a score "
-            "is a distance up to a constant of the query, and the weights are kernels that every course in "
-            "statistics knows: Epanechnikov, biweight, triweight. Their radius is not fixed: each query has the one "
-            "with which the weights add up.",
+            "is a distance up to a constant of the query, and the weights are kernels known from statistics: "
+            "Epanechnikov, biweight, triweight. Their radius is not fixed: for each query it is the one with which "
+            "the weights add up to 1.",
             "Each line of the table is computed twice, once as the attention is written (entmax by the package of "
             "its authors, top-k by sorting, linear attention by its running sums) and once as a kernel of the "
             "distance (kernels and neighbours of scikit-learn, radii by Brent's method), and the weights are "
@@ -216,7 +216,7 @@ def run(size: Size) -> Claim:
         ],
         parts=[
             Part(
-                "each attention of the table is the kernel that it is said to be",
+                "each attention of the table is the kernel beside it",
                 f"holds if no weight differs by {EXACT:g}, and exactly the kernels of compact support give zeros",
                 "holds" if is_so else "fails", f"The largest difference in the table is {worst_of_all:.1e}.",
             ),

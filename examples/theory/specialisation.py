@@ -20,7 +20,7 @@ CHANGED = {"with noise": {"noise": 0.5}, "with 8 heads": {"heads": 8}, "with 5,0
 
 
 def diversity(model: GPT) -> tuple[float, float]:
-    """Mean over layers of the index, and of what it is above chance: minus the alignment."""
+    """Mean over layers of the index, and of its excess over chance: minus the alignment."""
     layers = [block.attention for block in model.blocks]
     found = [head_diversity(layer.k_proj.weight.detach().unflatten(0, (layer.num_heads, -1))) for layer in layers]
     return float(np.mean([float(d.index) for d in found])), -float(np.mean([float(d.alignment) for d in found]))
@@ -29,7 +29,7 @@ def diversity(model: GPT) -> tuple[float, float]:
 def train(
     seed: int, steps: int, *, noise: float, heads: int, text: int, readings: int = 6
 ) -> list[tuple[float, float]]:
-    """Train a decoder; a share of the targets is replaced by random bytes. Give the diversity along the way."""
+    """Train a decoder; a share of the targets is replaced by random bytes. Return the diversity over the training."""
     train_text, _ = read_standard_library()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -103,14 +103,14 @@ def run(size: Size) -> Claim:
         name="specialisation",
         title="Do heads specialise in training?",
         words=[
-            "The abstract takes its theorem for an explanation of why heads specialise. If a training followed the "
-            "error of an ensemble, HDI would rise, and the more there is to gain from averaging the more it would: "
+            "The abstract offers its theorem as an explanation of why heads specialise. If training minimised the "
+            "error of an ensemble, HDI would rise, and would rise more where averaging gains more: "
             "with noisy targets, with many heads, with little data. One-layer decoders of bytes are trained: "
             "ordinarily (4 heads, a million bytes), with half of the targets replaced by random bytes, with 8 heads, "
             "and with 5,000 bytes. Trainings of one seed begin with the same weights and text where that is "
             "possible, and are compared pair by pair.",
             "As chance depends on the number of heads, what is compared is diversity above chance: minus the "
-            "[alignment](../mathematics.md#head-diversity-index), 0 where heads are as random ones are.",
+            "[alignment](../mathematics.md#head-diversity-index), 0 for random heads.",
         ],
         parts=parts,
         numbers=numbers,

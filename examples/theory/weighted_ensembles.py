@@ -1,4 +1,4 @@
-"""Claim 4: heads that are weighted instead of averaged, and what is left of monotonicity in HDI."""
+"""Claim 4: heads that are weighted instead of averaged, and whether the error is still monotone in HDI."""
 
 from __future__ import annotations
 
@@ -162,15 +162,15 @@ def run(size: Size) -> Claim:
             "the covariance matrix $C$, the mean has the error $\\mathbf{1}^\\top C \\mathbf{1} / H^2$, and the best "
             "weights that add up to 1 are $C^{-1} \\mathbf{1} / \\mathbf{1}^\\top C^{-1} \\mathbf{1}$ (Bates and "
             "Granger 1969), with the error $1 / \\mathbf{1}^\\top C^{-1} \\mathbf{1}$. An output projection is free "
-            "to learn weights, so that the mean is not what a transformer has to make do with.",
+            "to learn weights, so that a transformer is not bound to the mean.",
             "First heads are copied: HDI falls, the error of the mean rises, and best weights share out among the "
             "copies. Then two layers are shown whose order by HDI is not their order by error. Then weights are "
             "learned from 400 noisy points, by least squares and by Adam.",
             'What can be said instead of "falls with HDI": under best weights the error falls as $C$ falls (if '
             "$C' - C$ is positive semi-definite, $1 / \\mathbf{1}^\\top C^{-1} \\mathbf{1}$ is no larger). Where "
             "all pairs have one overlap, best weights are the mean, and the statement in HDI is back. The pair of "
-            "layers that is shown was chosen after a first one had not reversed the order: that such pairs exist is "
-            "what it proves, and the random pairs below say how common they are.",
+            "layers that is shown was chosen after a first one had not reversed the order: it proves that such pairs "
+            "exist, and the random pairs below show how common they are.",
         ],
         parts=[
             Part(
@@ -188,7 +188,7 @@ def run(size: Size) -> Claim:
                 f"changes by {drift:.1e}, while that of the mean changes by {by_mean[-1] / by_mean[0] - 1:+.0%}",
             ),
             Part(
-                "a trained output projection finds better weights than the mean, heads alike",
+                "a trained output projection finds better weights than the mean, where heads are alike",
                 LEARNED,
                 alike_verdict,
                 alike_why,
