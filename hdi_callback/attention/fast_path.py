@@ -1,4 +1,4 @@
-"""When torch computes an encoder layer in one kernel, without calling the attention in it."""
+"""The conditions under which torch computes an encoder layer in one kernel, without calling its attention."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def _compare_layer(name: str, a: LayerRecord, b: LayerRecord, moved: Sequence[fl
 
 
 def _moved(a: Source, b: Source) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """How far each key head moved."""
+    """Distance that each key head moved."""
     ones, others = (
         {users_name(layer.name): layer for layer in survey(inner_model(source.model)).layers} for source in (a, b)
     )

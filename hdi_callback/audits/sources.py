@@ -239,7 +239,7 @@ def _built_by(text: str) -> nn.Module:
             f"`{text}` raised {type(error).__name__} ({first_line(error)}); it must build a model without arguments."
         ) from error
     if not isinstance(model, nn.Module):
-        raise MisconfigurationError(f"`{text}` must give a torch.nn.Module, got a {type(model).__name__}.")
+        raise MisconfigurationError(f"`{text}` must return a torch.nn.Module, got a {type(model).__name__}.")
     return model
 
 

@@ -98,9 +98,7 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         stored = safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise MisconfigurationError(
-            f"`{file}` is no safetensors file that can be read: {first_line(error)}."
-        ) from error
+        raise MisconfigurationError(f"`{file}` cannot be read as a safetensors file: {first_line(error)}.") from error
     with stored as opened:
         yield opened
 

@@ -41,7 +41,7 @@ _EXIT_CODES = (
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
 @click.version_option(package_name="hdi-callback", prog_name="hdi", message="%(prog)s %(version)s")
 def hdi() -> None:
-    """Say whether attention heads stay different, in a model, a checkpoint or a run.
+    """Check the diversity of the attention heads of a model, a checkpoint or a run.
 
     MODEL is a folder of transformers, a .safetensors file, a checkpoint with --class, or module:function.
     RUN is the history.jsonl of a run, or its folder.
@@ -213,7 +213,7 @@ def alerts(run: str, since: int, level: str, as_json: bool) -> int:
 @click.argument("name", nargs=-1, metavar="[RULE or CURVE]")
 @_JSON
 def explain(name: tuple[str, ...], as_json: bool) -> int:
-    """Say what a rule or a curve means and what to do about it.
+    """Explain a rule or a curve, and what to do about it.
 
     Without a name it lists the rules. An alert on the console names its rule at the end.
 

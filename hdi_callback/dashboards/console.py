@@ -142,7 +142,7 @@ class AlertLines:
             self._say(f"hdi_callback prints no further alerts; all of them are in {self._elsewhere}.")
 
     def _more_on(self, alert: Alert) -> str:
-        """Where to read more about a rule, once for each rule."""
+        """Reference to the explanation of a rule, once for each rule."""
         if alert.is_resolved or alert.rule in self._explained:
             return ""
         self._explained.add(alert.rule)
@@ -155,7 +155,7 @@ class AlertLines:
 
 
 def place_to_read(rule: str) -> str:
-    """Where a rule is explained: a page of the project, if its metadata name one, or a command.
+    """Reference to the explanation of a rule: a page of the project, if its metadata name one, or a command.
 
     Args:
         rule: its name.

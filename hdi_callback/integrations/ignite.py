@@ -68,7 +68,7 @@ class HDIHandler:
 
     def close(self) -> None:
         """Publish pending readings, and remove all hooks; calling it again does nothing."""
-        self._leave(RuntimeError("the step did not come to its end"))
+        self._leave(RuntimeError("the step did not finish"))
         self.heads.close()
         self._has_ended = True
 
@@ -81,7 +81,7 @@ class HDIHandler:
         self.heads.load_state_dict(state_dict)
 
     def _begin(self, engine: Engine) -> None:
-        self._leave(RuntimeError("the step did not come to its end"))
+        self._leave(RuntimeError("the step did not finish"))
         if self._has_ended:  # the trainer is run for further epochs
             state, self.heads, self._has_ended = self.heads.state_dict(), HeadSession(self._settings), False
             self.heads.load_state_dict(state)

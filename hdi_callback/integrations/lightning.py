@@ -162,7 +162,7 @@ class HDICallback(Shell, pl.Callback):
             self.monitor.suspend()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the hooks back."""
+        """Reinstall the hooks."""
         if self.monitor is not None:
             self.monitor.resume()
 

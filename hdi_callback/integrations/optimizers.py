@@ -51,7 +51,7 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
 
 
 def _calls_hooks(optimizer: Optimizer) -> bool:
-    """Whether its step calls hooks: torch sees to that where `Optimizer.__init__` was called."""
+    """Whether its step calls hooks: torch installs them in `Optimizer.__init__`."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(type(optimizer).step, "hooked")
 
 
@@ -166,9 +166,9 @@ class OptimizerSteps:
         if not has_stepped and [one._version for one in self._followed] != self._versions:
             self._warn_once.warn(
                 "other steps",
-                "The weights changed within `with heads.step():`, and the optimizer that `watch_heads` got made no "
-                "step: what another optimizer or your own code does to them is not counted, and not read. Give every "
-                "optimizer that trains them, watch_heads(model, [first, second]).",
+                "The weights changed within `with heads.step():`, but the optimizer that was passed to `watch_heads` "
+                "made no step: changes by another optimizer or by your own code are neither counted nor measured. Pass "
+                "every optimizer that trains them: watch_heads(model, [first, second]).",
             )
         self._has_stepped |= has_stepped
         return has_stepped
@@ -184,7 +184,7 @@ class OptimizerSteps:
             self._warn_once.warn(
                 "no step",
                 "The optimizer made no step in `with heads.step():`, so that there is one reading at most. "
-                "Call optimizer.step() within it, on the optimizer that `watch_heads` got.",
+                "Call optimizer.step() within it, on the optimizer that was passed to `watch_heads`.",
             )
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class OptimizerSteps:
         return None
 
     def _preparing(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a closure end with the preparation: forward and backward are in it, and its gradients are used."""
+        """Make a closure end with the preparation: it runs forward and backward, and its gradients are used."""
         self._before_closure()
 
         @wraps(closure)

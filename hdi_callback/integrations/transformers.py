@@ -72,7 +72,7 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
         )
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Let the error of `setup` pass."""
+        """Do nothing: Lightning re-raises the error of `setup`."""
 
     def close(self) -> None:
         """Publish pending readings and remove all hooks, after a training that an exception ended.
@@ -99,7 +99,7 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
     # during the forwards and backwards of a step; any other call sees the model without hooks.
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put the hooks on, and arm the capture when a reading is due."""
+        """Install the hooks, and arm the capture when a reading is due."""
         if self._session is not None:
             self._session.monitor.resume()
             self._session.before_forward()

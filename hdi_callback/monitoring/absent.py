@@ -50,7 +50,7 @@ class Absent:
             return
         self._warn_once.warn(
             kind,
-            f"{what}: {reason}. It is left out of such readings, and so is every layer of which this holds; training "
+            f"{what}: {reason}. It is left out of these readings, as is every layer with this reason; training "
             "goes on.",
         )
 

@@ -67,7 +67,7 @@ def _create(path: Path, data: bytes) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Make the new name survive a power failure, where folders can be synchronised."""
+    """Synchronise the folder, so that the new name survives a power failure."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

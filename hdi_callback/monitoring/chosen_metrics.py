@@ -81,7 +81,7 @@ def check_needs(rule: str, needs: Sequence[str], metrics: Sequence[str]) -> None
     for name in needs:
         if name not in METRICS:
             raise MisconfigurationError(
-                f"The rule {rule!r} needs {name!r}, which is no metric.{did_you_mean(name, METRICS)} {_known()}"
+                f"The rule {rule!r} needs {name!r}, which is not a metric.{did_you_mean(name, METRICS)} {_known()}"
             )
         sources = {"key", *(METRICS[metric].source for metric in metrics)}
         is_error = name.endswith("_error") and not any(metric.endswith("_error") for metric in metrics)

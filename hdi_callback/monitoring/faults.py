@@ -9,7 +9,7 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class _Faults(WarnOnce):
-    """See `WarnOnce`."""
+    """`WarnOnce` with the method names of version 0.1."""
 
     contained = WarnOnce.guard
     tell = WarnOnce.error

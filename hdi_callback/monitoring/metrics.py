@@ -106,7 +106,7 @@ def _diversity_metrics(role: str) -> list[Metric]:
         metric(
             "_energy_worst_alignment", "energy_worst_alignment", "Largest energy overlap against chance, from {of}."
         ),
-        metric("_dead_heads", lambda d: d.dead.sum(-1), "How many heads are all but zero, from {of}."),
+        metric("_dead_heads", lambda d: d.dead.sum(-1), "Number of heads whose weights are nearly zero, from {of}."),
         metric("_min_rank", lambda d: d.rank.amin(-1), "Smallest numerical rank of a head, from {of}."),
         metric("_head_norm", lambda d: d.head_norm.mean(-1), "Mean norm of a head, from {of}."),
         metric("_min_flatness", _smallest_flatness, "Smallest spectral flatness of a live head, from {of}."),
@@ -175,7 +175,7 @@ _HEAD_METRICS = [
         "outputs_not_finite",
         CONTRIBUTION,
         lambda c: c.not_finite.sum(-1),
-        "How many heads gave an output that is NaN or infinite.",
+        "Number of heads with an output that is NaN or infinite.",
         "max",
     ),
     Metric(
@@ -201,7 +201,7 @@ _HEAD_METRICS = [
         "weights_not_finite",
         FINITENESS,
         lambda f: f.not_finite.clamp(max=1).sum(-1),  # NaN, where not measured, stays NaN
-        "How many heads have query, key, value or output weights that are NaN or infinite.",
+        "Number of heads with query, key, value or output weights that are NaN or infinite.",
         "max",
     ),
     Metric(
@@ -294,14 +294,14 @@ _ROW_METRICS = [
         "attention_logit_bound",
         ROWS,
         _field("logit_bound", _largest),
-        "No score of any query is larger: largest norms times the scale, plus the largest bias.",
+        "Upper bound of all scores: largest norms times the scale, plus the largest bias.",
         "max",
     ),
     Metric(
         "attention_keys",
         ROWS,
         _field("keys"),
-        "How many keys a query sees, mean over queries: 1 is a mask that leaves one token each.",
+        "Number of keys that a query sees, mean over queries: 1 is a mask that leaves one token each.",
         "min",
     ),
     Metric(

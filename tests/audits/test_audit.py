@@ -269,7 +269,7 @@ def test_broken_files_are_errors_that_name_them(folder, tmp_path):
     with pytest.raises(MisconfigurationError, match="There are no weights in"):
         audit(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    with pytest.raises(MisconfigurationError, match="no safetensors file that can be read"):
+    with pytest.raises(MisconfigurationError, match="cannot be read as a safetensors file"):
         audit(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     with pytest.raises(MisconfigurationError, match="lacks 1 of its 1 shards"):

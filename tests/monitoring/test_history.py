@@ -308,7 +308,7 @@ def test_a_fork_of_the_process_writes_a_copy_of_its_own(tmp_path):
     process = os.fork()
     if process == 0:
         history.write(record_at(5, 0.1))
-        os._exit(0 if len(said) == 1 and "this one is a fork of" in said[0] else 1)
+        os._exit(0 if len(said) == 1 and "parent of this forked process" in said[0] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     for step in (5, 10):
         history.write(record_at(step))

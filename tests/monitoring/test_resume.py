@@ -37,7 +37,7 @@ def test_layers_that_are_not_there_are_another_model_to_one_process_or_where_ran
     layers, is_alone, spans_ranks
 ):
     kept = state(layers, **({"spans_ranks": True} if spans_ranks else {}))
-    with pytest.warns(MonitoringWarning, match=f"not there, or have other heads: `{layers[1].name}`"):
+    with pytest.warns(MonitoringWarning, match=f"this model lacks, or with other heads: `{layers[1].name}`"):
         assert state_of_this_model(kept, layers[:1], is_strict=False, warn_once=WarnOnce(), is_alone=is_alone) is None
 
 

@@ -349,7 +349,7 @@ def test_a_history_that_was_moved_away_begins_again_where_the_run_goes_on(tmp_pa
     checkpoint, history = saved
     history.rename(tmp_path / "elsewhere.jsonl")
     callback = HDICallback(every_n_steps=2)
-    with pytest.warns(MonitoringWarning, match=r"checkpoint names, .*history\.jsonl`, is not there"):
+    with pytest.warns(MonitoringWarning, match=r"checkpoint names, .*history\.jsonl`, does not exist"):
         fit(tmp_path / "second", callback, epochs=2, checkpoint=checkpoint)
     assert readings(callback.history_path) == [6, 8, 10]
 
@@ -385,7 +385,7 @@ def test_a_file_that_a_checkpoint_names_and_that_is_no_history_is_never_written_
     before = history.read_bytes()
     with reported() as warnings:
         fit(tmp_path / "first", HDICallback(every_n_steps=2), epochs=2, checkpoint=checkpoint)
-    assert ["is of another" in one or "of another run" in one for one in warnings] == [True]
+    assert ["not the history of this run" in one or "belongs to another run" in one for one in warnings] == [True]
     assert letter.read_text() == "Dear Mr Vernon,\n\n"
     assert history.read_bytes() == before
 

@@ -1,4 +1,4 @@
-"""Which tokens are padding, from the masks that attention and the modules around it take.
+"""Padding tokens, from the masks that attention and the modules around it take.
 
 Masks over tokens, ``(batch, length)``, come first, from the attention outwards to the model; then masks over pairs of
 tokens, of which a key that no query may attend to is padding. Masks of the keys of another stream (cross-attention)

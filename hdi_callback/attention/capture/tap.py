@@ -54,7 +54,7 @@ class Capture:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens of each sequence are in the sample, padding left out; waits for the device."""
+        """Number of tokens of each sequence in the sample, without padding; waits for the device."""
         kept = self.sequences if self.weights is None else self.sequences[self.weights > 0]
         return tuple(torch.bincount(kept, minlength=self.num_sequences).tolist())
 

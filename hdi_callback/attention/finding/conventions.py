@@ -1,4 +1,4 @@
-"""Which modules resemble attention, by names and by the code of its forward.
+"""Modules that resemble attention, by names and by the code of their forward.
 
 It decides which modules are reported if nothing is read of them, and nothing about their heads.
 """

@@ -1,4 +1,4 @@
-"""Whether a real forward contradicts the heads that a layer claims, before training and in it.
+"""Compare the claimed heads of a layer with a real forward, before training and in it.
 
 At the first armed forward the arguments of attention modules are recorded. Once the backward is over, copies of the
 modules are run with them, and read as before training.

@@ -33,7 +33,7 @@ _PLAIN = (nn.Linear, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuan
 
 
 class Sharding:
-    """How the weights of a model are spread over ranks, and how to read them whole.
+    """The distribution of the weights of a model over ranks, and their gathering.
 
     Args:
         model: the model; its wrappers may come and go later, but FSDP1's must be there.
@@ -287,7 +287,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Size, Tens
 
 @contextmanager
 def _replaced(owner: nn.Module, name: str, value: Tensor) -> Iterator[None]:
-    """Put a tensor in the place of a parameter, behind the back of hooks and registrations."""
+    """Replace a parameter by a tensor, without hooks or registrations being called."""
     # FSDP1 without original parameters keeps plain tensors among the attributes.
     place: dict[str, Any] = owner._parameters if name in owner._parameters else owner.__dict__
     absent = object()

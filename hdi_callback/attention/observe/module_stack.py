@@ -1,4 +1,4 @@
-"""Which module runs, and the place of an attention within it."""
+"""The running module, and the place of an attention within it."""
 
 from __future__ import annotations
 

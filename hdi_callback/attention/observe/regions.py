@@ -1,4 +1,4 @@
-"""Which modules cannot be observed without changing how they run, and why.
+"""Modules that cannot be observed without changing how they run, with the reasons.
 
 - A compiled graph is guarded by the modes that are on: with one more it would be compiled anew.
 

@@ -212,7 +212,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _compiled_frames() -> int:
-    """How many frames were compiled so far; nothing is imported for it."""
+    """Number of frames that were compiled so far; imports nothing."""
     return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 

@@ -38,7 +38,7 @@ class Exchange:
 
     @property
     def size(self) -> int:
-        """How many ranks swap; 1 if none does, or groups of several sizes do."""
+        """Number of ranks that swap; 1 if none does, or groups of several sizes do."""
         sizes = {len(parts) for parts in self.sent}
         return sizes.pop() if len(sizes) == 1 else 1
 

@@ -72,7 +72,7 @@ class Units:
 
     @property
     def count(self) -> int:
-        """How many parts a matrix has."""
+        """Number of parts of a matrix."""
         return max(1, len(self.rows))
 
     def of(self, tensor: Tensor, unit: int) -> Tensor:

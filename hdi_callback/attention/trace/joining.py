@@ -1,4 +1,4 @@
-"""Which of several cores are one layer: heads that are computed one by one, and those of ranks."""
+"""Cores that form one layer: heads that are computed one by one, and those of ranks."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> str:
 
 
 def centre(view: CoreView, heads: dict[Role, list[Rows]]) -> None:
-    """See over which features a norm subtracts the mean: all of them together then change nothing."""
+    """Find the features over which a norm subtracts the mean: a shift of all of them changes nothing."""
     if not view.trace.run.centred:
         return
     run, cores = view.trace.with_means

@@ -126,7 +126,7 @@ def check_finding(finding: Any, series: Series) -> Finding:
         MisconfigurationError: if it is no finding, or a field of it cannot work; says which.
     """
     if not isinstance(finding, Finding):
-        raise MisconfigurationError(f"`judge` must give a Finding or None, got {shown(finding)}.")
+        raise MisconfigurationError(f"`judge` must return a Finding or None, got {shown(finding)}.")
     one_of("level of a Finding", finding.level, LEVELS)
     for name in ("what", "certainty", "remedy"):
         if not isinstance(getattr(finding, name), str):

@@ -32,7 +32,7 @@ def is_created(path: Path, data: bytes) -> bool:
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """Append bytes, in as many calls as it takes.
+    """Append bytes, in as many system calls as needed.
 
     Args:
         file: an unbuffered file.

@@ -69,7 +69,7 @@ def line_from_text(data: bytes) -> dict[str, Any]:
     except (ValueError, MemoryError) as error:
         raise LineError(f"it cannot be decoded ({type(error).__name__})") from error
     if not is_text_map(line) or not isinstance(line.get("kind"), str):
-        raise LineError("it is no object with a kind")
+        raise LineError("it is not an object with a `kind`")
     _check(line)
     return dict(line)
 
@@ -140,14 +140,14 @@ def _check(line: Mapping[str, Any]) -> None:
     """Refuse a line with a known field of the wrong type."""
     kind = line["kind"]
     if kind in ("run", "reading", "alert", "intervention") or "step" in line:
-        _require(is_whole(line.get("step")), "its step is no whole number")
+        _require(is_whole(line.get("step")), "its step is not a whole number")
     if kind == "run":
         layers, last = line.get("layers"), line.get("last_reading", line["step"])
-        _require(is_whole(line.get("format")), "its format is no whole number")
-        _require(is_whole(last, least=-1), "its last reading is no step")
+        _require(is_whole(line.get("format")), "its format is not a whole number")
+        _require(is_whole(last, least=-1), "its last reading is not a step")
         _require(isinstance(layers, list) and all(map(_is_layer, layers)), "its layers are not described")
         _require(isinstance(line.get("run", ""), str) and isinstance(line.get("session", ""), str), "its run has no id")
-        _require(is_text_map(line.get("parent", {})), "its parent is no object")
+        _require(is_text_map(line.get("parent", {})), "its parent is not an object")
     elif kind == "reading":
         _check_reading(line)
     elif kind == "alert":
@@ -159,17 +159,17 @@ def _check(line: Mapping[str, Any]) -> None:
 
 def _check_reading(line: Mapping[str, Any]) -> None:
     epoch = line.get("epoch")
-    _require(epoch is None or is_whole(epoch), "its epoch is no whole number")
-    _require(is_whole(line.get("axis", 0)), "its axis is no whole number")
+    _require(epoch is None or is_whole(epoch), "its epoch is not a whole number")
+    _require(is_whole(line.get("axis", 0)), "its axis is not a whole number")
     time = line.get("time", 0.0)
-    _require(time is not None and is_value(time), "its time is no number")
+    _require(time is not None and is_value(time), "its time is not a number")
     absent = line.get("absent", {})
-    _require(is_text_map(absent) and all(isinstance(why, str) for why in absent.values()), "its reasons are no texts")
+    _require(is_text_map(absent) and all(isinstance(why, str) for why in absent.values()), "its reasons are not texts")
     _require(is_text_map(line.get("layers")), "it has no layers")
     for layer in line["layers"].values():
-        _require(is_text_map(layer), "a layer is no object")
+        _require(is_text_map(layer), "a layer is not an object")
         values, arrays, matrices = (layer.get(part, {}) for part in ("values", "arrays", "matrices"))
-        _require(is_text_map(values) and all(map(is_value, values.values())), "a value is no number")
+        _require(is_text_map(values) and all(map(is_value, values.values())), "a value is not a number")
         _require(is_text_map(arrays) and all(_is_array(*item) for item in arrays.items()), "an array is none")
         _require(is_text_map(matrices) and all(map(_is_matrix, matrices.values())), "a matrix is none")
 

@@ -136,7 +136,7 @@ def _dequantise(codes: Tensor, bounds: list[float]) -> Tensor:
 
 def _inflate(data: Any, size: int) -> bytes:
     if not isinstance(data, str):
-        raise MatrixError("its data are no text")
+        raise MatrixError("its data are not text")
     try:
         inflater = zlib.decompressobj()
         codes = inflater.decompress(base64.b64decode(data, validate=True), size + 1)
@@ -382,5 +382,5 @@ def _layers_at(file: Any, start: int, step: int) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MatrixError("it is not JSON with layers") from error
     if not is_text_map(layers) or not all(map(is_text_map, layers.values())):
-        raise MatrixError("its layers are no objects")
+        raise MatrixError("its layers are not objects")
     return dict(layers)

@@ -70,7 +70,8 @@ def place_history(
     elif recorded is not None and say is not None:
         say(
             "no history",
-            f"The history that the checkpoint names, `{recorded}`, is not there or of another run; a new one begins.",
+            f"The history that the checkpoint names, `{recorded}`, does not exist or belongs to another run; a new "
+            "history begins.",
         )
     if _is_stream(path):
         return history_at(path)
@@ -78,8 +79,8 @@ def place_history(
     if chosen != path and choice is not True and say is not None:
         say(
             "history is taken",
-            f"There is already something at `{path}` that is no history of this run; it is left alone, and this run "
-            f"writes `{chosen}`. Give each run a path of its own.",
+            f"`{path}` exists already and is not the history of this run; it is left unchanged, and this run writes "
+            f"`{chosen}`. Pass a different path for each run.",
         )
     return history_at(chosen, is_new=not _is_empty(chosen), parent=parent)
 

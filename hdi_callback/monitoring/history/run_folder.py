@@ -36,7 +36,7 @@ def find_history(run: str | os.PathLike[str]) -> Path:
     if path.is_file():
         _refuse_empty(path)
         if not run_lines(path):
-            raise MisconfigurationError(f"`{path}` is no history of a run: write the path of a `history.jsonl`.")
+            raise MisconfigurationError(f"`{path}` is not the history of a run: write the path of a `history.jsonl`.")
         return path
     if not path.is_dir():
         raise MisconfigurationError(

@@ -143,8 +143,8 @@ class History:
             self._is_over_budget = True
             self._warn(
                 "history budget",
-                f"The history `{self.path}` has more than the {self._budget / 1e6:.0f} MB that it may have, with "
-                "nothing left to thin. It goes on; read less often (every_n_steps), or allow it more (history_mb).",
+                f"The history `{self.path}` is larger than its limit of {self._budget / 1e6:.0f} MB, and has no "
+                "matrices left to thin. It is still written; raise every_n_steps or history_mb.",
             )
 
     def note(self, kind: str, **facts: Any) -> None:
@@ -244,7 +244,7 @@ class History:
     def _step_aside(self) -> None:
         """Go on in a new file, with the lines of this run so far."""
         taken, written = self.path, b""
-        other = "The process that this one is a fork of writes" if self._is_fork else "Another run has begun to write"
+        other = "The parent of this forked process writes" if self._is_fork else "Another run has begun to write"
         if self._is_fork:
             self._session, self._process = uuid.uuid4().hex, os.getpid()
         with suppress(OSError), taken.open("rb", buffering=0) as file:
@@ -262,7 +262,7 @@ class History:
         self._warn(
             "another writer",
             f"{other} the history `{taken}`; this run goes on in `{self.path}`, which holds its "
-            "earlier readings as well. Give each run a folder of its own.",
+            "earlier readings as well. Use a separate folder for each run.",
         )
 
     def _warn(self, kind: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Interventions: what a callback may do about an alert. None is active unless the user asks for it."""
+"""Interventions: actions of a callback on an alert. None is active unless the user passes it."""
 
 from hdi_callback.monitoring.interventions.action import Action
 from hdi_callback.monitoring.interventions.asked_for import check_interventions

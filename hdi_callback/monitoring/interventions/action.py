@@ -1,4 +1,4 @@
-"""`Action`: what an intervention did, or why it did nothing."""
+"""`Action`: the report of an intervention: its effect, or the reason why it had none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Action:
-    """What an intervention did, as a sentence and as data.
+    """The report of an intervention, as a sentence and as data.
 
     Attributes:
         step: optimizer steps taken before it.

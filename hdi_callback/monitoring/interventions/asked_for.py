@@ -10,7 +10,7 @@ from hdi_callback.monitoring.interventions.intervention import Intervention
 
 
 def check_interventions(interventions: Any, alerts: Any) -> tuple[Intervention, ...]:
-    """Check the interventions that the user asks for.
+    """Check the interventions that the user passed.
 
     Args:
         interventions: interventions, or `None` for none.

@@ -26,7 +26,7 @@ def plain_state(state: Any) -> Any:
         {'count': 3, 'layers': ['a', 'b']}
     """
     if not isinstance(state, Mapping):
-        raise MisconfigurationError(f"`state_dict` of an intervention must give a dictionary, got {shown(state)}.")
+        raise MisconfigurationError(f"`state_dict` of an intervention must return a dictionary, got {shown(state)}.")
     try:
         return _plain(state)
     except RecursionError:

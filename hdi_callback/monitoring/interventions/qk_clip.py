@@ -354,7 +354,7 @@ def _why_not(layer: AttentionLayer) -> str:
     roles: tuple[Role, ...] = ("query", "key")
     for role in roles:
         if role in layer.normed:
-            return f"a norm follows its {role}, which takes the scale away again"
+            return f"a norm follows its {role}, which undoes the scaling"
         if role not in layer.slices or owner_of(layer, layer.weight(role)) is None:
             return f"its {role} heads cannot be written in place ({layer.kind})"
         bias = _bias(layer, role)

@@ -24,7 +24,7 @@ from hdi_callback.monitoring.interventions.parameters import owner_of, parameter
 
 
 class ReviveHeads(Intervention):
-    """Give redundant heads fresh key and query weights in another subspace.
+    """Assign fresh key and query weights in another subspace to redundant heads.
 
     In each group of similar heads, all but the one that contributes most get fresh key and query weights, as far from
     the other heads' as the width allows, and at their scale. Their contribution is folded into that head, and their own
@@ -225,7 +225,7 @@ class ReviveHeads(Intervention):
 
     @contextmanager
     def _all_or_nothing(self, layer: AttentionLayer) -> Iterator[None]:
-        """Put weights and the optimizer's state back if the block fails."""
+        """Restore the weights and the state of the optimizer if the block fails."""
         owners = parameters_of(layer)
         kept = [
             item

@@ -69,7 +69,7 @@ class WatchedLayers:
 
     @property
     def watched(self) -> tuple[AttentionLayer, ...]:
-        """Those of them whose heads no forward has contradicted, in model order."""
+        """The layers whose heads no forward has contradicted, in model order."""
         return tuple(layer for layer in self.all if layer.name not in self._contradicted)
 
     @property

@@ -242,8 +242,8 @@ class HeadVerifier:
     @staticmethod
     def _of_taken_name(one: Unexplained) -> str:
         return (
-            f"The attention in `{one.name}` ({one.module_type}) is not watched: modules moved, and a layer that stood "
-            "there before is watched under its name. A new monitor would watch both."
+            f"The attention in `{one.name}` ({one.module_type}) is not watched: modules were moved, and the layer "
+            "that had this name before is watched under it. A new monitor would watch both."
         )
 
     def _warn_of_refused(self, unchecked: Collection[str]) -> None:

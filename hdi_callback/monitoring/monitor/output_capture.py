@@ -133,8 +133,8 @@ class OutputCapture(Collected):
         if doubts:
             self._warn_once.warn(
                 "padding",
-                f"Which tokens of {listed(list(doubts))} are padding is not known, so that all of them are counted: "
-                f"{next(iter(doubts.values()))}. Write padding=... to say it, or padding=None if there is none.",
+                f"The padding tokens of {listed(list(doubts))} are not known, so that all tokens are counted: "
+                f"{next(iter(doubts.values()))}. Pass padding=..., or padding=None if there is no padding.",
             )
 
     def _warn_of_missed(self, names: Sequence[str]) -> None:
@@ -156,7 +156,7 @@ class OutputCapture(Collected):
             "nothing captured",
             f"{what} in a forward that was to be captured, so their covariance is absent there; weights are read all "
             "the same. Either it was not called in that forward, or that ran outside of `with heads.step():`, or "
-            "it was compiled and called before the monitor was there: then make the monitor before the first call, or "
+            "it was compiled and called before the monitor was made: then make the monitor before the first call, or "
             "write torch.compiler.reset() after making it.",
         )
 

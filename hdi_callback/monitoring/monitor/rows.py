@@ -370,7 +370,7 @@ class AttentionReadings:
         return _sums(read[0], layer)
 
     def _padding(self, sequences: int, length: int) -> Tensor | None:
-        """Which tokens of the running attention are padding; `None` leaves it to the masks that it receives."""
+        """Mask of the padding tokens of the running attention; `None` if the masks that it receives decide."""
         shape = (sequences, length)
         if self._padding_mask is not None:
             padding = fit_padding(self._padding_mask.bool(), shape)

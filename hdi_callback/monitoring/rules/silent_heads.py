@@ -115,7 +115,7 @@ class UntrainedWeights(Rule):
         self.readings = whole_number("readings of UntrainedWeights", readings, least=3, example=5)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Ask of all heads of the layer."""
+        """Judge all heads of the layer."""
         facts, shares = series.facts, series.latest.per_head("head_unchanged")
         _, largest = series.curve("head_unchanged")
         rows = largest[-self.readings :]
@@ -161,7 +161,7 @@ class RoundedAway(Rule):
         self.readings = whole_number("readings of RoundedAway", readings, least=1, example=3)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Ask of all heads of the layer."""
+        """Judge all heads of the layer."""
         shares = series.latest.per_head("head_unchanged")
         _, largest = series.curve("head_unchanged")
         rows = largest[-self.readings :]

@@ -55,7 +55,7 @@ def state_of_this_model(
         return valid
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     listed = ", ".join(f"`{name}`" for name in missing[:3]) + more
-    message = f"The checkpoint was written with attention layers that are not there, or have other heads: {listed}."
+    message = f"The checkpoint was written with attention layers that this model lacks, or with other heads: {listed}."
     if is_strict:
         raise MisconfigurationError(f"{message} Write strict=False to begin a new history.")
     warn_once.warn("another model", f"{message} History, alerts and interventions start anew.")

@@ -221,7 +221,7 @@ class Session:
 
     @property
     def schedule(self) -> Schedule:
-        """When a reading is due."""
+        """The schedule: when a reading is due."""
         return self._reader.schedule
 
     @property

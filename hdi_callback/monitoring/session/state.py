@@ -32,7 +32,7 @@ def read_state(path: Path, warn_once: WarnOnce) -> dict[str, Any] | None:
         warn_once.warn("state", f"`{path}` cannot be read ({describe(error)}): the state in it is lost.")
         return None
     if not isinstance(state, dict):
-        warn_once.warn("state", f"`{path}` holds no dictionary but {_shown(state)}: the state in it is lost.")
+        warn_once.warn("state", f"`{path}` holds not a dictionary but {_shown(state)}: the state in it is lost.")
         return None
     return state
 
@@ -54,7 +54,7 @@ def valid_state(state: Any, *, step: int | None = None, warn_once: WarnOnce) -> 
         return None
     if not isinstance(state, Mapping):
         warn_once.warn(
-            "state", f"The saved state of head diversity is no dictionary but {_shown(state)}. It starts anew."
+            "state", f"The saved state of head diversity is not a dictionary but {_shown(state)}. It starts anew."
         )
         return None
     odd: list[str] = []

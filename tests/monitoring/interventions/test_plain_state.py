@@ -35,7 +35,7 @@ ITSELF["again"] = [ITSELF]
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ([1], "must give a dictionary, got"),
+        ([1], "must return a dictionary, got"),
         ({"a": {1: 2}}, "must have strings as keys, got 1"),
         ({"a": [object()]}, "must hold plain data"),
         (ITSELF, "must not hold itself"),

@@ -81,7 +81,7 @@ class ObservedCore(ReadRows):
 
     @property
     def heads(self) -> int:
-        """How many heads it has; 0 if that is not known."""
+        """Number of heads; 0 if unknown."""
         return self.axes.heads if self.axes is not None else 0
 
 

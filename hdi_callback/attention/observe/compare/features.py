@@ -29,7 +29,7 @@ def tolerance(*tensors: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class HeadMatch:
-    """Which claimed head is which observed head.
+    """Match of claimed heads with observed heads.
 
     Attributes:
         fits: ``(observed heads, claimed heads)``, True where they agree.
@@ -81,7 +81,7 @@ def _residual(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """How much the norms of a head differ over tokens, relative to their mean."""
+    """Spread of the norms of a head over tokens, relative to their mean."""
     norms = x.norm(dim=-1)
     spread: Tensor = norms.std(0) / norms.mean(0).clamp_min(1e-300)
     return spread

@@ -30,12 +30,12 @@ class Axes:
 
     @property
     def sequences(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return math.prod(self.lead[dim] for dim in self.batch)
 
     @property
     def heads(self) -> int:
-        """How many heads there are."""
+        """Number of heads."""
         return math.prod(self.lead[dim] for dim in self.heads_dims)
 
     def opened(self, tensor: Tensor) -> Tensor | None:

@@ -44,7 +44,7 @@ class RowChunk:
 
 @dataclass(frozen=True, eq=False)
 class RowPlan:
-    """Which queries are read.
+    """The queries that are read.
 
     Attributes:
         axes: the leading dimensions of queries and scores.
