@@ -90,7 +90,9 @@ def _print_table(title: str, layers: Sequence[AttentionLayer], refused: Sequence
 
 def _lines(title: str, layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) -> list[str]:
     lines = [title]
-    lines += [f"  {layer.name}: {_heads(layer)} heads of width {_width(layer)}, {layer.kind}" for layer in layers]
+    lines += [
+        f"  {layer.name}: {_heads(layer)} heads of width {_width(layer)}, layout: {layer.kind}" for layer in layers
+    ]
     lines += [f"  {refusal.name}: not watched: {refusal.reason}" for refusal in refused]
     return lines
 

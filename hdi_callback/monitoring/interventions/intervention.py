@@ -88,9 +88,10 @@ class Intervention(ABC):
         Returns:
             A part of a sentence.
         """
-        of = f" but {TiedHeads.name}" if self.rules is None else f" of {', '.join(self.rules)}"
+        rules = f"all rules but {TiedHeads.name}" if self.rules is None else f"the rules {', '.join(self.rules)}"
+        often = "once" if self.at_most == 1 else f"{self.at_most} times"
         dry = ", dry run" if self.dry_run else ""
-        return f"{self.name}: on {self.on} or worse{of}, at most {self.at_most} times{dry}"
+        return f"{self.name} on alerts of {rules}, from the level {self.on} on, at most {often}{dry}"
 
     def attach(self, training: Training) -> None:
         """Attach to a training, before its first step.
