@@ -12,6 +12,7 @@ from torch import nn
 from hdi_callback.attention import find_attention
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
+from tests.attention.sweep.changes import each_head_changes_alone
 from tests.attention.sweep.judge import Claim, Finding, claim_of, determined, heads_of, is_over_features, judge, merged
 from tests.attention.witness import witness
 
@@ -866,3 +867,46 @@ def test_values_are_left_out_rightly_where_no_one_map_gives_those_of_all_positio
     module = TurnsValues(is_everywhere_the_same=is_everywhere_the_same)
     rows = {role: module.maps[role].weight.detach() for role in ("query", "key")}
     assert judged(module, claimed_by_rows(module, rows)).is_right is not is_everywhere_the_same
+
+
+class FilteredPixels(nn.Module):
+    """Each feature of queries, keys and values has a filter of its own over 3 x 3 pixels, and each head a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D)
+        self.filters = nn.ModuleList(nn.Conv2d(D // H, D // H, 3, padding=1, groups=D // H) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(D // H) for _ in range(3))
+
+    def forward(self, x):
+        batch, positions, _ = x.shape
+        roles = []
+        for one, filters, norm in zip(self.qkv(x).chunk(3, -1), self.filters, self.norms):
+            pixels = rearrange(one, "b (y x) (h d) -> (b h) d y x", h=H, x=4)
+            roles.append(norm(rearrange(filters(pixels), "(b h) d y x -> b h (y x) d", h=H)))
+        query, key, value = roles
+        return (torch.softmax(query @ key.mT, -1) @ value).transpose(1, 2).reshape(batch, positions, D)
+
+
+def _side_by_side(rows):
+    return {role: one.view(H, -1, D).unbind() for role, one in rows.items()}
+
+
+_CLAIMS = {
+    "side by side": _side_by_side,
+    "swapped roles": lambda rows: _side_by_side(rows | {"query": rows["key"], "key": rows["query"]}),
+    "permuted heads": lambda rows: _side_by_side(rows) | {"key": rows["key"].view(H, -1, D).unbind()[::-1]},
+    "interleaved heads": lambda rows: _side_by_side(rows) | {"value": rows["value"].view(-1, H, D).unbind(1)},
+}
+
+
+@pytest.mark.parametrize("claimed", _CLAIMS)
+def test_behind_filters_over_many_tokens_and_a_norm_it_shows_which_head_changes(claimed):
+    torch.manual_seed(0)
+    module = FilteredPixels()
+    x = torch.randn(3, 16, D)
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    rows = dict(zip(("query", "key", "value"), module.qkv.weight.detach().chunk(3)))
+    claim = replace(claimed_by_rows(module, rows), weight=_CLAIMS[claimed](rows).__getitem__)
+    assert each_head_changes_alone(claim, lambda: module(x), 3) is (claimed == "side by side")
+    assert all(torch.equal(one, before[name]) for name, one in module.state_dict().items())

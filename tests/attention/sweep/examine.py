@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,8 +18,9 @@ from torch import nn
 
 from hdi_callback.attention import AttentionLayer, survey
 from tests.attention.sweep import architectures, inputs, packages, vision
+from tests.attention.sweep.changes import each_head_changes_alone
 from tests.attention.sweep.documented import is_documented
-from tests.attention.sweep.judge import claim_of, heads_of, is_over_features, judge, merged
+from tests.attention.sweep.judge import Claim, Finding, claim_of, heads_of, is_over_features, judge, merged
 from tests.attention.witness import Witness, witness
 
 BATCH = 41  # a prime, so that no other size is taken for it; more than twice the widest head
@@ -162,7 +164,7 @@ def _examined(
     for way, observed, few in _runs(model, claims, refusals, batch, errors, runs, called):
         report["ways"].append(way)
         forwards.append(few)
-        _take(report, observed, names, claims, refusals, batch)
+        _take(report, observed, names, claims, refusals, batch, few)
     report["errors"] = list(dict.fromkeys(errors))[-3:]
     # Of a single head there is nothing to compare.
     unseen = [layer for layer in found.layers if layer.name not in report["layers"] and layer.num_heads > 1]
@@ -309,8 +311,18 @@ def _call(module: nn.Module, kwargs: dict[str, Any]) -> Any:
     return lambda: module(**kwargs)
 
 
-def _take(report, observed, names, claims, refusals, batch) -> None:
-    """Write down what one run showed."""
+def _by_changes(finding: Finding, claim: Claim, few: Callable[[], Any]) -> Finding:
+    """Ask which heads change, where filters over many tokens lie between a projection and attention."""
+    with suppress(Exception):
+        if each_head_changes_alone(claim, few, _FEW):
+            remarks = ("compared by changing one head at a time",)
+            remarks += ("output not compared",) if "output" in claim.roles else ()
+            return replace(finding, is_right=True, reason="", remarks=remarks)
+    return finding
+
+
+def _take(report, observed, names, claims, refusals, batch, few) -> None:
+    """Write down what one run showed; `few` runs the same with few sequences."""
     for computation in merged(observed.computations, batch):
         modules = [call.module for call in computation.calls]
         owner = next((module for module in reversed(modules) if module in claims), None)
@@ -324,6 +336,8 @@ def _take(report, observed, names, claims, refusals, batch) -> None:
             # Of several attentions in one module, each is explained by one of its layers.
             judged = [(one, judge(claim_of(one), observed, computation, batch)) for one in claims[owner]]
             layer, finding = min(judged, key=lambda one: _RANK[one[1].is_right])
+            if finding.is_right is False and "several tokens" in layer.kind and finding.heads == layer.num_heads:
+                finding = _by_changes(finding, claim_of(layer), few)
             if finding.is_right is False and layer.left_out:  # which is said where it is found
                 part = [type(owner).__name__, f"it is read in part: without {layer.left_out}", finding.heads]
                 report["refused"][layer.name] = part

@@ -74,7 +74,7 @@ def merged(computations: list[Computation], batch: int) -> list[Computation]:
 def judge(claim: Claim, observed: Witness, computation: Computation, batch: int) -> Finding:
     """Compare a claim with a computation that ran within a call of the claimed module."""
     findings = []
-    for heads in _by_head(computation, batch, claim.num_heads):
+    for heads in read_by_head(computation, batch, claim.num_heads):
         findings.append(_judge(claim, observed, computation, heads, batch))
         if findings[-1].is_right:
             return findings[-1]
@@ -93,7 +93,7 @@ class _Heads:
     output: Tensor
 
 
-def _by_head(one: Computation, batch: int, wanted: int = 0) -> Iterator[_Heads]:
+def read_by_head(one: Computation, batch: int, wanted: int = 0) -> Iterator[_Heads]:
     """Read leading dimensions as sequences, tiles and heads, in every way in which they can be read.
 
     `wanted`: heads that tiles and heads within one dimension are divided into.
@@ -862,8 +862,8 @@ def heads_of(computation: Computation, batch: int, length: int) -> int | None:
 
     A dimension of `length` numbers tokens: attention within a token, over layers or streams, has no heads.
     """
-    counts = [int(heads.output.shape[2]) for heads in _by_head(computation, batch)]
+    counts = [int(heads.output.shape[2]) for heads in read_by_head(computation, batch)]
     counts = [count for count in counts if count % length]
     if counts[:1] == [1] and computation.tiles > 1:  # the queries of several heads, on one key head
         return computation.tiles
-    return counts[0] if counts else None if not list(_by_head(computation, batch)) else 1
+    return counts[0] if counts else None if not list(read_by_head(computation, batch)) else 1
