@@ -1,7 +1,7 @@
 """Draw docs/images/architecture.svg from the imports as they are: ``python docs/picture.py``.
 
 A box is a room, with its folders; an arrow means "imports", and is left out where others lead there already. What all
-rooms import (`errors`, `arguments`, `deprecation`) is the ground.
+rooms import (`errors`, `arguments`, `deprecation`, `guard`) is the ground.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hdi_callback"
 PICTURE = Path(__file__).with_name("images") / "architecture.svg"
-GROUND = ("errors", "arguments", "deprecation")
+GROUND = ("errors", "arguments", "deprecation", "guard")
 ROOMS = {  # where each stands: column and row, and what it does
     "core": (0, 4, "tensors in, tensors out"),
     "attention": (2, 4, "modules in, heads out"),

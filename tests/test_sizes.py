@@ -45,7 +45,7 @@ def test_lines_of_code_are_counted_without_comments_imports_and_docstrings():
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_is_about_a_hundred_lines_of_code_a_file(root, shell):
     sizes = {name: lines_of_code((root / "hdi_callback" / "integrations" / name).read_text()) for name in SHELLS[shell]}
-    assert all(size <= 110 for size in sizes.values()), sizes
+    assert all(size <= 120 for size in sizes.values()), sizes
     assert sum(sizes.values()) <= 210, sizes
 
 

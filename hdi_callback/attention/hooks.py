@@ -7,13 +7,17 @@ calls of `nn.MultiheadAttention` are observed through a `forward` of the instanc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from hdi_callback.guard import attempt_each, guarded
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "Arguments | None"]
@@ -38,21 +42,81 @@ class Hooks:
         self._suspended: list[Handle] = []
 
     def suspend(self) -> None:
-        """Remove the hooks until `resume`."""
-        for handle in self._handles:
-            handle.remove()
-        self._suspended = self._handles or self._suspended
-        self._handles = []
+        """Remove the hooks until `resume`; those that cannot be are removed when it is called again."""
+        self._suspended = [*self._suspended, *(one for one in self._handles if one not in self._suspended)]
+        remove_each(self._handles)
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`, by the numbers that they had; calling it again does nothing."""
-        if not self._handles:
-            for handle in self._suspended:
+        for handle in self._suspended:
+            if handle not in self._handles:
                 handle.put_back()
-            self._handles, self._suspended = self._suspended or list(self._install()), []
+        self._handles, self._suspended = self._suspended or self._handles or list(self._install()), []
 
     def _install(self) -> Iterable[Handle]:
         raise NotImplementedError
+
+
+def remove_each(handles: list[Handle]) -> None:
+    """Remove hooks, each even if others cannot be; those stay in the list.
+
+    Args:
+        handles: the hooks.
+
+    Raises:
+        Exception: the first failure.
+    """
+
+    def remove(handle: Handle) -> None:
+        handle.remove()
+        handles.remove(handle)
+
+    attempt_each([partial(remove, handle) for handle in handles])
+
+
+@contextmanager
+def all_or_no_hooks(model: nn.Module) -> Iterator[None]:
+    """Take the hooks of this package that a block puts on a model off again if the block raises.
+
+    Args:
+        model: the model.
+
+    Yields:
+        Nothing.
+    """
+    before = {id(one) for module in model.modules() for one in _ours_on(module)}
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            _take_off(module, {id(one) for one in _ours_on(module)} - before)
+        raise
+
+
+def _ours_on(module: nn.Module) -> Iterator[object]:
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if isinstance(hook, Hook):
+            yield hook
+    forward = vars(module).get("forward")
+    if isinstance(forward, _ObservedForward):
+        yield from (*forward.observers, *forward.eager)
+
+
+def _take_off(module: nn.Module, ours: set[int]) -> None:
+    hooks: dict[int, Any]
+    for hooks, marks in (
+        (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
+        (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
+    ):
+        for number in [number for number, hook in hooks.items() if id(hook) in ours]:
+            del hooks[number]
+            for mark in marks:
+                mark.pop(number, None)
+    forward = vars(module).get("forward")
+    if isinstance(forward, _ObservedForward):
+        for observers in (forward.observers, forward.eager):
+            observers[:] = [one for one in observers if id(one) not in ours]
+        forward.take_off()
 
 
 class Hook:
@@ -85,7 +149,7 @@ def observe_calls(
 
     Args:
         module: the module.
-        before: takes the module and its arguments; may return others.
+        before: takes the module and its arguments; may return others. `guarded`, as is `after`.
         after: takes the result as well, `None` if the forward raised; what it returns is not used.
         eager_only: leave compiled graphs as they are; the functions do nothing there.
         without_hooks: follow the calls through a `forward` of the instance, as those of torch's attention always are.
@@ -174,8 +238,7 @@ class _ObservedForward:
                 if changed is not None:
                     args, kwargs = changed
             return self._forward(self._module, args, kwargs)
-        module = self._called()
-        observers = (*self.observers, *self.eager)
+        module, observers = self._called(), (*self.observers, *self.eager)
         for before, _ in observers:
             before(module, args, kwargs)
         result = None
@@ -213,8 +276,12 @@ class _ObservedForward:
             return self._inner(*args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
+    @guarded("naming the module that runs", otherwise=attrgetter("_module"))
     def _called(self) -> nn.Module:
         """The module whose call this is: a replica of `nn.DataParallel` shares the attributes of the original."""
-        caller = sys._getframe(2).f_locals.get("self")
+        caller = sys._getframe(3).f_locals.get("self")  # beyond the guard and `__call__`
         is_replica = isinstance(caller, nn.Module) and caller.__dict__.get("forward") is self
         return caller if is_replica else self._module  # type: ignore[return-value]
+
+    def _failed(self, work: str, error: Exception) -> None:
+        """Say nothing: it is the module of this forward, but in a replica."""

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, metadata
 from typing import TYPE_CHECKING, TypeVar
 
 from hdi_callback.errors import HeadCollapseWarning
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.rules.explanations import rule_explanations
-from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.attention import AttentionLayer, Refusal

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback.dashboards import tensorboard, wandb
-from hdi_callback.monitoring.warn_once import attempt_each
+from hdi_callback.guard import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.dashboards.pictures import Outlet, Picture

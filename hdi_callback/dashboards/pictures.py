@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hdi_callback.dashboards.figures import WORST_ALIGNMENT, heads_of, layers_that_matter, panel_of
 from hdi_callback.dashboards.maps import draw_heads, draw_layers
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.atomic import write_atomically
 from hdi_callback.monitoring.history import read_records
 from hdi_callback.monitoring.readings import Record
-from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.session.sink import ALERTS, WORST
-from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.dashboards.pictures import Outlet, Picture

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.metrics import METRICS
 from hdi_callback.monitoring.session.sink import ALERTS, WORST
-from hdi_callback.monitoring.warn_once import attempt_each
 
 if TYPE_CHECKING:
     from hdi_callback.dashboards.pictures import Outlet, Picture

@@ -9,8 +9,10 @@ from typing import Any
 from ignite.engine import Engine, Events
 
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import guarded
 from hdi_callback.integrations.loop import HeadSession
 from hdi_callback.integrations.loop_host import LoopSettings
+from hdi_callback.integrations.shell import WATCHING
 from hdi_callback.integrations.signature import documented_by, method_of
 
 
@@ -66,6 +68,7 @@ class HDIHandler:
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._end_step)
         engine.add_event_handler(Events.COMPLETED, self._end)
 
+    @guarded(WATCHING)
     def close(self) -> None:
         """Publish pending readings, and remove all hooks; calling it again does nothing."""
         self._leave(RuntimeError("the step did not finish"))
@@ -80,24 +83,31 @@ class HDIHandler:
         """Restore the state of a checkpoint, before ``engine.run``."""
         self.heads.load_state_dict(state_dict)
 
+    @guarded(WATCHING)
     def _begin(self, engine: Engine) -> None:
         self._leave(RuntimeError("the step did not finish"))
         if self._has_ended:  # the trainer is run for further epochs
             state, self.heads, self._has_ended = self.heads.state_dict(), HeadSession(self._settings), False
             self.heads.load_state_dict(state)
 
+    @guarded(WATCHING)
     def _begin_step(self, engine: Engine) -> None:
         self._step = self.heads.step(epoch=engine.state.epoch - 1)  # ignite counts from 1
         self._step.__enter__()
 
+    @guarded(WATCHING)
     def _end_step(self, engine: Engine) -> None:
         self._leave()
         if self.heads.should_stop:
             engine.terminate()
 
+    @guarded(WATCHING)
     def _end(self, engine: Engine) -> None:
         self.heads.finish()
         self._has_ended = True
+
+    def _failed(self, work: str, error: Exception) -> None:
+        self.heads._failed(work, error)
 
     def _leave(self, error: Exception | None = None) -> None:
         step, self._step = self._step, None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +12,13 @@ from torch.optim import Optimizer
 
 from hdi_callback.attention.names import printable
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.integrations import LIGHTNING_WAS_LOADED
-from hdi_callback.integrations.lightning_host import LightningHost, other_callbacks_act_on_train_end
-from hdi_callback.integrations.shell import Shell
+from hdi_callback.guard import guarded
+from hdi_callback.integrations.lightning_host import (
+    LightningHost,
+    other_callbacks_act_on_train_end,
+    require_one_namespace,
+)
+from hdi_callback.integrations.shell import MISUSE, STARTING, WATCHING, NotWatchingError, Shell
 from hdi_callback.integrations.signature import documented_by, method_of
 from hdi_callback.monitoring.session.session import Session
 from hdi_callback.monitoring.session.settings import Settings
@@ -73,10 +75,11 @@ class HDICallback(Shell, pl.Callback):
 
     @method_of(LightningSettings)
     def __init__(self, settings: LightningSettings) -> None:
-        _require_one_namespace()
+        require_one_namespace()
         super().__init__(settings)
 
     @property
+    @guarded("naming the state of head diversity", otherwise=lambda self: type(self).__qualname__)
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint."""
         return self._generate_state_key(name=self._settings.name, **self._settings.layer_choice)
@@ -98,6 +101,7 @@ class HDICallback(Shell, pl.Callback):
 
     # The hooks, in the order in which the trainer calls them.
 
+    @guarded(STARTING, passes=MISUSE)
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a second callback of the same name; reset state for a new trainer."""
         if stage != "fit":
@@ -112,6 +116,7 @@ class HDICallback(Shell, pl.Callback):
         if self._host is None or self._host.trainer is not trainer:
             self._forget()
 
+    @guarded(STARTING, passes=MISUSE)
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers and install the hooks, before anything has been compiled or run."""
         settings = self._settings
@@ -121,10 +126,13 @@ class HDICallback(Shell, pl.Callback):
         # Printed before a progress bar is drawn.
         self._start(pl_module, host, settings, name=settings.name, say=rank_zero_info)
 
+    @guarded(STARTING, passes=MISUSE)
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the history, define the charts and begin to watch."""
-        self._open()
+        if not self._could_not_start:
+            self._open()
 
+    @guarded(WATCHING)
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -136,16 +144,19 @@ class HDICallback(Shell, pl.Callback):
             return
         session.before_forward()
 
+    @guarded(WATCHING)
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read while the weights are still those of the forward, and the activations are gone."""
         self._watching(trainer, pl_module)[0].after_backward(is_last=pl_module.automatic_optimization)
 
+    @guarded(WATCHING)
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Let interventions act on the gradients."""
         self._watching(trainer, pl_module)[0].before_optimizer_step(optimizer)
 
+    @guarded(WATCHING)
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -156,16 +167,19 @@ class HDICallback(Shell, pl.Callback):
                     shown = {self._prefix + tag: value for tag, value in result.record.summary().items()}
                     pl_module.log_dict(shown, prog_bar=True, logger=False)
 
+    @guarded(WATCHING)
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remove the hooks for evaluation."""
         if self.monitor is not None:
             self.monitor.suspend()
 
+    @guarded(WATCHING)
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reinstall the hooks."""
         if self.monitor is not None:
             self.monitor.resume()
 
+    @guarded(WATCHING)
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the trained weights, if another callback may replace them by averaged ones."""
         if other_callbacks_act_on_train_end(trainer, HDICallback):
@@ -173,21 +187,26 @@ class HDICallback(Shell, pl.Callback):
             # The epoch is counted as it will be in `on_train_end`.
             session.measure_final_early(replace(host.end, epoch=trainer.current_epoch + 1))
 
+    @guarded("the last reading")
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the final weights, and publish pending readings."""
         session, host = self._watching(trainer, pl_module)
         session.finish(host.end)
 
+    @guarded("closing the session")
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish pending readings, and remove all hooks."""
         self.close()
 
+    @guarded("closing the session")
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remove all hooks."""
         if self._session is not None:
             self._session.close()
 
     def _watching(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Session, LightningHost]:
+        if self._could_not_start:
+            raise NotWatchingError
         if self._opened is None:  # it came in the middle of a run, or a checkpoint was restored there, as by `lr_find`
             if self._session is None:
                 self.on_fit_start(trainer, pl_module)
@@ -199,16 +218,3 @@ class HDICallback(Shell, pl.Callback):
     def _prefix(self) -> str:
         name = self._settings.name
         return "" if name is None else f"{printable(name)}/"
-
-
-def _require_one_namespace() -> None:
-    """Refuse if only `pytorch_lightning` before 2.6 is in use: its trainer takes only its own callbacks."""
-    older = sys.modules.get("pytorch_lightning")
-    if older is None or LIGHTNING_WAS_LOADED:
-        return
-    version = str(getattr(older, "__version__", "0"))
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 6):
-        raise MisconfigurationError(
-            f"pytorch_lightning {version} does not take callbacks of the package `lightning`. Write "
-            "`import lightning as L` and `L.Trainer(...)` instead of `pytorch_lightning`, or upgrade it to 2.6."
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +14,8 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.integrations.outlets import Dashboards
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
@@ -134,3 +138,20 @@ def other_callbacks_act_on_train_end(trainer: pl.Trainer, own: type[pl.Callback]
         for callback in callbacks
         if not isinstance(callback, onlookers)
     )
+
+
+def require_one_namespace() -> None:
+    """Refuse if only `pytorch_lightning` before 2.6 is in use: its trainer takes only its own callbacks.
+
+    Raises:
+        MisconfigurationError: if so.
+    """
+    older = sys.modules.get("pytorch_lightning")
+    if older is None or LIGHTNING_WAS_LOADED:
+        return
+    version = str(getattr(older, "__version__", "0"))
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 6):
+        raise MisconfigurationError(
+            f"pytorch_lightning {version} does not take callbacks of the package `lightning`. Write "
+            "`import lightning as L` and `L.Trainer(...)` instead of `pytorch_lightning`, or upgrade it to 2.6."
+        )

@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import whole_number
 from hdi_callback.deprecation import renamed
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import attempt_each, guarded
 from hdi_callback.integrations.loop_host import LoopHost, LoopSettings
 from hdi_callback.integrations.optimizers import OptimizerSteps
-from hdi_callback.integrations.shell import Shell
+from hdi_callback.integrations.shell import MISUSE, Shell
 from hdi_callback.integrations.signature import function_of
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.session.session import Session
+
+_STEP = "watching a step"
 
 
 class HeadSession(Shell):
@@ -87,10 +90,9 @@ class HeadSession(Shell):
             MisconfigurationError: if `epoch` is no whole number.
         """
         if epoch is not None:
-            whole_number("epoch", epoch, least=0, example=0)
+            self._check_epoch(epoch)
         if self._is_closed or self._steps.is_inside:
-            why = "after the watch was closed" if self._is_closed else "within another"
-            self._warn_once.warn("step", f"`with heads.step():` {why} does nothing. Write it once around each step.")
+            self._warn_of_useless_step()
             yield
             return
         self._enter_step(epoch)
@@ -101,6 +103,7 @@ class HeadSession(Shell):
             raise
         self._leave_step(is_whole=True)
 
+    @guarded(_STEP)
     def before_optimizer_step(self) -> None:
         """Read now, and let interventions act on the gradients; otherwise done as an optimizer begins its step.
 
@@ -110,25 +113,25 @@ class HeadSession(Shell):
         """
         self._steps.prepare()
 
+    @guarded("the last reading", otherwise=lambda self: self.close())
     def finish(self) -> None:
         """Read the final weights, publish everything, and remove all hooks; leaving the ``with`` does it."""
         if self._is_closed:
             return
-        if self._opened is not None:
-            with self._warn_once.guard("the last reading"):
-                self._started.finish()
-            self._steps.warn_if_none()
-        self.close()
+        lasts = [] if self._opened is None else [self._started.finish, self._steps.warn_if_none]
+        attempt_each([*lasts, self.close])
 
+    @guarded("closing the session", otherwise=lambda self: self._close())
     def close(self) -> None:
         """Publish pending readings, and remove all hooks; calling it again does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._steps.close()
-        super().close()
-        self._host.dashboards.close()
+        if not self._is_closed:
+            self._close()
 
+    def _close(self) -> None:
+        self._is_closed = True
+        attempt_each([self._steps.close, super().close, self._host.dashboards.close])
+
+    @guarded("keeping the state of head diversity", otherwise=lambda self: {"step": self._host.step})
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run; call it between steps.
 
@@ -139,6 +142,7 @@ class HeadSession(Shell):
             return super().state_dict()
         return {**self._started.state_dict(), **self._host.state_dict()}
 
+    @guarded("restoring the state of head diversity", passes=MISUSE)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint, on every rank; also in the middle of a run that goes back to it.
 
@@ -158,36 +162,46 @@ class HeadSession(Shell):
         super().load_state_dict(state_dict)
         self._host.go_back_to(step)
 
+    @guarded(_STEP, passes=(MisconfigurationError,))
+    def _check_epoch(self, epoch: int) -> None:
+        whole_number("epoch", epoch, least=0, example=0)
+
+    @guarded(_STEP)
+    def _warn_of_useless_step(self) -> None:
+        why = "after the watch was closed" if self._is_closed else "within another"
+        self._warn_once.warn("step", f"`with heads.step():` {why} does nothing. Write it once around each step.")
+
+    @guarded(_STEP)
     def _enter_step(self, epoch: int | None) -> None:
         self._host.begin_step(epoch)
         self._steps.begin()
-        with self._warn_once.guard("watching a step"):
-            if self._opened is None:  # not earlier: a checkpoint may be loaded until the first step
-                self._open()
-            self._started.monitor.resume()
-            self._started.before_forward()
+        if self._opened is None:  # not earlier: a checkpoint may be loaded until the first step
+            self._open()
+        self._started.monitor.resume()
+        self._started.before_forward()
 
+    @guarded(_STEP)
     def _leave_step(self, *, is_whole: bool) -> None:
-        has_stepped = self._steps.end()
-        with self._warn_once.guard("watching a step"):
-            if has_stepped:
+        try:
+            if self._steps.end():
                 self._host.count_step()
             if not is_whole or self._steps.is_unprepared:
                 self._started.abandon()
             if is_whole:
                 self._started.after_step()
+        finally:
             self._started.monitor.suspend()
 
+    @guarded(_STEP)
     def _prepare(self, optimizer: Optimizer) -> None:
-        with self._warn_once.guard("watching a step"):
-            self._read()
-            self._started.before_optimizer_step(optimizer)
+        self._read()
+        self._started.before_optimizer_step(optimizer)
 
+    @guarded(_STEP)
     def _before_closure(self) -> None:
         """Read forwards that ran before a closure: the optimizer may move the weights before it calls the closure."""
-        with self._warn_once.guard("watching a step"):
-            if self._started.monitor.has_run:
-                self._read()
+        if self._started.monitor.has_run:
+            self._read()
 
     def _read(self) -> None:
         # If several optimizers take turns, further forwards of their own networks may follow.

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import guarded
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _MOST_WRAPPERS = 10  # mocks have every attribute, without end
@@ -132,6 +133,7 @@ class OptimizerSteps:
         self._followed = list(islice(_parameters_of(self._optimizers), _MOST_FOLLOWED))
         self._versions = [one._version for one in self._followed]
 
+    @guarded("watching a step")
     def prepare(self) -> None:
         """Call `prepare` for every optimizer now, if that has not been done."""
         if not self.is_inside:
@@ -192,6 +194,10 @@ class OptimizerSteps:
         for handle in self._handles:
             handle.remove()
 
+    def _failed(self, work: str, error: Exception) -> None:
+        self._warn_once.error(work, error)
+
+    @guarded("watching a step")
     def _prepare_once(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._prepared:
             self._prepared.add(id(optimizer))
@@ -199,6 +205,7 @@ class OptimizerSteps:
 
     # Called by the optimizers. In a compiled step it is traced: it must not break the graph, nor depend on values that
     # change from step to step.
+    @guarded("watching a step")
     def _on_step_begin(
         self, optimizer: Optimizer, stepping: Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
@@ -234,6 +241,7 @@ class OptimizerSteps:
 
         return prepared
 
+    @guarded("watching a step")
     def _on_step_end(self, optimizer: Optimizer, stepping: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not self.is_inside:
             return

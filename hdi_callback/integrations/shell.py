@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hdi_callback.dashboards.console import print_layers
+from hdi_callback.errors import HDIError
+from hdi_callback.guard import attempt_each, guarded
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
@@ -17,9 +20,19 @@ from hdi_callback.monitoring.session.session import Session
 from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.warn_once import WarnOnce
 
+STARTING, WATCHING = "starting to watch heads, which are not watched now,", "watching heads"
+MISUSE = (HDIError,)
+"""Errors that end a training before its first step."""
+
+
+class NotWatchingError(Exception):
+    """The watch could not be started, of which the user has been warned."""
+
 
 class Shell:
     """The sessions of one callback, one after another.
+
+    What a trainer or a loop calls is `guarded`, so that nothing that goes wrong here reaches the training.
 
     Args:
         settings: the settings of the runs.
@@ -37,6 +50,16 @@ class Shell:
         self._opened: Session | None = None  # history of the last training that has begun
         self._history: History | None = None
         self._restored: Any = None  # the state of a checkpoint, until the session is opened
+        self._could_not_start = False
+
+    def _failed(self, work: str, error: Exception) -> None:
+        if isinstance(error, NotWatchingError):
+            return
+        self._warn_once.error(work, error)
+        if work == STARTING:
+            self._could_not_start = True
+            if self._session is not None:
+                self._session.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the run: a copy is as new, and another trainer or process can use it."""
@@ -67,6 +90,7 @@ class Shell:
         layers, refused = ([], []) if monitor is None else (monitor.layers, monitor.refused)
         return run_summary(type(self).__name__, layers, refused, self.active_alerts, self.history_path)
 
+    @guarded("keeping the state of head diversity", otherwise=lambda _: {})
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run.
 
@@ -77,6 +101,7 @@ class Shell:
             return self._opened.state_dict()
         return dict(self._restored) if isinstance(self._restored, Mapping) else {"last_step": None}
 
+    @guarded("restoring the state of head diversity", passes=MISUSE)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint.
 
@@ -115,21 +140,22 @@ class Shell:
     def _open(self) -> None:
         """Open the history and the sinks of a started session, and restore the state of a checkpoint."""
         assert self._session is not None, "a session is started first"
-        before = self._restored if self._opened is None else self._opened.state_dict()
-        state = self._session.accept(before, step=self._host.position.step)
+        state = None
+        with self._warn_once.guard("resuming head diversity", passes=MISUSE):
+            before = self._restored if self._opened is None else self._opened.state_dict()
+            state = self._session.accept(before, step=self._host.position.step)
         if state is None:
             self._restored = self._history = None
         self._opened = self._session
         self._session.open(state, history=self._history)
         self._history = self._session.history
 
+    @guarded("closing the session")
     def close(self) -> None:
         """Publish pending readings and remove all hooks, after a training that an exception ended.
 
         Calling it again does nothing.
         """
-        if self._opened is not None:
-            with self._warn_once.guard("closing the session"):
-                self._opened.flush(is_broken=True)
-        if self._session is not None:
-            self._session.close()
+        opened, session = self._opened, self._session
+        flushing = [] if opened is None else [partial(opened.flush, is_broken=True)]
+        attempt_each([*flushing, *([] if session is None else [session.close])])

@@ -12,16 +12,18 @@ import transformers
 from torch.optim import Optimizer
 
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import attempt_each, guarded
 from hdi_callback.integrations.checkpoint_folder import KEY, STATE, checkpoint_of, restored_from
 from hdi_callback.integrations.optimizers import inner_optimizer
 from hdi_callback.integrations.outlets import Dashboards
-from hdi_callback.integrations.shell import Shell
+from hdi_callback.integrations.shell import MISUSE, STARTING, WATCHING, Shell
 from hdi_callback.integrations.signature import documented_by, method_of
 from hdi_callback.monitoring.atomic import write_atomically
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.session.host import PlainHost
 from hdi_callback.monitoring.session.position import Position
+from hdi_callback.monitoring.session.session import Session
 from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.session.sink import Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
@@ -74,6 +76,7 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: Lightning re-raises the error of `setup`."""
 
+    @guarded("closing the session")
     def close(self) -> None:
         """Publish pending readings and remove all hooks, after a training that an exception ended.
 
@@ -84,6 +87,7 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
         if self._host is not None:
             self._host.dashboards.close()
 
+    @guarded(STARTING, passes=MISUSE)
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, install the hooks, open the history, and restore the state of a checkpoint."""
         self.close()
@@ -98,44 +102,61 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
     # A callback is notified of the end of an evaluation, not of its beginning. So the hooks are on the model only
     # during the forwards and backwards of a step; any other call sees the model without hooks.
 
+    @guarded(WATCHING)
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Install the hooks, and arm the capture when a reading is due."""
-        if self._session is not None:
-            self._session.monitor.resume()
-            self._session.before_forward()
+        session = self._watching
+        if session is not None:
+            session.monitor.resume()
+            session.before_forward()
 
+    @guarded(WATCHING)
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read while the weights are still those of the forward; let interventions act on the gradients."""
-        if self._session is not None:
-            self._session.after_backward()
-            self._session.before_optimizer_step(*self._host.optimizers)
-            self._session.monitor.suspend()
+        session = self._watching
+        if session is not None:
+            try:
+                session.after_backward()
+                session.before_optimizer_step(*self._host.optimizers)
+            finally:
+                session.monitor.suspend()
 
+    @guarded(WATCHING)
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the readings whose numbers have arrived."""
-        if self._session is not None:
-            self._session.after_step()
-            self._session.monitor.suspend()
+        session = self._watching
+        if session is not None:
+            try:
+                session.after_step()
+            finally:
+                session.monitor.suspend()
             # The trainer writes this into the checkpoint itself, wherever that is moved and before `on_save` is called.
             with self._warn_once.guard("keeping the identity of the run"):
-                identity = {**self._session.identity(), **self._placed()}
+                identity = {**session.identity(), **self._placed()}
                 state.stateful_callbacks[KEY] = {"args": {}, "attributes": identity}
 
+    @guarded("saving the state of head diversity")
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the state of rules and interventions in the checkpoint."""
-        if self._session is None:
+        session = self._watching
+        if session is None:
             return
-        kept = self._session.state_dict()  # on every rank, as pending readings are published
+        kept = session.state_dict()  # on every rank, as pending readings are published
         if state.is_world_process_zero:
             with self._warn_once.guard("saving the state of head diversity"):
                 data = json.dumps({**kept, **self._placed()}).encode()
                 write_atomically(checkpoint_of(args, state) / STATE, data)
 
+    @guarded("the last reading", otherwise=lambda self: self.close())
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the final weights, publish everything, and remove all hooks."""
-        if self._session is not None:
-            self._session.finish()
-            self._host.dashboards.close()
+        session = self._watching
+        if session is not None:
+            attempt_each([session.finish, self._host.dashboards.close])
+
+    @property
+    def _watching(self) -> Session | None:
+        return None if self._could_not_start else self._session
 
     def _placed(self) -> dict[str, Any]:
         return {"tensorboard": self._host.dashboards.folder}

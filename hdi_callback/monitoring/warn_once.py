@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hdi_callback.attention.names import printable
@@ -29,11 +29,12 @@ class WarnOnce:
         self.count: dict[str, int] = {}
 
     @contextmanager
-    def guard(self, work: str) -> Iterator[None]:
-        """Turn any exception of the block into a warning; `work` says in the user's terms what failed."""
+    def guard(self, work: str, *, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Turn any exception of the block but `passes` into a warning; `work` says in the user's terms what failed."""
+        let_through: tuple[type[Exception], ...] = (NothingToWatchError, *passes)
         try:
             yield
-        except NothingToWatchError:  # an error that the user asked for, with `strict` or by warnings as errors
+        except let_through:  # errors that the user asked for, with `strict`
             raise
         except Exception as error:
             self.error(work, error)
@@ -66,30 +67,3 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:
         return type(error).__name__
-
-
-def attempt_each(actions: Iterable[Callable[[], object]]) -> None:
-    """Run each of several actions, even if earlier ones fail.
-
-    Args:
-        actions: the actions, in order.
-
-    Raises:
-        Exception: the first failure, after all actions were tried.
-
-    Example:
-        >>> done = []
-        >>> attempt_each([lambda: done.append(1), lambda: 1 / 0, lambda: done.append(3)])
-        Traceback (most recent call last):
-        ZeroDivisionError: division by zero
-        >>> done
-        [1, 3]
-    """
-    first: Exception | None = None
-    for action in actions:
-        try:
-            action()
-        except Exception as error:  # noqa: PERF203
-            first = error if first is None else first
-    if first is not None:
-        raise first

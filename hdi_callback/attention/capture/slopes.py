@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.attention.compiled import is_backward_compiled
+from hdi_callback.guard import guarded
 
 SlopeReducer = Callable[[Tensor, Tensor], Tensor]
 """Takes head outputs and their gradients, ``(sequences, tokens, H, d_v)``, to slopes ``(sequences, H)``."""
@@ -108,6 +109,7 @@ class _Reader:
         self._version = outputs._version
         self._first_sequence, self._gradient_of = first_sequence, gradient_of
 
+    @guarded("reading gradients")
     def __call__(self, gradient: Tensor) -> None:
         slopes, outputs = self._slopes(), self._held
         self._held = None
@@ -120,11 +122,13 @@ class _Reader:
         elif outputs._version != self._version:
             slopes.failure = _CHANGED
         else:
-            try:
-                with without_autocast(outputs.device):
-                    slopes.take(self._first_sequence, outputs, self._gradient_of(gradient.detach()))
-            except Exception as error:
-                slopes.failure = f"its gradients cannot be read ({type(error).__name__}: {error})"
+            with without_autocast(outputs.device):
+                slopes.take(self._first_sequence, outputs, self._gradient_of(gradient.detach()))
+
+    def _failed(self, work: str, error: Exception) -> None:
+        slopes = self._slopes()
+        if slopes is not None:
+            slopes.failure = f"its gradients cannot be read ({type(error).__name__}: {error})"
 
 
 def _are_saved_elsewhere() -> bool:

@@ -23,6 +23,7 @@ from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.layer.projections import feature_dim
 from hdi_callback.attention.layer.sharding import as_part
 from hdi_callback.attention.layer.torch_attention import before_projection, recompute_head_outputs, recompute_unseen
+from hdi_callback.guard import guarded
 
 Pick = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 _SEPARATE = 16  # forwards that are kept apart
@@ -146,6 +147,7 @@ class Tap:
         forwards = [one for one in self._forwards if one.is_recorded or reads_all]
         return [one for one in forwards if one.is_reached] or forwards
 
+    @guarded("capturing")
     def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Capture the input of the output projection."""
         # Tested first, as everything that is read before it would be guarded in a compiled graph.
@@ -165,6 +167,7 @@ class Tap:
             return self._subject.pick(module, args, kwargs)
         return args[0] if args else next(iter(kwargs.values()), None)
 
+    @guarded("capturing")
     def take_recomputed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Capture the input of an output projection that the attention does not call."""
         if torch.compiler.is_compiling():
@@ -178,6 +181,7 @@ class Tap:
             self._last = self._take(lambda: recompute_unseen(module, args, kwargs), is_recorded=recorded)
         return None
 
+    @guarded("following the backward")
     def follow(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Mark the forward if a backward reaches the output of the attention."""
         if not torch.compiler.is_compiling() and self.is_armed:
@@ -192,17 +196,12 @@ class Tap:
         if taken is None or not isinstance(tensor, Tensor):
             return
         if tensor.requires_grad and not is_backward_compiled():
-            weak = weakref.ref(taken)
-
-            def mark(_: Tensor) -> None:
-                if (found := weak()) is not None:
-                    found.is_reached = True
-
-            tensor.register_hook(mark)  # type: ignore[no-untyped-call]
+            tensor.register_hook(_Reached(taken, self._failed))  # type: ignore[no-untyped-call]
         outputs, taken.outputs = taken.outputs, None
         if self._slopes is not None and taken.is_recorded and outputs is not None:
             self._slopes.follow(tensor, outputs, taken.first_sequence, gradient_of)
 
+    @guarded("capturing")
     def _take_compiled(self, outputs: Tensor, *, is_recorded: bool) -> None:
         """Capture the outputs that a compiled graph passes on."""
         if self.is_armed:
@@ -211,11 +210,10 @@ class Tap:
     def _take(self, outputs: Callable[[], Any], *, is_recorded: bool, is_compiled: bool = False) -> _Forward | None:
         """Capture the outputs of one forward, if it is one that is read."""
         with self._lock:
-            try:
-                return self._take_one(outputs, is_recorded, is_compiled)
-            except Exception as error:
-                self.failure = f"its {self._subject.what} cannot be captured ({type(error).__name__}: {error})"
-                return None
+            return self._take_one(outputs, is_recorded, is_compiled)
+
+    def _failed(self, work: str, error: Exception) -> None:
+        self.failure = f"its {self._subject.what} cannot be captured ({type(error).__name__}: {error})"
 
     def _take_one(self, outputs: Callable[[], Any], is_recorded: bool, is_compiled: bool) -> _Forward | None:
         if is_inferring_shapes():
@@ -336,6 +334,18 @@ class Tap:
             tuple(passed_on if value is passed else value for value in args),
             {name: passed_on if value is passed else value for name, value in kwargs.items()},
         )
+
+
+class _Reached:
+    """The hook on a tensor by which a backward marks a forward."""
+
+    def __init__(self, taken: _Forward, failed: Callable[[str, Exception], None]) -> None:
+        self._taken, self._failed = weakref.ref(taken), failed
+
+    @guarded("following the backward")
+    def __call__(self, gradient: Tensor) -> None:
+        if (found := self._taken()) is not None:
+            found.is_reached = True
 
 
 def _place(tensor: Any) -> tuple[int, torch.Size]:

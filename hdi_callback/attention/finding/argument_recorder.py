@@ -12,6 +12,7 @@ from hdi_callback.attention.calls import is_inferring_shapes
 from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.trace.inputs import Inputs, recorded_inputs
+from hdi_callback.guard import guarded
 
 
 class ArgumentRecorder(Hooks):
@@ -59,16 +60,41 @@ class ArgumentRecorder(Hooks):
         for name, module in self._modules.items():
             if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 continue
-            yield from observe_calls(module, self._hook(name), eager_only=True)
+            yield from observe_calls(module, _Record(self, name), eager_only=True)
 
-    def _hook(self, name: str) -> Any:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or not self.is_armed or name in self._recorded or is_inferring_shapes():
-                return
-            try:
-                with isolated(module):
-                    self._recorded[name] = list(recorded_inputs(args, kwargs))
-            except Exception:  # what cannot be copied or cut is not tried
-                self._recorded[name] = []
+    def keep(self, name: str, ways: list[Inputs]) -> None:
+        """Keep the arguments of a module.
 
-        return record
+        Args:
+            name: of the module.
+            ways: its arguments, cut in several ways.
+        """
+        self._recorded[name] = ways
+
+    def awaits(self, name: str) -> bool:
+        """Return whether the arguments of a module are to be recorded.
+
+        Args:
+            name: of the module.
+
+        Returns:
+            False once they were.
+        """
+        return self.is_armed and name not in self._recorded
+
+
+class _Record:
+    """The hook of one module."""
+
+    def __init__(self, recorder: ArgumentRecorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    @guarded("recording arguments")
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not self._recorder.awaits(self._name) or is_inferring_shapes():
+            return
+        with isolated(module):
+            self._recorder.keep(self._name, list(recorded_inputs(args, kwargs)))
+
+    def _failed(self, work: str, error: Exception) -> None:
+        self._recorder.keep(self._name, [])  # what cannot be copied or cut is not tried

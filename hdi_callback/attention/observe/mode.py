@@ -20,6 +20,7 @@ from hdi_callback.attention.observe.scores.call import Call, from_the_end
 from hdi_callback.attention.observe.scores.lineage import Lineage, Scores
 from hdi_callback.attention.observe.scores.masks import MaskTerm
 from hdi_callback.attention.observe.scores.products import PRODUCTS, Product, operands, product_of
+from hdi_callback.guard import guarded
 
 # Functions that neither make nor change numbers that matter here; the first is how attributes are read.
 _PASSED = frozenset((
@@ -52,15 +53,20 @@ class ObservingMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function as it was called, and record it if it matters."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in _PASSED:
-            result = func(*args, **kwargs)
-            if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in ("mT", "T"):
-                self._lineage.follow(Call("transpose", (args[0], -2, -1), {}, result))
-            return result
-        if name == "multi_head_attention_forward" and func is F.multi_head_attention_forward:
+        if func is F.multi_head_attention_forward:
             return self._inside(func, args, kwargs)
         result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    @guarded("observing a function")
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record a function that was called, if it matters."""
+        name = getattr(func, "__name__", "")
+        if name in _PASSED:
+            if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in ("mT", "T"):
+                self._lineage.follow(Call("transpose", (args[0], -2, -1), {}, result))
+            return
         call = Call(name, args, kwargs, result)
         handler, picks = self._handler_of(func, call), self._chosen.may_concern(call)
         if handler is not None or picks:
@@ -71,7 +77,9 @@ class ObservingMode(TorchFunctionMode):
                     self._chosen.follow(call)
                 if handler is not None:
                     handler(self, call)
-        return result
+
+    def _failed(self, work: str, error: Exception) -> None:
+        self._failures.append(f"{work}: {type(error).__name__} ({error})")
 
     def _handler_of(self, func: Any, call: Call) -> Callable[[ObservingMode, Call], None] | None:
         """Choose the handler of a call; most calls have none."""
@@ -102,8 +110,8 @@ class ObservingMode(TorchFunctionMode):
             nonlocal is_on
             result = check(*shapes)
             if not is_on and threading.get_ident() == thread:
-                torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
                 is_on = True
+                self._begin_inside()
             return result
 
         functional._mha_shape_check = check_and_watch
@@ -112,7 +120,15 @@ class ObservingMode(TorchFunctionMode):
         finally:
             functional._mha_shape_check = check
             if is_on:
-                take_off(self)  # another observer may lie above it
+                self._end_inside()
+
+    @guarded("observing torch's attention from the inside")
+    def _begin_inside(self) -> None:
+        torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
+
+    @guarded("observing torch's attention from the inside")
+    def _end_inside(self) -> None:
+        take_off(self)  # another observer may lie above it
 
     def _follow(self, call: Call) -> None:
         self._lineage.follow(call)

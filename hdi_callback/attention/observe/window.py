@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch.overrides import TorchFunctionMode, _push_mode
 from hdi_callback.attention.calls import is_inferring_shapes
 from hdi_callback.attention.compiled import is_compiling_allowed
 from hdi_callback.attention.fast_path import FAST_PATH, may_take_fast_path
-from hdi_callback.attention.hooks import Handle, observe_calls
+from hdi_callback.attention.hooks import Handle, observe_calls, remove_each
 from hdi_callback.attention.observe.forward import ObservedForward
 from hdi_callback.attention.observe.mode_stack import put_back, take_off
 from hdi_callback.attention.observe.quiet import in_the_way
+from hdi_callback.guard import attempt_each, guarded
 
 _IN_A_GRAPH = "it did not run outside of what was compiled, and a compiled graph cannot be observed"
 
@@ -39,7 +41,7 @@ class Window:
     def __init__(self) -> None:
         self._forward: ObservedForward | None = None
         self._handles: dict[nn.Module, list[Handle]] = {}
-        self._detours: list[_Detour] = []
+        self._detours: list[Handle] = []
         self._outermost: tuple[str, nn.Module] | None = None
         self._passed_over: list[tuple[nn.Module, list[TorchFunctionMode]]] = []
         self._thread = self._compiled = 0
@@ -77,26 +79,25 @@ class Window:
         """Remove everything that no graph was compiled with; calling it again does nothing."""
         if self._forward is None:
             return
-        for detour in self._detours:
-            detour.remove()
-        self._detours.clear()
-        self._end()
+        attempt_each([partial(remove_each, self._detours), self._end, self._keep_what_graphs_have, self._take_off_rest])
         self._forward = None
+
+    def _keep_what_graphs_have(self) -> None:
         if _compiled_frames() != self._compiled:
             for module in self._handles.keys() - self._has_entered:
                 self._staying[module] = self._handles.pop(module)
             if not self.has_run:
                 self.reason = self.reason or _IN_A_GRAPH
-        for handles in self._handles.values():
-            _take_off(handles)
+
+    def _take_off_rest(self) -> None:
+        attempt_each([partial(remove_each, handles) for handles in self._handles.values()])
         self._handles.clear()
 
     def suspend(self) -> None:
         """Remove all hooks until `resume`."""
-        self.close()
-        for handles in self._staying.values():
-            _take_off(handles)
         self._is_suspended = True
+        staying = [handle.remove for handles in self._staying.values() for handle in handles]
+        attempt_each([self.close, *staying])
 
     def resume(self) -> None:
         """Put the hooks back that stay; calling it again does nothing."""
@@ -105,6 +106,7 @@ class Window:
                 handle.put_back()
         self._is_suspended = False
 
+    @guarded("following a module")
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module begins, and turn the mode on if it is the first."""
         if self._forward is None or threading.get_ident() != self._thread:
@@ -130,6 +132,7 @@ class Window:
             return
         self._forward.module_begins(name, module)
 
+    @guarded("following a module")
     def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note that a module ends, and turn the mode off if it was the first."""
         if self._forward is None or threading.get_ident() != self._thread:
@@ -140,17 +143,42 @@ class Window:
                 if self._outermost is not None:
                     put_back(self._forward.mode, above)
             return
-        if self._outermost is None or in_the_way() is not None:
+        if self._outermost is None:
             return
-        self._forward.module_ends(name, module, args, kwargs, result)
-        if self._outermost == (name, module):
-            self._end()
+        is_over = self._outermost == (name, module)
+        try:
+            if in_the_way() is None:
+                self._forward.module_ends(name, module, args, kwargs, result)
+            else:
+                is_over = False
+        finally:
+            if is_over:
+                self._end()
 
-    def runs_beside(self) -> TorchFunctionMode | None:
-        """Return the mode that is on, to take it off for a module that is not observed."""
+    @guarded("stepping aside")
+    def step_aside(self) -> list[TorchFunctionMode] | None:
+        """Take the mode off, if it is on, for a module that is not observed.
+
+        Returns:
+            What lay above it, for `step_back`.
+        """
         if self._forward is None or self._outermost is None or self._passed_over:
             return None
-        return self._forward.mode if threading.get_ident() == self._thread else None
+        return take_off(self._forward.mode) if threading.get_ident() == self._thread else None
+
+    @guarded("stepping back")
+    def step_back(self, above: list[TorchFunctionMode] | None) -> None:
+        """Put the mode back.
+
+        Args:
+            above: the result of `step_aside`.
+        """
+        if above is not None and self._forward is not None:
+            put_back(self._forward.mode, above)
+
+    def _failed(self, work: str, error: Exception) -> None:
+        if self._forward is not None:
+            self._forward.failures.append(f"{work}: {type(error).__name__} ({error})")
 
     def _end(self) -> None:
         if self._forward is not None and self._outermost is not None:
@@ -168,17 +196,18 @@ class _Detour:
         self._name = "_compiled_call_impl" if has_compiled else "forward"
         self._is_own, self._was = self._name in module.__dict__, module.__dict__.get(self._name)
         self._run = getattr(module, self._name)
-        module.__dict__[self._name] = self
+        self.put_back()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = self._window.runs_beside()
-        if mode is None:
-            return self._run(*args, **kwargs)
-        above = take_off(mode)
+        above = self._window.step_aside()
         try:
             return self._run(*args, **kwargs)
         finally:
-            put_back(mode, above)
+            self._window.step_back(above)
+
+    def put_back(self) -> None:
+        """Take the place of the attribute again."""
+        self._module.__dict__[self._name] = self
 
     def remove(self) -> None:
         """Restore the attribute of the module."""
@@ -200,11 +229,6 @@ class _Boundary:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *result: Any) -> None:
         if not torch.compiler.is_compiling():
             self._note(self._name, module, args, kwargs, *result)
-
-
-def _take_off(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _has_hooks(module: nn.Module) -> bool:

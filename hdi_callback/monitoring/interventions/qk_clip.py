@@ -15,6 +15,7 @@ from hdi_callback.arguments import number
 from hdi_callback.attention import AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.observe import AttentionObserver, RowChunk
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import guarded
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions.action import Action
 from hdi_callback.monitoring.interventions.intervention import Intervention
@@ -216,18 +217,21 @@ class QKClip(Intervention):
 
     # Called by the optimizers, inside the user's `optimizer.step()`.
 
+    @guarded("scaling queries and keys")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._warn_once.guard("scaling queries and keys"):
-            self._collect()
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            layers = [
-                layer
-                for name, layer in self.training.layers.items()
-                if self.is_for_layer(name)
-                and (self.watched is None or name in self.watched)
-                and any(id(owner) in stepped for owner in _owners(layer))
-            ]
-            self._clip_all(layers)
+        self._collect()
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        layers = [
+            layer
+            for name, layer in self.training.layers.items()
+            if self.is_for_layer(name)
+            and (self.watched is None or name in self.watched)
+            and any(id(owner) in stepped for owner in _owners(layer))
+        ]
+        self._clip_all(layers)
+
+    def _failed(self, work: str, error: Exception) -> None:
+        self._warn_once.error(work, error)
 
     @torch.no_grad()
     def _clip_all(self, layers: Sequence[AttentionLayer]) -> None:

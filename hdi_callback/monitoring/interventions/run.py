@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from hdi_callback.arguments import number, one_of, shown
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import attempt_each, guarded
 from hdi_callback.monitoring.alerts import Alert, Level
 from hdi_callback.monitoring.interventions.action import Action
 from hdi_callback.monitoring.interventions.intervention import Intervention
 from hdi_callback.monitoring.interventions.parameters import parameters_of
 from hdi_callback.monitoring.interventions.training import Training
 from hdi_callback.monitoring.interventions.while_active import WhileActive
-from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 class StopTraining(Intervention):
@@ -139,18 +140,21 @@ class ScaleLearningRate(WhileActive):
 
     # Called by the optimizers, inside the user's `optimizer.step()`.
 
+    @guarded("scaling the learning rate, which is left as it was,")
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._warn_once.guard("scaling the learning rate, which is left as it was,"):
-            try:
-                self._shrink(optimizer)
-            except Exception:
-                self._give_back(optimizer)
-                self._before = []
-                raise
+        try:
+            self._shrink(optimizer)
+        except Exception:
+            self._give_back(optimizer)
+            self._before = []
+            raise
 
+    @guarded("restoring the learning rate")
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._warn_once.guard("restoring the learning rate"):
-            self._restore(optimizer)
+        self._restore(optimizer)
+
+    def _failed(self, work: str, error: Exception) -> None:
+        self._warn_once.error(work, error)
 
     def _shrink(self, optimizer: Optimizer) -> None:
         if not self.is_active:

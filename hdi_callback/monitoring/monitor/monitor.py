@@ -18,6 +18,7 @@ from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.core.whitening import Method
 from hdi_callback.deprecation import renamed_argument
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import attempt_each, guarded
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.chosen_metrics import choose_metrics
 from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers
@@ -47,7 +48,7 @@ from hdi_callback.monitoring.ranks import Ranks, number_of_processes
 from hdi_callback.monitoring.ranks.rendezvous import Rendezvous
 from hdi_callback.monitoring.ranks.roster import SIZES, Roster
 from hdi_callback.monitoring.readings import Measurement, Reading
-from hdi_callback.monitoring.warn_once import WarnOnce
+from hdi_callback.monitoring.warn_once import WarnOnce, describe
 
 
 class HeadDiversityMonitor:
@@ -181,6 +182,7 @@ class HeadDiversityMonitor:
         self._roster: Roster | None = None
         self._subject = [list(self.metrics), list(rule_metrics), rank_tol, method]
         self._sample: list[str] | None = None
+        self._failure = ""
 
     @property
     def ranks(self) -> Ranks:
@@ -231,16 +233,18 @@ class HeadDiversityMonitor:
     ) -> None:
         self.close()
 
+    @guarded("removing the hooks", otherwise=lambda self: self._remove_hooks())
     def close(self) -> None:
         """Remove the hooks and release what was captured; calling it again does nothing."""
-        for capture in self._captures:
-            capture.remove()
-        self._verifier.suspend()
-        self._rendezvous.close()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        attempt_each([*(capture.remove for capture in self._captures), self._verifier.suspend, self._rendezvous.close])
 
     def _repr_html_(self) -> str:
         return layer_table(self.layers, self.refused)
 
+    @guarded("preparing to measure head diversity")
     def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
         """Capture the head outputs of the forwards that follow, for the next `measure`.
 
@@ -265,6 +269,7 @@ class HeadDiversityMonitor:
         for capture in self._captures:
             capture.arm(training_only=training_only, padding_mask=padding_mask)
 
+    @guarded("preparing to measure head diversity")
     def disarm(self) -> None:
         """Stop capturing, and keep what was captured for the next `measure`."""
         for capture in self._captures:
@@ -275,22 +280,23 @@ class HeadDiversityMonitor:
         """Whether a layer has run since `arm`."""
         return any(capture.has_run for capture in self._captures)
 
+    @guarded("preparing to measure head diversity")
     def rest(self) -> None:
         """Remove samples from compiled graphs before a forward that is not captured."""
         for capture in self._captures:
             capture.rest()
 
+    @guarded("removing the hooks")
     def release(self) -> None:
         """Stop capturing, and discard what was captured."""
-        for capture in self._captures:
-            capture.release()
+        attempt_each(capture.release for capture in self._captures)
 
+    @guarded("removing the hooks")
     def suspend(self) -> None:
         """Remove the hooks for an evaluation, so that it runs exactly as without a monitor."""
-        for capture in self._captures:
-            capture.suspend()
-        self._verifier.suspend()
+        attempt_each([*(capture.suspend for capture in self._captures), self._verifier.suspend])
 
+    @guarded("putting the hooks back")
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         *taps, rows = self._captures
@@ -322,6 +328,19 @@ class HeadDiversityMonitor:
         for name, value in (("epoch", epoch), ("axis", axis)):
             if value is not None:
                 whole_number(name, value, least=0, example=0)
+        reading = self._measured(step, epoch, axis, is_last_forward)
+        if isinstance(reading, Reading):
+            return reading
+        self._pending_outputs = set()
+        return Reading(step, self._layers.names, (), dict.fromkeys(self._layers.names, reading), epoch, axis)
+
+    def _failed(self, work: str, error: Exception) -> None:
+        self._failure = describe(error)
+        self.warn_once.error(work, error)
+
+    @guarded("measuring head diversity", otherwise=lambda self: f"measuring it failed ({self._failure})")
+    def _measured(self, step: int, epoch: int | None, axis: int | None, is_last_forward: bool) -> Reading | str:
+        """Measure, or return why that failed."""
         absent = Absent(self.warn_once, quiet_sources=self._rule_sources)
         self._begin_reading()
         self._rotation.end()

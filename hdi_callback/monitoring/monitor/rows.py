@@ -356,7 +356,8 @@ class AttentionReadings:
         inner = {name for name, identity in places.items() if identity in others and _is_in(name, path)}
         cores = [core for core in self.observer.cores if path in core.parts and not inner & set(core.parts)]
         if not cores:
-            return skipped[0] if skipped else "no attention was observed in its module"
+            failed = [f"observing its forward failed ({why.partition(': ')[2]})" for why in self.observer.failures[:1]]
+            return next(iter((*skipped, *failed)), "no attention was observed in its module")
         trains = [core for core in cores if core.is_recorded]
         reads_all = not self._training_only and not any(core.is_recorded for core in self.observer.cores)
         if not trains and not reads_all:

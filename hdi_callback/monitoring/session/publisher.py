@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.alerts import Alert, Alerts, heads_written
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Action, Intervention
 from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Readout, Record
 from hdi_callback.monitoring.session.sink import Result, Sink
-from hdi_callback.monitoring.warn_once import WarnOnce, attempt_each
+from hdi_callback.monitoring.warn_once import WarnOnce
 
 
 @dataclass(frozen=True)

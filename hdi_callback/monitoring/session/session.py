@@ -7,13 +7,16 @@ its `Host` it reads what it needs from the trainer. A failure costs one warning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from hdi_callback.errors import HDIError, MisconfigurationError
+from hdi_callback.attention.hooks import all_or_no_hooks
+from hdi_callback.errors import HDIError
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.alerts import Alert, Alerts
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.history.place import place_history
@@ -104,15 +107,16 @@ class Session:
             MisconfigurationError: if the settings cannot work on this model.
         """
         refuse_apart(settings.process_group, [item.name for item in settings.acting])
-        monitor = HeadDiversityMonitor(model, **settings.measuring)
+        with all_or_no_hooks(model):
+            monitor = HeadDiversityMonitor(model, **settings.measuring)
         try:
             names = [layer.name for layer in monitor.layers] + [refusal.name for refusal in monitor.refused]
             for what, patterns in settings.layer_patterns.items():
                 check_patterns(what, patterns, names)
-        except MisconfigurationError:
+            return cls(monitor, host, settings, **options)
+        except Exception:
             monitor.close()
             raise
-        return cls(monitor, host, settings, **options)
 
     def attach(self, training: Training | None = None) -> None:
         """Attach the interventions; one that fails is left out, one that cannot work on this model is an error.
@@ -298,13 +302,11 @@ class Session:
             position: position at the end of the training; by default that of the host.
         """
         position = self._host.position if position is None else position
-        self._reader.finish(position)
-        self._learn_layers(position)
         self._final_step = position.step
+        lasts = [lambda: self._reader.finish(position), lambda: self._learn_layers(position)]
         if self.history is not None:
-            self.history.end_with(position.step)
-        self.flush()
-        self.close()
+            lasts.append(partial(self.history.end_with, position.step))
+        attempt_each([*lasts, self.flush, self.close])
 
     def flush(self, *, is_broken: bool = False) -> list[Result]:
         """Publish every pending reading, waiting for its numbers.
@@ -321,10 +323,12 @@ class Session:
 
     def close(self) -> None:
         """Remove all hooks; calling it again does nothing."""
-        self.monitor.close()
-        for intervention in self.interventions:
-            with self.warn_once.guard(f"detaching the intervention {intervention.name}"):
-                intervention.detach()
+        detached = [partial(self._detach, intervention) for intervention in self.interventions]
+        attempt_each([self.monitor.close, *detached])
+
+    def _detach(self, intervention: Intervention) -> None:
+        with self.warn_once.guard(f"detaching the intervention {intervention.name}"):
+            intervention.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run; pending readings are published first, so that none is lost.
@@ -332,10 +336,14 @@ class Session:
         Returns:
             Plain data.
         """
-        self.flush()
+        with self.warn_once.guard("publishing readings"):
+            self.flush()
+        alerts = None
+        with self.warn_once.guard("keeping the state of alerts"):  # without it they are judged again
+            alerts = None if self.alerts is None else self.alerts.state_dict()
         return {
             **self.identity(),
-            "alerts": None if self.alerts is None else self.alerts.state_dict(),
+            "alerts": alerts,
             "interventions": [(item.name, state_of(item, self.warn_once)) for item in self.interventions],
         }
 

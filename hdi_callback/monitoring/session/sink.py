@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions import Action
 from hdi_callback.monitoring.readings import Record
-from hdi_callback.monitoring.warn_once import attempt_each
 
 WORST, ALERTS = "attention_heads/worst_alignment", "attention_heads/alerts"
 """Tags of curves over all layers."""
