@@ -553,7 +553,6 @@ class Fed(Plain):
         (MixedOutputs, 1, "mixed or normed"),
         (Vectors, 1, "no products of queries and keys"),
         (Signed, 1, "scores with their signs, divided by the sum of their sizes"),
-        (PartsOfKeys, 1, "parts side by side of several maps: `b` and `e`"),
         (OutputsToExperts, 1, "goes to one of several matrices of `stack`"),
         (OfEachPlace, 1, "each of its tokens has a matrix of its own in `stack`"),
     ],
@@ -571,6 +570,13 @@ def test_keys_that_are_sums_are_read_in_part_and_it_is_said() -> None:
     (found,) = read(SummedKeys(), torch.randn(3, 7, WIDTH), torch.randn(3, 7, WIDTH))
     assert found.layer is not None
     assert found.layer.left_out == "what `e` adds to its keys"
+
+
+def test_features_of_places_beside_those_of_contents_are_left_out_and_it_is_said() -> None:
+    layer = find(PartsOfKeys(), torch.randn(3, 7, WIDTH))
+    assert layer is not None
+    assert layer.left_out == "the features of its keys that `e` gives"
+    assert [rows_of(layer, role) for role in ("query", "key")] == [("a.weight", blocks()), ("b.weight", blocks())]
 
 
 def test_a_router_is_no_attention() -> None:

@@ -80,7 +80,7 @@ def test_each_role_of_rows_that_attend_alike_is_read(is_first):
     assert layer.output_projection is model[0].o
 
 
-WIDER = "a key of 24 features is made of 8 features of `k`"
+WIDER = "one of its softmaxes weighs blocks of 3 tokens side by side, and no single ones"
 
 
 @pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -787,5 +787,5 @@ class FilteredAttention(nn.Module):
 
 def test_keys_and_values_of_filters_are_not_called_learned():
     model = nn.Sequential(FilteredAttention())
-    with pytest.warns(UnsupportedAttentionWarning, match="filters over several"):
+    with pytest.warns(UnsupportedAttentionWarning, match="what the convolution `to_kv` gives, of several tokens"):
         assert find_attention(model, forward=lambda: model(torch.randn(2, D, 8, 8))) == []

@@ -17,6 +17,9 @@ from hdi_callback.attention.trace.head_rows import NOT_FOLLOWED, NoHeadsError, R
 from hdi_callback.attention.trace.support import Support
 
 _ONE_TOKEN = "one of its softmaxes weighs a single token that stands in several places, as after rounds of hashing"
+_BLOCKS = "one of its softmaxes weighs blocks of {count} tokens side by side, and no single ones"
+_FEATURES = "its {role}s are those of features, not of tokens"
+_PLACES = "each of its {role}s holds a few features of several tokens, as where a reshape takes tokens for features"
 _BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
 
 
@@ -35,7 +38,8 @@ def require_tokens(view: CoreView) -> None:
         if len(found) > 1 and are_of_one_map and sum(map(len, found)) == len(frozenset().union(*found)):
             if all(len(one.positions(leaf)) == 1 for one in alone for leaf in one.masks):  # tokens of every head
                 raise NoHeadsError("its heads mix: the weights of one depend on the scores of several")
-            raise NoHeadsError(f"its {role}s are those of features, not of tokens")
+            places = {frozenset((leaf, at) for leaf in one.masks for at in one.positions(leaf)) for one in alone}
+            raise NoHeadsError((_FEATURES if len(places) == 1 else _PLACES).format(role=role))
         # A token may be met twice, as where tokens are sorted into buckets.
         if len(alone) > 1 and all(one.is_equal(other) for one, other in itertools.pairwise(alone)):
             if _are_one(tensor, chosen):
@@ -117,6 +121,10 @@ def require_widths(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
         matrix = view.trace.matrix_behind(view.core.values) if role == "value" else None
         if matrix is not None:  # by weights that a map gives, say, as of several experts
             raise NoHeadsError(NOT_FOLLOWED.format(role=role, name=module_of(matrix)))
+        of_one = view.trace.run.support(view.tensor(role), view.at(view.first, role)[:1])
+        tokens = max((len(of_one.positions(leaf)) for leaf in of_one.masks), default=1)
+        if tokens > 1 and tokens * count == expected:
+            raise NoHeadsError(_BLOCKS.format(count=tokens))
         raise NoHeadsError(f"a {role} of {expected} features is made of {count} features of `{name}`")
 
 

@@ -35,6 +35,7 @@ class Rows:
         features: of the head, in order.
         inner: the rows that feed it; all of what the outer map takes.
         gain: for each of them the number that it is multiplied by; ones if there is nothing in between.
+        problem: why the rows that feed it cannot be told; it counts where these rows are not left out.
     """
 
     parameter: str
@@ -42,6 +43,7 @@ class Rows:
     inner: Rows | None = None
     gain: tuple[float, ...] = ()
     centring: Centring = ""
+    problem: str = field(default="", compare=False)
 
 
 @dataclass

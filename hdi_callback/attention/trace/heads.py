@@ -47,6 +47,7 @@ from hdi_callback.attention.trace.parts import CoreParts
 from hdi_callback.attention.trace.role_rows import (
     are_parts_side_by_side,
     leave_out_added,
+    leave_out_beside,
     leave_out_shared,
     rows_of_heads,
 )
@@ -168,6 +169,7 @@ class CoreReading:
         has_shared = leave_out_shared(view, of_heads)
         if has_shared:
             remarks.append("without the part that all heads share")
+        beside = "" if has_shared else leave_out_beside(view, of_heads)
         if any(len(one) > 1 for one in of_heads["key"]) and are_parts_side_by_side(view, of_heads["key"]):
             raise NoHeadsError(f"its keys have parts side by side of several maps: {_maps_of(of_heads['key'])}")
         positions = leave_out_added(view, of_heads)
@@ -185,12 +187,13 @@ class CoreReading:
                 remarks.append("queries of several tokens")
             else:
                 del heads["query"]
-        require_widths(view, heads, has_shared=has_shared)
-        normed = require_linear(view, heads, has_shared=has_shared)
+        is_part = has_shared or bool(beside)
+        require_widths(view, heads, has_shared=is_part)
+        normed = require_linear(view, heads, has_shared=is_part)
         turned = order_features(view, heads)
         centre(view, heads)
         queries = "" if stream and "query" in heads else self._queries_left_out(view, heads, of_query)
-        said = _joined(unread or added, stream, positions, *mixed, turned, queries)
+        said = _joined(unread or added, stream, beside, positions, *mixed, turned, queries)
         row = int(view.at(view.first, "query")[0]) % view.tensor("query").shape[1]
         values = None if tied is None else tied.values
         return HeadRows(heads, members, normed, remarks, said, view.units, row if stream else None, values, stream)
@@ -250,6 +253,8 @@ class CoreReading:
             logits = self.run.scores.get(node)
             if logits is not None and behind.first(logits.grad_fn)[1]:
                 raise NoHeadsError(_SEVERAL)
+        if behind.are_weights(self.core.values.grad_fn):
+            raise NoHeadsError(_SEVERAL)
 
     def _refuse_values_of_no_map(self) -> None:
         """Refuse values that no linear map outputs, by what they are made of."""
@@ -257,14 +262,14 @@ class CoreReading:
         if not Support.of(values, run.inputs):
             if is_rounded(values):
                 raise NoHeadsError(ROUNDED.format(role="value"))
-            raise NoHeadsError(_NO_MAP.format(role="value"))
+            raise NoHeadsError(self.trace.filters_behind("value", values) or _NO_MAP.format(role="value"))
         matrix = self.trace.matrix_behind(values)
         if matrix is not None and _has_one_for_each_token(values, run.parameters[matrix]):
             raise NoHeadsError(f"each of its tokens has a matrix of its own in `{module_of(matrix)}`")
         if all(run.support(side) for product in self.core.scores for side in product.sides):
             raise UndecidedError("its values are its inputs, and no projection of tokens")
         if matrix is not None and run.convolved:
-            raise UndecidedError(_NO_MAP.format(role="value"))
+            raise UndecidedError(self.trace.filters_behind("value", values) or _NO_MAP.format(role="value"))
         if matrix is not None:
             raise UndecidedError(NOT_FOLLOWED.format(role="value", name=module_of(matrix)))
         raise NoHeadsError  # a part of attention whose projections lie around it
@@ -293,10 +298,16 @@ def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) -> tupl
 
     Raises:
         NoHeadsError: if keys or values are refused.
+        UndecidedError: if one of their maps takes what another one gives.
     """
     heads: dict[Role, list[Rows]] = {}
     unread = ""
     for role, found in of_heads.items():
+        problems = [one.problem for rows in found for one in rows if one.problem]
+        if problems and role == "query":
+            continue
+        if problems:
+            raise UndecidedError(problems[0])
         if all(len(one) == 1 for one in found):
             heads[role] = [one[0] for one in found]
         elif role == "query":

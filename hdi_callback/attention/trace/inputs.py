@@ -53,11 +53,13 @@ class Inputs:
         kwargs: by name.
         is_guess: made up of more dims than tokens have, for a module that needs more than them: what it computes of
             such inputs may be what nobody would call it for, so that it is no reason to refuse it.
+        is_made_up: no forward was called with them, and equal numbers in two of them mean nothing.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     is_guess: bool = False
+    is_made_up: bool = False
 
 
 def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
@@ -88,7 +90,7 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
         passed = [one for one in (*required, *more) if one.kind is not one.POSITIONAL_ONLY]
         if rotary == rotations[0] or any(one.name in _ROTATIONS for one in (*first, *passed)):
             made = {one.name: _made(one, tokens, fill, rotary) for one in passed}
-            yield Inputs((tokens.clone(),), made, is_guess=is_unclear and tokens.dim() > 3)
+            yield Inputs((tokens.clone(),), made, is_guess=is_unclear and tokens.dim() > 3, is_made_up=True)
 
 
 def _parameters(module: nn.Module) -> list[inspect.Parameter]:

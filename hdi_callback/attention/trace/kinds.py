@@ -149,7 +149,9 @@ class KindTracer:
         untried = dict.fromkeys(arguments_left_out(traced.module, traced.inputs, passed_on))
         for argument, inputs in _others(traced, untried):
             try:
-                run, found = layers_in(traceable, inputs.args, inputs.kwargs, traced.name, is_known=is_known)
+                run, found = layers_in(
+                    traceable, inputs.args, inputs.kwargs, traced.name, is_known=is_known, is_made_up=inputs.is_made_up
+                )
             except Exception:  # which is no word on the layer
                 continue
             if run.error is not None:
@@ -233,7 +235,7 @@ def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Ca
     vain = 0
     for one in islice(inputs, _MOST_INPUTS):
         try:
-            run, found = layers_in(traceable, one.args, one.kwargs, name, is_known=is_known)
+            run, found = layers_in(traceable, one.args, one.kwargs, name, is_known=is_known, is_made_up=one.is_made_up)
         except Exception:  # inputs that do not fit
             continue
         has_layers = any(item.layer is not None for item in found)

@@ -17,6 +17,7 @@ from hdi_callback.attention.trace.support import Support, agreed, columns_of, el
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
 _MOST_QUERIES = 16  # that are traced back to their map
+_NO_MAP = "no linear map of single tokens gives its keys: filters over several may give them"
 _LIVE = 1e-12  # a weight above this is of a token that is not masked
 
 
@@ -191,7 +192,9 @@ class CoreParts:
             self._refuse_made_weights(met)
             if any(is_rounded(self.core.scores[one.product].sides[one.side]) for one in met):
                 raise NoHeadsError(ROUNDED.format(role="key"))
-            raise UndecidedError("no linear map of single tokens gives its keys: filters over several may give them")
+            sides = [self.core.scores[one.product].sides[one.side] for one in met]
+            why = next(filter(None, (self.trace.filters_behind("key", one) for one in sides)), _NO_MAP)
+            raise UndecidedError(why)
         if len(candidates) > 1:
             n = unit // self.units.count
             candidates = [one for one in candidates if self._is_of_columns(n, one)] or candidates

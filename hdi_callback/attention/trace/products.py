@@ -136,6 +136,12 @@ class ProductsBehind:
             pass
         return softmaxes, products
 
+    def are_weights(self, node: Any) -> bool:
+        """Return whether a node is made of softmaxes of scores alone, as an inverse of weights by iteration is."""
+        ends = [one for one in walk([node], _up_to_softmaxes) if not _up_to_softmaxes(one)]
+        softmaxes = [one for one in ends if one.name() in _SOFTMAX]
+        return bool(softmaxes) and softmaxes == ends and all(self.first(made_from(one)[0])[1] for one in softmaxes)
+
     def mixed_at(self, node: Any) -> Any | None:
         """Return the scores or weights of heads that a product with parameters mixes, if it mixes any."""
         if node not in self._mixed:
@@ -193,6 +199,10 @@ def nearest_products(tensor: Tensor) -> list[Any]:
         Their nodes.
     """
     return [node for node in _up_to_products(tensor.grad_fn) if node.name() in _PRODUCTS]
+
+
+def _up_to_softmaxes(node: Any) -> list[Any]:
+    return [] if node.name() in _SOFTMAX else [one for one in made_from(node) if one is not None]
 
 
 def _up_to_products(start: Any) -> Iterable[Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 
-from hdi_callback.attention.layer.heads import INPUT_ROLES, Role
+from hdi_callback.attention.layer.heads import INPUT_ROLES, PLURAL, Role
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.head_rows import NoRowsError, Rows, module_of, named
 from hdi_callback.attention.trace.sequences import joined_by_sequence
@@ -52,13 +53,17 @@ def _shared_source(view: CoreView) -> frozenset[int]:
 def _rows(view: CoreView, role: Role, support: Support, shared: Collection[int]) -> list[Rows]:
     """The rows of one role of one head, one entry for each map."""
     run = view.trace.run
-    features = run.features(support)
+    features, maps = run.features(support), run.maps(support)
     found = []
-    for parameter in run.maps(support):
+    for parameter in maps:
         leaf = next(leaf for leaf in support.masks if run.leaves[leaf].parameter == parameter)
-        inner, gain = _fed_by(view, leaf, support, shared)
         own = tuple(sorted(feature for name, feature in features if name == parameter))
-        found.append(Rows(parameter, own, inner, gain))
+        try:
+            found.append(Rows(parameter, own, *_fed_by(view, leaf, support, shared)))
+        except NoRowsError as error:
+            if len(maps) == 1:
+                raise
+            found.append(Rows(parameter, own, problem=str(error)))  # it may be that of places, and be left out
     return found
 
 
@@ -144,6 +149,12 @@ def leave_out_shared(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> 
     if own & _columns_of_rows(columns, shared):
         return False
     of_heads["key"] = [[one for one in rows if one not in shared] for rows in found]
+    _keep_columns(view, of_heads, own)
+    return True
+
+
+def _keep_columns(view: CoreView, of_heads: dict[Role, list[list[Rows]]], own: Collection[int]) -> None:
+    """Keep features of queries in some columns."""
     columns = view.trace.run.columns(view.tensor("query"))
     of_heads["query"] = [
         [
@@ -153,7 +164,6 @@ def leave_out_shared(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> 
         ]
         for rows in of_heads["query"]
     ]
-    return True
 
 
 def _columns_of_rows(columns: dict[tuple[str, int], int], rows: Collection[Rows]) -> set[int]:
@@ -179,8 +189,35 @@ def are_parts_side_by_side(view: CoreView, found: list[list[Rows]]) -> bool:
     return -2 not in every and sum(map(len, of_maps.values())) == len(every)
 
 
+def leave_out_beside(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:
+    """Leave out features of keys that another map gives beside those of tokens, as of places (Conditional DETR).
+
+    Those of tokens are of the one map that takes what that of the values takes; of queries the features stay that are
+    multiplied with them.
+
+    Args:
+        view: of the core.
+        of_heads: for each role the rows of each head, which are changed.
+
+    Returns:
+        What is left out, in words; nothing where the map of the tokens gives all columns of the keys.
+    """
+    maps, of_tokens = ({one.parameter for rows in of_heads[role] for one in rows} for role in ("key", "value"))
+    kept = [name for name in maps if len(of_tokens) == 1 and _take_the_same(view.trace, name, *of_tokens)]
+    if len(kept) != 1 or len(maps) < 2 or not _are_of_other_tokens(view.trace, maps - set(kept), kept[0]):
+        return ""
+    of_keys = [[one for one in rows if one.parameter in kept] for rows in of_heads["key"]]
+    columns = view.trace.run.columns(view.tensor("key"))
+    own = {columns.get((one.parameter, feature), -2) for rows in of_keys for one in rows for feature in one.features}
+    if -2 in own or not all(of_keys) or len(own) == view.tensor("key").shape[-1]:
+        return ""
+    of_heads["key"] = of_keys
+    _keep_columns(view, of_heads, own)
+    return f"the features of its keys that {named(sorted(maps - set(kept)))} gives"
+
+
 def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:
-    """Leave out terms of another map in the keys or values of tokens, such as those of their positions.
+    """Leave out terms of another map in the keys, values or queries of tokens, such as those of their positions.
 
     Of several maps, that of the tokens takes what the one map of the other role takes, and no other of them does.
 
@@ -191,19 +228,53 @@ def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> s
     Returns:
         What is left out, in words.
     """
-    pairs: tuple[tuple[Role, Role], ...] = (("key", "value"), ("value", "key"))
+    pairs: tuple[tuple[Role, Role], ...] = (("key", "value"), ("value", "key"), ("query", "value"))
+    said = []
     for role, other in pairs:
         maps, of_tokens = ({one.parameter for rows in of_heads[each] for one in rows} for each in (role, other))
         if len(of_tokens) != 1 or not any(len(rows) > 1 for rows in of_heads[role]):
             continue
         kept = [name for name in maps if _take_the_same(view.trace, name, *of_tokens)]
         own = [[one for one in rows if one.parameter in kept] for rows in of_heads[role]]
-        if len(kept) == 1 and all(own):
+        if len(kept) == 1 and all(own) and _are_of_other_tokens(view.trace, maps - set(kept), kept[0]):
             of_heads[role] = own
-            return f"what {named(sorted(maps - set(kept)))} adds to its {role}s"
-    return ""
+            said.append(f"what {named(sorted(maps - set(kept)))} adds to its {PLURAL[role]}")
+    return " and ".join(said)
 
 
 def _take_the_same(trace: TracedCores, one: str, other: str) -> bool:
-    taken = [[leaf.taken for leaf in trace.leaves if leaf.parameter == name] for name in (one, other)]
-    return any(a.shape == b.shape and torch.equal(a, b) for a in taken[0] for b in taken[1])
+    """Return whether two maps are given the same tokens.
+
+    A forward may pass a tensor twice. Of inputs that are made up several have the same numbers, and are others.
+    """
+    pairs = itertools.product(_calls(trace, one), _calls(trace, other))
+    return any(_are_given_the_same(trace, *pair) for pair in pairs)
+
+
+def _are_of_other_tokens(trace: TracedCores, maps: Collection[str], kept: str) -> bool:
+    """Return whether no map adds what further maps make of the tokens themselves, as adapters do."""
+    tokens = {number for at in _calls(trace, kept) for number in trace.inputs_of(at).masks}
+    made = [
+        _inputs_behind(trace, source) for name in maps for at in _calls(trace, name) for source in trace.fed(at).masks
+    ]
+    return all(tokens.isdisjoint(one) for one in made)
+
+
+def _inputs_behind(trace: TracedCores, leaf: int, depth: int = 4) -> set[int]:
+    """Number the inputs that a map is given, by further maps too."""
+    found = set(trace.inputs_of(leaf).masks)
+    others = [other for other in trace.fed(leaf).masks if other != leaf] if depth else []
+    return found.union(*(_inputs_behind(trace, other, depth - 1) for other in others))
+
+
+def _calls(trace: TracedCores, name: str) -> list[int]:
+    return [at for at, leaf in enumerate(trace.leaves) if leaf.parameter == name]
+
+
+def _are_given_the_same(trace: TracedCores, one: int, other: int) -> bool:
+    mine, others = trace.leaves[one].taken, trace.leaves[other].taken
+    if mine.shape != others.shape or not torch.equal(mine, others):
+        return False
+    if not trace.is_made_up:
+        return True
+    return all(of(one).masks.keys() == of(other).masks.keys() for of in (trace.inputs_of, trace.fed))

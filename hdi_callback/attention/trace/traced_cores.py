@@ -5,19 +5,32 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from hdi_callback.attention.layer.heads import Role
 from hdi_callback.attention.trace.cores import Core, cores_of
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.support import Support
 from hdi_callback.attention.trace.traced_run import TracedRun
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 class TracedCores:
     """One run, and others of the same copy that show what is linear and what is centred."""
 
-    def __init__(self, traceable: Traceable, args: Any, kwargs: Any, run: TracedRun, cores: list[Core]) -> None:
+    def __init__(
+        self,
+        traceable: Traceable,
+        args: Any,
+        kwargs: Any,
+        run: TracedRun,
+        cores: list[Core],
+        *,
+        is_made_up: bool = False,
+    ) -> None:
+        self.is_made_up = is_made_up
         self.traceable, self.args, self.kwargs, self.run, self.cores = traceable, args, kwargs, run, cores
         self.leaves = run.leaves
         self._fed: dict[int, Support] = {}
@@ -46,6 +59,24 @@ class TracedCores:
         return next(
             (name for at, (name, one) in numbered if at in made and sum(size > 1 for size in one.shape) > 1), None
         )
+
+    def filters_behind(self, role: Role, tensor: Tensor) -> str:
+        """Name the convolution over several tokens that gives queries, keys or values.
+
+        Args:
+            role: which of them.
+            tensor: they themselves.
+
+        Returns:
+            A clause; empty where no convolution that is a module gives them.
+        """
+        run = self.run
+        made = Support.of(tensor, list(run.parameters.values())).masks if run.convolved else {}
+        for at, name in enumerate(run.parameters):
+            path, _, _ = name.rpartition(".")
+            if at in made and isinstance(run.module.get_submodule(path), _CONVOLUTIONS):
+                return f"its {role}s are what the convolution `{path}` gives, of several tokens at once"
+        return ""
 
     @cached_property
     def again(self) -> list[list[Core]]:
