@@ -9,6 +9,7 @@ import dis
 import inspect
 import re
 import types
+from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -51,13 +52,22 @@ def looks_like_attention(place: Place) -> bool:
         True if so; a whole model may be called anything.
     """
     module = place.module
-    parameters = list(module.parameters())
-    if sum(is_lazy(one) or one.dim() >= 2 for one in parameters) < 2 and not _holds_hidden_maps(module):
-        return False
-    if place.parent is None:
+    if place.parent is None or _matrices(module) < 2:
         return False
     plain_parts = (one for one in module.children() if not list(one.parameters()))
-    return is_named_attention(module) or any(map(_computes_attention, (module, *plain_parts)))
+    return is_named_attention(module) or any(map(computes_attention, (module, *plain_parts)))
+
+
+def has_vectors_alone(model: nn.Module) -> bool:
+    """Return whether all that a model learns are vectors and numbers, of which its maps may be cut, if it has any.
+
+    Args:
+        model: the whole of it.
+
+    Returns:
+        True if so.
+    """
+    return not _matrices(model) and any(True for _ in model.parameters())
 
 
 def is_called_attention(module: nn.Module) -> bool:
@@ -90,12 +100,22 @@ def _has_usual_names(module: nn.Module) -> bool:
     return is_fused or all(any(name in names for name in ROLE_NAMES[role]) for role in INPUT_ROLES)
 
 
-def _holds_hidden_maps(module: nn.Module) -> bool:
-    """Return whether a module holds quantised maps, which keep no parameters."""
-    return sum("Linear" in type(part).__name__ and hasattr(part, "in_features") for part in module.modules()) >= 2
+def _matrices(module: nn.Module) -> int:
+    """Count the matrices in a module; quantised maps keep no parameters."""
+    stored = sum(is_lazy(one) or one.dim() >= 2 for one in module.parameters())
+    hidden = sum("Linear" in type(part).__name__ and hasattr(part, "in_features") for part in module.modules())
+    return max(stored, hidden)
 
 
-def _computes_attention(module: nn.Module) -> bool:
+def computes_attention(module: nn.Module) -> bool:
+    """Return whether the code of a module's forward, or of methods beside it, asks for attention.
+
+    Args:
+        module: the module.
+
+    Returns:
+        True if so, by the names that it uses.
+    """
     forward = inspect.getattr_static(type(module), "forward", None)
     if not isinstance(forward, types.FunctionType):  # compiled, as by torch.jit.script, whose class gives no forward
         graph = getattr(module, "inlined_graph", None)
@@ -109,9 +129,18 @@ def _computes_attention(module: nn.Module) -> bool:
 
 
 def _asks_for_attention(code: types.CodeType) -> bool:
-    called = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    within = list(_with_inner(code))  # functions that are written in it, as `vmap` takes them
+    steps = [step for one in within for step in dis.get_instructions(one)]
+    called = (step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     if any(_ATTENDS.search(str(name)) and not _RESULT.search(str(name)) for name in called):
         return True
-    names = set(code.co_names)
-    is_product = _MULTIPLIES & names or any(one.argrepr in ("@", "@=") for one in dis.get_instructions(code))
+    names = {name for one in within for name in one.co_names}
+    is_product = _MULTIPLIES & names or any(step.argrepr in ("@", "@=") for step in steps)
     return bool(_COMPUTES & names) or bool(_WEIGHS & names and is_product)
+
+
+def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _with_inner(one)

@@ -31,7 +31,7 @@ class Refusal:
     @property
     def message(self) -> str:
         """The whole sentence for a warning: where, why, and what to do."""
-        where = f"`{self.name}` ({self.module_type})"
+        where = f"`{self.name}` ({self.module_type})" if self.name else f"the model ({self.module_type})"
         remedy = self.remedy or f"Describe it with `register_layout`, or skip it with exclude=[{self.name!r}]."
         return f"The heads of {where} cannot be told apart: {self.reason}. {remedy}"
 

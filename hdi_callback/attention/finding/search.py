@@ -14,7 +14,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.finding.conventions import is_called_attention, is_named_attention, looks_like_attention
+from hdi_callback.attention.finding.conventions import (
+    computes_attention,
+    has_vectors_alone,
+    is_called_attention,
+    is_named_attention,
+    looks_like_attention,
+)
 from hdi_callback.attention.finding.runtime_finder import layers_observed
 from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
@@ -82,6 +88,7 @@ class Search:
         self._failed: set[str] = set()  # names of those of them that could not be run again with its inputs
         self._has_forward = False
         self._exported = [name for name, place in self.places.items() if _is_exported(place.module)]
+        self._has_vectors_alone = has_vectors_alone(model)
         self._tracer = KindTracer()
 
     # --- 1. the registry
@@ -236,7 +243,8 @@ class Search:
             is_open = name not in self._ran and name not in self._registered and id(place.module) not in explained
             is_open &= name not in around_registered
             is_open &= name in self._called or not self._has_forward or not self._holds_others(name)
-            if is_open and looks_like_attention(place):
+            is_alike = looks_like_attention(place) or (self._has_vectors_alone and computes_attention(place.module))
+            if is_open and is_alike:
                 found.add(name)
         inner = found - {around for name in found for around in containers(name)}
         inner |= {name for name in found if name in self.reasons or self.may_attend_beside(name)}

@@ -10,6 +10,7 @@ names, wherever torch has them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,8 +116,10 @@ class GraphCut(TorchFunctionMode):
             return taken
         call = self.calls.get(parameter, 0)
         self.calls[parameter] = call + 1
+        # Where nothing is recorded, a map chooses or turns tokens: the same in all runs, that are compared by what is.
+        draw = self.draw if torch.is_grad_enabled() else replace(self.draw, shares=(1.0, 0.0))
         with torch._C.DisableTorchFunction():
-            drawn = self.draw(parameter, call, (*taken.shape[:-1], features)).requires_grad_()
+            drawn = draw(parameter, call, (*taken.shape[:-1], features)).requires_grad_()
         original = None if module is None else module.original[0]
         taken = taken if torch.is_grad_enabled() else taken.detach()  # a view of what has a gradient claims one
         self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_of_parts))

@@ -41,6 +41,7 @@ _POSITIONS = frozenset({"position_ids", "positions", "cache_position"})
 _BIASES = frozenset({"alibi", "position_bias", "attention_bias", "bias"})
 _OF_NO_TOKENS = _ROTATIONS | _MASKS | _POSITIONS | _BIASES
 _IS_OF_NO_TOKENS = re.compile(r"(?i)mask|past|cache|pos|bias|rot|rope|freq|len|index|ids|state$|config|scale|dropout")
+_STARTS = frozenset({"cu_seqlens", "cu_seqlens_q"})
 _SIDES = frozenset({"h", "w", "H", "W", "height", "width"})
 
 
@@ -51,8 +52,8 @@ class Inputs:
     Attributes:
         args: by position.
         kwargs: by name.
-        is_guess: made up of more dims than tokens have, for a module that needs more than them: what it computes of
-            such inputs may be what nobody would call it for, so that it is no reason to refuse it.
+        is_guess: made up of fewer dims than tokens have, or of more for a module that needs more than them: what it
+            computes of such inputs may be what nobody would call it for, so that it is no reason to refuse it.
         is_made_up: no forward was called with them, and equal numbers in two of them mean nothing.
     """
 
@@ -85,12 +86,17 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
     other_tokens = [one for one in optional if one.name in _TOKENS_TOO]
     chosen = [[], *([known] if known else []), *([[*known, *other_tokens]] if other_tokens else [])]
     is_unclear = any(one.name not in _TOKENS_TOO | _ROTATIONS | _POSITIONS | _SIDES for one in required)
+    is_packed = bool(names & _STARTS)
+
+    def is_guess(tokens: Tensor) -> bool:
+        return (tokens.dim() < 3 and not is_packed) or (tokens.dim() > 3 and is_unclear)
+
     fills = (0, 1, 2, 3) if is_unclear else (0,)
     for tokens, fill, more, rotary in itertools.product(_shapes(module, names), fills, chosen, rotations):
         passed = [one for one in (*required, *more) if one.kind is not one.POSITIONAL_ONLY]
         if rotary == rotations[0] or any(one.name in _ROTATIONS for one in (*first, *passed)):
             made = {one.name: _made(one, tokens, fill, rotary) for one in passed}
-            yield Inputs((tokens.clone(),), made, is_guess=is_unclear and tokens.dim() > 3, is_made_up=True)
+            yield Inputs((tokens.clone(),), made, is_guess=is_guess(tokens), is_made_up=True)
 
 
 def _parameters(module: nn.Module) -> list[inspect.Parameter]:
@@ -170,7 +176,7 @@ def arguments_left_out(module: nn.Module, inputs: Inputs, others: Collection[str
             names.append(f"*{one.name}")
         elif one.kind is one.VAR_KEYWORD:
             names += [name for name in (*others, *_words_in(module)) if name not in names]
-        elif one.kind is not one.POSITIONAL_ONLY and one.default is None:
+        elif one.kind is not one.POSITIONAL_ONLY and inputs.kwargs.get(one.name, one.default) is None:
             names.append(one.name)
     return [
         name for name in names
@@ -200,7 +206,7 @@ def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:
     def tokens(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    is_flat = bool(names & {"cu_seqlens", "cu_seqlens_q"})
+    is_flat = bool(names & _STARTS)
     maps = [part for part in module.modules() if projections.is_pointwise(part)]
     dims = {-1 - projections.feature_dim(part) for part in maps}
     for width in widths:
@@ -218,6 +224,8 @@ def _shapes(module: nn.Module, names: set[str]) -> Iterator[Tensor]:
         yield tokens(2, _FEW_TOKENS, width)  # a table of positions may hold no more
         yield tokens(2, 1, _TOKENS, width)
         yield tokens(2, 4, 4, width)
+    for width in widths:  # of one sequence, or with a vector for each
+        yield tokens(_TOKENS, width)
 
 
 def _widths(module: nn.Module) -> list[int]:

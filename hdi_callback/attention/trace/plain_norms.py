@@ -39,8 +39,16 @@ def top(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 def order(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Leave outputs of maps in their order, as where tokens are put into buckets by a hash of their keys."""
     x, dim = torch_arguments(args, kwargs, "input", "dim")
+    dim = dim if type(dim) is int else -1
     is_made = isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()
-    return _counted(x, -1 if type(dim) is not int else dim) if is_made else NotImplemented
+    return _counted(x, dim) if is_made and not _is_of_each_token(cut, x, dim) else NotImplemented
+
+
+def _is_of_each_token(cut: GraphCut, x: Tensor, dim: int) -> bool:
+    """Return whether what lies along a dim is of one token, as its heads are, which no order may swap."""
+    ends = (x.select(dim, at).flatten()[:1] for at in (0, -1))
+    first, last = (cut.run.support(one) for one in ends)
+    return bool(first) and all(first.positions(leaf) == last.positions(leaf) for leaf in first.masks)
 
 
 def _counted(x: Tensor, dim: int) -> Tensor:

@@ -19,6 +19,8 @@ corrected after that first try, which had counted three untrue ones as true and 
 from __future__ import annotations
 
 from tests.attention.wild import (  # noqa: F401
+    branches,
+    compressed,
     decoders,
     fields,
     fused,
@@ -32,9 +34,12 @@ from tests.attention.wild import (  # noqa: F401
     machines,
     nearly,
     plain,
+    ports,
     positions,
+    pretenders,
     recent,
     scenes,
+    sciences,
     scores,
     several,
     signals,

@@ -9,7 +9,7 @@ import pytest
 from hdi_callback import find_attention
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.wild.catalogue import cases
-from tests.attention.wild.proof import contradictions, make_inputs, softmaxes_over_tokens
+from tests.attention.wild.proof import contradictions, make_inputs, randomize, softmaxes_over_tokens
 from tests.attention.wild.truth import CASES, rows, separate
 from tests.attention.wild.verdict import REFUSED, RIGHT, WAYS, Holder, judge
 
@@ -95,6 +95,8 @@ READ = [
     "HalfOfTheHeadsOverTime", "SummedLast", "HeadsOfTwoWidths",
     # Elementwise products with keys of each query, summed: by unfolding, by rolling, of one query.
     "StandAlone", "RolledNeighbours", "AskedByACell",
+    # Recurrences beside attention, turns by contents that no gradient sees, maps within functions that `vmap` takes.
+    "EveryThirdLayerAttends", "TurnedByContents", "OneSequenceOfAMap", "LatentsNormedAndTurned", "LatentsOfGroups",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
@@ -112,7 +114,6 @@ REFUSALS = {
     "WordsOfADocument": "its scores are no products of queries and keys",
     "InterestsOfAUser": "its scores are no products of queries and keys",
     "Outlook": "its scores are no products of queries and keys",
-    "Landmarks": "the weights of a head are made of several softmaxes",
     "ExpertsOfValues": "its values are made with `ev` in a way that is not followed",
     "ComplexHeads": "its scores are products of complex numbers",
     "LoRAByHooks": "its projection `k` is a Linear with the forward hook `<lambda>`",
@@ -130,6 +131,10 @@ REFUSALS = {
     "FlowByMatching": "its values are constants, such as places, and no projection of tokens",
     "KeysKeptInFewBits": "its values are rounded, through which no derivative leads to a map",
     "ChosenExperts": "what attention gives is mixed or normed before it is returned, by no map that is followed",
+    # Each token has its heads in an order of its own; weights of vectors alone.
+    "RouterOfHeadsInFront": "its heads mix: the weights of one depend on the scores of several",
+    "KernelRegression": "its scores are no products of queries and keys",
+    "OneFlatVector": "multiplies with a matrix that is no parameter",
     "AdaptersInPlace": "as its projection `qkv.b_v` takes the output of another one",
 }
 
@@ -158,6 +163,7 @@ def test_sums_with_weights_of_no_pairs_are_refused_alike_before_a_forward_and_in
             "InvariantPointsThatLearn",
             "another attention in it, of which what `vp` gives is turned or mixed within each head",
         ),
+        ("Landmarks", "another attention in it, of which the weights of a head are made of several softmaxes"),
         ("SumOverHeads", "the outputs of its heads, each of which has a map of its own"),
         ("RelationsOfAGraph", "the weights of its values, as what `v_lin` gives is turned or mixed within each head"),
     ],
@@ -177,7 +183,24 @@ def test_what_is_called_attention_and_is_none_is_not_claimed(name):
     assert judge(ALL[name], "forward").verdict == RIGHT
 
 
-@pytest.mark.parametrize("name", ["Windows", "KeysOfFewerPixels", "PositionsAddedToKeys", "BiasOfEdges"])
+@pytest.mark.parametrize("name", ["LimbsOfABody", "GraphAsAMask", "WithoutABatch"])
+def test_modules_of_one_sequence_or_one_vector_are_read_without_a_forward(name):
+    assert judge(ALL[name], "model").verdict == RIGHT
+
+
+@pytest.mark.parametrize("name", ["KernelRegression", "OneFlatVector"])
+def test_a_whole_model_of_vectors_alone_that_attends_is_named_once(name):
+    case = ALL[name]
+    model, inputs = randomize(case.make()), make_inputs(case)
+    for options, reason in ({}, "could not be run"), ({"forward": lambda: model(*inputs)}, REFUSALS[name]):
+        with pytest.warns(UnsupportedAttentionWarning) as reported:
+            assert find_attention(model, **options) == []
+        assert [reason in str(one.message) for one in reported] == [True]
+
+
+@pytest.mark.parametrize(
+    "name", ["Windows", "KeysOfFewerPixels", "PositionsAddedToKeys", "BiasOfEdges", "KernelRegression", "OneFlatVector"]
+)
 def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
     verdict = judge(ALL[name], "model")
     assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with inputs that are made up")
@@ -219,8 +242,9 @@ def test_tied_rows_are_read_before_a_forward_with_one_and_in_a_training(way, tmp
 
 
 @pytest.mark.parametrize(
-    "name", ["ValuesAreTheInput", "KeysOfATower", "KeysThroughAnActivation", "Joint", "ValuesOfAnEarlierLayer"]
-)
+    "name", ["ValuesAreTheInput", "KeysOfATower", "KeysThroughAnActivation", "Joint", "ValuesOfAnEarlierLayer",
+             "ValueResiduals"]
+)  # fmt: skip
 def test_a_forward_and_a_training_give_the_same_answer(name, tmp_path):
     forward, training = (judge(ALL[name], way, tmp_path) for way in ("forward", "training"))
     assert (training.verdict, training.reason) == (forward.verdict, forward.reason)

@@ -24,7 +24,8 @@ class Rows:
     """The heads' part of one parameter.
 
     `source` is the module whose output the projection takes, the input of the whole (number `takes`) where none is
-    named; `through` the weight of a map in front, where the heads' weight is the product of two. `centred` says what a
+    named; `through` the weight of a map in front, where the heads' weight is the product of two, and `normed` the norm
+    between them, whose gain, and mean, belong to that product. `centred` says what a
     LayerNorm behind the projection takes away. `computed` is a module whose `matrix()` is multiplied with in place of
     the parameter.
     """
@@ -36,6 +37,7 @@ class Rows:
     source: str | None = None
     takes: int = 0
     through: str | None = None
+    normed: str | None = None
     centred: str = ""
     computed: str = ""
     is_of_parts: bool = False  # each head takes as many features as the one before, and others
@@ -73,7 +75,12 @@ class Rows:
         if self.is_of_parts:
             weight = torch.block_diag(*weight).unflatten(0, weight.shape[:2])
         if self.through is not None:
-            weight = weight @ model.get_parameter(self.through).detach()
+            inner = model.get_parameter(self.through).detach()[: weight.shape[-1]]
+            if self.normed is not None:
+                norm = model.get_submodule(self.normed)
+                weight = weight * norm.get_parameter("weight").detach()
+                inner = inner - inner.mean(0) if isinstance(norm, nn.LayerNorm) else inner
+            weight = weight @ inner
         if self.centred:
             weight = weight - weight.mean(1 if self.centred == "head" else (0, 1), keepdim=True)
         return weight
@@ -83,7 +90,7 @@ Role = Rows | tuple[Rows, ...] | None  # a tuple: a parameter for each head
 
 
 def rows(parameter: str, pattern: str = "(h d) c", *, h: int = H, **more: Any) -> Rows:
-    names = {"source", "takes", "through", "centred", "computed", "is_of_parts"}
+    names = {"source", "takes", "through", "normed", "centred", "computed", "is_of_parts"}
     options = {name: more.pop(name) for name in names & more.keys()}
     sizes = {name[2:]: more.pop(name) for name in list(more) if name.startswith("n_")}
     return Rows(parameter, pattern, {"h": h, **sizes}, more, **options)

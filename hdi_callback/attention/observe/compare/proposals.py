@@ -62,9 +62,10 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
     module = model.get_submodule(core.module)
     slices: dict[Role, HeadWeight] = {}
     for role, one in found.items():
-        part = slice_of(model, core.module, one)
-        if part.contradiction(role == "output") == NO_MATRIX:
-            return f"`{one.map}`, from which its {role} heads come, multiplies with a matrix that is no parameter"
+        part = slice_of(model, core.module, one) if one.map else None  # the model itself has no name
+        if part is None or part.contradiction(role == "output") == NO_MATRIX:
+            where = f"`{one.map}`" if one.map else "the model itself"
+            return f"{where}, from which its {role} heads come, multiplies with a matrix that is no parameter"
         if role == "output" and one.call is not None and part.features[1] != one.call.outputs.shape[1]:
             columns = None  # a part of a parameter, which holds other maps beside
             continue
