@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         description="Train a small vision transformer on scikit-learn's digits and watch its attention heads.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--epochs", type=int, default=20, help="passes over the digits")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs")
     parser.add_argument("--every-n-steps", type=int, default=20, help="optimizer steps between two readings")
     parser.add_argument("--layers", type=int, default=3, help="attention layers")
     parser.add_argument("--heads", type=int, default=4, help="heads per layer")

@@ -1,4 +1,4 @@
-"""The shells stay thin: what is not about their trainer stands elsewhere, once."""
+"""The shells stay thin: code that does not depend on their trainer is elsewhere, once."""
 
 from __future__ import annotations
 

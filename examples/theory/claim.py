@@ -42,7 +42,7 @@ class Part:
     Attributes:
         statement: what is claimed, in words.
         rule: how the verdict follows from the numbers; written before them.
-        verdict: what came out.
+        verdict: the result.
         why: the numbers that decide, or the condition of a "holds if".
     """
 

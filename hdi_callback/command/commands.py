@@ -22,7 +22,7 @@ _THRESHOLD = click.option(
     "thresholds",
     multiple=True,
     metavar="[PATTERN:]NAME=VALUE",
-    help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or trend=off. May be given several times.",
+    help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or trend=off. May be repeated.",
 )
 _LEVEL = click.option(
     "--level",
@@ -34,7 +34,7 @@ _LEVEL = click.option(
 
 _EXIT_CODES = (
     "Exit codes: 0 nothing is unusual, 1 something is unusual (a warning or a critical alert is active), 2 the command "
-    "cannot work as it was given, or there is nothing to judge, 130 interrupted."
+    "has wrong arguments, or there is nothing to judge, 130 interrupted."
 )
 
 

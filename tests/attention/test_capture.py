@@ -157,7 +157,7 @@ def test_the_sample_is_bounded_and_sees_every_position(batch, length, limit):
     places, apart = (kept[:, 1] * length + kept[:, 0]).long(), -(-batch * length // len(kept))
     assert places[0] == 0
     assert places[-1] >= batch * length - apart, "the last sequences too"
-    assert len(kept) == 1 or int(places.diff().max()) <= apart, "none is passed over"
+    assert len(kept) == 1 or int(places.diff().max()) <= apart, "none is skipped"
 
 
 def test_a_small_batch_is_kept_whole():

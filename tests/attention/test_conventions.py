@@ -1,4 +1,4 @@
-"""What looks like attention, so that it is owed a word if nothing is read of it."""
+"""Modules that resemble attention, and are reported if nothing is read of them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.attention.witness import witness
 
 
 class LoraLayer:
-    """What is known of peft's class of this name."""
+    """The attributes of peft's class of this name."""
 
 
 class Linear(nn.Module, LoraLayer):

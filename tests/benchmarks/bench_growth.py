@@ -154,7 +154,7 @@ class Point:
     Attributes:
         size: heads, width, layers, tokens or ranks.
         seconds: CPU time of a reading; of the busiest rank.
-        products: that of what it is held against: the plain products; of ranks, a reading alone.
+        products: that of the baseline: the plain products; of ranks, a reading alone.
         memory: bytes at the peak of a reading, beyond what was there before; NaN where the system does not tell.
         memory_of_products: bytes of the numbers of the plain products; of ranks, as of `memory`, reading alone.
     """
@@ -280,7 +280,7 @@ def report(points: dict[str, list[Point]], rounds: int, command: str) -> list[st
         f"with {rounds} rounds, 1 CPU thread, torch {torch.__version__.split('+')[0]}, in CPU time; "
         f"{Sizes()} but for what grows. Each round fits exponents of its own, of a reading and of the plain products "
         "that are computed right after it; given are medians, and the 95 % interval of the median difference. "
-        "Ranks are held against as many processes at once that read the same model alone.",
+        "Ranks are compared with as many processes at once that read the same model alone.",
     ]
     tables = {
         "time": ("a reading, ms", 1e3, lambda point: point.seconds, lambda point: point.products),
@@ -294,7 +294,7 @@ def report(points: dict[str, list[Point]], rounds: int, command: str) -> list[st
     for what, (unit, factor, readings, products) in tables.items():
         lines += [
             "",
-            f"| grows | from - to | {unit} | exponent of {what} | of what it is held against | difference |",
+            f"| grows | from - to | {unit} | exponent of {what} | of the baseline | difference |",
             "|---|---|---|---|---|---|",
         ]
         for name, found in points.items():

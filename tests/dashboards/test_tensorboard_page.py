@@ -75,7 +75,7 @@ def errors(browser: Browser) -> list[str]:
 def test_the_charts_of_alignment_span_the_whole_scale_by_default(browser, board):
     open_page(browser, board, "custom_scalars")
     browser.until(f"{AXES}.length > 0 && {AXES}[0].length > 4")
-    assert {"0", "1"} <= set(browser.value(AXES)[0]), "the worst alignment stands at 1 and is not cut off"
+    assert {"0", "1"} <= set(browser.value(AXES)[0]), "the worst alignment is 1 and is not cut off"
     assert errors(browser) == []
 
 

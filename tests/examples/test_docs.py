@@ -149,6 +149,19 @@ def test_every_program_that_is_named_exists(page):
     assert missing == []
 
 
+@page_by_page
+def test_every_option_of_a_program_that_is_named_exists(page):
+    text = re.sub(r"\s*\n\s*", " ", page.read_text())
+    wrong = []
+    for name, words in re.findall(r"python -m ((?:tests|examples)[\w.]*\w)((?: +(?!python)[^`|;,) ]+)*)", text):
+        spec = importlib.util.find_spec(
+            f"{name}.__main__" if importlib.util.find_spec(name).submodule_search_locations else name
+        )
+        options = re.findall(r"(?<![\w-])--[a-z][\w-]*", words)
+        wrong += [f"{name} {option}" for option in options if f'"{option}"' not in Path(spec.origin).read_text()]
+    assert wrong == []
+
+
 MADE = ("docs/_build",)  # by a command that the page names
 
 
@@ -224,7 +237,7 @@ def test_every_module_by_hand_that_finding_costs_names_is_in_the_catalogue():
     assert named <= known
 
 
-def test_every_file_that_architecture_names_is_in_its_room_and_no_room_is_left_out():
+def test_architecture_names_every_file_in_its_room_and_nothing_else():
     rows = re.findall(r"^\| `([\w/]+)` \| .*? \| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), flags=re.M)
     package = ROOT / "hdi_callback"
     rooms = {path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")} - {"."}
@@ -234,6 +247,9 @@ def test_every_file_that_architecture_names_is_in_its_room_and_no_room_is_left_o
     for room, names in named.items():
         there = {path.stem for path in (package / room).rglob("*")}
         assert names <= there, room
+        files = {path.stem for path in (package / room).glob("*.py")} - {"__init__"}
+        if room != "monitoring/rules":  # a file for each rule
+            assert files <= names, room
 
 
 @pytest.mark.parametrize("tag", [*(f"{metric}/<layer>" for metric in DEFAULT_METRICS), "hdi/mean", "hdi/min"])

@@ -244,7 +244,7 @@ def test_the_penalty_is_in_the_step_under_accumulation_and_clipping(tmp_path):
     reference = Remember()
     trainer_for(tmp_path / "b", Collapse(stop=5, rate=0.3), **options).fit(reference, batches(count=24))
     over = [alert for alert in read_alerts(callback.history_path) if alert.is_resolved]
-    assert not over, "the comparison holds while the alert stands"
+    assert not over, "the comparison holds while the alert is active"
     for left, right in zip(acted.parameters(), reference.parameters()):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
     torch.manual_seed(0)

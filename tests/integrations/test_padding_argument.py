@@ -21,7 +21,7 @@ TAGS = ("head_covariance", "head_correlation")
 
 
 class Tokens(nn.Module):
-    """One attention over embedded tokens; nothing but the tokens tells which are padding."""
+    """One attention over embedded tokens; only the tokens show which are padding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ H, D, B, T = 4, 16, 2, 6
 
 
 class TakesAnObject(nn.Module):
-    """Attention under usual names, of inputs that nobody can make up, with the heads that it is told to have."""
+    """Attention under usual names, with the configured heads, on inputs that cannot be synthesised."""
 
     def __init__(self, heads: int = H, claimed: int = H) -> None:
         super().__init__()

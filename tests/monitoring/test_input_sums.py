@@ -1,4 +1,4 @@
-"""Sums over tokens in float32 tell of them what sums in float64 do."""
+"""Sums over tokens in float32 agree with sums in float64."""
 
 from __future__ import annotations
 

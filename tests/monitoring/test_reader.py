@@ -1,4 +1,4 @@
-"""`Reader`: what is asked of the monitor at each moment of a step, and which readings come of it."""
+"""`Reader`: the calls of the monitor within a step, and the readings that result."""
 
 from __future__ import annotations
 

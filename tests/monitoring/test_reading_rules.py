@@ -618,7 +618,7 @@ class Normed(nn.Module):
 
 
 def asked_of(rules, model, breaks, steps=range(0, 60, 10)):
-    """Read a model, break it before each reading, and judge with what is known of its layer."""
+    """Read a model, break it before each reading, and judge with the facts of its layer."""
     x, found = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)), []
     with HeadDiversityMonitor(nn.ModuleDict({"attn": model}), metrics=list(OF_ALL)) as monitor:
         alerts = Alerts(list(rules), monitor.facts, pretrained=False)

@@ -1,4 +1,4 @@
-"""What rules alone look at is measured of wide layers in turn; all else, and all small layers, every time."""
+"""Metrics for rules alone are measured on wide layers in rotation; all else at every reading."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_the_movement_of_wide_layers_is_read_off_a_quarter_of_their_weights():
                 assert moved[0] == 0
                 assert layer.arrays["head_unchanged"][0] == 1
                 assert layer.arrays["head_unchanged"][2:] == pytest.approx([0.25, 0.25], abs=1e-3)
-                assert min(layer.arrays["head_unchanged"][2:]) >= 0.25, "a weight that stood still counts whole"
+                assert min(layer.arrays["head_unchanged"][2:]) >= 0.25, "an unchanged weight counts whole"
             last = weights
         assert layer.arrays["weights_not_finite"] == [0, 1, 0, 0], "all of it is looked at for that"
 

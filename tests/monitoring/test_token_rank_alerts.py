@@ -1,4 +1,4 @@
-"""The effective rank of many tokens is estimated: the rule that looks at it tells what it would tell of all pairs."""
+"""The effective rank of many tokens is estimated: its rule raises the alerts that it would raise from all pairs."""
 
 from __future__ import annotations
 

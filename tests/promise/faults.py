@@ -150,7 +150,7 @@ FAULTS = [
 
 @contextmanager
 def broken(act: Callable[[nn.Module], Any]) -> Iterator[None]:
-    """Let every reading do something to the model on the way."""
+    """Make every reading modify the model."""
     models: dict[int, nn.Module] = {}
     begin, measure = HeadDiversityMonitor.__init__, HeadDiversityMonitor.measure
 

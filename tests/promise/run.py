@@ -26,7 +26,7 @@ _SHRINKING = 40  # trainings at most
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a training.
+    """The result of a training.
 
     Attributes:
         training: which one.

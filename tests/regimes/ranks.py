@@ -18,7 +18,7 @@ START = 300  # seconds; a busy machine takes its time to import what two process
 
 @dataclass
 class Reported:
-    """What one rank has to tell of a function.
+    """The result of a function on one rank.
 
     Attributes:
         answer: what it returned.

@@ -277,7 +277,7 @@ def read_rows(rank: int, lone_forward: bool) -> dict:
 
 
 class Masked(nn.Module):
-    """One attention that is told which tokens are there."""
+    """One attention with a mask of valid tokens."""
 
     def __init__(self) -> None:
         super().__init__()

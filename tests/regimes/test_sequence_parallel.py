@@ -50,7 +50,7 @@ def sequences() -> Tensor:
     return torch.randint(16, (3, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
-# No rank has whole sequences, of which the importance of heads is, nor tells which keys lie ahead of its queries.
+# No rank has whole sequences, on which importance is defined, nor the positions of keys ahead of its queries.
 ALL = [name for name in (*METRICS, *ROWS) if "importance" not in name and name != "attention_ahead"]
 
 

@@ -126,7 +126,7 @@ def read_grouped(rank: int) -> dict[str, Any]:
     return read(model, lambda: train(model, batch()), SPREAD)
 
 
-# Gradients of parts are no rank's own, and what is recomputed has let go of its head outputs.
+# Gradients of parts belong to no single rank, and a recomputed forward has released its head outputs.
 SPREAD = [name for name in METRICS if "importance" not in name]
 
 

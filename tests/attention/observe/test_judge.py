@@ -1,4 +1,4 @@
-"""What attention received tells whether heads are where a layer says they are; it is asked of layers that lie."""
+"""The inputs of attention decide whether the heads that a layer claims are right; the layers here claim wrong ones."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def judge(claim: Claim, observed: Witness, computation: Computation, batch: int)
             return findings[-1]
     if not findings:
         return Finding(None, f"tensors of shape {tuple(computation.query.shape)} cannot be told apart by sequence")
-    # What came closest says most: a wrong key says more than a wrong way to read the dimensions.
+    # The closest match says most: a wrong key says more than a wrong way to read the dimensions.
     return max(findings, key=lambda finding: (finding.heads == claim.num_heads, finding.is_right is False))
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: T201
-"""Read every module by hand, and write what came of it.
+"""Read every module by hand, and write the results.
 
 python -m tests.attention.wild --output docs/modules-by-hand.md
 """

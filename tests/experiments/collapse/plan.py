@@ -15,7 +15,7 @@ EVERY = 5  # steps between two readings
 
 @dataclass(frozen=True)
 class Spec:
-    """One run, reproducible from what stands here."""
+    """One run, reproducible from these fields."""
 
     kind: str
     seed: int

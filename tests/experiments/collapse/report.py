@@ -153,7 +153,7 @@ def detection_table(runs: Sequence[Run]) -> list[str]:
 
 
 def is_before(run: Run) -> bool:
-    """Tell whether an alarm came before the collapse was complete; heads that start as one can be told at step 0."""
+    """Return whether an alarm came before the collapse was complete; equal heads may be reported at step 0."""
     first, arrival = run.first(), run.arrival
     assert arrival is not None
     return first is not None and (first < arrival or first == arrival == 0)

@@ -1,1 +1,1 @@
-"""Which monitor tells which fault of a training, how early, and how often it tells of none: see docs/evidence.md."""
+"""Which monitor detects which fault of a training, how early, and with how many false alarms: see docs/evidence.md."""

@@ -140,7 +140,7 @@ MEASURES: dict[str, tuple[Callable[[Rows], Iterator[float]], bool]] = {
 """Rule -> what it judges, of the readings of a layer, and whether small values are those to warn of."""
 
 OF_FRESH = frozenset({"sharp from the start"})
-"""Rules that are asked of fresh weights alone."""
+"""Rules that judge fresh weights alone."""
 
 
 def extremes_of(run: Result) -> dict[str, float]:

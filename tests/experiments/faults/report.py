@@ -1,4 +1,4 @@
-"""What came out: which monitor detected which fault, how early, and how often it alarmed without one.
+"""The results: which monitor detected which fault, how early, and how often it alarmed without one.
 
 python -m tests.experiments.faults.report --output docs/benchmarks/faults.md --raw docs/benchmarks/faults.json.gz \\
     --rules docs/benchmarks/faults-by-rule.md
@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rules", type=Path, help="where to write what each rule reported")
-    parser.add_argument("--raw", type=Path, help="where to keep what every run came to, compressed")
+    parser.add_argument("--raw", type=Path, help="file for the scores of every run, compressed")
     options = parser.parse_args(argv)
     here = [condensed(run) for part in PARTS for run in read(options.results / part)]
     runs = sorted([*here, *published(options.published, here)], key=lambda run: (run["seed"], run["kind"]))

@@ -26,7 +26,7 @@ class Mutation:
         line: where it is.
         run: the first and the last line of which a test runs one, if the change can matter to it.
         before: the code that is changed.
-        after: what stands in its place.
+        after: its replacement.
         tree: the whole file with the change; its lines have their numbers still.
         function: the first line of the outermost function whose body is changed; None in what runs on import.
     """
@@ -71,7 +71,7 @@ def mutation(source: str, place: int) -> Mutation:
 
 
 def _run(tree: ast.Module, changed: ast.stmt | ast.expr) -> tuple[int, int]:
-    """Find the lines that are run with a node: of its statement, or of the function whose defaults it stands in."""
+    """Find the lines that are run with a node: of its statement, or of the function in whose defaults it is."""
     around: ast.stmt | None = None
     for node in ast.walk(tree):  # outer ones first
         if isinstance(node, ast.stmt) and any(inner is changed for inner in ast.walk(node)):

@@ -185,7 +185,7 @@ def _affordable(tests: Sequence[str], seconds: dict[str, float], budget: float) 
 
 
 def _outcome(test: Callable[[], str | None], seconds: float) -> tuple[str, str, float]:
-    """Run tests in a fork; give what came of it, which test failed, and the processor time that it took."""
+    """Run tests in a fork; return the outcome, the test that failed, and the processor time."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -154,7 +154,7 @@ def test_the_learning_rate_of_all_is_scaled_while_the_alert_is_active_and_no_lon
     assert scale.answer(alert("blocks.1.attn")) is not None
     both(0.25, 1)
     assert "restored the learning rate" in scale.answer(alert(is_resolved=True)).message
-    both(0.25, 2)  # the other layer's alert stands
+    both(0.25, 2)  # the other layer's alert is active
     scale.answer(alert("blocks.1.attn", is_resolved=True))
     both(1, 3)
     scale.detach()
