@@ -267,6 +267,29 @@ def test_fast_dev_run_passes_and_leaves_nothing_on_the_disk(tmp_path):
     assert list(tmp_path.rglob("*.jsonl")) == []
 
 
+class SkipsAfter(LitClassifier):
+    """Skips the rest of each epoch from a batch on, before its forward."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def on_train_batch_start(self, batch, place):
+        return -1 if place == self.place else None
+
+
+@pytest.mark.parametrize(("place", "steps"), [(0, [0]), (4, [0, 2, 4, 6, 8]), (3, [0, 2, 4, 6])])
+def test_a_batch_that_the_module_skips_is_no_forward_that_was_missed(tmp_path, place, steps):
+    callback = HDICallback(every_n_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MonitoringWarning)
+        trainer_for(tmp_path, callback, max_epochs=2).fit(SkipsAfter(place), batches(count=6))
+    records = read_records(callback.history_path)
+    assert [record.step for record in records] == steps
+    with_outputs = [record.step for record in records if "head_covariance" in record.layers[LIT_LAYERS[0]].values]
+    assert with_outputs == steps[:-1], "the weights alone at the end, as after any training"
+
+
 def test_evaluation_passes_are_not_captured(tmp_path):
     """The sanity check and the validation loop run in between, and nothing of theirs is in the readings."""
     histories = []

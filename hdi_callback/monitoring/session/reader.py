@@ -98,6 +98,9 @@ class Reader:
         Args:
             position: where the training has ended.
         """
+        if self._pending.is_capturing and not self._monitor.has_run:  # a batch that was skipped before its forward
+            self._pending.end_capture()
+            self._monitor.release()
         if self.schedule.last != position.step:
             if self._pending.add_final(position.step):
                 self.schedule.done(position.step)
