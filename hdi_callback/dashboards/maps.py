@@ -1,6 +1,6 @@
 """Heat maps of alignment: layers over steps, and heads against heads.
 
-All share one colour scale over the whole run: 0 is chance, 1 the same head twice, with a line at the limits of the
+All share one colour scale over the whole run: 0 is chance, 1 means identical heads, with a line at the limits of the
 default rules. The colours (cividis) remain distinct with colour blindness.
 """
 

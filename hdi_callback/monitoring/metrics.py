@@ -95,7 +95,7 @@ def _diversity_metrics(role: str) -> list[Metric]:
 
     return [
         metric("", "index", "Head Diversity Index of {of}: 0 all aligned, 1 all mutually orthogonal."),
-        metric("_worst_pair", "worst", "Largest overlap of any two heads, from {of}: 1 is one head twice."),
+        metric("_worst_pair", "worst", "Largest overlap of any two heads, from {of}: 1 for the same subspace."),
         metric("_effective_heads", "effective_heads", "H / (1 + (H-1)(1-HDI)), from {of}."),
         metric("_alignment", "alignment", "Mean overlap against chance, from {of}: 0 chance, 1 identical."),
         metric("_worst_alignment", "worst_alignment", "Largest overlap against chance, from {of}."),

@@ -1,4 +1,4 @@
-"""What is no number is found at every reading, also where sums that are formed anyway say that all is finite."""
+"""Weights and outputs that are not finite are found at every reading, also where finite sums spare the test."""
 
 from __future__ import annotations
 

@@ -16,17 +16,17 @@ _SIGNS = {"bad": "&#9888; UNUSUAL", "good": "&#10003; NOTHING UNUSUAL", "unknown
 _MOST_ROWS = 12
 
 _MEANINGS = (
-    ("alignment of two heads", "How much of what two heads look for is the same, against chance: 0 is what independent "
-     "random heads share, 1 is one head twice. From 0.8 on a pair is reported."),
-    ("mean alignment", "The same over all pairs of a layer. From 0.5 on all heads are closing up; 0.9 is critical."),
-    ("by energy", "Directions count by how strongly the heads use them. Healthy language models often come close to 1, "
-     "as what they learn first is one direction for all heads: the curve says more than the number alone."),
-    ("HDI, chance", "Head Diversity Index: 1 less the mean overlap of all pairs. Chance is where a fresh model of the "
-     "same sizes is, and depends on the sizes."),
-    ("effective heads", "How many heads without any overlap would be as diverse."),
-    ("directions of a head", "Over how many directions a head spreads its energy (participation ratio of its squared "
-     "singular values). A head that falls to few directions loses rank."),
-    ("dead head", "A head whose weights are all but zero."),
+    ("alignment of two heads", "Overlap of the subspaces of their key weights, against chance: 0 for independent "
+     "random heads, 1 for identical ones. From 0.8 on a pair is reported."),
+    ("mean alignment", "The mean over all pairs of heads of a layer. From 0.5 on it is reported; 0.9 is critical."),
+    ("by energy", "The same with directions weighted by their strength. Healthy language models often come close to 1, "
+     "as they first learn one direction for all heads: the curve says more than the number alone."),
+    ("HDI, chance", "Head Diversity Index: 1 minus the mean overlap of all pairs. Chance is its value for random heads "
+     "of the same sizes."),
+    ("effective heads", "Number of mutually orthogonal heads that would be as diverse."),
+    ("directions of a head", "Number of directions over which a head spreads its energy (participation ratio of its "
+     "squared singular values). A head that falls to few directions loses rank."),
+    ("dead head", "A head whose key weights are nearly zero."),
 )  # fmt: skip
 
 
