@@ -254,7 +254,7 @@ def test_a_mask_of_the_same_tokens_in_another_order_is_said_once():
 
     model = nn.ModuleDict({"attn": Windows(lambda mask: None)})
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
-        with pytest.warns(MonitoringWarning, match="padding is not known") as caught:
+        with pytest.warns(MonitoringWarning, match="padding tokens of `attn` are not known") as caught:
             for step in range(3):
                 monitor.arm()
                 model["attn"](torch.randn(3, 8, 32), torch.ones(3, 8))

@@ -428,14 +428,14 @@ def test_what_values_add_to_the_scores_is_no_contradiction_of_the_heads():
     assert checked(layer, torch.randn(3, T, D)) == {}
 
 
-def test_what_values_add_to_the_keys_is_not_left_out_in_silence():
+def test_keys_to_which_the_values_of_their_tokens_add_are_not_read_in_silence():
     torch.manual_seed(0)
     module = FedByValues(is_twin=True)
-    with pytest.warns(UnsupportedAttentionWarning, match="is read in part: without what `dt` adds to its keys"):
-        assert len(find_attention(nn.Sequential(module))) == 1
+    with pytest.warns(UnsupportedAttentionWarning, match="its keys are sums of what `dt` and `k_proj` give"):
+        assert len(find_attention(nn.Sequential(module))) == 0
     claimed = {role: HeadSlice(module, f"{role[0]}_proj.weight", H, 8) for role in ("query", "key", "value")}
     layer = AttentionLayer("twin", module, H, H, 8, 8, "claimed", claimed, module.o_proj, evidence="trace")
-    assert "what `dt` adds to its keys" in checked(layer, torch.randn(3, T, D))["twin"]
+    assert "its keys are sums of what `dt` and `k_proj` give" in checked(layer, torch.randn(3, T, D))["twin"]
 
 
 class Exclusive(nn.Module):
