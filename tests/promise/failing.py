@@ -211,10 +211,13 @@ class Run:
         self.kept: dict[str, Any] = {}
         self.losses: list[Any] = []
 
-    def loss(self, model: nn.Module, item: Item) -> Tensor:
+    def loss(self, model: nn.Module, item: Item, *, is_within_forward: bool = False) -> Tensor:
         tokens, padding, label = item
         loss = F.cross_entropy(model(tokens, padding), label)
-        self.losses.append((digest(loss), random_states(model), surroundings()))
+        around = surroundings()
+        if is_within_forward:  # while a forward is observed its mode is on; that it leaves is seen at the end
+            del around["function modes"]
+        self.losses.append((digest(loss), random_states(model), around))
         return loss
 
     def keep_end(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -314,7 +317,7 @@ class Tuned(nn.Module):
             scores = self.net(tokens, padding_mask)
             self.run[0].losses.append(digest(scores))
             return {"loss": F.cross_entropy(scores, labels), "logits": scores}
-        return {"loss": self.run[0].loss(self.net, (tokens, padding_mask, labels))}
+        return {"loss": self.run[0].loss(self.net, (tokens, padding_mask, labels), is_within_forward=True)}
 
 
 def under_transformers(run: Run) -> None:
