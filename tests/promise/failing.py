@@ -1,10 +1,14 @@
 """Trainings in which one function of the package raises, as a bug in it would.
 
 Which functions there are is found by a profile of a training in which none does, so that a new one is among them.
+
+    python -m tests.promise.failing                        every failure of every way to train (an hour)
+    python -m tests.promise.failing loop --every 48        some of them
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import tempfile
@@ -13,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from io import StringIO
 from pathlib import Path
 from types import CodeType, FrameType
@@ -379,3 +385,59 @@ def differences(alone: Outcome, watched: Outcome) -> list[str]:
 def said_again(said: Sequence[str]) -> list[str]:
     """Messages that came more than once, for one kind of work."""
     return [kind for kind, count in Counter(one.split(" failed (")[0] for one in said).items() if count > 1]
+
+
+@cache
+def known(way: str) -> tuple[Outcome, Profile]:
+    """What a training is without the watch, and which functions run with it."""
+    profile = Profile()
+    train(way, profile)  # also what is imported at first use
+    return train(way, is_watched=False), profile
+
+
+def failures(way: str) -> list[Failure]:
+    """Every function, with two calls from which on it raises."""
+    profile = known(way)[1]
+    names = [
+        name
+        for name in profile.calls
+        if name.rpartition(":")[0] not in CARRYING and not name.startswith("guard.py:")  # the guard itself
+    ]
+    # Spread, and for most functions the same whatever else changes.
+    names.sort(key=lambda name: blake2b(name.rpartition(":")[0].encode()).digest())
+    return [
+        Failure(name, after, is_once=name in profile.removing)
+        for name in names
+        for after in sorted({0, profile.calls[name] // 2})
+    ]
+
+
+def broken_by(way: str, failure: Failure) -> str:
+    """Say how a failure reached the training; empty if it did not."""
+    try:
+        watched = train(way, Profile(failure))
+    except InjectedError:
+        return f"{failure} ended the training"
+    changed, again = differences(known(way)[0], watched), said_again(watched.said)
+    return f"{failure} changed {changed}, said again {again}" if changed or again else ""
+
+
+def main() -> int:
+    """Try every failure of some ways to train, and print those that reach the training."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("ways", nargs="*", choices=[[], *WAYS], help="all of them if none is given")
+    parser.add_argument("--every", type=int, default=1, help="try every so many of them")
+    options = parser.parse_args()
+    bad = tried = 0
+    for way in options.ways or WAYS:
+        for failure in failures(way)[:: options.every]:
+            tried += 1
+            if reached := broken_by(way, failure):
+                bad += 1
+                print(f"{way}: {reached}", flush=True)  # noqa: T201
+    print(f"{bad} of {tried} failures reached the training")  # noqa: T201
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
