@@ -23,7 +23,7 @@ NOT_SEEN = {
     "WordsOfADocument", "PointCloud", "VectorsOfPoints", "Deformable", "WeightsAreTheAnswer", "TracedByTorch",
     "KeysUnfolded", "CompiledInside", "FlexAttention", "SeparableScores", "CreditsOfAgents", "CriticsOfOthers",
     "EdgesOfAList", "AttentionFree", "StandAlone", "RolledNeighbours", "FourNearest", "AskedByACell", "ScriptedSoftmax",
-    "SummedLast",
+    "SummedLast", "OneSequenceOfAMap", "FlexWithABlockMask",
 }  # fmt: skip
 # Attention beside the one that is written down: keys that are averaged with themselves, weights of another module.
 OTHERS = {"StatesOfAHopfieldNetwork", "WeightsUsedTwice"}
