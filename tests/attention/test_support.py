@@ -610,7 +610,7 @@ def test_the_reason_is_in_the_refusal() -> None:
     model = CrossAttention()
     x = torch.randn(3, 7, WIDTH)
     (refusal,) = survey(nn.ModuleDict({"cross": model}), forward=lambda: model(x, x)).refused
-    assert refusal.reason == "its keys are sums of what `b` and `e` give"
+    assert refusal.reason == "in the forward that was run, its keys are sums of what `b` and `e` give"
 
 
 def test_a_single_head_is_a_layer_of_one() -> None:
