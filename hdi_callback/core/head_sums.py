@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hdi_callback.core.covariance import HeadCovariance, summarise
 from hdi_callback.core.output_products import (
+    TINY,
     block_sums,
     centred_outputs,
     mixing_of,
@@ -66,7 +67,7 @@ class HeadMoments:
         """
         count = self.count + other.count
         shift = other.mean - self.mean
-        share = other.count / count.clamp_min(1)
+        share = other.count / count.clamp_min(TINY)
         outer = shift[:, :, None, None] * shift[None, None] * (self.count * share)
         return HeadMoments(count, self.mean + shift * share, self.scatter + other.scatter + outer)
 

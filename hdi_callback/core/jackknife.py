@@ -49,6 +49,7 @@ def jackknife_of_numbered(
     flat, weights = without_padding(outputs.to(mean.dtype).flatten(1), weights)
     centred = torch.where(weights[:, None] == 0, 0, flat - mean.flatten()).view(outputs.shape)
     of_sequence = weights.new_zeros(num_sequences).index_add(0, numbers, weights)
+    tokens = weights.new_zeros(num_sequences).index_add(0, numbers, (weights > 0).to(weights.dtype))
     total = W.new_zeros(num_sequences, H, width)
     products = W.new_zeros(num_sequences, H, H)
     step = max(1, _CHUNK // (H * width))
@@ -61,16 +62,16 @@ def jackknife_of_numbered(
     others = count - of_sequence
     mean_of_others = total / others.clamp_min(TINY)[:, None, None]
     left = (count * trace - products) / others.clamp_min(TINY)[:, None, None] - mean_of_others @ mean_of_others.mT
-    variance, covariance = mean_terms(left)
-    live = of_sequence > 0
+    # No token that is left has a mean, and a single one no variance: what stands there is rounding.
+    variance, covariance = mean_terms(torch.where((tokens.sum() - tokens > 1)[:, None, None], left, torch.nan))
+    live = tokens > 0
     return _spread_of(covariance, live), _spread_of(covariance / variance, live)
 
 
 def _spread_of(values: Tensor, live: Tensor) -> Tensor:
     n = live.sum()
     mean = torch.where(live, values, 0).sum() / n
-    spread = ((n - 1) / n * torch.where(live, values - mean, 0).square().sum()).sqrt()
-    return torch.where(n > 1, spread, torch.nan)
+    return ((n - 1) / n * torch.where(live, values - mean, 0).square().sum()).sqrt()
 
 
 def _spread(values: Tensor) -> Tensor:

@@ -168,6 +168,13 @@ def test_scales_of_the_spectrum_and_its_order_do_not_matter():
     )
 
 
+@pytest.mark.parametrize("rounding", [[], [0.0, -5e-7]])
+def test_a_covariance_of_one_direction_leaves_nothing_out_whatever_rounding_stands_behind_it(rounding):
+    measured = {"effective_samples": [10.0], "head_dim": 8}
+    found = rank_allocations(64, 64, **measured, spectrum=[1.0, *rounding])
+    assert found.choices == rank_allocations(64, 64, **measured, input_rank=1).choices  # r = 0: the first has it all
+
+
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [

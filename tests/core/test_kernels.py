@@ -127,6 +127,12 @@ def test_sequences_of_different_length_add_up():
         merged.padded(5)
 
 
+def test_the_sums_of_chosen_heads_are_those_of_their_rows_alone_in_that_order():
+    rows, visible, logits = attention(2, 4, 5, 6)
+    found = AttentionSums.of(rows, visible, logits=logits).of_heads([3, 0, 2])
+    assert_equal(found.rows(), plain(rows[:, [3, 0, 2]], visible, logits[:, [3, 0, 2]]))
+
+
 def test_uniform_rows_average_over_everything_and_are_not_alike():
     n = torch.arange(1, 41)
     causal = torch.ones(40, 40, dtype=torch.bool).tril()

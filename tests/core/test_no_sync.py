@@ -32,6 +32,7 @@ from hdi_callback.core import (
 )
 from hdi_callback.core import head_diversity_from_covariance as from_covariance
 from hdi_callback.core.head_sums import HeadSums
+from hdi_callback.core.tensors import may_decide_on_host
 from tests.core.no_sync import NoSync
 from tests.core.test_subspaces import CASES, gaussian
 from tests.skips import NEEDS_CUDA_BUILD, NEEDS_GPU
@@ -86,6 +87,13 @@ SILENT = {
     ),
     "streaming": (lambda first, second: HeadMoments.of(first).update(second), [gaussian(9, 4, 8), gaussian(9, 4, 8)]),
 }
+
+
+def test_the_host_looks_at_plain_tensors_on_a_cpu_whose_result_is_float32_and_at_no_others():
+    weight = torch.ones(2)
+    assert all(map(may_decide_on_host, (weight, torch.nn.Parameter(weight), weight.bfloat16())))
+    others = weight.to("meta"), weight.double(), weight.as_subclass(type("Wrapped", (torch.Tensor,), {}))
+    assert not any(map(may_decide_on_host, others))
 
 
 @pytest.mark.parametrize("what", SILENT)

@@ -92,6 +92,21 @@ def test_what_is_measured_does_not_depend_on_the_library(monkeypatch):
         assert torch.allclose(value, found[HAS_ONEDNN][name], atol=1e-6), name
 
 
+@pytest.mark.parametrize(
+    ("maker", "capability", "is_slower"),
+    [
+        ("vendor_id\t: AuthenticAMD", "AVX512_VNNI", True),
+        ("vendor_id\t: AuthenticAMD", "AVX2", False),
+        ("vendor_id\t: GenuineIntel", "AVX512_VNNI", False),
+    ],
+)
+def test_mkl_is_the_slower_on_a_cpu_of_amd_with_avx_512_alone(maker, capability, is_slower, monkeypatch):
+    monkeypatch.setattr(products, "_maker_of_cpu", lambda: maker)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    has_both = torch.backends.mkl.is_available() and HAS_ONEDNN
+    assert products._mkl_is_the_slower.__wrapped__() == (is_slower and has_both)
+
+
 def test_float32_that_the_user_has_rounded_coarsely_or_a_library_that_is_off_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(products, "_mkl_is_the_slower", lambda: HAS_ONEDNN)
     monkeypatch.setattr(products, "_LARGE", 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core import head_diversity, head_overlap, orthonormal_bases, principal_cosines, whitening
+from hdi_callback.core.subspaces import block_norms
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
 RANK_TOL = 1e-6
@@ -173,6 +174,13 @@ def test_a_batch_is_its_layers_one_by_one():
     for place in np.ndindex(2, 3):
         alone = orthonormal_bases(weight[place])
         assert torch.allclose(head_overlap(bases.rows)[place], head_overlap(alone.rows), atol=1e-12)
+
+
+def test_without_a_way_back_both_lenses_see_the_blocks_themselves():
+    rows = gaussian(3, 4, 20)
+    blocks = np.einsum("hid,gjd->hgij", rows.numpy(), rows.numpy())
+    for norms in block_norms(rows):
+        np.testing.assert_allclose(norms.numpy(), (blocks**2).sum((2, 3)), rtol=1e-12)
 
 
 def test_the_chunks_of_the_product_change_nothing():
