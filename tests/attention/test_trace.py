@@ -404,6 +404,16 @@ class Turned(by_hand.NanoGPT):
         return self.c_proj(by_hand.attend(*(part.unflatten(-1, (H, 8)) for part in (q, k, v))))
 
 
+def test_a_run_draws_what_may_be_zero_at_first_and_keeps_matrices_of_maps_wherever_else_they_are():
+    module = nn.Module()
+    module.map, module.bias = nn.Linear(4, 4), nn.Parameter(torch.zeros(5))
+    module.twin = module.map.weight
+    trial = Traceable(module).trial
+    assert trial.bias.all(), "a bias of zero would hide what is added by it"
+    assert torch.equal(trial.twin, module.map.weight)
+    assert not module.bias.any()
+
+
 def test_modules_that_compute_the_same_are_distinguished_from_those_that_only_look_alike():
     x = (torch.randn(2, 8, D),)
     one, twin, turned = (

@@ -140,6 +140,40 @@ def test_what_is_no_feature_of_the_map_is_neither_established_nor_contradicted(k
     assert observer.verdicts()["inner"].state == "undecided"
 
 
+class MixesKeys(models.Separate):
+    """A parameter says how much every position hands on of what another one draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Parameter(torch.randn(T, T))
+
+    def forward(self, x):
+        q, k, v = (one.transpose(1, 2) for one in self.heads(x))
+        return self.out_proj(((q @ k.mT).softmax(-1) @ self.over @ v).transpose(1, 2).flatten(2))
+
+
+class SumsHeads(models.Separate):
+    """The heads are added up, over two dimensions at once."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        weights = torch.einsum("bihd,bjhd->bihj", q, k).softmax(-1)
+        return F.linear(torch.einsum("bihj,bjhd->bid", weights, v), self.out_proj.weight[:, :8])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (MixesKeys, "its scores or weights are mixed by `matmul`"),
+        (SumsHeads, "no attention was observed in its module"),
+    ],
+)
+def test_a_product_of_weights_that_is_no_average_of_one_heads_values_is_not_taken_for_one(kind, reason):
+    inner = built(kind)
+    verdict = observed(inner, separate(inner)).verdicts()["inner"]
+    assert (verdict.state, verdict.sentence) == ("undecided", reason)
+
+
 class OneByOne(nn.Module):
     """A map and an attention for each head; `bent` is one whose keys are not what its map gave."""
 
