@@ -323,6 +323,17 @@ def test_what_takes_too_long_is_ended_at_its_next_operation():
     assert torch.equal(x * 0, torch.zeros(2))
 
 
+def test_time_that_other_work_on_the_machine_takes_is_not_counted():
+    """A search on a busy machine finds what it finds on an idle one."""
+    with isolated(seconds=0.5):
+        for _ in range(10):
+            time.sleep(0.06)  # the processor works for others
+            torch.ones(2) + 1
+    with pytest.raises(IsolationError, match=r"more than 0\.5 s"), isolated(seconds=0.5):
+        while True:
+            torch.ones(2) + 1
+
+
 def test_an_interruption_by_the_user_ends_the_run():
     with pytest.raises(KeyboardInterrupt), isolated():
         raise KeyboardInterrupt

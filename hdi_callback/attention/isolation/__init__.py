@@ -16,9 +16,10 @@ are reached other than as parameters and buffers of the copy.
 from hdi_callback.attention.isolation.collectives import collectives_within
 from hdi_callback.attention.isolation.contents import ATOMS, attributes_of, has_memory
 from hdi_callback.attention.isolation.copies import HOOKS, isolated_copy
+from hdi_callback.attention.isolation.deadline import Deadline
 from hdi_callback.attention.isolation.isolated import MOST_SECONDS, IsolationError, asking_no_other_rank, isolated
 
 __all__ = [
-    "ATOMS", "HOOKS", "MOST_SECONDS", "IsolationError", "asking_no_other_rank", "attributes_of",
+    "ATOMS", "HOOKS", "MOST_SECONDS", "Deadline", "IsolationError", "asking_no_other_rank", "attributes_of",
     "collectives_within", "has_memory", "isolated", "isolated_copy",
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from hdi_callback.attention.isolation.collectives import (
     collectives_as_stated,
     refusing_still,
 )
+from hdi_callback.attention.isolation.deadline import Deadline
 from hdi_callback.attention.isolation.printing import muted
 from hdi_callback.attention.isolation.random_states import devices_in_use, random_states_kept
 from hdi_callback.attention.isolation.settings import (
@@ -35,7 +35,7 @@ from hdi_callback.attention.isolation.user_data import UserData
 from hdi_callback.errors import HDIError
 
 MOST_SECONDS = 60.0
-"""For what is done with one module, to search its heads."""
+"""Of processor time, to search the heads of one kind of module."""
 
 
 class IsolationError(HDIError):
@@ -60,7 +60,8 @@ def isolated(
     Args:
         modules: whose code will run.
         seed: of the CPU's generator within; where it is missing, the generator continues from its state.
-        seconds: how long the block may take: after that, any call of torch raises an error.
+        seconds: of processor time that the block may take, three times as many by the clock: after that, any call of
+            torch raises an error.
         keeps_defaults: make new tensors where and as the user's code does, for code that works on the user's own.
 
     Raises:
@@ -111,10 +112,10 @@ class _Clock(TorchFunctionMode):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self._seconds, self._end = seconds, time.monotonic() + seconds
+        self._seconds, self._deadline = seconds, Deadline(seconds)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if time.monotonic() > self._end:
+        if self._deadline.has_passed:
             raise IsolationError(f"it takes more than {self._seconds:g} s")
         return func(*args, **(kwargs or {}))
 

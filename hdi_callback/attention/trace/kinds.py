@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hdi_callback.attention.isolation import MOST_SECONDS, isolated
+from hdi_callback.attention.isolation import MOST_SECONDS, Deadline, isolated
 from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS
@@ -109,7 +108,7 @@ class KindTracer:
         if self.is_slow(module):
             return None
         kind = (*_kind_of(module), None if recorded is None else tuple(map(_form_of, recorded)))
-        end = time.monotonic() + MOST_SECONDS
+        deadline = Deadline(MOST_SECONDS)
         twins = self._known.setdefault(kind, [])
         if twins and twins[0].found is None:
             return None
@@ -130,10 +129,10 @@ class KindTracer:
                 if recorded is None:
                     traced = self._checked(traced, is_known)
         except Exception:  # one odd module costs itself
-            if time.monotonic() > end:
+            if deadline.has_passed:
                 self._slow.add(_kind_of(module))
             return None
-        if traced.found is None and time.monotonic() > end:
+        if traced.found is None and deadline.has_passed:
             self._slow.add(_kind_of(module))
         twins.append(traced)
         return traced.found
