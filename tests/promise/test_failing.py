@@ -10,7 +10,7 @@ import pytest
 
 from tests.promise.failing import CARRYING, broken_by, failures, known
 
-_QUICK = {"loop": 4, "by hand": 6, "lightning": 6}
+_QUICK = {"loop": 3, "by hand": 3, "lightning": 2}
 """How many failures the quick tests try."""
 
 

@@ -163,7 +163,7 @@ def assert_reads_as_one_process(reported: list[Any]) -> None:
         assert warning.startswith("attention rows/blocks.0.attn")
 
 
-@pytest.mark.some_slow(quick=1)
+@pytest.mark.slow  # `test_tokens_in_meshes` reads one in every run
 @pytest.mark.parametrize("kind", kinds())
 def test_heads_that_are_swapped_for_tokens_read_as_in_one_process(two_ranks, kind):
     assert_reads_as_one_process(two_ranks(read_kind, kind))

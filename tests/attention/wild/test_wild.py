@@ -140,7 +140,12 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+_SECONDS = {"CriticsOfOthers"}  # 64 attentions
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in _SECONDS else ()) for name in REFUSALS]
+)
 def test_modules_by_hand_that_are_not_read_are_refused_with_what_is_true_of_them(name):
     verdict = judge(ALL[name], "forward")
     assert verdict.verdict == REFUSED
