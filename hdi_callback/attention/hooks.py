@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hdi_callback.guard import attempt_each, guarded
 
@@ -50,8 +49,17 @@ class Hooks:
         """Put the hooks back after `suspend`, by the numbers that they had; calling it again does nothing."""
         for handle in self._suspended:
             if handle not in self._handles:
+                self._handles.append(handle)  # before it is put back, so that it is removed even if that fails midway
                 handle.put_back()
-        self._handles, self._suspended = self._suspended or self._handles or list(self._install()), []
+        self._suspended = []
+        if self._handles:
+            return
+        try:
+            for handle in self._install():
+                self._handles.append(handle)
+        except BaseException:
+            remove_each(self._handles)
+            raise
 
     def _install(self) -> Iterable[Handle]:
         raise NotImplementedError
@@ -161,12 +169,7 @@ def observe_calls(
         top = module.__dict__.get("forward")
         observed = top if isinstance(top, _ObservedForward) else _ObservedForward(module, top)
         return [_Observer(observed, before, after, eager_only=eager_only)]
-    hooks = Hook(before), None if after is None else Hook(after)
-    handles: list[Handle] = [_Numbered(module.register_forward_pre_hook(hooks[0], with_kwargs=True), hooks[0])]
-    if hooks[1] is not None:
-        handle = module.register_forward_hook(hooks[1], with_kwargs=True, always_call=True)
-        handles.append(_Numbered(handle, hooks[1]))
-    return handles
+    return [_Numbered(module, before, after)]
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -183,24 +186,27 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 class _Numbered:
-    """The handle of a hook that keeps its number when it is put back: compiled graphs are guarded by it."""
+    """Hooks of one module that keep their numbers when they are put back: compiled graphs are guarded by them."""
 
-    def __init__(self, handle: RemovableHandle, hook: Hook) -> None:
-        self._handle, self._hook = handle, hook
+    def __init__(self, module: nn.Module, before: Before, after: After | None) -> None:
+        # All that may fail is done before the first hook is on the module.
+        first, last = Hook(before), None if after is None else Hook(after)
+        self._hooks = [(module.register_forward_pre_hook(first, with_kwargs=True), first)]
+        if last is not None:
+            self._hooks.append((module.register_forward_hook(last, with_kwargs=True, always_call=True), last))
 
     def remove(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+        """Remove the hooks."""
+        for handle, _ in self._hooks:
+            handle.remove()
 
     def put_back(self) -> None:
-        """Put the hook back after `remove`."""
-        for ref, value in (
-            (self._handle.hooks_dict_ref, self._hook),
-            *((ref, True) for ref in self._handle.extra_dict_ref),
-        ):
-            known = ref()
-            if known is not None:
-                known[self._handle.id] = value
+        """Put the hooks back after `remove`."""
+        for handle, hook in self._hooks:
+            for ref, value in ((handle.hooks_dict_ref, hook), *((ref, True) for ref in handle.extra_dict_ref)):
+                known = ref()
+                if known is not None:
+                    known[handle.id] = value
 
 
 class _Observer:
@@ -213,8 +219,8 @@ class _Observer:
 
     def put_back(self) -> None:
         """Observe, from the next call on."""
-        self._list.append(self._functions)
         self._observed.put_on()
+        self._list.append(self._functions)
 
     def remove(self) -> None:
         """Observe no more."""

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from hdi_callback.attention import ROLES
 from hdi_callback.core import HeadCovariance
+from hdi_callback.guard import guarded
 from hdi_callback.monitoring.metrics import COVARIANCE, DETAILS, METRICS
+from hdi_callback.monitoring.warn_once import WarnOnce
 
+READING_OUT = "reading out head diversity"
 NOT_FINITE = "the weights are not finite"
 """Reason why a layer whose weights hold NaN or infinity has no index."""
 
@@ -47,6 +50,7 @@ class Reading:
         axis: position on the trainer's own logging axis; `step` if there is none.
         time: seconds since the Unix epoch.
         frozen: names of the layers none of whose parameters required a gradient; `None` if that is not known.
+        warn_once: warns once if `record` fails; that of the monitor.
     """
 
     step: int
@@ -57,14 +61,31 @@ class Reading:
     axis: int | None = None
     time: float = field(default_factory=clock.time)
     frozen: frozenset[str] | None = field(default=None, compare=False)
+    warn_once: WarnOnce = field(default_factory=WarnOnce, compare=False, repr=False)
 
+    @guarded(READING_OUT, otherwise=lambda self: self.without_numbers())
     def record(self) -> Record:
         """Turn the reading into numbers; waits for the device.
 
         Returns:
-            The same reading as plain numbers.
+            The same reading as plain numbers. If that fails there is one warning, and no number but the reason, in
+            `Record.absent`.
         """
         return Readout(self).record()
+
+    def without_numbers(self) -> Record:
+        """The record of a reading whose numbers could not be read out.
+
+        Returns:
+            No numbers, and the reason for every layer.
+        """
+        absent = {**dict.fromkeys(self.layers, f"{READING_OUT} failed"), **self.absent}
+        layers = {name: LayerRecord() for name in self.layers}
+        axis = self.step if self.axis is None else self.axis
+        return Record(self.step, layers, absent, self.epoch, axis, self.time, self.frozen)
+
+    def _failed(self, work: str, error: Exception) -> None:
+        self.warn_once.error(work, error)
 
 
 @dataclass(frozen=True)
@@ -192,6 +213,14 @@ class Readout:
     def step(self) -> int:
         """Step of the reading."""
         return self._reading.step
+
+    def without_numbers(self) -> Record:
+        """The record if `record` fails.
+
+        Returns:
+            See `Reading.without_numbers`.
+        """
+        return self._reading.without_numbers()
 
     def is_ready(self) -> bool:
         """Return whether the numbers have arrived, without waiting.

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from hdi_callback.errors import MonitoringWarning
-from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Readout, Record
+from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Reading, Readout, Record
 from hdi_callback.monitoring.session.publisher import Publisher
 from hdi_callback.monitoring.warn_once import WarnOnce
 
@@ -26,3 +26,19 @@ def test_layers_whose_padding_can_be_read_in_two_ways_are_named_once_three_of_th
             publisher.publish(cast("Readout", SimpleNamespace(record=lambda step=step: Record(step, {}, absent))))
     assert [str(one.message) for one in caught] == [f"Head outputs of {listed} are absent: {AMBIGUOUS_MASK}."]
     assert written == [0, 1]
+
+
+def test_a_reading_whose_numbers_cannot_be_read_out_is_published_with_the_reason():
+    class Broken(Readout):
+        def record(self) -> Record:
+            raise RuntimeError("the copy failed")
+
+    published: list[Record] = []
+    sink = SimpleNamespace(name="a sink", write=lambda result: published.append(result.record))
+    publisher = Publisher(None, None, (), [cast("Any", sink)], lambda value: value, WarnOnce())
+    reading = Reading(7, ("attn",), (), epoch=1, axis=14)
+    with pytest.warns(MonitoringWarning, match="reading out head diversity failed"):
+        publisher.publish(Broken(reading))
+    (record,) = published
+    assert (record.step, record.epoch, record.axis, record.layers["attn"].values) == (7, 1, 14, {})
+    assert record.absent == {"attn": "reading out head diversity failed"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.promise.failing import CARRYING, broken_by, failures, known
+from tests.promise.failing import CARRYING, Profile, broken_by, failures, known, train
 
 _QUICK = {"loop": 3, "by hand": 3, "lightning": 2}
 """How many failures the quick tests try."""
@@ -17,6 +17,35 @@ _QUICK = {"loop": 3, "by hand": 3, "lightning": 2}
 @pytest.mark.parametrize("way", _QUICK)
 def test_a_few_functions_that_raise_leave_the_training_as_it_is(way):
     assert list(filter(None, (broken_by(way, one) for one in failures(way)[: _QUICK[way]]))) == []
+
+
+_PUT_ON = ("attention/hooks.py", "attention/observe/window.py", "attention/observe/mode_stack.py")
+
+
+def _failures_in(way, *places):
+    found = [one for one in failures(way) if one.function.startswith(places)]
+    assert found, f"no function of {places} runs in {way}"
+    return found
+
+
+def test_a_function_that_raises_while_hooks_are_put_on_leaves_none_behind():
+    places = ("attention/hooks.py:__init__", "attention/hooks.py:put_on", "attention/observe/window.py:leave")
+    firsts = [one for one in _failures_in("by hand", *places) if not one.after]
+    assert list(filter(None, (broken_by("by hand", one) for one in firsts))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["loop", "by hand"])
+def test_whatever_raises_where_hooks_and_modes_are_put_on_leaves_none_behind(way):
+    assert list(filter(None, (broken_by(way, one) for one in _failures_in(way, *_PUT_ON)))) == []
+
+
+def test_a_reading_whose_numbers_cannot_be_read_out_says_so_and_does_not_raise():
+    failure = next(one for one in _failures_in("by hand", "monitoring/readings.py:_tabulate") if not one.after)
+    assert broken_by("by hand", failure) == ""
+    said = train("by hand", Profile(failure)).said
+    assert len(said) == 1
+    assert said[0].startswith("reading out head diversity failed")
 
 
 def test_functions_that_carry_code_of_the_user_are_still_there():

@@ -37,6 +37,7 @@ from hdi_callback.attention.compiled import may_recompile
 from hdi_callback.attention.hooks import Handle, Hooks, observe_calls
 from hdi_callback.attention.layer.heads import AttentionLayer
 from hdi_callback.attention.layer.torch_attention import is_torch_attention
+from hdi_callback.guard import attempt_each
 
 __all__ = ["Capture", "Taps"]
 
@@ -202,8 +203,7 @@ class Taps(Hooks):
 
     def remove(self) -> None:
         """Remove the hooks and discard the captures; calling it again does nothing."""
-        self.suspend()
-        self.release()
+        attempt_each([self.suspend, self.release])
 
     def suspend(self) -> None:
         """Remove the hooks until `resume`."""

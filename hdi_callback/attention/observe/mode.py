@@ -126,7 +126,7 @@ class ObservingMode(TorchFunctionMode):
     def _begin_inside(self) -> None:
         torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
 
-    @guarded("observing torch's attention from the inside")
+    @guarded("observing torch's attention from the inside", otherwise=take_off)
     def _end_inside(self) -> None:
         take_off(self)  # another observer may lie above it
 

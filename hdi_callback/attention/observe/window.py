@@ -48,7 +48,7 @@ class Window:
         self._has_entered: set[nn.Module] = set()
         self._staying: dict[nn.Module, list[Handle]] = {}
         self.reason = ""
-        self.has_run = self._is_suspended = False
+        self.has_run = self._is_suspended = self._has_given_up = False
         self.skipped: dict[str, str] = {}
 
     def open(self, forward: ObservedForward, modules: Mapping[str, nn.Module], closed: Mapping[str, nn.Module]) -> None:
@@ -61,7 +61,7 @@ class Window:
         """
         self.close()
         self._forward, self._compiled = forward, _compiled_frames()
-        self._thread, self.reason, self.has_run = threading.get_ident(), "", False
+        self._thread, self.reason, self.has_run, self._has_given_up = threading.get_ident(), "", False, False
         self.skipped = {name: _IN_A_GRAPH for name, module in modules.items() if module in self._staying}
         self._has_entered.clear()
         # Torch guards a graph by the hooks of those modules that have some.
@@ -79,7 +79,9 @@ class Window:
         """Remove everything that no graph was compiled with; calling it again does nothing."""
         if self._forward is None:
             return
-        attempt_each([partial(remove_each, self._detours), self._end, self._keep_what_graphs_have, self._take_off_rest])
+        mode_off: Callable[[], object] = partial(take_off, self._forward.mode)  # also if `_end` fails
+        keep = self._keep_what_graphs_have
+        attempt_each([partial(remove_each, self._detours), self._end, mode_off, keep, self._take_off_rest])
         self._forward = None
 
     def _keep_what_graphs_have(self) -> None:
@@ -109,7 +111,7 @@ class Window:
     @guarded("following a module")
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module begins, and turn the mode on if it is the first."""
-        if self._forward is None or threading.get_ident() != self._thread:
+        if self._forward is None or self._has_given_up or threading.get_ident() != self._thread:
             return
         self._has_entered.add(module)
         if self._passed_over:
@@ -132,10 +134,10 @@ class Window:
             return
         self._forward.module_begins(name, module)
 
-    @guarded("following a module")
+    @guarded("following a module", otherwise=lambda self: self._give_up())
     def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note that a module ends, and turn the mode off if it was the first."""
-        if self._forward is None or threading.get_ident() != self._thread:
+        if self._forward is None or self._has_given_up or threading.get_ident() != self._thread:
             return
         if self._passed_over:
             if self._passed_over[-1][0] is module:
@@ -162,7 +164,7 @@ class Window:
         Returns:
             What lay above it, for `step_back`.
         """
-        if self._forward is None or self._outermost is None or self._passed_over:
+        if self._forward is None or self._outermost is None or self._passed_over or self._has_given_up:
             return None
         return take_off(self._forward.mode) if threading.get_ident() == self._thread else None
 
@@ -173,12 +175,18 @@ class Window:
         Args:
             above: the result of `step_aside`.
         """
-        if above is not None and self._forward is not None:
+        if above is not None and self._forward is not None and not self._has_given_up:
             put_back(self._forward.mode, above)
 
     def _failed(self, work: str, error: Exception) -> None:
         if self._forward is not None:
             self._forward.failures.append(f"{work}: {type(error).__name__} ({error})")
+
+    def _give_up(self) -> None:
+        """Observe nothing more of this forward, as it is not known any more which modules run."""
+        self._has_given_up = True
+        if self._forward is not None:
+            take_off(self._forward.mode)
 
     def _end(self) -> None:
         if self._forward is not None and self._outermost is not None:

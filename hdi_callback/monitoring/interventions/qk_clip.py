@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hdi_callback.arguments import number
 from hdi_callback.attention import AttentionLayer, HeadSlice, Role
 from hdi_callback.attention.observe import AttentionObserver, RowChunk
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.guard import guarded
+from hdi_callback.guard import attempt_each, guarded
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.interventions.action import Action
 from hdi_callback.monitoring.interventions.intervention import Intervention
@@ -95,11 +96,11 @@ class QKClip(Intervention):
 
     def detach(self) -> None:
         """Remove hooks and observers."""
-        for handle in self._handles:
-            handle.remove()
-        for observer in self._observers.values():
-            observer.release()
-            observer.suspend()
+        removing: list[Callable[[], object]] = [handle.remove for handle in self._handles]
+        removing += [part for observer in self._observers.values() for part in (observer.release, observer.suspend)]
+        attempt_each([*removing, self._forget])
+
+    def _forget(self) -> None:
         self._handles.clear()
         self._observers.clear()
         self._largest.clear()
@@ -197,23 +198,25 @@ class QKClip(Intervention):
 
     def _collect(self) -> None:
         """Collect the largest scores of the observed forward, if there was one."""
-        for name, observer in self._observers.items():
-            observer.disarm()
-            layer = self.training.layers.get(name)
-            cores = [core for core in observer.cores if core.is_recorded]
-            observer_ran = observer.has_run
-            read = [core.rows.largest for core in cores if core.rows is not None and core.rows.is_known]
-            unread = [core for core in cores if core.rows is None or not core.rows.is_known]
-            observer.release()
-            if layer is None or not observer_ran or not cores:
-                continue
-            if unread or any(len(largest) != layer.num_heads for largest in read):
-                why = next((core.unread for core in unread if core.unread), "its scores are not known")
-                self._warn_once.warn(name, f"QKClip leaves `{name}` as it is: {why}.")
-                continue
-            for largest in read:
-                before = self._largest.get(name)
-                self._largest[name] = largest if before is None else torch.maximum(before, largest)
+        attempt_each([partial(self._collect_from, *one) for one in self._observers.items()])
+
+    def _collect_from(self, name: str, observer: AttentionObserver) -> None:
+        observer.disarm()
+        layer = self.training.layers.get(name)
+        cores = [core for core in observer.cores if core.is_recorded]
+        observer_ran = observer.has_run
+        read = [core.rows.largest for core in cores if core.rows is not None and core.rows.is_known]
+        unread = [core for core in cores if core.rows is None or not core.rows.is_known]
+        observer.release()
+        if layer is None or not observer_ran or not cores:
+            return
+        if unread or any(len(largest) != layer.num_heads for largest in read):
+            why = next((core.unread for core in unread if core.unread), "its scores are not known")
+            self._warn_once.warn(name, f"QKClip leaves `{name}` as it is: {why}.")
+            return
+        for largest in read:
+            before = self._largest.get(name)
+            self._largest[name] = largest if before is None else torch.maximum(before, largest)
 
     # Called by the optimizers, inside the user's `optimizer.step()`.
 

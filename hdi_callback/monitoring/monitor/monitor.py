@@ -332,7 +332,8 @@ class HeadDiversityMonitor:
         if isinstance(reading, Reading):
             return reading
         self._pending_outputs = set()
-        return Reading(step, self._layers.names, (), dict.fromkeys(self._layers.names, reading), epoch, axis)
+        absent = dict.fromkeys(self._layers.names, reading)
+        return Reading(step, self._layers.names, (), absent, epoch, axis, warn_once=self.warn_once)
 
     def _failed(self, work: str, error: Exception) -> None:
         self._failure = describe(error)
@@ -373,7 +374,9 @@ class HeadDiversityMonitor:
         if self._pending_outputs:
             self._arm(self._training_only)
         frozen = self._layers.frozen(self.facts)
-        return Reading(step, names, tuple(measurements), absent.reasons, epoch, axis, frozen=frozen)
+        return Reading(
+            step, names, tuple(measurements), absent.reasons, epoch, axis, frozen=frozen, warn_once=self.warn_once
+        )
 
     @property
     def awaits_forwards(self) -> bool:
@@ -390,6 +393,13 @@ class HeadDiversityMonitor:
         Returns:
             The same reading, with the head outputs captured since.
         """
+        completed = self._completed(reading, is_last_forward)
+        if completed is None:
+            self._pending_outputs = set()
+        return reading if completed is None else completed
+
+    @guarded("measuring head diversity")
+    def _completed(self, reading: Reading, is_last_forward: bool) -> Reading | None:
         pending = self._pending_outputs
         found: list[Measurement] = []
         known = {absence_of(source, name) for source in (COVARIANCE, ROWS) for name in pending}

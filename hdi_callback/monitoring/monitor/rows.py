@@ -15,6 +15,7 @@ from hdi_callback.attention.calls import calls_going_on
 from hdi_callback.attention.capture.padding import PaddingChoice, find_padding, fit_padding
 from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk
 from hdi_callback.core import AttentionSums, NormSums, logit_bound
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers
 from hdi_callback.monitoring.metrics import ROWS
@@ -224,8 +225,7 @@ class AttentionReadings:
 
     def remove(self) -> None:
         """Remove all hooks from the model, and discard the observations."""
-        self.release()
-        self.suspend()
+        attempt_each([self.release, self.suspend])
 
     def suspend(self) -> None:
         """Remove all hooks from the model."""

@@ -11,7 +11,7 @@ from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.alerts import Alert, Alerts, heads_written
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Action, Intervention
-from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Readout, Record
+from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, READING_OUT, Readout, Record
 from hdi_callback.monitoring.session.sink import Result, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
 
@@ -45,13 +45,13 @@ class Publisher:
             is_last: this is the last reading of the run.
 
         Returns:
-            The result; none if the numbers cannot be read.
+            The result; without numbers, but with the reason, if they cannot be read.
         """
         try:
             record = readout.record()
         except Exception as error:
-            self.warn_once.error("reading out head diversity", error)
-            return []
+            self.warn_once.error(READING_OUT, error)
+            record = readout.without_numbers()
         if doubtful := [key.partition("/")[2] for key, why in record.absent.items() if why == AMBIGUOUS_MASK]:
             listed = ", ".join(f"`{name}`" for name in doubtful[:3]) + (" and others" if len(doubtful) > 3 else "")
             self.warn_once.warn("padding", f"Head outputs of {listed} are absent: {AMBIGUOUS_MASK}.")
