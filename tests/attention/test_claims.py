@@ -40,8 +40,8 @@ def layer(evidence: str, *, is_right: bool) -> AttentionLayer:
         ("forward", True, AGAINST, (), None),
         ("layout", True, AGAINST, RECORDED, None),  # and that with the inputs of the forward
         ("layout", True, AGAINST, CANNOT_RUN + RECORDED, None),
-        ("layout", False, OPEN, RECORDED, "its key heads are other rows than those that are read"),
-        ("layout", False, None, RECORDED, "its key heads are other rows than those that are read"),
+        ("layout", False, OPEN, RECORDED, "its key heads are not the rows that the layer claims"),
+        ("layout", False, None, RECORDED, "its key heads are not the rows that the layer claims"),
         ("trace", False, AGAINST, RECORDED, "its keys are others"),  # both say so: what was observed is nearer
     ],
 )

@@ -249,7 +249,10 @@ class Turned(RoundedInputs):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Bent, "`k.B` takes the output of another one"), (OfSeveralTokens, "sums of what `k.B` and `k.linear` give")],
+    [
+        (Bent, "`k.B` takes the output of another linear map"),
+        (OfSeveralTokens, "sums of the outputs of `k.B` and `k.linear`"),
+    ],
 )
 def test_an_update_that_is_no_matrix_is_no_part_of_a_map(kind, reason):
     assert is_sum_of_maps(Around(D, D))
@@ -285,7 +288,7 @@ def test_an_activation_within_a_map_that_scales_its_matrix_is_refused():
     assert not is_scaled(EqualizedAndBent(D, D))
     found = survey(nn.Sequential(Attention(EqualizedAndBent)))
     assert found.layers == ()
-    assert ["with `v` in a way that is not followed" in one.reason for one in found.refused] == [True]
+    assert ["are computed from `v`" in one.reason for one in found.refused] == [True]
 
 
 def test_a_matrix_that_is_used_as_it_is_stays_a_place_to_write_to():
@@ -305,7 +308,7 @@ def test_another_setting_of_the_same_class_is_tried_by_itself():
     assert len(find_attention(nn.Sequential(one))) == 1
     found = survey(nn.Sequential(other))
     assert found.layers == ()
-    assert ["takes the output of another one" in one.reason for one in found.refused] == [True]
+    assert ["takes the output of another linear map" in one.reason for one in found.refused] == [True]
 
 
 class Switched(Around):

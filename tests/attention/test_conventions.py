@@ -53,7 +53,7 @@ class Mixes(nn.Module):
 @pytest.mark.parametrize("kind", [Messages, Helped])
 def test_what_asks_for_a_softmax_and_cannot_be_run_is_not_passed_over(kind):
     model = nn.ModuleDict({"odd": kind()})
-    with pytest.warns(UnsupportedAttentionWarning, match="`odd`.*could not be run with inputs that are made up"):
+    with pytest.warns(UnsupportedAttentionWarning, match="`odd`.*could not be run with synthetic inputs"):
         assert find_attention(model) == []
 
 

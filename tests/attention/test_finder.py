@@ -187,11 +187,11 @@ def test_what_a_layer_norm_subtracts_is_subtracted_from_the_rows(width):
 
 
 REJECTED = {
-    by_hand.KeysMixed: "its key heads share features, or mix",
-    by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
-    by_hand.KeysIgnored: "shows no queries and keys of tokens",
-    by_hand.OverChannels: "its keys are those of features, not of tokens",
-    by_hand.GroupsOfTwoSizes: "its heads do not share keys in groups of one size side by side",
+    by_hand.KeysMixed: "heads share or mix",
+    by_hand.ValuesSquashed: "its value projection is followed by an activation",
+    by_hand.KeysIgnored: "no query in its scores meets several keys",
+    by_hand.OverChannels: "each of its keys is of a feature and not of a token, as in attention over channels",
+    by_hand.GroupsOfTwoSizes: "its keys are not shared by adjacent heads in groups of one size",
 }
 
 
@@ -274,7 +274,7 @@ def test_a_real_forward_shows_what_made_up_inputs_cannot():
     model = Model()
     found = survey(model)
     assert [refusal.name for refusal in found.refused] == [place.name for place in found.undecided] == ["attn"]
-    assert found.refused[0].reason == "it could not be run with inputs that are made up"
+    assert found.refused[0].reason == "it could not be run with synthetic inputs"
     state = torch.get_rng_state()
     batch = {"x": torch.randn(5, 11, D, generator=torch.Generator().manual_seed(0))}
     (layer,) = find_attention(model, forward=lambda: model(batch))
@@ -356,7 +356,9 @@ def test_a_second_stream_that_only_a_real_forward_has_is_said_to_be_left_out():
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": TwoStreams()})
     x, second = torch.randn(2, 7, D), torch.randn(2, 5, D)
-    with pytest.warns(UnsupportedAttentionWarning, match="read in part: without .*second stream.*`add_k` and `add_v`"):
+    with pytest.warns(
+        UnsupportedAttentionWarning, match="read in part: without .*second token stream.*`add_k` and `add_v`"
+    ):
         (layer,) = find_attention(model, forward=lambda: model["attn"](x, second))
     assert torch.equal(layer.weight("key"), model["attn"].k_proj.weight.view(H, -1, D))
 
@@ -386,7 +388,7 @@ def test_two_streams_that_attend_together_are_a_layer_each():
         layers = {one.name: one for one in find_attention(model, forward=lambda: model["attn"](image, text))}
     assert sorted(layers) == ["attn.add_k", "attn.to_k"]
     for stream, layer in ((name.removeprefix("attn.")[:-2], layer) for name, layer in layers.items()):
-        assert "one of two streams that attend together" in layer.kind
+        assert "one of two token streams that attend together" in layer.kind
         for role in ("query", "key", "value"):
             weight = model["attn"].get_parameter(f"{stream}_{role[0]}.weight")
             assert torch.equal(layer.weight(role), weight.view(H, -1, D)), role
@@ -497,7 +499,7 @@ def test_heads_that_depend_on_which_tokens_are_given_are_left_to_the_real_forwar
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": SelfOrCross()})
     (refusal,) = survey(model).refused
-    assert "where queries, keys and values are made of different tokens" in refusal.reason
+    assert "if queries, keys and values come from different tokens" in refusal.reason
     x, y = torch.randn(2, 7, D), torch.randn(2, 7, D)
     rows = model["attn"].rows
     (layer,) = find_attention(model, forward=lambda: model["attn"](x, x, x))

@@ -113,7 +113,7 @@ def test_queries_of_tokens_with_another_map_are_said_to_be_left_out():
     torch.manual_seed(0)
     model = nn.Sequential(FirstTokenApart())
     (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
-    assert layer.left_out == "queries of other tokens, which `q` give"
+    assert layer.left_out == "the queries of other tokens, which come from `q`"
     assert torch.equal(layer.weight("query"), model[0].first.weight.view(H, WIDTH, D))
 
 
@@ -291,7 +291,7 @@ def test_a_matrix_from_the_left_is_a_map_of_features_in_front_of_tokens():
 
 @pytest.mark.parametrize(
     ("ends", "reason"),
-    [("one", "its keys are the same for all tokens"), ("turned", "its keys mix all tokens, and features with them")],
+    [("one", "its keys are the same for all tokens"), ("turned", "each of its keys mixes the features of all tokens")],
 )
 def test_keys_that_are_one_for_all_tokens_or_mix_features_are_refused(ends, reason):
     torch.manual_seed(0)
@@ -316,7 +316,7 @@ def test_a_softmax_over_rounds_of_one_token_is_said_to_be_none_over_tokens():
     model = nn.Sequential(InRounds())
     found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
     said = [one.reason for one in found.refused] + [one.left_out for one in found.layers]
-    assert any("weighs a single token that stands in several places" in one for one in said), said
+    assert any("runs over copies of a single token" in one for one in said), said
 
 
 class Mixed(Four):
@@ -348,9 +348,9 @@ class Mixed(Four):
 def test_heads_whose_weights_are_mixed_after_the_softmax_keep_their_rows_and_the_mixing_is_said(way):
     torch.manual_seed(0)
     model = nn.Sequential(Mixed(way))
-    with pytest.warns(UnsupportedAttentionWarning, match="mixes the weights of all heads after the softmax"):
+    with pytest.warns(UnsupportedAttentionWarning, match="mixing of the weights of all heads by `mix` after"):
         (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 7, D)))
-    assert layer.left_out == "how `mix` mixes the weights of all heads after the softmax"
+    assert layer.left_out == "the mixing of the weights of all heads by `mix` after the softmax"
     for role, part in (("query", model[0].q), ("key", model[0].k), ("value", model[0].v)):
         assert torch.equal(layer.weight(role), part.weight.view(H, WIDTH, D)), role
     # With the weights of these rows, averaged head by head as they are mixed, the layer is what it computes.
@@ -418,7 +418,7 @@ def test_values_that_several_maps_give_together_are_left_out_and_queries_and_key
     model = nn.ModuleDict({"odd": WithFirstValues()})
     x, first = torch.randn(2, 7, D), torch.randn(2, H, 7, WIDTH)
     (layer,) = survey(model, forward=lambda: model["odd"](x, first)).layers
-    assert layer.left_out == "the weights of its values, which `gate` and `v` give together"
+    assert layer.left_out == "the weights of its values, which combine the outputs of `gate` and `v`"
     assert set(layer.slices) == {"query", "key", "output"}
     assert (layer.num_heads, layer.num_key_heads, layer.head_dim, layer.value_dim) == (H, H, WIDTH, WIDTH)
     for role, part in (("query", model["odd"].q), ("key", model["odd"].k)):
@@ -438,7 +438,7 @@ def test_queries_of_all_tokens_but_one_are_read_and_the_one_is_said_to_be_left_o
     torch.manual_seed(0)
     model = nn.Sequential(ClassQuery())
     (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
-    assert layer.left_out == "queries of other tokens, which no map gives"
+    assert layer.left_out == "the queries of other tokens, which come from no linear map"
     assert torch.equal(layer.weight("query"), model[0].q.weight.view(H, WIDTH, D))
 
 
@@ -479,7 +479,7 @@ def test_exponentials_that_no_softmax_divides_are_named():
     source, target = (torch.randint(9, (30,)) for _ in range(2))
     graph, blocks, linear = (nn.Sequential(kind()) for kind in (OverEdges, InBlocks, LinearAttention))
     (over_edges,) = survey(graph, forward=lambda: graph[0](x, source, target)).refused
-    assert "added up by an index, as over the edges of a graph" in over_edges.reason
+    assert "summed by index, as over the edges of a graph" in over_edges.reason
     (in_blocks,) = survey(blocks, forward=lambda: blocks(x[None, :8])).layers  # together they add up to one
     assert (in_blocks.num_heads, in_blocks.head_dim) == (H, WIDTH)
     assert not any("exponentials" in one.reason for one in survey(linear).refused)

@@ -60,7 +60,7 @@ class Added(Contents):
         return self.attend(split(q), split(k), self.v(x))
 
 
-BESIDE = "the features of its keys that `k_place` gives"
+BESIDE = "the features of its keys that come from `k_place`"
 ADDED = "what `k_place` adds to its keys and what `q_place` adds to its queries"
 CASES = {
     Beside: (((7, WIDTH), (9, WIDTH), (7, WIDTH), (9, WIDTH)), BESIDE),
@@ -113,13 +113,13 @@ class Places(Contents):
 
 def test_two_maps_of_the_same_tokens_are_no_contents_and_places() -> None:
     module = nn.Sequential(OfTwoMaps())
-    with pytest.warns(UserWarning, match="parts side by side of several maps: `k` and `k_place`"):
+    with pytest.warns(UserWarning, match="concatenated outputs of several maps: `k` and `k_place`"):
         assert find_attention(module) == []
 
 
 def test_equal_numbers_that_are_made_up_do_not_make_contents_of_places() -> None:
     module = nn.ModuleDict({"attention": Places()})
-    with pytest.warns(UserWarning, match="without the features of its keys that `k_place` gives"):
+    with pytest.warns(UserWarning, match="without the features of its keys that come from `k_place`"):
         (layer,) = find_attention(module)
     assert (layer.head_dim, layer.slices["query"].in_features) == (D, WIDTH)
     assert torch.equal(layer.weight("key"), module["attention"].k.weight.view(H, D, WIDTH))

@@ -400,7 +400,7 @@ def test_counts_that_contradict_the_config_are_settled_by_a_run(config):
     unclear.config = clear.config = Config(**config)
     model, x = nn.ModuleList([unclear, clear]), torch.randn(2, 5, D)
     (refusal,) = survey(model).refused
-    assert (refusal.name, refusal.reason) == ("0", "it could not be run with inputs that are made up")
+    assert (refusal.name, refusal.reason) == ("0", "it could not be run with synthetic inputs")
     layers = find_attention(model, forward=lambda: clear(unclear(x, {"position": 0})))
     for layer, run in zip(layers, (lambda: unclear(x, {"position": 0}), lambda: clear(x)), strict=True):
         with witness(layer.module) as observed:
@@ -414,7 +414,7 @@ def test_key_heads_by_name_that_contradict_the_rows_are_settled_by_a_forward():
     module.num_kv_heads = 2
     model = nn.Sequential(module)
     (refusal,) = survey(model).refused
-    assert refusal.reason == "it could not be run with inputs that are made up"
+    assert refusal.reason == "it could not be run with synthetic inputs"
     (layer,) = find_attention(model, forward=lambda: module(x, {"position": 0}))
     assert (layer.num_key_heads, layer.evidence) == (4, "trace")
 

@@ -97,12 +97,12 @@ _IMAGE, _SEQUENCE = (2, WIDTH, 8, 8), (2, 16, WIDTH)
 @pytest.mark.parametrize(
     ("kind", "shape", "reason"),
     [
-        (KeysOfPatches, _IMAGE, "its values are what the convolution `to_kv` gives, of several tokens at once"),
-        (KeysOfNeighbours, _SEQUENCE, "its keys are what the convolution `k` gives, of several tokens at once"),
-        (InverseByIteration, _SEQUENCE, "the weights of a head are made of several softmaxes"),
-        (SortedBlocks, _SEQUENCE, "one of its softmaxes weighs blocks of 4 tokens side by side, and no single ones"),
-        (ReshapedImage, _IMAGE, "each of its keys holds a few features of several tokens, as where a reshape takes "
-         "tokens for features"),
+        (KeysOfPatches, _IMAGE, "its values come from the convolution `to_kv`, whose filters cover several tokens"),
+        (KeysOfNeighbours, _SEQUENCE, "its keys come from the convolution `k`, whose filters cover several tokens"),
+        (InverseByIteration, _SEQUENCE, "the attention weights of one head are computed from several softmaxes"),
+        (SortedBlocks, _SEQUENCE, "one of its softmaxes weighs blocks of 4 tokens, not single tokens"),
+        (ReshapedImage, _IMAGE, "each of its keys holds a few features of several tokens, as after a reshape without "
+         "a transpose"),
     ],
 )  # fmt: skip
 def test_a_module_is_refused_with_what_is_true_of_it(

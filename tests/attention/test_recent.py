@@ -130,7 +130,7 @@ def test_two_softmaxes_that_cut_the_same_rows_into_other_heads_are_refused():
     found = survey(nn.Sequential(CutInTwoWays()))
     assert not found.layers
     assert [one.reason for one in found.refused] == [
-        "several of its softmaxes have heads of the same maps, and none of its own"
+        "several of its softmaxes share projections and split them into different heads"
     ]
 
 
@@ -146,9 +146,7 @@ class ValuesInTwoCalls(Four):
 
 def test_the_same_queries_and_keys_with_other_values_in_each_of_two_calls_are_refused_for_that():
     (refusal,) = survey(nn.Sequential(ValuesInTwoCalls())).refused
-    assert (
-        refusal.reason == "several of its softmaxes have the same queries and keys, and each weighs values of its own"
-    )
+    assert refusal.reason == "several of its softmaxes have the same queries and keys, but each has values of its own"
 
 
 class FeatureByFeature(Four):
@@ -164,7 +162,7 @@ def test_of_attention_feature_by_feature_a_softmax_was_observed(is_run):
     model = nn.Sequential(FeatureByFeature())
     found = survey(model, forward=(lambda: model(torch.randn(2, 7, MODEL))) if is_run else None)
     assert not found.layers
-    assert [one.reason for one in found.refused] == ["its values are weighted by no matrix product"]
+    assert [one.reason for one in found.refused] == ["its values are not weighted by a matrix product"]
 
 
 class Blocks(nn.Module):
@@ -181,7 +179,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "argument", "reason"),
     [
-        (ValuesOfAnEarlierLayer, "first", "what one of its inputs adds to the values that `v` gives"),
+        (ValuesOfAnEarlierLayer, "first", "the input that is added to the values from `v`"),
         (SecondStreamIfGiven, "context", ""),
     ],
 )
@@ -191,7 +189,7 @@ def test_heads_that_an_argument_changes_are_left_open_until_a_forward_shows_whet
     found = survey(model)
     assert not found.layers
     assert {one.name for one in found.refused} == {"first", "second"} == {one.name for one in found.undecided}
-    assert all(f"where `{argument}` is passed" in one.reason for one in found.refused)
+    assert all(f"if the argument `{argument}` is passed" in one.reason for one in found.refused)
     batch = {"x": torch.randn(2, 7, MODEL), "other": torch.randn(2, 7, MODEL)}
     found = survey(model, forward=lambda: model(batch))
     by_name = {one.name: one for one in found.layers}
@@ -273,7 +271,7 @@ class OthersOfAnotherWidth(SecondStreamIfGiven):
 def test_a_second_stream_is_asked_for_however_it_is_taken(kind, argument):
     found = survey(nn.ModuleList([kind()]))
     assert not found.layers
-    assert [f"where `{argument}` is passed" in one.reason for one in found.refused] == [True]
+    assert [f"if the argument `{argument}` is passed" in one.reason for one in found.refused] == [True]
 
 
 class NeedsTables(Four):
@@ -307,7 +305,7 @@ def test_what_cannot_be_run_with_recorded_inputs_is_not_said_to_have_no_softmax(
     search = RuntimeFinder([Place("block", NeedsTables(), None)])
     assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL), None))]}) == []
     assert search.reasons == {
-        "block": "it could not be run by itself with its arguments in the first forward that was read"
+        "block": "it could not be run by itself with its arguments from the first captured forward"
     }
     assert len(search.found({"block": [Inputs((torch.randn(2, 7, MODEL), {"scale": torch.ones(1)}))]})) == 1
 

@@ -15,7 +15,7 @@ from tests.attention import models as by_hand
 from tests.attention.models import D
 from tests.attention.test_layouts import SMALL
 
-NOT_RUN = "it could not be run with inputs that are made up"
+NOT_RUN = "it could not be run with synthetic inputs"
 LOOK_ALIKES = {
     by_hand.InterleavedByEinops: NOT_RUN,
     by_hand.Differential: NOT_RUN,
@@ -26,11 +26,11 @@ LOOK_ALIKES = {
     by_hand.DoesNotDivide: NOT_RUN,
     by_hand.TooFewKeys: NOT_RUN,
     by_hand.OddOutput: NOT_RUN,
-    by_hand.OverChannels: "its keys are those of features, not of tokens",
-    by_hand.KeysMixed: "its key heads share features, or mix: each depends on 32 of `k_proj`",
-    by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
-    by_hand.KeysIgnored: "what its scores are made of shows no queries and keys of tokens",
-    by_hand.GroupsOfTwoSizes: "do not share keys in groups of one size side by side",
+    by_hand.OverChannels: "each of its keys is of a feature and not of a token, as in attention over channels",
+    by_hand.KeysMixed: "a key head depends on 32 outputs of `k_proj`, more than its width: heads share or mix features",
+    by_hand.ValuesSquashed: "its value projection is followed by an activation",
+    by_hand.KeysIgnored: "no query in its scores meets several keys",
+    by_hand.GroupsOfTwoSizes: "its keys are not shared by adjacent heads in groups of one size",
     by_hand.LowRankMLA: NOT_RUN,
     by_hand.HiddenAttention: NOT_RUN,
 }
@@ -96,7 +96,7 @@ REFUSED = {  # and how many layers there are
                             moving_average=3, num_time_features=1, encoder_layers=1, decoder_layers=1,
                             encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32,
                             decoder_ffn_dim=32),
-        3, "no products of queries and keys",
+        3, "not products of queries and keys",
     ),
     "Longformer, windows": (
         tf.LongformerConfig(**SMALL | {"sep_token_id": 2}, attention_window=4), 2, "could not be run",
@@ -179,7 +179,7 @@ class OnAGraph(nn.Module):
 
 def test_attention_over_the_edges_of_a_graph_is_named_before_a_forward_and_after() -> None:
     model = OnAGraph()
-    reasons = {None: "could not be run", lambda: model(torch.randn(6, 32)): "added up by an index"}
+    reasons = {None: "could not be run", lambda: model(torch.randn(6, 32)): "summed by index"}
     for forward, reason in reasons.items():
         found = survey(model, forward=forward)
         assert found.layers == ()
@@ -204,7 +204,7 @@ def test_attention_feature_by_feature_is_named() -> None:
     found = survey(nn.Sequential(MultiheadByFeature()))
     assert found.layers == ()
     assert [refusal.name for refusal in found.refused] == ["0"]
-    assert found.refused[0].reason == "its values are weighted by no matrix product"
+    assert found.refused[0].reason == "its values are not weighted by a matrix product"
 
 
 class RunsOnce(by_hand.Separate):
@@ -243,7 +243,7 @@ def test_what_cannot_be_run_with_the_inputs_of_a_forward_either_is_refused_for_t
     (refusal,) = survey(model, forward=lambda: model(torch.randn(3, 9, D))).refused
     assert refusal.name == "odd"
     assert refusal.reason == (
-        "it could not be run by itself, neither with inputs that are made up nor with those of the forward"
+        "it could not be run by itself, neither with synthetic inputs nor with those of the forward"
     )
     assert "forward=" not in refusal.message, "one was given"
 
@@ -274,7 +274,7 @@ def test_heads_that_a_map_mixes_are_refused_by_the_name_of_that_map(where, by_co
     torch.manual_seed(0)
     model = nn.ModuleDict({"odd": TalkingHeads(where, by_convolution=by_convolution)})
     (refusal,) = survey(model).refused
-    assert refusal.reason == "its heads mix: `before` maps the scores of all of them before the softmax"
+    assert refusal.reason == "its heads mix: `before` maps the scores of all heads before the softmax"
 
 
 class BesideAnother(nn.Module):
@@ -367,6 +367,6 @@ def test_features_that_are_rounded_on_their_way_are_refused_for_that(kind):
     kind = getattr(torch.ao.quantization, kind)
     torch.manual_seed(0)
     (refusal,) = survey(nn.ModuleDict({"odd": RoundsKeys(kind)})).refused
-    assert refusal.reason == "between its key projection and attention lies a fake quantisation, which rounds"
+    assert refusal.reason == "its key projection is followed by a fake quantisation"
     (refusal,) = survey(nn.ModuleDict({"odd": RoundsInputs(kind)})).refused
-    assert refusal.reason == "between its key projection and attention lies an activation"
+    assert refusal.reason == "its key projection is followed by an activation"

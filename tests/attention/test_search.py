@@ -269,5 +269,5 @@ def test_a_module_that_could_not_be_run_has_a_reason_unless_the_attention_of_its
     layers = finder.found({place.name: inputs for place in places})
     assert [layer.name for layer in layers] == ["around.part"]
     assert finder.reasons == {
-        "alone": "it could not be run by itself with its arguments in the first forward that was read"
+        "alone": "it could not be run by itself with its arguments from the first captured forward"
     }

@@ -47,7 +47,7 @@ class OneHeadInFourTemperatures(Attention):
 def test_one_head_whose_scores_are_weighed_in_several_ways_is_not_read_as_a_head():
     found = survey(OneHeadInFourTemperatures())
     assert found.layers == ()
-    reason = "its heads mix: several of them depend on the same features of the same tokens"
+    reason = "its heads mix: several heads depend on the same features of the same tokens"
     assert [one.reason for one in found.refused] == [reason]
 
 
@@ -174,7 +174,7 @@ def test_a_context_that_only_the_code_of_a_forward_names_leaves_its_heads_open_u
     module = PassesOn()
     found = survey(module)
     assert found.layers == ()
-    assert "its heads are others where `context` is passed" in found.refused[0].reason
+    assert "its heads change if the argument `context` is passed" in found.refused[0].reason
     found = survey(module, forward=lambda: module(torch.randn(2, TOKENS, WIDTH)))
     assert [layer.name for layer in found.layers] == ["part"]
     assert found.refused == ()
@@ -203,7 +203,7 @@ def test_heads_that_attend_within_sequences_of_their_own_are_no_heads_of_one_lay
     found = survey(module, forward=(lambda: module[0](*x)) if has_forward else None)
     assert found.layers == ()
     (refusal,) = found.refused
-    said = "is made of an input of its own" if has_forward else "are made of different tokens"
+    said = "from an input of its own" if has_forward else "come from different tokens"
     assert said in refusal.reason
 
 
@@ -228,7 +228,7 @@ class EveryHeadMeetsAllKeys(Attention):
 def test_heads_that_attend_to_the_keys_of_all_heads_mix(is_one_product):
     found = survey(EveryHeadMeetsAllKeys(is_one_product))
     assert found.layers == ()
-    reason = "its heads mix: the weights of one depend on the scores of several"
+    reason = "its heads mix: the weights of one head depend on the scores of several"
     assert [one.reason for one in found.refused] == [reason]
 
 
@@ -318,7 +318,7 @@ def test_a_softmax_over_edges_is_named(has_forward):
     x = torch.randn(2, TOKENS, WIDTH)
     found = survey(module, forward=(lambda: module(x)) if has_forward else None)
     assert found.layers == ()
-    reason = "its weights are exponentials that are added up by an index, as over the edges of a graph"
+    reason = "its weights are exponentials that are summed by index, as over the edges of a graph"
     assert [one.reason for one in found.refused] == [reason]
 
 
@@ -334,7 +334,7 @@ def test_queries_that_a_map_gives_are_read_where_the_first_token_asks_as_it_came
     module = QueryOfAClassToken()
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("query").flatten(0, 1), module.q.weight)
-    assert layer.left_out == "queries of other tokens, which no map gives"
+    assert layer.left_out == "the queries of other tokens, which come from no linear map"
 
 
 class ContextOfAnotherWidth(Attention):
@@ -354,7 +354,7 @@ class ContextOfAnotherWidth(Attention):
 def test_a_context_that_is_wider_than_tokens_leaves_its_heads_open_until_a_forward():
     found = survey(ContextOfAnotherWidth())
     assert found.layers == ()
-    assert "its heads are others where `more` is passed" in found.refused[0].reason
+    assert "its heads change if the argument `more` is passed" in found.refused[0].reason
 
 
 class OneHeadOfSixteen(nn.Module):
@@ -474,7 +474,7 @@ def test_keys_of_tokens_are_read_beside_those_that_several_maps_make_of_several_
     assert (layer.num_heads, layer.num_key_heads) == (HEADS, 1)
     for role in ("key", "value"):
         assert torch.equal(layer.weight(role)[0], module.kv.weight)
-    second = "keys and values of a second stream, which `gate` and `of_sums` give"
+    second = "the keys and values of a second token stream, which come from `gate` and `of_sums`"
     assert layer.left_out.startswith(second)
 
 

@@ -547,14 +547,14 @@ class Fed(Plain):
     ("kind", "inputs", "reason"),
     [
         (TalkingHeads, 1, "heads mix"),
-        (Differential, 1, "made of several softmaxes"),
-        (OverFeatures, 1, "features, not of tokens"),
-        (Activated, 1, "lies an activation"),
-        (MixedOutputs, 1, "mixed or normed"),
-        (Vectors, 1, "no products of queries and keys"),
-        (Signed, 1, "scores with their signs, divided by the sum of their sizes"),
+        (Differential, 1, "computed from several softmaxes"),
+        (OverFeatures, 1, "of a feature and not of a token"),
+        (Activated, 1, "followed by an activation"),
+        (MixedOutputs, 1, "mixed or normalised"),
+        (Vectors, 1, "not products of queries and keys"),
+        (Signed, 1, "signed scores divided by the sum of their absolute values"),
         (OutputsToExperts, 1, "goes to one of several matrices of `stack`"),
-        (OfEachPlace, 1, "each of its tokens has a matrix of its own in `stack`"),
+        (OfEachPlace, 1, "each token position has a value matrix of its own in `stack`"),
     ],
 )
 def test_what_has_no_heads_of_its_own_is_refused_with_what_was_found(
@@ -575,7 +575,7 @@ def test_keys_that_are_sums_are_read_in_part_and_it_is_said() -> None:
 def test_features_of_places_beside_those_of_contents_are_left_out_and_it_is_said() -> None:
     layer = find(PartsOfKeys(), torch.randn(3, 7, WIDTH))
     assert layer is not None
-    assert layer.left_out == "the features of its keys that `e` gives"
+    assert layer.left_out == "the features of its keys that come from `e`"
     assert [rows_of(layer, role) for role in ("query", "key")] == [("a.weight", blocks()), ("b.weight", blocks())]
 
 
@@ -610,7 +610,7 @@ def test_the_reason_is_in_the_refusal() -> None:
     model = CrossAttention()
     x = torch.randn(3, 7, WIDTH)
     (refusal,) = survey(nn.ModuleDict({"cross": model}), forward=lambda: model(x, x)).refused
-    assert refusal.reason == "in the forward that was run, its keys are sums of what `b` and `e` give"
+    assert refusal.reason == "in the forward that was run, its keys are sums of the outputs of `b` and `e`"
 
 
 def test_a_single_head_is_a_layer_of_one() -> None:

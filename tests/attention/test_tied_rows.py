@@ -80,7 +80,7 @@ def test_each_role_of_rows_that_attend_alike_is_read(is_first):
     assert layer.output_projection is model[0].o
 
 
-WIDER = "one of its softmaxes weighs blocks of 3 tokens side by side, and no single ones"
+WIDER = "one of its softmaxes weighs blocks of 3 tokens, not single tokens"
 
 
 @pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -92,8 +92,8 @@ WIDER = "one of its softmaxes weighs blocks of 3 tokens side by side, and no sin
         ("v rows", WIDER),
         ("k features", WIDER),
         ("q features", WIDER),
-        ("v features", "the outputs of its heads are other features of the output projection in every row"),
-        ("k heads", "a key of 24 features is made of 16 features of `k`"),
+        ("v features", "its head outputs go to other features of the output projection in every row"),
+        ("k heads", "a key of 24 features depends on only 16 outputs of `k`"),
     ],
 )
 def test_rows_in_another_order_or_of_other_features_are_refused(turned, reason, is_first):

@@ -158,11 +158,11 @@ def test_outputs_in_reversed_order_have_weights_that_can_be_read():
 
 
 REFUSED = {
-    by_hand.OverChannels: "those of features, not of tokens",
-    by_hand.KeysMixed: "share features, or mix",
-    by_hand.ValuesSquashed: "between its value projection and attention lies an activation",
-    by_hand.KeysIgnored: "no queries and keys of tokens",
-    by_hand.GroupsOfTwoSizes: "do not share keys in groups of one size side by side",
+    by_hand.OverChannels: "of a feature and not of a token",
+    by_hand.KeysMixed: "share or mix",
+    by_hand.ValuesSquashed: "its value projection is followed by an activation",
+    by_hand.KeysIgnored: "no query in its scores meets several keys",
+    by_hand.GroupsOfTwoSizes: "not shared by adjacent heads in groups of one size",
 }
 
 

@@ -157,7 +157,7 @@ def test_sparse_kernels_make_no_difference():
 
 def test_keys_of_several_tokens_are_refused():
     (refusal,) = survey(nn.ModuleDict({"temporal_attention": NamedAttention()})).refused
-    assert "its projection `up` takes the output of another one" in refusal.reason
+    assert "its projection `up` takes the output of another linear map" in refusal.reason
 
 
 class NamedAttention(TemporalLatent):
@@ -179,7 +179,7 @@ class MixedInPairs(nn.Module):
 
 
 def test_a_map_over_several_heads_is_not_taken_for_none():
-    assert "made by two projections that are both cut into heads" in refusal_of(MixedInPairs())
+    assert "come from two projections in a row that are both split into heads" in refusal_of(MixedInPairs())
 
 
 class Relative(nn.Module):
@@ -298,7 +298,7 @@ def test_a_number_between_the_maps_of_a_latent_leaves_the_keys_where_they_are():
     up = module.up.weight.view(H, 16, 8) * module.between.weight
     assert torch.allclose(layer.weight("key"), (up @ module.down.weight[:8])[:, :8], atol=1e-6)
     assert torch.allclose(layer.weight("value"), (up @ module.down.weight[:8])[:, 8:], atol=1e-6)
-    assert "lies something that is no gain" in refusal_of(ScaledLatent(is_twin=True))
+    assert "the scale between its two projections" in refusal_of(ScaledLatent(is_twin=True))
 
 
 class TwoSources(nn.Module):
@@ -329,7 +329,7 @@ def test_keys_are_known_where_no_single_weight_gives_the_queries():
 
 def test_keys_that_no_single_weight_gives_are_refused():
     torch.manual_seed(0)
-    assert "takes the output of another one" in refusal_of(TwoSources("key"))
+    assert "takes the output of another linear map" in refusal_of(TwoSources("key"))
 
 
 class NormedOutputs(nn.Module):
@@ -431,11 +431,11 @@ def test_what_values_add_to_the_scores_is_no_contradiction_of_the_heads():
 def test_keys_to_which_the_values_of_their_tokens_add_are_not_read_in_silence():
     torch.manual_seed(0)
     module = FedByValues(is_twin=True)
-    with pytest.warns(UnsupportedAttentionWarning, match="its keys are sums of what `dt` and `k_proj` give"):
+    with pytest.warns(UnsupportedAttentionWarning, match="its keys are sums of the outputs of `dt` and `k_proj`"):
         assert len(find_attention(nn.Sequential(module))) == 0
     claimed = {role: HeadSlice(module, f"{role[0]}_proj.weight", H, 8) for role in ("query", "key", "value")}
     layer = AttentionLayer("twin", module, H, H, 8, 8, "claimed", claimed, module.o_proj, evidence="trace")
-    assert "its keys are sums of what `dt` and `k_proj` give" in checked(layer, torch.randn(3, T, D))["twin"]
+    assert "its keys are sums of the outputs of `dt` and `k_proj`" in checked(layer, torch.randn(3, T, D))["twin"]
 
 
 class Exclusive(nn.Module):
@@ -471,7 +471,7 @@ class MixedHeads(Exclusive):
 
 def test_outputs_that_mix_heads_are_refused():
     torch.manual_seed(0)
-    assert "is mixed or normed before it reaches the output projection" in refusal_of(MixedHeads())
+    assert "mixed or normalised before they reach the output projection" in refusal_of(MixedHeads())
 
 
 class Memory(nn.Module):
@@ -525,7 +525,7 @@ def test_groups_of_tokens_are_no_contradiction():
     (computation,) = merged(observed.computations, B)
     finding = judge(claim_of(layer), observed, computation, B)
     assert finding.is_right, finding.reason
-    assert "which tells nothing of keys" in refusal_of(InGroups(is_twin=True))
+    assert "which does not show its key heads" in refusal_of(InGroups(is_twin=True))
 
 
 @pytest.mark.parametrize("shape", [(T, 3, D), (3, T, D), (T, 1, D)])
@@ -703,7 +703,7 @@ def test_learned_tokens_are_not_said_to_be_given_by_maps():
     model = nn.Sequential(LearnedTokensBeside())
     with pytest.warns(UnsupportedAttentionWarning) as reported:
         (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
-    assert layer.left_out == "the tokens that its projections do not give"
+    assert layer.left_out == "the tokens that do not come from its projections"
     assert len(reported) == 1
 
 
@@ -787,5 +787,7 @@ class FilteredAttention(nn.Module):
 
 def test_keys_and_values_of_filters_are_not_called_learned():
     model = nn.Sequential(FilteredAttention())
-    with pytest.warns(UnsupportedAttentionWarning, match="what the convolution `to_kv` gives, of several tokens"):
+    with pytest.warns(
+        UnsupportedAttentionWarning, match="come from the convolution `to_kv`, whose filters cover several tokens"
+    ):
         assert find_attention(model, forward=lambda: model(torch.randn(2, D, 8, 8))) == []

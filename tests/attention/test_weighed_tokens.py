@@ -14,7 +14,7 @@ from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import survey
 from hdi_callback.errors import MonitoringWarning, UnsupportedAttentionWarning
 
-NO_PRODUCTS = "its scores are no products of queries and keys"
+NO_PRODUCTS = "its scores are not products of queries and keys"
 WIDTH, EXPERTS = 24, 4
 
 
@@ -270,7 +270,7 @@ def test_a_block_is_not_taken_for_attention_by_how_it_is_made():
 
 def test_what_computed_no_attention_in_a_forward_is_not_listed():
     model, x = _OfAList(KernelsWeighedByAList()), torch.randn(2, 7, WIDTH)
-    assert [one.reason for one in survey(model).refused] == ["it could not be run with inputs that are made up"]
+    assert [one.reason for one in survey(model).refused] == ["it could not be run with synthetic inputs"]
     assert survey(model, forward=lambda: model(x)).refused == ()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnsupportedAttentionWarning)

@@ -69,7 +69,7 @@ def test_what_is_not_watched_is_listed_with_the_reason(capsys):
     found = survey(nn.ModuleDict({"odd": Odd(), "good": Classifier()}))
     print_layers(found.layers, found.refused, every_n_steps=5)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("odd:")]
-    assert "not watched: it could not be run with inputs that are made up" in line, "it has no forward"
+    assert "not watched: it could not be run with synthetic inputs" in line, "it has no forward"
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "shown"), [(4, 4, ": 4 heads"), (4, 2, ": 4 (2 key) heads")])

@@ -227,7 +227,7 @@ def test_exponentials_that_do_not_add_up_to_one_are_refused(kind):
     found = survey(nn.Sequential(kind()))
     assert not found.layers
     (refusal,) = found.refused
-    assert "exponentials that do not add up to one" in refusal.reason
+    assert "exponentials that are not normalised" in refusal.reason
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -19,8 +19,8 @@ from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.kinds import KindTracer
 from hdi_callback.attention.wrappers import users_name
 
-_NOT_RUN = "it could not be run by itself with its arguments in the first forward that was read"
-_SLOW = "running it with its arguments in the first forward that was read takes too long"
+_NOT_RUN = "it could not be run by itself with its arguments from the first captured forward"
+_SLOW = "running it with its arguments from the first captured forward takes too long"
 
 
 class RuntimeFinder(ArgumentRecorder):
@@ -53,10 +53,10 @@ class RuntimeFinder(ArgumentRecorder):
         ways = self.take()
         for name in [name for name in ways if _is_spread(self._places[name].module)]:
             # The module may count the heads of its own rank alone.
-            self.reasons[name] = "its projections are spread over ranks"
+            self.reasons[name] = "its projections are sharded over ranks"
             del ways[name]
         for name in [name for name, of_one in ways.items() if not of_one]:
-            self.reasons[name] = "its arguments in the first forward that was read cannot be copied"
+            self.reasons[name] = "its arguments from the first captured forward cannot be copied"
             del ways[name]
         return ways
 

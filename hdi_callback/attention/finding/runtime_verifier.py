@@ -74,7 +74,7 @@ def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, rec
     """
     for one in single_maps(layer.slices.values()):
         if shown_change(one.owner):
-            return f"what its projection `{one.parameter.removesuffix('.weight')}` gave was changed by a forward hook"
+            return f"a forward hook changed the output of its projection `{one.parameter.removesuffix('.weight')}`"
     if verdict is not None and verdict.state == "established":
         return None
     shown: list[str | None] = []

@@ -36,16 +36,18 @@ from hdi_callback.attention.trace.layers import Found
 from hdi_callback.attention.wrappers import is_wrapper, users_name
 
 _MOST_LAYERS_WITHIN = 4  # of what is run to see whether it computes attention beside that of its parts
-_NO_SUM = "no softmax-weighted sum over tokens that single matrices of its own give was found"
-_NO_SOFTMAX = f"{_NO_SUM} when it was run with inputs that are made up"
+_NO_SUM = "it computed no softmax-weighted sum over tokens with projections of its own"
+_NO_SOFTMAX = f"{_NO_SUM} when it was run with synthetic inputs"
 _NO_SOFTMAX_SEEN = f"{_NO_SUM} in the forward that was run"
-_NOT_RUN = "it could not be run with inputs that are made up"
+_NOT_RUN = "it could not be run with synthetic inputs"
 _NOT_CALLED = f"{_NOT_RUN}, and no call of it was observed in the forward that was run"
-_NOT_RUN_AGAIN = "it could not be run by itself, neither with inputs that are made up nor with those of the forward"
-_SLOW = "running it with inputs that are made up takes too long"
-_EXPORTED = "it is of a graph that torch.export made, which calls functions in place of its modules"
+_NOT_RUN_AGAIN = "it could not be run by itself, neither with synthetic inputs nor with those of the forward"
+_SLOW = "running it with synthetic inputs takes too long"
+_EXPORTED = "it is part of a graph that torch.export made, which calls operators in place of modules"
 _BEFORE_EXPORT = "Find its heads before the export, or skip it with exclude=[{name!r}]."
-_WITH_FORWARD = "Give `find_attention` a forward=, or describe it with `register_layout`; exclude=[{name!r}] skips it."
+_WITH_FORWARD = (
+    "Pass `find_attention` a forward=, describe it with `register_layout`, or skip it with exclude=[{name!r}]."
+)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class Search:
             layer = replace(one.layer, name=users_name(one.layer.name))
             beside = [other.reason for other in found if other.layer is None and other.path == one.path]
             if beside and not layer.left_out:
-                layer = replace(layer, left_out=f"another attention in it, of which {beside[0]}")
+                layer = replace(layer, left_out=f"another attention in it ({beside[0]})")
             before = self.layers.get(layer.name)
             if before is None or len(before.slices) < len(layer.slices):
                 self.layers[layer.name] = layer
@@ -317,7 +319,7 @@ class Search:
         """Return which further tokens a layer attends to, by the arguments of real calls."""
         found = self._tracer.found_in(layer.name, layer.module, ways) or ()
         said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
-        return said[0] if said else "the tokens that its projections do not give"
+        return said[0] if said else "the tokens that do not come from its projections"
 
     def _correct(self, layer: AttentionLayer, verdict: Verdict, recorded: Sequence[Inputs]) -> None:
         """Read a layer again with the inputs of a forward that contradicts it."""
@@ -347,9 +349,9 @@ class Search:
             return self.reasons[name]
         module = self.places[name].module
         if isinstance(module, torch.jit.ScriptModule):
-            return Reason("it is compiled by torch.jit.script, through which nothing can be followed")
+            return Reason("it is compiled by torch.jit.script, whose operations cannot be traced")
         if any(is_lazy(one) for one in module.parameters()):
-            return Reason("it knows its sizes only after the first forward")
+            return Reason("its lazy parameters have no shape before the first forward")
         if self._tracer.is_slow(module):
             return Reason(_SLOW, _WITH_FORWARD.format(name=name))
         if name in self._failed:

@@ -16,10 +16,11 @@ from hdi_callback.attention.trace.graph_walk import is_fake_quantised
 from hdi_callback.attention.trace.head_rows import NOT_FOLLOWED, NoHeadsError, Rows, UndecidedError, module_of, named
 from hdi_callback.attention.trace.support import Support
 
-_ONE_TOKEN = "one of its softmaxes weighs a single token that stands in several places, as after rounds of hashing"
-_BLOCKS = "one of its softmaxes weighs blocks of {count} tokens side by side, and no single ones"
-_FEATURES = "its {role}s are those of features, not of tokens"
-_PLACES = "each of its {role}s holds a few features of several tokens, as where a reshape takes tokens for features"
+_ONE_TOKEN = "one of its softmaxes runs over copies of a single token, as with several rounds of hashing"
+_BLOCKS = "one of its softmaxes weighs blocks of {count} tokens, not single tokens"
+_FEATURES = "each of its {role}s is of a feature and not of a token, as in attention over channels"
+_PLACES = "each of its {role}s holds a few features of several tokens, as after a reshape without a transpose"
+_MIXED = "a {role} head depends on {count} outputs of `{name}`, more than its width: heads share or mix features"
 _BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
 
 
@@ -37,7 +38,7 @@ def require_tokens(view: CoreView) -> None:
         are_of_one_map = len({frozenset(run.maps(one)) for one in alone}) == 1
         if len(found) > 1 and are_of_one_map and sum(map(len, found)) == len(frozenset().union(*found)):
             if all(len(one.positions(leaf)) == 1 for one in alone for leaf in one.masks):  # tokens of every head
-                raise NoHeadsError("its heads mix: the weights of one depend on the scores of several")
+                raise NoHeadsError("its heads mix: the weights of one head depend on the scores of several")
             places = {frozenset((leaf, at) for leaf in one.masks for at in one.positions(leaf)) for one in alone}
             raise NoHeadsError((_FEATURES if len(places) == 1 else _PLACES).format(role=role))
         # A token may be met twice, as where tokens are sorted into buckets.
@@ -48,7 +49,7 @@ def require_tokens(view: CoreView) -> None:
                     raise NoHeadsError(_ONE_TOKEN)
                 raise NoHeadsError(f"its {role}s are the same for all tokens")
             if not are_mixtures(view, tensor, chosen, alone[0]):
-                raise NoHeadsError(f"its {role}s mix all tokens, and features with them")
+                raise NoHeadsError(f"each of its {role}s mixes the features of all tokens")
 
 
 def are_mixtures(view: CoreView, tensor: Tensor, chosen: Tensor, alone: Support) -> bool:
@@ -77,7 +78,7 @@ def added_inputs(view: CoreView) -> str:
     for at in (at_values[0], at_values[-1]):
         made = view.trace.run.support(view.core.values, [at])
         if made and Support.of(cores[view.number].values, run.inputs, [at]):
-            return f"what one of its inputs adds to the values that {named(sorted(view.trace.run.maps(made)))} gives"
+            return f"the input that is added to the values from {named(sorted(view.trace.run.maps(made)))}"
     return ""
 
 
@@ -89,7 +90,7 @@ def refuse_mixed(view: CoreView, members: list[list[int]]) -> None:
             mine, others = view.supports[one], view.supports[other]
             are_of_the_same = all(mine[role].is_equal(others[role]) for role in INPUT_ROLES)
             if are_of_the_same and not torch.allclose(view.units.of(weights, one), view.units.of(weights, other)):
-                raise NoHeadsError("its heads mix: several of them depend on the same features of the same tokens")
+                raise NoHeadsError("its heads mix: several heads depend on the same features of the same tokens")
 
 
 def keys_of_several_tokens(view: CoreView) -> list[str]:
@@ -117,7 +118,7 @@ def require_widths(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
         name = module_of(heads[role][0].parameter)
         count = max(widths)  # where an activation cuts off what some of them depend on, others depend on more
         if count > expected:
-            raise NoHeadsError(f"its {role} heads share features, or mix: each depends on {count} of `{name}`")
+            raise NoHeadsError(_MIXED.format(role=role, count=count, name=name))
         matrix = view.trace.matrix_behind(view.core.values) if role == "value" else None
         if matrix is not None:  # by weights that a map gives, say, as of several experts
             raise NoHeadsError(NOT_FOLLOWED.format(role=role, name=module_of(matrix)))
@@ -125,14 +126,14 @@ def require_widths(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
         tokens = max((len(of_one.positions(leaf)) for leaf in of_one.masks), default=1)
         if tokens > 1 and tokens * count == expected:
             raise NoHeadsError(_BLOCKS.format(count=tokens))
-        raise NoHeadsError(f"a {role} of {expected} features is made of {count} features of `{name}`")
+        raise NoHeadsError(f"a {role} of {expected} features depends on only {count} outputs of `{name}`")
 
 
 def require_linear(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared: bool) -> set[Role]:
     """Refuse an activation between a map and attention; return the roles that a norm scales."""
     runs = view.trace.again
     if any(len(cores) != len(view.trace.cores) for cores in runs):
-        raise UndecidedError("what it computes depends on the values of its projections")
+        raise UndecidedError("which attention it computes depends on the outputs of its projections")
     normed: set[Role] = set()
     for role in list(heads):
         tensors = [view.tensor(role, cores[view.number]) for cores in runs]
@@ -152,10 +153,10 @@ def require_linear(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
         elif role == "query":
             del heads["query"]
         elif _are_chosen_by_values(view):
-            raise NoHeadsError("which tokens it attends to depends on the values of its projections")
+            raise NoHeadsError("which tokens it attends to depends on the outputs of its projections")
         else:
-            what = "a fake quantisation, which rounds" if is_fake_quantised(view.tensor(role)) else "an activation"
-            raise NoHeadsError(f"between its {role} projection and attention lies {what}")
+            what = "a fake quantisation" if is_fake_quantised(view.tensor(role)) else "an activation"
+            raise NoHeadsError(f"its {role} projection is followed by {what}")
     return normed
 
 

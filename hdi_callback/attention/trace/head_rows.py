@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hdi_callback.attention.layer.heads import Centring, Role
 
-ROUNDED = "its {role}s are rounded, through which no derivative leads to a map"
-SINGLE_KEYS = "every query has a single key in what was run, which tells nothing of keys"
-NOT_FOLLOWED = "its {role}s are made with `{name}` in a way that is not followed"
+ROUNDED = "its {role}s are rounded, so that no gradient shows which projection they come from"
+SINGLE_KEYS = "each query had a single key when it was run, which does not show its key heads"
+NOT_FOLLOWED = "its {role}s are computed from `{name}`, but not by a linear map of single tokens that can be read"
 
 
 class NoHeadsError(Exception):

@@ -62,11 +62,11 @@ def _from(trace: TracedCores, path: str, parameter: str) -> tuple[nn.Module, str
 
 def _product(trace: TracedCores, path: str, rows: list[Rows]) -> HeadProduct:
     if any(one.inner is None for one in rows):
-        raise NoHeadsError("some of its heads are made by one projection and others by two")
+        raise NoHeadsError("some of its heads come from one projection and others from two in a row")
     outer = list(dict.fromkeys((one.parameter, one.features) for one in rows))
     inner = list(dict.fromkeys(one.inner for one in rows if one.inner is not None))
     if 1 not in (len(outer), len(inner)):
-        raise NoHeadsError("its heads are made by two projections that are both cut into heads")
+        raise NoHeadsError("its heads come from two projections in a row that are both split into heads")
     module, _ = _from(trace, path, rows[0].parameter)
     gain, offset = _gain(trace, path, rows[0])
     return HeadProduct(
@@ -89,7 +89,7 @@ def _gain(trace: TracedCores, path: str, row: Rows) -> tuple[str, float]:
                 ratio = gain / (parameter.detach() + offset)
                 if (ratio - ratio[0]).abs().max() < 1e-4 * ratio[0].abs():
                     return _from(trace, path, name)[1], offset
-    raise UndecidedError("between two projections lies something that is no gain")
+    raise UndecidedError("the scale between its two projections is none of its parameters")
 
 
 def is_whole(trace: TracedCores, leaf: Leaf) -> bool:

@@ -59,10 +59,10 @@ from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.unread import NO_PRODUCTS, is_map_of_scores, is_over_tokens
 from hdi_callback.attention.trace.weighed_tokens import weighs_tokens
 
-_NO_MAP = "no linear map of single tokens gives its {role}s: they are learned, or filters over several give them"
-_SEVERAL = "the weights of a head are made of several softmaxes"
+_NO_MAP = "its {role}s come from no linear map of single tokens: they are learned, or a filter over tokens gives them"
+_SEVERAL = "the attention weights of one head are computed from several softmaxes"
 _TIED = "one map for all rows, of scores summed over them"
-_STREAM = "one of two streams that attend together"
+_STREAM = "one of two token streams that attend together"
 
 
 class CoreReading:
@@ -139,7 +139,7 @@ class CoreReading:
         if not met:
             if core.weights.shape[-1] < 2:
                 raise UndecidedError(SINGLE_KEYS)
-            raise UndecidedError("what its scores are made of shows no queries and keys of tokens")
+            raise UndecidedError("no query in its scores meets several keys")
         unit, of_first = next(iter(met.items()))
         product = parts.product_of_tokens(unit, of_first)
         is_of_others = False
@@ -150,7 +150,7 @@ class CoreReading:
             is_of_others = bool(others) and parts.is_of_a_map(next(iter(others.values())), product)
             met = others if is_of_others else met
         heads = self._grouped(CoreView(self.trace, self.number, core, parts.units, _of_product(met, product)))
-        said = "queries of other tokens, which no map gives" if is_of_others else ""
+        said = "the queries of other tokens, which come from no linear map" if is_of_others else ""
         heads.left_out = _joined(heads.left_out, said)
         return heads
 
@@ -171,10 +171,10 @@ class CoreReading:
             remarks.append("without the part that all heads share")
         beside = "" if has_shared else leave_out_beside(view, of_heads)
         if any(len(one) > 1 for one in of_heads["key"]) and are_parts_side_by_side(view, of_heads["key"]):
-            raise NoHeadsError(f"its keys have parts side by side of several maps: {_maps_of(of_heads['key'])}")
+            raise NoHeadsError(f"its keys are concatenated outputs of several maps: {_maps_of(of_heads['key'])}")
         positions = leave_out_added(view, of_heads)
         mixed = [
-            f"how `{name}` mixes the weights of all heads after the softmax"
+            f"the mixing of the weights of all heads by `{name}` after the softmax"
             for node, name in self.run.mixed.items()
             if node in self.core.softmaxes
         ]
@@ -207,7 +207,7 @@ class CoreReading:
         if "query" not in heads:
             return "the weights of its queries" if whole else ""
         others = set(self.run.maps(whole)) - set(self.run.maps(of_query))
-        return f"queries of other tokens, which {named(sorted(others))} give" if others else ""
+        return f"the queries of other tokens, which come from {named(sorted(others))}" if others else ""
 
     def _are_side_by_side(self) -> bool:
         """Return whether each softmax weighs tokens of its own, as learned prompts beside the others."""
@@ -226,7 +226,7 @@ class CoreReading:
             for leaf in (self.run.leaves[number] for number in self.run.support(logits).masks):
                 if is_map_of_scores(leaf, logits, self.trace.cores):
                     name = module_of(leaf.parameter)
-                    raise NoHeadsError(f"its heads mix: `{name}` maps the scores of all of them before the softmax")
+                    raise NoHeadsError(f"its heads mix: `{name}` maps the scores of all heads before the softmax")
             if is_over_tokens(self.run, logits):
                 raise UndecidedError(NO_PRODUCTS)
         if any(weighs_tokens(self.run, node) for node in self.core.softmaxes):
@@ -244,7 +244,7 @@ class CoreReading:
         largest = element(flat.shape, int(flat.detach().argmax()))
         acting = [one.acting_on(flat, largest) for one in core.scores]
         if sum(any(map(len, sides)) for sides in acting) > 1:
-            raise NoHeadsError("its scores are sums of what single tokens give, and no products of queries and keys")
+            raise NoHeadsError("its scores are sums of a term of the query and one of the key, and not products")
 
     def _refuse_weights_for_values(self) -> None:
         """Refuse weights that are multiplied with others before values are averaged, as with landmarks (Nystrom)."""
@@ -265,9 +265,9 @@ class CoreReading:
             raise NoHeadsError(self.trace.filters_behind("value", values) or _NO_MAP.format(role="value"))
         matrix = self.trace.matrix_behind(values)
         if matrix is not None and _has_one_for_each_token(values, run.parameters[matrix]):
-            raise NoHeadsError(f"each of its tokens has a matrix of its own in `{module_of(matrix)}`")
+            raise NoHeadsError(f"each token position has a value matrix of its own in `{module_of(matrix)}`")
         if all(run.support(side) for product in self.core.scores for side in product.sides):
-            raise UndecidedError("its values are its inputs, and no projection of tokens")
+            raise UndecidedError("its values are its inputs, without a projection")
         if matrix is not None and run.convolved:
             raise UndecidedError(self.trace.filters_behind("value", values) or _NO_MAP.format(role="value"))
         if matrix is not None:
@@ -315,9 +315,9 @@ def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) -> tupl
         elif not any(found):
             raise NoHeadsError(_NO_MAP.format(role=role))
         elif role == "value" and _are_apart(found, width):
-            unread = f"the weights of its values, which {_maps_of(found)} give together"
+            unread = f"the weights of its values, which combine the outputs of {_maps_of(found)}"
         else:
-            raise NoHeadsError(f"its {role}s are sums of what {_maps_of(found)} give")
+            raise NoHeadsError(f"its {role}s are sums of the outputs of {_maps_of(found)}")
     return heads, unread
 
 

@@ -63,8 +63,8 @@ class _Traced:
 
 
 _BEST = 3
-_OPTIONAL = "its heads are others where `{name}` is passed, and no forward has shown whether it is"
-_DEPENDS = "its heads are other rows where queries, keys and values are made of different tokens"
+_OPTIONAL = "its heads change if the argument `{name}` is passed, and no forward has shown whether it is passed"
+_DEPENDS = "its heads are other rows if queries, keys and values come from different tokens"
 
 
 class KindTracer:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.layer.changing_hooks import has_hooks
-from hdi_callback.attention.layer.heads import INPUT_ROLES, AttentionLayer, HeadWeight, Role
+from hdi_callback.attention.layer.heads import INPUT_ROLES, PLURAL, AttentionLayer, HeadWeight, Role
 from hdi_callback.attention.trace.cores import Core, cores_of
 from hdi_callback.attention.trace.draw import Draw
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS, HeadRows, NoHeadsError, Rows, UndecidedError, module_of
@@ -29,8 +29,8 @@ from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.unread import unread_averages, unread_exponentials, unread_softmaxes
 
-_SAME_MAPS = "several of its softmaxes have heads of the same maps, and none of its own"
-_SAME_KEYS = "several of its softmaxes have the same queries and keys, and each weighs values of its own"
+_SAME_MAPS = "several of its softmaxes share projections and split them into different heads"
+_SAME_KEYS = "several of its softmaxes have the same queries and keys, but each has values of its own"
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _require_matrices(trace: TracedCores, numbers: tuple[int, ...], rows: Mappin
             if any(trace.leaves[at].axes != leaf.axes and (at in used or first not in used) for at in others):
                 raise NoHeadsError(f"it multiplies with `{name}` and with its transpose")
             if leaf.is_of_parts:
-                raise NoHeadsError(OWN_INPUTS.format(role=role))
+                raise NoHeadsError(OWN_INPUTS.format(roles=PLURAL[role]))
             why = None if leaf.module is None else objection_to(leaf.module)
             if why is not None:
                 # A forward shows whether hooks that may change something do.
@@ -207,7 +207,7 @@ def _distinct(role: str, rows: list[Rows]) -> list[Rows]:
     kept = [one for place, one in enumerate(rows) if place == 0 or rows[place - 1] != one]
     times, left = divmod(len(rows), len(kept))
     if left or [one for one in kept for _ in range(times)] != rows or len(set(kept)) != len(kept):
-        raise NoHeadsError(f"its heads do not share {role}s in groups of one size side by side")
+        raise NoHeadsError(f"its {role}s are not shared by adjacent heads in groups of one size")
     return kept
 
 

@@ -34,7 +34,7 @@ def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> str:
         if len(ordered) == len(rows):
             heads[role] = ordered
         elif role == "value":
-            turned = f"what {named([heads.pop('value')[0].parameter])} gives is turned or mixed within each head"
+            turned = f"the output of {named([heads.pop('value')[0].parameter])} is turned or mixed within each head"
             same = [one for one in view.trace.cores if not set(one.softmaxes).isdisjoint(view.core.softmaxes)]
             if len(same) > 1:  # which weigh other values too, so that the layer of those has the same heads
                 raise NoHeadsError(turned)

@@ -61,7 +61,9 @@ def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOu
         NoHeadsError: if they are mixed, normed or added up before it.
     """
     if heads.has_own_outputs:
-        return HeadOutputs(None, None, False, "the outputs of its heads, each of which has a map of its own")
+        return HeadOutputs(
+            None, None, False, "the outputs of its heads, each of which has an output projection of its own"
+        )
     receiver, ends = _ends(trace, cores, heads.row)
     refusals = []
     for end in ends:
@@ -104,7 +106,7 @@ def _outputs_in(
         return _refuse_mixed(trace, cores, heads, receiver, end, is_repeated=is_repeated)
     if len(set(features.flatten().tolist())) < features.numel():
         if receiver is None:  # heads may lie in a dim of their own
-            raise NoHeadsError("what several heads give is added up before it is returned")
+            raise NoHeadsError("the outputs of several heads are summed before they are returned")
         is_sent = _is_one_of_several(trace, receiver, cores[0])
         what = f"which go to {_one_of(receiver)}" if is_sent else "several of which are added up"
         return HeadOutputs(receiver, left_out=f"the outputs of its heads, {what}")
@@ -134,13 +136,13 @@ def _features_of_heads(cores: list[Core], heads: HeadRows, end: Tensor) -> tuple
     for number, of_head in enumerate(heads.members):
         at = number if len(cores) > 1 else 0
         if at not in codes:
-            raise NoHeadsError("not every head reaches what comes of it")
+            raise NoHeadsError("some of its heads do not reach the output that the others reach")
         parts = [heads.units.of(cores[at].by_row(codes[at]), unit) for unit in of_head]
         columns = agreed(torch.cat(parts))
         if heads.tied is not None:
             of_rows = columns[heads.tied]  # (rows, value width)
             if not torch.equal(of_rows, of_rows[:1].expand_as(of_rows)):
-                raise NoHeadsError("the outputs of its heads are other features of the output projection in every row")
+                raise NoHeadsError("its head outputs go to other features of the output projection in every row")
             columns = of_rows[0]
         placed.append(columns)
         each = {tuple(agreed(part).tolist()) for part in parts}
@@ -161,9 +163,10 @@ def _refuse_mixed(
     if receiver is not None and heads.tied is None and is_last and _are_apart(end, cores, heads):
         return HeadOutputs(receiver)
     if receiver is not None and _is_one_of_several(trace, receiver, cores[0]):
-        raise NoHeadsError(f"what attention gives goes to {_one_of(receiver)}")
-    way = "it is returned, by no map that is followed" if receiver is None else "it reaches the output projection"
-    raise NoHeadsError(f"what attention gives is mixed or normed before {way}")
+        raise NoHeadsError(f"the output of attention goes to {_one_of(receiver)}")
+    if receiver is None:
+        raise NoHeadsError("the outputs of its heads are mixed or normalised, and no output projection was found")
+    raise NoHeadsError("the outputs of its heads are mixed or normalised before they reach the output projection")
 
 
 def _is_one_of_several(trace: TracedCores, receiver: Leaf, core: Core) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.layer.heads import Role
+from hdi_callback.attention.layer.heads import PLURAL, Role
 from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
-OWN_INPUTS = "the {role} of each of its heads is made of an input of its own, so that rows of two heads do not compare"
+OWN_INPUTS = (
+    "each of its heads computes its {roles} from an input of its own, so that the weights of two heads do not compare"
+)
 
 
 def refuse_inputs_of_their_own(trace: TracedCores, rows: Mapping[Role, list[Rows]]) -> None:
@@ -28,7 +30,7 @@ def refuse_inputs_of_their_own(trace: TracedCores, rows: Mapping[Role, list[Rows
         taken = [[] if one.inner else taken_for(trace, one) for one in of_role]
         for one in taken[1:]:
             if one and taken[0] and not any(_may_be_the_same(a, b) for a in taken[0] for b in one):
-                raise NoHeadsError(OWN_INPUTS.format(role=role))
+                raise NoHeadsError(OWN_INPUTS.format(roles=PLURAL[role]))
 
 
 def taken_for(trace: TracedCores, rows: Rows) -> list[Tensor]:

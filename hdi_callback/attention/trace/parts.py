@@ -17,7 +17,7 @@ from hdi_callback.attention.trace.support import Support, agreed, columns_of, el
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
 _MOST_QUERIES = 16  # that are traced back to their map
-_NO_MAP = "no linear map of single tokens gives its keys: filters over several may give them"
+_NO_MAP = "its keys come from no linear map of single tokens: a filter over tokens may give them"
 _LIVE = 1e-12  # a weight above this is of a token that is not masked
 
 
@@ -227,7 +227,7 @@ class CoreParts:
             is_nothing = not cores[self.number].scores[one.product].sides[one.side].any()
             keys = self.core.scores[one.product].sides[one.side]
             if is_nothing and Support.of(keys, self.trace.run.inputs, one.at_keys):
-                raise UndecidedError(f"the weights that give its keys are themselves made by {named(sorted(maps))}")
+                raise UndecidedError(f"the weights of its key projection are computed by {named(sorted(maps))}")
 
     def _is_of_columns(self, n: int, meeting: Meeting) -> bool:
         """Return whether two queries meet the same key in one column; keys of relative positions differ."""

@@ -82,7 +82,9 @@ def _fed_by(
         return nothing
     if _adds_by_token(trace, leaf):  # positions, say: what it takes are tokens, and no rows of another map alone
         return nothing
-    refusal = NoRowsError(f"its projection `{module_of(run.leaves[leaf].parameter)}` takes the output of another one")
+    refusal = NoRowsError(
+        f"its projection `{module_of(run.leaves[leaf].parameter)}` takes the output of another linear map"
+    )
     taken = run.leaves[leaf].taken
     token = taken.reshape(-1, taken.shape[-1])[support.positions(leaf)[0]][None]
     if len(sources) > 1:
@@ -213,7 +215,7 @@ def leave_out_beside(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> 
         return ""
     of_heads["key"] = of_keys
     _keep_columns(view, of_heads, own)
-    return f"the features of its keys that {named(sorted(maps - set(kept)))} gives"
+    return f"the features of its keys that come from {named(sorted(maps - set(kept)))}"
 
 
 def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:

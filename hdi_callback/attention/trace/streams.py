@@ -43,7 +43,7 @@ def second_stream(view: CoreView) -> str:
             supports[role] = supports[role].only(_leaves_of(view.trace, supports[role], name))
     view.keep_tokens(next(tokens for maps, tokens in streams.items() if kept == (*maps[0], *maps[1])))
     dropped = frozenset().union(*(maps for one in streams for maps in one)) - set(kept)
-    return f"keys and values of a second stream, which {named(sorted(dropped))} give"
+    return f"the keys and values of a second token stream, which come from {named(sorted(dropped))}"
 
 
 def _leaves_of(trace: TracedCores, support: Support, name: str) -> list[int]:
@@ -62,7 +62,9 @@ def _stream_of_query(trace: TracedCores, streams: list[_Stream], supports: dict[
         places = {place for leaf in query.masks for place in _places(trace, leaf, query.positions(leaf))}
         alike = [one for one in alike if places <= {at for leaf in leaves[one] for at in _places(trace, leaf)}]
         if len(alike) != 1:
-            raise NoHeadsError("its keys are of two streams of tokens, and whose queries are whose is not shown")
+            raise NoHeadsError(
+                "its keys come from two token streams, and it is not clear which of them has its queries"
+            )
     return alike[0] if alike else streams[0]
 
 

@@ -75,7 +75,7 @@ class TracedCores:
         for at, name in enumerate(run.parameters):
             path, _, _ = name.rpartition(".")
             if at in made and isinstance(run.module.get_submodule(path), _CONVOLUTIONS):
-                return f"its {role}s are what the convolution `{path}` gives, of several tokens at once"
+                return f"its {role}s come from the convolution `{path}`, whose filters cover several tokens"
         return ""
 
     @cached_property

@@ -15,8 +15,10 @@ from hdi_callback.attention.trace.support import Support, element
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 from hdi_callback.attention.trace.weighed_tokens import weighs_tokens
 
-NO_PRODUCTS = "its scores are no products of queries and keys"
-_CONSTANTS = "its values are constants, such as places, and no projection of tokens"
+NO_PRODUCTS = "its scores are not products of queries and keys"
+_CONSTANTS = "its values are constants, such as positions, and not projections of tokens"
+_NO_VALUES = "its values are not weighted by a matrix product"
+_SIGNED = "its weights are signed scores divided by the sum of their absolute values, so its outputs are no averages"
 _ADDS_BY_INDEX = ("ScatterAdd", "ScatterReduce", "IndexAdd", "IndexReduce")
 
 
@@ -40,7 +42,10 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
         elif logits.shape[-1] == 1 and logits.requires_grad and logits.dim() > 2:
             yield node, SINGLE_KEYS
         elif is_over_tokens(run, logits) or _is_of_one_query(run, node, logits):
-            yield node, _CONSTANTS if _weighs_constants(run, node) else "its values are weighted by no matrix product"
+            yield (
+                node,
+                _CONSTANTS if _weighs_constants(run, node) else _NO_VALUES,
+            )
         elif weighs_tokens(run, node):
             yield node, NO_PRODUCTS
 
@@ -66,10 +71,10 @@ def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any
     if any(node.name().startswith(_ADDS_BY_INDEX) for node in nodes):
         for node in nodes:
             if node.name() == "ExpBackward0":
-                yield node, "its weights are exponentials that are added up by an index, as over the edges of a graph"
+                yield node, "its weights are exponentials that are summed by index, as over the edges of a graph"
     for node, edge, _ in _factors(run, cores):
         if _is_of_scores(run, exponential_behind(edge)):
-            yield node, "its weights are exponentials that do not add up to one, whatever is made of their sums"
+            yield node, "its weights are exponentials that are not normalised to sum to one"
 
 
 def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
@@ -86,7 +91,10 @@ def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, st
         size = weights.detach().abs().sum(-1)
         are_divided = weights.shape[-1] > 1 and ((size - 1).abs() < 1e-3).all() and weights.min() < 0
         if are_divided and run.products_behind.mixed_at(node) is None and _is_of_scores(run, edge):
-            yield node, "its weights are scores with their signs, divided by the sum of their sizes: no averages"
+            yield (
+                node,
+                _SIGNED,
+            )
 
 
 def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tensor]]:
@@ -110,12 +118,12 @@ def _mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> str | None:
     logits = run.scores[node]
     for leaf in (run.leaves[number] for number in run.support(logits).masks):
         if is_map_of_scores(leaf, logits, cores):
-            return f"`{module_of(leaf.parameter)}` maps the scores of all of them before"
+            return f"`{module_of(leaf.parameter)}` maps the scores of all heads before"
     for leaf in run.leaves:
         if _pairs_of(leaf) == logits.numel() and leaf.taken.grad_fn is not None and is_over_tokens(run, logits):
             softmaxes, _ = run.products_behind.first(leaf.taken.grad_fn)
             if node in softmaxes:
-                return f"`{module_of(leaf.parameter)}` maps the weights of all of them after"
+                return f"`{module_of(leaf.parameter)}` maps the weights of all heads after"
     return None
 
 

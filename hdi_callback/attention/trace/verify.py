@@ -97,15 +97,15 @@ def _difference(claim: AttentionLayer, shown: AttentionLayer) -> str | None:
     others = (shown.num_heads, shown.num_key_heads, shown.head_dim, shown.value_dim)
     if counts != others:
         return (
-            f"it has {others[0]} heads and {others[1]} key heads of {others[2]} and {others[3]} features, and not "
-            f"{counts[0]} and {counts[1]} of {counts[2]} and {counts[3]}"
+            f"it computes {others[0]} heads and {others[1]} key heads, with {others[2]} features in a key and "
+            f"{others[3]} in a value; the layer claims {counts[0]} and {counts[1]}, with {counts[2]} and {counts[3]}"
         )
     if shown.left_out and not claim.left_out:
-        return f"it attends to more than is read, without {shown.left_out}"
+        return f"the layer does not account for {shown.left_out}"
     for role in claim.slices.keys() & shown.slices.keys():
         mine, theirs = claim.weight(role).detach(), shown.weight(role).detach()
         if not _same_heads(mine, theirs):
-            return f"its {role} heads are other rows than those that are read"
+            return f"its {role} heads are not the rows that the layer claims"
     return None
 
 

@@ -849,10 +849,10 @@ def claim_of(layer) -> Claim:
         layer.output_projection,
         frozenset(layer.slices),
         lambda role: getattr(layer.slices[role], "bias", lambda: None)(),
-        "second stream" in layer.left_out
+        "second token stream" in layer.left_out
         or "queries of other tokens" in layer.left_out
-        or "one of two streams" in layer.kind,
-        "one of its inputs adds to the values" in layer.left_out,
+        or "one of two token streams" in layer.kind,
+        "the input that is added to the values" in layer.left_out,
         layer.head_order,
     )
 

@@ -20,7 +20,7 @@ from tests.attention.wild.truth import WIDTH, Core, H, case, fused, rows, separa
          heads_alone=True, proved=()),
     Core(rows("to_q.weight"), rows("to_k_win.weight"), rows("to_v_win.weight"), rows("o.weight", "c (h d)"), number=2,
          heads_alone=True, proved=()),
-    tokens=8, may_refuse="another attention in it, of which its projection `phi_k.2` takes the output of another one",
+    tokens=8, may_refuse="another attention in it \\(its projection `phi_k.2` takes the output of another linear map",
 )  # fmt: skip
 class CompressedSelectedSliding(nn.Module):
     """NSA whole: an MLP compresses blocks, their weights choose two blocks, a window slides; three gates."""
@@ -215,7 +215,7 @@ class WindowsOfAStride(nn.Module):
 @case(
     Core(rows("to_q.weight"), rows("to_kv.weight", "(r h d) c", n_r=2, r=0, takes=1), rows("to_kv.weight", "(r h d) c",
          n_r=2, r=1, takes=1), rows("to_out.0.weight", "c (h d)"), free=("key",), heads_alone=True, proved=("query",)),
-    inputs=("b n c", "b m c"), may_refuse="tokens of|concat|two inputs|second stream|streams",
+    inputs=("b n c", "b m c"), may_refuse="tokens of|concat|two inputs|second token stream|streams",
 )  # fmt: skip
 class LatentsAmongWhatTheyAsk(nn.Module):
     """Flamingo's resampler as lucidrains writes it: keys are those of media and latents joined."""

@@ -529,7 +529,7 @@ class EntmaxOfThreeHalves(Four):
         return self.o(join((z - tau.gather(-1, support - 1)).clamp_min(0) ** 2 @ v))
 
 
-@case(separate(proved=()), may_refuse="softmax|do not add up")
+@case(separate(proved=()), may_refuse="softmax|not normalised")
 class StickBreaking(Four):
     """Stick-breaking attention: what each key leaves is passed on to the one before."""
 
@@ -544,7 +544,7 @@ class StickBreaking(Four):
         return self.o(join(torch.exp(log_z + re_cum) @ v))
 
 
-@case(separate(proved=()), may_refuse="softmax|do not add up")
+@case(separate(proved=()), may_refuse="softmax|not normalised")
 class Softpick(Four):
     """Rectified exponentials that need not sum to one."""
 
@@ -602,7 +602,7 @@ class AHeadIsMasked(Four):
         return self.o(context.view(*context.size()[:-2], MODEL))
 
 
-@case(separate(proved=("query", "key")), may_refuse="not every head|multiplied by zero|gives nothing")
+@case(separate(proved=("query", "key")), may_refuse="some of its heads do not|multiplied by zero|gives nothing")
 class OutputsOfAHeadAreMasked(AHeadIsMasked):
     """The same by what the head gives, and not by its weights."""
 

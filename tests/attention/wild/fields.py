@@ -229,7 +229,7 @@ class BiasOfEdges(Four):
         return self.o(join(scores.softmax(-1) @ v))
 
 
-@case(separate(), inputs=("b n c", "b n n 3"), may_refuse="adds|sum|single tokens|several|no products|edge|product")
+@case(separate(), inputs=("b n c", "b n n 3"), may_refuse="adds|sum|single tokens|several|not products|edge|product")
 class KeysOfEdges(Four):
     """Each pair of nodes has a key of its own: that of the node and that of the edge."""
 

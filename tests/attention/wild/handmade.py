@@ -253,7 +253,7 @@ class FactoredMaps(_made(lambda i: _LowRank())):  # type: ignore[misc]
     """Each map is a product of two narrow ones."""
 
 
-@case(_BY_MATRICES, may_refuse="not followed|several maps")
+@case(_BY_MATRICES, may_refuse="not by a linear map|several maps")
 class KroneckerMaps(_made(lambda i: _Kronecker())):  # type: ignore[misc]
     """Each matrix is a sum of Kronecker products."""
 
@@ -263,7 +263,7 @@ class SymmetricByParametrization(_made(lambda i: _Parametrized())):  # type: ign
     """Each matrix is symmetric by a parametrization of its own."""
 
 
-@case(replace(_BY_MATRICES, number=3), may_refuse="not followed|several maps|themselves made")
+@case(replace(_BY_MATRICES, number=3), may_refuse="not by a linear map|several maps|are computed by")
 class MixedMatrices(_made(lambda i: _Mixed())):  # type: ignore[misc]
     """Each matrix is a learned mixture of several."""
 
@@ -360,7 +360,8 @@ class PlumbedThrough(nn.Module):
 
 
 @case(
-    separate("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o"), may_refuse="functional|another|not followed"
+    separate("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o"),
+    may_refuse="functional|another|not by a linear map",
 )
 class CalledWithOtherWeights(nn.Module):
     """A step of MAML: the whole layer is called with weights that a step of gradient descent has changed."""
@@ -439,7 +440,7 @@ class _AdaptedInParts(_UpdatedInParts):
 @case(
     Core(None, rows("qkv.qkv.weight", "(r h d) c", n_r=3, r=1), rows("qkv.qkv.weight", "(r h d) c", n_r=3, r=2),
          rows("proj.weight", "c (h d)"), scores="(b h) q k", proved=("key", "output")),
-    may_refuse="takes the output of another one",
+    may_refuse="takes the output of another linear map",
 )  # fmt: skip
 class AdaptersInPlace(UpdatesInPlace):
     """What is added in place is no linear map, so that no matrix gives the queries and the values."""

@@ -10,7 +10,7 @@ from tests.attention.wild.idioms import join, split
 from tests.attention.wild.plain import Four
 from tests.attention.wild.truth import MODEL, WIDTH, Core, H, case, rows
 
-_NO_SCORES = "no products|no matrix product|no queries"
+_NO_SCORES = "not products|matrix product|no query"
 _ONE = Core(None, rows("k.weight", h=1), rows("v.weight", h=1), None, heads=1, proved=())
 
 
@@ -312,7 +312,7 @@ class KernelRegression(nn.Module):
 @case(
     Core(rows("w_h.weight", h=1), rows("w_s.weight", h=1), None, None, heads=1, proved=(),
          free=("query", "key", "value", "output")),
-    inputs=("b n c", "b m c"), may_refuse="values are its inputs|one head|no projection|" + _NO_SCORES,
+    inputs=("b n c", "b m c"), may_refuse="values are its inputs|one head|without a projection|" + _NO_SCORES,
 )  # fmt: skip
 class CopiedFromTheSource(nn.Module):
     """A pointer-generator: weights over the source average its states, and are scattered over the words as well."""

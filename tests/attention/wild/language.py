@@ -47,7 +47,7 @@ class ForgettingThatLearns(Four):
         return self.o(join(_causal(scores).softmax(-1) @ v))
 
 
-@case(separate(heads_alone=True), may_refuse="no products|sum|several|position")
+@case(separate(heads_alone=True), may_refuse="not products|sum|several|position")
 class PositionsByContext(Four):
     """CoPE: positions are counted by gates of the scores, and looked up between two whole ones."""
 
@@ -107,7 +107,7 @@ class KernelOfDistances(Four):
         rows("q.weight", h=2 * H), rows("k.weight"), rows("v.weight"), None, heads=2 * H, free=("output",),
         proved=("query", "key"),
     ),
-    may_refuse="several heads give is added up",
+    may_refuse="several heads are summed",
 )  # fmt: skip
 class DifferentialOfTheSecondKind(nn.Module):
     """Two queries for each key: what the second gives is taken from what the first gives, by a learned share."""
@@ -156,7 +156,7 @@ class KeysOfTheLayerBefore(nn.Module):
         return self.o2(join(attend(split(self.q2(x)), k, v)))
 
 
-@case(separate(keys=2), refused="product|gain|share|mix|not followed|several maps|sum")
+@case(separate(keys=2), refused="product|gain|share|mix|not followed|not by a linear map|several maps|sum")
 class TensorProducts(Four):
     """TPA: queries and keys are sums of products of two maps, one for heads and one for features."""
 
@@ -296,7 +296,7 @@ class GatedUnit(nn.Module):
 
 @case(
     separate(heads_alone=True, proved=("query", "key")),
-    may_refuse="several maps|experts|sum|share|mix|values|no weight|not followed|adds",
+    may_refuse="several maps|experts|sum|share|mix|values|no weight|not followed|not by a linear map|adds",
 )
 class ExpertsOfValues(Four):
     """SwitchHead: values and outputs are sums over experts that each token weighs."""
@@ -412,7 +412,7 @@ class _Equalized(nn.Module):
 
 @case(
     Core(*(rows(f"{m}.weight", computed=m) for m in "qkv"), rows("o.weight", "c (h d)", computed="o")),
-    may_refuse="not followed",
+    may_refuse="not followed|not by a linear map",
 )
 class EqualizedMaps(nn.Module):
     def __init__(self) -> None:
@@ -496,7 +496,7 @@ class SumsOverThreeFactors(Four):
         return self.o(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
 
 
-@case(separate(), may_refuse="no products")
+@case(separate(), may_refuse="not products")
 class CosinesByFunction(Four):
     """`F.cosine_similarity` of all pairs: no matrix product."""
 

@@ -12,7 +12,7 @@ from tests.attention.wild.truth import MODEL, WIDTH, Core, H, case, rows, separa
 
 # There are no scores of pairs.
 _ONE = Core(None, rows("k.weight", h=1), rows("v.weight", h=1), None, heads=1, proved=())
-_NO_SCORES = "no products|no matrix product|no queries"
+_NO_SCORES = "not products|matrix product|no query"
 
 
 @case(separate(), refused=_NO_SCORES + "|features")
@@ -247,7 +247,7 @@ class SelectiveState(nn.Module):
 @case(
     Core(rows("general.weight", h=1, source=None), rows("general.weight", h=1), None, None, heads=1,
          free=("query", "value", "output"), proved=()),
-    inputs=("b n c", "b m c"), may_refuse="values are its inputs|not followed|no projection",
+    inputs=("b n c", "b m c"), may_refuse="values are its inputs|not followed|not by a linear map|without a projection",
 )  # fmt: skip
 class RecurrentDecoder(nn.Module):
     """Luong: states of a decoder ask those of an encoder, whose own values they average."""

@@ -137,7 +137,7 @@ class TernaryWeights(_With):
         super().__init__(BitLinear)
 
 
-@case(Core(None, None, None, rows("o.weight", "c (h d)")), may_refuse="weights that give its keys are themselves made")
+@case(Core(None, None, None, rows("o.weight", "c (h d)")), may_refuse="weights of its key projection are computed by")
 class Hypernetwork(_With):
     def __init__(self) -> None:
         super().__init__(FromAnEmbedding)
@@ -255,7 +255,7 @@ class FunctionalCall(nn.Module):
 
 @case(
     Core(rows("q", "h d c"), rows("k", "h d c"), rows("v", "h d c"), rows("o.weight", "c (h d)"), proved=()),
-    may_refuse="in a way that is not followed|transform of torch.func",
+    may_refuse="in a way that is not followed|not by a linear map|transform of torch.func",
 )
 class MappedOverHeads(nn.Module):
     """One head is written, and `vmap` makes all of it."""
@@ -341,7 +341,7 @@ class HeadsInACascade(nn.Module):
 
 @case(
     Core(rows("o.weight", "c (h d)"), rows("o.weight", "c (h d)"), None, None, loop=True),
-    refused="an input of its own|made by two projections",
+    refused="an input of its own|two projections in a row",
 )  # fmt: skip
 class HeadsOfInputsOfTheirOwn(nn.Module):
     """Each head takes a view of its own of the input, as wide as the model."""

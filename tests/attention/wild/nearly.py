@@ -130,7 +130,7 @@ class MonotonicAlignment(nn.Module):
         return torch.stack(out, 1) @ self.v(x)
 
 
-_NO_SCORES = "no products of queries and keys|single tokens|no matrix product|not followed"
+_NO_SCORES = "not products of queries and keys|single tokens|sums of a term|matrix product|not by a linear map"
 
 
 @case(Core(None, None, None, rows("o.weight", "c (h d)"), proved=()), may_refuse=_NO_SCORES)
@@ -156,7 +156,7 @@ class RandomSynthesizer(nn.Module):
         return self.o(join(F.dropout(self.scores.softmax(-1), 0.1, False) @ split(self.v(x))))
 
 
-_MIXED = "mix|share|several of its heads|an input of its own|not followed|themselves made|depend"
+_MIXED = "mix|share|several of its heads|an input of its own|not by a linear map|are computed by|depend"
 
 
 @case(separate(), refused=_MIXED)
@@ -195,7 +195,7 @@ class NeighbouringHeads(Four):
 @case(
     Core(None, rows("k.weight", h=1), rows("v.weight", h=1), None, heads=2, number=1, free=("query", "output"),
          scores="b h q k", heads_alone=True, proved=("key",)),
-    may_refuse="by no map that is followed",
+    may_refuse="no output projection was found",
 )  # fmt: skip
 class ChosenExperts(nn.Module):
     """Mixture of attention heads: each token takes the two experts of queries that its router likes."""

@@ -190,7 +190,7 @@ class EightBitsInEachForward(nn.Module):
 @case(
     Core(*(tuple(rows(f"{m}.{i}", "c d", h=1) for i in range(H)) for m in ("wq", "wk", "wv")), rows("wo", "(h d) c"),
          proved=()),
-    may_refuse="not followed",
+    may_refuse="not followed|not by a linear map",
 )  # fmt: skip
 class MatricesInLists(nn.Module):
     """A parameter for each head in lists, stacked when they are used; one matrix behind."""

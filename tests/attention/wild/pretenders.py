@@ -12,7 +12,7 @@ from tests.attention.wild.idioms import attend, join, split
 from tests.attention.wild.plain import Four
 from tests.attention.wild.truth import WIDTH, H, case, fused, separate
 
-_MIXED = "mix|share|several of its heads|not followed|themselves made|depend|turned"
+_MIXED = "mix|share|several of its heads|not followed|not by a linear map|are computed by|depend|turned"
 
 
 @case(separate(), refused=_MIXED)

@@ -29,7 +29,7 @@ class ValuesOfAnEarlierLayer(Four):
         rows("add_q.weight", takes=1), rows("add_k.weight", takes=1), rows("add_v.weight", takes=1),
         rows("add_o.weight", "c (h d)"), joint=(7, 16),
     ),
-    inputs=("b n c", "b m c"), may_refuse="second stream|`context` is passed",
+    inputs=("b n c", "b m c"), may_refuse="second token stream|`context` is passed",
 )  # fmt: skip
 class SecondStreamIfGiven(Four):
     """Attention of one stream, or of two that attend to each other."""

@@ -216,7 +216,7 @@ class KeysOfTwoMaps(Four):
 
 @case(
     Core(rows("q.weight"), rows("k.2.weight", source="k.1"), rows("v.weight"), rows("o.weight", "c (h d)")),
-    may_refuse="activation|gelu|non-?linear|two maps|in a row|between two projections",
+    may_refuse="activation|gelu|non-?linear|two maps|in a row|between its two projections",
 )
 class KeysOfATower(Four):
     """Keys of a small network; the last map takes what its activation gives."""

@@ -195,7 +195,10 @@ class Disentangled(nn.Module):
         return self.dense(out.flatten(2))
 
 
-@case(separate(proved=("query", "value", "output")), may_refuse="code|quanti|nearest|not followed|not equal|round")
+@case(
+    separate(proved=("query", "value", "output")),
+    may_refuse="code|quanti|nearest|not by a linear map|not equal|round",
+)
 class KeysOfACodebook(Four):
     """Transformer-VQ: keys are replaced by the nearest of a few codes, and the gradient goes straight through."""
 

@@ -322,7 +322,7 @@ class GatedRelativeBias(nn.Module):
     Core(rows("q.weight", "(h d) c 1 1", h=H), rows("k.weight", "(h d) c 1 1", h=H), None, None,
          free=("value", "output"),
          proved=()),
-    inputs=("b c x y",), tokens=4, may_refuse="activation|features, or mix|several tokens|frequenc",
+    inputs=("b c x y",), tokens=4, may_refuse="activation|share or mix|several tokens|frequenc",
 )  # fmt: skip
 class FramesOfASpectrum(nn.Module):
     """TF-GridNet: frames attend to each other; a head's query is all frequencies of few channels, behind a PReLU."""
@@ -350,7 +350,11 @@ def _expert(kind: str, number: int) -> Core:
     )  # fmt: skip
 
 
-@case(_expert("vision", 0), _expert("language", 0), may_refuse="second stream|several maps|sums|not followed|values of")
+@case(
+    _expert("vision", 0),
+    _expert("language", 0),
+    may_refuse="second token stream|several maps|sums|not by a linear map|values of",
+)
 class MapsOfEachKindOfToken(nn.Module):
     """CogVLM: tokens of a picture have maps of their own, and all tokens attend to each other."""
 
@@ -374,7 +378,7 @@ class MapsOfEachKindOfToken(nn.Module):
 
 
 @case(_expert("vision", 0), _expert("language", 0), inputs=("b n c", "b m c"),
-      may_refuse="second stream|several maps|sums")  # fmt: skip
+      may_refuse="second token stream|several maps|sums")  # fmt: skip
 class TransformersOfEachModality(nn.Module):
     """Mixture of transformers: each modality has all maps of its own; sequences are joined for attention alone."""
 
@@ -518,7 +522,7 @@ class _OneClass(nn.Module):
     _seq("enc", 0, "enc_norm", "enc_norm"), _seq("dec", 1, "dec_norm", "dec_norm"),
     _seq("cross", 2, "cross_norm", "memory_norm"),
     inputs=("b n c", "b m c"), call=lambda module, x, y: module({"src": y, "tgt": x})["logits"],
-    may_refuse="could not be run with inputs that are made up",
+    may_refuse="could not be run with synthetic inputs",
 )  # fmt: skip
 class TranslatorInOneClass(nn.Module):
     """An encoder and a decoder whose three attentions are one class in three modes, with dictionaries in and out."""

@@ -82,7 +82,7 @@ class RoutersBetweenDimensions(nn.Module):
 @case(
     Core(_of_each("qs.{}.weight"), _of_each("ks.{}.weight"), rows("v.weight", h=1), None, loop=True,
          free=("output",), proved=("query", "key")),
-    may_refuse="several heads give is added up",
+    may_refuse="several heads are summed",
 )  # fmt: skip
 class InterpretableHeads(nn.Module):
     """Temporal fusion transformer: all heads have the same values, and their mean is mapped."""
@@ -261,7 +261,7 @@ class InteractingFields(nn.Module):
         None, _of_each("keys.{}.weight"), None, None, loop=True, free=("query", "value", "output"), proved=("key",),
         query_token=0, heads_alone=True,
     ),
-    inputs=("b n c", "b c", "b n"), may_refuse="values are its inputs|no matrix product|no projection",
+    inputs=("b n c", "b c", "b n"), may_refuse="values are its inputs|matrix product|without a projection",
 )  # fmt: skip
 class CreditsOfAgents(nn.Module):
     """Qatten: the state of all asks what each agent sees; what is averaged are the values of the agents' actions."""
@@ -286,7 +286,7 @@ class CreditsOfAgents(nn.Module):
 @case(
     Core(_of_each("selectors.{}.weight"), _of_each("keys.{}.weight"), None, None, loop=True,
          free=("value", "output"), proved=()),
-    may_refuse="activation|which tokens|no matrix product",
+    may_refuse="activation|which tokens|matrix product",
 )  # fmt: skip
 class CriticsOfOthers(nn.Module):
     """MAAC: each agent asks all others, in a loop over agents and heads; values pass a leaky ReLU."""
@@ -390,7 +390,7 @@ class InvariantPointsThatLearn(Four):
 
 @case(
     Core(rows("q.weight"), rows("k.weight"), rows("v.weight"), None, proved=(), free=("output",)), inputs=("n c",),
-    may_refuse="no matrix product|no products|edges|index|softmax",
+    may_refuse="matrix product|not products|edges|index|softmax",
 )  # fmt: skip
 class EdgesOfAList(nn.Module):
     """A graph transformer on a list of edges: exponentials of products, normed by a sum over each target."""
@@ -432,7 +432,7 @@ class GatedResidual(Four):
 @case(
     Core(rows("q.weight", "(h d) c 1"), rows("k.weight", "(h d) c 1"), None, rows("o.weight", "c (h d)"),
          free=("query", "key", "value"), proved=("output",), heads_alone=True),
-    may_refuse="several tokens|filter|kernel|of 3|tokens|not followed",
+    may_refuse="several tokens|filter|kernel|of 3|tokens|not followed|not by a linear map",
 )  # fmt: skip
 class ConvolvedQueriesAndKeys(nn.Module):
     """LogTrans: queries and keys are a causal convolution over three steps, so that shapes ask shapes."""

@@ -99,44 +99,44 @@ READ = [
     "EveryThirdLayerAttends", "TurnedByContents", "OneSequenceOfAMap", "LatentsNormedAndTurned", "LatentsOfGroups",
 ]  # fmt: skip
 REFUSALS = {
-    "TalkingHeads": "its heads mix: `talk` maps the scores of all of them before the softmax",
+    "TalkingHeads": "its heads mix: `talk` maps the scores of all heads before the softmax",
     "Scripted": "compiled by torch.jit.script",
     # Scores or sums that are no matrix products.
-    "Additive": "its scores are no products of queries and keys",
-    "DenseSynthesizer": "its scores are no products of queries and keys",
-    "DenseGraph": "its scores are sums of what single tokens give, and no products of queries and keys",
-    "VectorsOfPoints": "its scores are no products of queries and keys",
-    "EfficientAttention": "its scores are no products of queries and keys",
-    "Deformable": "its scores are no products of queries and keys",
-    "SoftExperts": "its scores are no products of queries and keys",
-    "PooledByOneScore": "its scores are no products of queries and keys",
-    "BagsOfInstances": "its scores are no products of queries and keys",
-    "WordsOfADocument": "its scores are no products of queries and keys",
-    "InterestsOfAUser": "its scores are no products of queries and keys",
-    "Outlook": "its scores are no products of queries and keys",
-    "Landmarks": "the weights of a head are made of several softmaxes",
-    "ExpertsOfValues": "its values are made with `ev` in a way that is not followed",
+    "Additive": "its scores are not products of queries and keys",
+    "DenseSynthesizer": "its scores are not products of queries and keys",
+    "DenseGraph": "its scores are sums of a term of the query and one of the key, and not products",
+    "VectorsOfPoints": "its scores are not products of queries and keys",
+    "EfficientAttention": "its scores are not products of queries and keys",
+    "Deformable": "its scores are not products of queries and keys",
+    "SoftExperts": "its scores are not products of queries and keys",
+    "PooledByOneScore": "its scores are not products of queries and keys",
+    "BagsOfInstances": "its scores are not products of queries and keys",
+    "WordsOfADocument": "its scores are not products of queries and keys",
+    "InterestsOfAUser": "its scores are not products of queries and keys",
+    "Outlook": "its scores are not products of queries and keys",
+    "Landmarks": "the attention weights of one head are computed from several softmaxes",
+    "ExpertsOfValues": "its values are computed from `ev`, but not by a linear map of single tokens that can be read",
     "ComplexHeads": "its scores are products of complex numbers",
     "LoRAByHooks": "its projection `k` is a Linear with the forward hook `<lambda>`",
     # Heads whose maps take parts of the input, or inputs of their own: their rows do not compare.
     "OneSmallMapForAllHeads": "the same rows of `keys` make the keys of several of its heads, each of other features",
-    "ASmallMapForEachHead": "the query of each of its heads is made of an input of its own",
-    "HeadsInACascade": "the query of each of its heads is made of an input of its own",
-    "HeadsOfPartsOfTheInput": "the query of each of its heads is made of an input of its own",
+    "ASmallMapForEachHead": "each of its heads computes its queries from an input of its own",
+    "HeadsInACascade": "each of its heads computes its queries from an input of its own",
+    "HeadsOfPartsOfTheInput": "each of its heads computes its queries from an input of its own",
     # Weights that a map makes.
-    "Hypernetwork": "the weights that give its keys are themselves made by `k.make`",
+    "Hypernetwork": "the weights of its key projection are computed by `k.make`",
     "WholeNumbers": "its projection `q` is a _Int8 of tests without a matrix that is read",
-    "FramesOfASpectrum": "between its key projection and attention lies an activation",
-    "CriticsOfOthers": "between its value projection and attention lies an activation",
+    "FramesOfASpectrum": "its key projection is followed by an activation",
+    "CriticsOfOthers": "its value projection is followed by an activation",
     # What is weighed, or gives what is weighed, is no map.
-    "FlowByMatching": "its values are constants, such as places, and no projection of tokens",
-    "KeysKeptInFewBits": "its values are rounded, through which no derivative leads to a map",
-    "ChosenExperts": "what attention gives is mixed or normed before it is returned, by no map that is followed",
+    "FlowByMatching": "its values are constants, such as positions, and not projections of tokens",
+    "KeysKeptInFewBits": "its values are rounded, so that no gradient shows which projection they come from",
+    "ChosenExperts": "the outputs of its heads are mixed or normalised, and no output projection was found",
     # Each token has its heads in an order of its own; weights of vectors alone.
-    "RouterOfHeadsInFront": "its heads mix: the weights of one depend on the scores of several",
-    "KernelRegression": "its scores are no products of queries and keys",
+    "RouterOfHeadsInFront": "its heads mix: the weights of one head depend on the scores of several",
+    "KernelRegression": "its scores are not products of queries and keys",
     "OneFlatVector": "multiplies with a matrix that is no parameter",
-    "AdaptersInPlace": "as its projection `qkv.b_v` takes the output of another one",
+    "AdaptersInPlace": "as its projection `qkv.b_v` takes the output of another linear map",
 }
 
 
@@ -163,14 +163,17 @@ def test_sums_with_weights_of_no_pairs_are_refused_alike_before_a_forward_and_in
     ("name", "left_out"),
     [
         ("PositionsAddedToKeys", "what `kp` adds to its keys"),
-        ("TalkingAfterSoftmax", "how `mix` mixes the weights of all heads after the softmax"),
-        ("ValuesOfAnEarlierLayer", "what one of its inputs adds to the values that `v` gives"),
+        ("TalkingAfterSoftmax", "the mixing of the weights of all heads by `mix` after the softmax"),
+        ("ValuesOfAnEarlierLayer", "the input that is added to the values from `v`"),
         (
             "InvariantPointsThatLearn",
-            "another attention in it, of which what `vp` gives is turned or mixed within each head",
+            "another attention in it (the output of `vp` is turned or mixed within each head)",
         ),
-        ("SumOverHeads", "the outputs of its heads, each of which has a map of its own"),
-        ("RelationsOfAGraph", "the weights of its values, as what `v_lin` gives is turned or mixed within each head"),
+        ("SumOverHeads", "the outputs of its heads, each of which has an output projection of its own"),
+        (
+            "RelationsOfAGraph",
+            "the weights of its values, as the output of `v_lin` is turned or mixed within each head",
+        ),
     ],
 )
 def test_what_is_added_to_keys_or_values_is_left_out_and_named(name, left_out):
@@ -208,7 +211,7 @@ def test_a_whole_model_of_vectors_alone_that_attends_is_named_once(name):
 )
 def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
     verdict = judge(ALL[name], "model")
-    assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with inputs that are made up")
+    assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with synthetic inputs")
 
 
 @pytest.mark.parametrize("name", ["UnderAutocast", "AutocastOffForScores", "OwnBackward", "DenseSynthesizer"])

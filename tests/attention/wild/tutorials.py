@@ -261,7 +261,7 @@ class SpeedrunAttention(nn.Module):
         None, rows("wkv_a.weight", "(h d) c", h=1), rows("wkv_a.weight", "(h d) c", h=1), None,
         free=("query", "output", "key", "value"), scores="b q h k",
     ),
-    may_refuse="mixed or normed before",
+    may_refuse="mixed or normalised before",
 )  # fmt: skip
 class LatentAbsorbed(nn.Module):
     """DeepSeek's way to decode: the keys' second map is multiplied into the queries."""
@@ -593,7 +593,7 @@ class SharedMapForGates(nn.Module):
 
 @case(
     Core(rows("q.weight"), rows("k.weight"), rows("v.weight"), rows("o.weight", "c (h d)")),
-    refused="scores are no products",
+    refused="scores are not products",
 )
 class DenseSynthesizer(nn.Module):
     """Scores are made of a token alone."""

@@ -20,7 +20,7 @@ from tests.attention.wild.truth import Case, Core, weight_of
 
 WAYS = ("model", "forward", "training")
 RIGHT, REFUSED, UNTRUE, PART, MISSED, WRONG = "right", "refused", "refused, untrue", "half read", "missed", "wrong"
-_NOT_RUN = "it could not be run with inputs that are made up"
+_NOT_RUN = "it could not be run with synthetic inputs"
 VERDICTS = (RIGHT, REFUSED, UNTRUE, PART, MISSED, WRONG)
 
 

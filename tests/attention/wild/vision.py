@@ -11,7 +11,7 @@ from tests.attention.wild.idioms import attend, join, split
 from tests.attention.wild.plain import Four
 from tests.attention.wild.truth import MODEL, WIDTH, Core, H, case, fused, rows, separate
 
-_NO_SCORES = "no products|no matrix product|no queries"
+_NO_SCORES = "not products|matrix product|no query"
 
 
 @case(fused("qkv.weight", "(h r d) c 1", "proj.weight", "c (h d) 1", scores="(b h) q k", heads_alone=True),
@@ -42,7 +42,7 @@ class GuidedDiffusion(nn.Module):
         rows("qkv.weight", "(r h d) c 1", n_r=3, r=2), rows("proj.weight", "c (h d) 1"), heads_alone=True,
         scores="(b h) q k",
     ),
-    inputs=("b c x y", "b m c"), may_refuse="second stream|another map|several maps|sums|two maps",
+    inputs=("b c x y", "b m c"), may_refuse="second token stream|another map|several maps|sums|two maps",
 )  # fmt: skip
 class TextBesidePixels(nn.Module):
     """GLIDE: keys and values of a text, by a map of its own, in front of those of the pixels."""
@@ -64,7 +64,7 @@ class TextBesidePixels(nn.Module):
     Core(rows("to_q.weight", source=None), rows("to_kv.weight", "(r h d) c", h=1, n_r=2, r=0),
          rows("to_kv.weight", "(r h d) c", h=1, n_r=2, r=1), rows("to_out.0.weight", "c (h d)"),
          heads_alone=True),
-    inputs=("b n c", "b m c"), may_refuse="second stream|another map|several maps|sums|two maps|`context` is passed",
+    inputs=("b n c", "b m c"), may_refuse="second token stream|several maps|sums|`context` is passed",
 )  # fmt: skip
 class OneKeyHeadWithContext(nn.Module):
     """Imagen: one key head, a null key, keys and values of a context by a normed map of its own."""

@@ -390,7 +390,7 @@ class PagesOfACache(Four):
         return self.o(join(F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)))
 
 
-@case(separate(), may_refuse="round|gradient|not followed")
+@case(separate(), may_refuse="round|gradient|not followed|not by a linear map")
 class KeysKeptInFewBits(Four):
     """A cache whose keys and values are rounded to steps."""
 

@@ -211,7 +211,7 @@ class BiasOfAMap(nn.Module):
 
 @case(
     Core(None, None, None, None, free=("query", "key", "value", "output"), heads=2, proved=()),
-    may_refuse="between its key projection and attention lies an activation|no projection",
+    may_refuse="its key projection is followed by an activation|without a projection",
 )  # fmt: skip
 class TapeOfAMachine(nn.Module):
     """A neural Turing machine reads: keys of two heads, sharpened cosines, and memory is both asked and read."""

@@ -95,5 +95,5 @@ def no_softmax(kind: str) -> str:
         A clause.
     """
     if kind == "additive":
-        return "its scores are no products of queries and keys"
+        return "its scores are not products of queries and keys"
     return f"its weights are no softmax ({kind})"
