@@ -25,7 +25,7 @@ def takes_fast_path(attention: nn.Module, model: nn.Module) -> bool:
     return any(one.self_attn is attention and _allows_fast_path(one) for one in layers)
 
 
-FAST_PATH = "in evaluation mode torch's fast path computes attention in one kernel, which keeps its weights to itself"
+FAST_PATH = "in evaluation mode torch's fast path computes attention in one kernel, which does not return its weights"
 
 
 def may_take_fast_path(module: nn.Module, arguments: Iterable[Any] = ()) -> bool:

@@ -264,7 +264,7 @@ def test_an_update_that_is_no_matrix_is_no_part_of_a_map(kind, reason):
 
 def test_a_factor_of_features_that_are_mixed_first_is_refused():
     (refusal,) = survey(nn.Sequential(Attention(Turned))).refused
-    assert "a Turned, which does not multiply with its weight alone" in refusal.reason
+    assert "a Turned, whose forward does more than multiply with its weight" in refusal.reason
 
 
 class EqualizedAndBent(Equalized):

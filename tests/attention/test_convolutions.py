@@ -191,7 +191,7 @@ def test_a_subclass_is_read_if_it_multiplies_with_its_weight():
     assert objection(Casts(8, 12, 1)) is None
     assert objection(CastsInGroups(8, 12, 1, groups=2, stride=2)) is None
     for kind in (Standardises, Doubles, Pads):
-        assert objection(kind(8, 12, 1)) == f"a {kind.__name__}, which does not multiply with its weight alone"
+        assert objection(kind(8, 12, 1)) == f"a {kind.__name__}, whose forward does more than multiply with its weight"
 
 
 def test_a_parametrised_convolution_is_read_as_it_multiplies():

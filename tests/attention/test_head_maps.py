@@ -51,4 +51,4 @@ def test_keys_behind_a_norm_are_no_linear_function_of_what_the_first_map_takes(g
     layer = AttentionLayer("attn", module, 2, 2, 4, 4, "two maps", {"query": query, "key": product, "value": query})
     tapped, why_not = layers_of_inputs([layer])
     assert [one.output_projection for one in tapped] == ([module["down"]] if is_linear else [])
-    assert ("a norm lies between the two maps" in why_not.get("attn", "")) is not is_linear
+    assert ("there is a norm between its two key projections" in why_not.get("attn", "")) is not is_linear

@@ -278,7 +278,7 @@ class Shy(nn.Module):
 def test_a_copy_that_is_none_is_refused(kind):
     module = nn.Sequential(Shy(kind))
     before = torch.get_rng_state()
-    with pytest.raises(IsolationError, match="copying it"):
+    with pytest.raises(IsolationError, match=r"copy of it shares|copying it raises SystemExit"):
         isolated_copy(module)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -424,7 +424,7 @@ def test_a_tensor_that_did_not_change_is_not_written():
 
 
 class Emptied(nn.Module):
-    """Holds a view of memory that was let go, as FSDP1's flat parameters leave it between forwards."""
+    """Holds a view of memory that was freed, as FSDP1's flat parameters leave it between forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,12 +433,12 @@ class Emptied(nn.Module):
         flat.untyped_storage().resize_(0)
 
 
-def test_memory_that_was_let_go_is_neither_read_nor_written():
+def test_memory_that_was_freed_is_neither_read_nor_written():
     module = Emptied()
     with isolated(module):
         module.calls = 1
     assert not hasattr(module, "calls"), "everything else is put back"
-    with pytest.raises(IsolationError, match="let go"):
+    with pytest.raises(IsolationError, match="was freed"):
         isolated_copy(module)
 
 
@@ -495,7 +495,7 @@ def test_what_asks_other_ranks_is_refused_and_what_asks_none_is_computed(two_ran
     with collectives_within({0}):
         x = torch.ones(2) + 1
         distributed.all_reduce(x, group=two_ranks)
-        with pytest.raises(CollectiveError, match="calls c10d::allreduce_ on other ranks"):
+        with pytest.raises(CollectiveError, match="calls c10d::allreduce_, in which the other ranks do not take part"):
             distributed.all_reduce(x)
     assert x.tolist() == [2, 2]
     distributed.all_reduce(x)

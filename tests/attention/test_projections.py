@@ -124,8 +124,8 @@ def test_an_adapter_of_another_kind_is_refused_by_name():
     module = by_hand.Grouped()
     module.q_proj = HiraLinear(module.q_proj)
     (refusal,) = survey(nn.Sequential(module)).refused
-    assert "a HiraLinear of tests, whose update is not known to be a matrix that is added" in refusal.reason
-    assert "no linear map of a token" in refusal.reason
+    assert "a HiraLinear of tests, whose update is not known to be an added matrix" in refusal.reason
+    assert "not a linear map of a token" in refusal.reason
 
 
 _NAMED = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
@@ -242,8 +242,8 @@ def test_a_subclass_that_multiplies_with_its_weight_is_read():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (AddsBent, "its projection `k_proj` is a AddsBent, which does not multiply with its weight alone"),
-        (Gated, "its projection `k_proj` is a Gated, which does not multiply with its weight alone"),
+        (AddsBent, "its projection `k_proj` is a AddsBent, whose forward does more than multiply with its weight"),
+        (Gated, "its projection `k_proj` is a Gated, whose forward does more than multiply with its weight"),
         (Int8, "its projection `k_proj` is a Int8 with a quantised weight (int8)"),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
         layers = find_attention(model)
     assert [layer.name for layer in layers] == ["good"]
     (message,) = [str(warning.message) for warning in reported]
-    assert message.startswith(f"The heads of `odd` ({kind.__name__}) cannot be told apart: ")
+    assert message.startswith(f"The heads of `odd` ({kind.__name__}) cannot be read: ")
     assert LOOK_ALIKES[kind] in message
     assert "register_layout" in message
     assert "exclude=['odd']" in message

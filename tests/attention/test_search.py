@@ -50,7 +50,7 @@ def test_refused_layers_are_found_in_the_first_armed_forward():
         monitor = HeadDiversityMonitor(model, metrics=["hdi", "head_correlation"])
         assert [layer.name for layer in monitor.layers] == ["second"]
         assert [refusal.name for refusal in monitor.refused] == ["first", "third"]
-        assert all("the first forward that is read decides" in refusal.reason for refusal in monitor.refused)
+        assert all("the first captured forward decides" in refusal.reason for refusal in monitor.refused)
     with monitor, warnings.catch_warnings():
         warnings.simplefilter("error")
         tags = []
@@ -94,7 +94,7 @@ def test_without_the_check_nothing_is_searched():
         monitor = HeadDiversityMonitor(model, check_heads=False)
     said = [str(warning.message) for warning in reported]
     assert [("`first`" in one, "`third`" in one) for one in said] == [(True, False), (False, True)]
-    assert all("With check_heads=True the first forward that is read may show them." in one for one in said)
+    assert all("With check_heads=True the first captured forward may show them." in one for one in said)
     with monitor:
         monitor.arm()
         model({"x": torch.randn(2, 5, D)})
@@ -146,7 +146,7 @@ def test_a_reading_before_any_forward_says_once_what_awaits_one():
     monitor = HeadDiversityMonitor(model, metrics=["hdi"])
     with monitor:
         with pytest.warns(
-            MonitoringWarning, match="first forward that is read may show those of `first`, `third`"
+            MonitoringWarning, match="first captured forward may show those of `first`, `third`"
         ) as reported:
             monitor.measure(0)
             monitor.measure(1)

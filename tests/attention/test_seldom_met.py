@@ -92,7 +92,7 @@ def test_keys_of_two_maps_that_a_real_forward_alone_shows_are_not_read_from_the_
     found = survey(module, forward=lambda: module(x))
     assert found.layers == ()
     (refusal,) = found.refused
-    assert "`down.weight` and `k.weight`, one after the other" in refusal.reason
+    assert "`down.weight` and `k.weight` in a row" in refusal.reason
 
 
 class NormedOverAllHeads(Attention):
@@ -578,5 +578,5 @@ def test_heads_in_modules_of_their_own_that_observation_alone_shows_are_named():
     found = survey(module, forward=lambda: module(torch.randn(2, TOKENS, WIDTH)))
     assert found.layers == ()
     assert [one.name for one in found.refused] == [f"parts.{number}" for number in range(HEADS)]
-    reason = "its heads are computed one by one, each in an attention of its own"
+    reason = "its heads are computed one by one, each in a separate attention call"
     assert {one.reason for one in found.refused} == {reason}

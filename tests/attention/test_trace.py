@@ -538,7 +538,7 @@ def test_a_map_of_a_class_of_its_own_is_read_by_the_matrix_that_it_multiplies_wi
 def test_a_map_that_multiplies_with_another_matrix_than_its_own_is_not_read():
     torch.manual_seed(0)
     model = nn.Sequential(BesideScales(scaled=True), BesideScales(scaled=False))
-    reason = r"`0` \(BesideScales\).*`0.two`, from which its query heads come, multiplies with a matrix that is no"
+    reason = r"`0` \(BesideScales\).*its query heads come from `0.two`, which multiplies with a matrix that is not"
     with pytest.warns(UnsupportedAttentionWarning, match=reason):
         found = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
     assert [layer.name for layer in found] == ["1"]

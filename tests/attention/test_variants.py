@@ -622,7 +622,7 @@ class Gated(by_hand.NanoGPT):
 def test_attention_by_gates_is_named_and_not_passed_over_in_silence():
     torch.manual_seed(0)
     model = nn.Sequential(Gated())
-    with pytest.warns(UnsupportedAttentionWarning, match=r"`0` \(Gated\).*its weights are no softmax \(sigmoid\)"):
+    with pytest.warns(UnsupportedAttentionWarning, match=r"`0` \(Gated\).*its weights are not a softmax \(sigmoid\)"):
         assert find_attention(model, forward=lambda: model(torch.randn(2, 6, D))) == []
 
 

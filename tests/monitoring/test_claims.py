@@ -1,4 +1,4 @@
-"""Claims about heads are judged by the first forward that is read, and attention that is not watched is named."""
+"""Claims about heads are judged by the first captured forward, and attention that is not watched is named."""
 
 from __future__ import annotations
 

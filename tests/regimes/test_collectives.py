@@ -328,9 +328,7 @@ def test_a_rank_that_reads_alone_waits_for_no_other_and_leaves_out_what_is_compu
     first, second = two_ranks(read_averaged, "one")
     assert second.answer == {}
     assert first.answer["tags"].keys() == {"hdi/2", "hdi/mean", "hdi/min", "hdi_value/1"}
-    why = (
-        "weight cannot be read (computing it calls c10d::allreduce_ on other ranks, which do not read it with this one)"
-    )
+    why = "weight cannot be read (computing it calls c10d::allreduce_, in which the other ranks do not take part)"
     assert first.answer["absent"] == {"1": f"its key {why}", "2": f"its value {why}"}
     assert len(first.warnings) == 2
 
@@ -368,5 +366,5 @@ def test_what_torch_attention_does_not_show_is_computed_again_without_asking_oth
     assert second.answer == {}
     reasons = list(first.answer["absent"].values())
     assert reasons
-    assert all("c10d::allreduce_ on other ranks" in reason for reason in reasons)
+    assert all("c10d::allreduce_, in which the other ranks" in reason for reason in reasons)
     assert not {"head_correlation/attn", "head_importance_min/attn"} & set(first.answer["tags"])

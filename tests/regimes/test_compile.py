@@ -218,7 +218,7 @@ def test_a_compiled_function_that_calls_the_model_costs_one_more_graph(dynamo, i
     metrics = [*METRICS, "attention_entropy"]
     heads = watch_heads(model, optimizer, every_n_steps=2, metrics=metrics, history=False, verbose=False)
     with (
-        pytest.warns(MonitoringWarning, match="attention rows.*did not run outside of what was compiled") as said,
+        pytest.warns(MonitoringWarning, match="attention rows.*did not run outside of compiled graphs") as said,
         heads,
     ):
         assert train(model, optimizer, heads, is_whole_step=is_whole_step) == losses

@@ -74,13 +74,13 @@ def key_projection(layer: AttentionLayer) -> nn.Module | str:
     """
     key = layer.slices["key"]
     if isinstance(key, HeadPieces):
-        return "its keys are made by several maps"
+        return "its keys come from several maps"
     if isinstance(key, HeadProduct) and key.gain:
-        return "a norm lies between the two maps that make its keys, so that they are no linear function of it"
+        return "there is a norm between its two key projections, so that its keys are not linear in their input"
     owner = (key.inner if isinstance(key, HeadProduct) else key).owner
     if is_map(owner) or isinstance(owner, nn.MultiheadAttention):
         return owner
-    return f"its key projection is a parameter of {type(owner).__name__} and no module that is called"
+    return f"its key projection is a parameter of {type(owner).__name__} and not a module that is called"
 
 
 def _pick_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

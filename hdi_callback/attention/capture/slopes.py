@@ -25,7 +25,7 @@ _COMPILED = "gradients are not read inside compiled graphs"
 _COMPILED_BACKWARD = "gradients are not read where the backward is compiled"
 _NOT_KEPT = "activation checkpointing, or another hook on saved tensors, frees its head outputs before the backward"
 _TWICE = "several backward passes went through one forward, and which of them trains is not known"
-_DIFFERENTIATED = "a backward with create_graph=True went through it, which need not be that of the loss"
+_DIFFERENTIATED = "a backward with create_graph=True reached it, which need not be that of the loss"
 _CHANGED = "its head outputs were changed in place before the backward"
 
 
@@ -68,7 +68,7 @@ class HeadSlopes:
         elif _are_saved_elsewhere():
             self.failure = self.failure or _NOT_KEPT
         elif outputs.shape[-1] % self._heads or hasattr(outputs, "placements"):
-            self.failure = self.failure or "its heads are spread over ranks"
+            self.failure = self.failure or "its heads are sharded over ranks"
         if self.failure is None:
             tensor.register_hook(_Reader(self, outputs, first_sequence, gradient_of))  # type: ignore[no-untyped-call]
 

@@ -123,7 +123,7 @@ class Taps(Hooks):
         """Layers that could not be captured: name -> reason."""
         failed = {name: tap.failure for name, tap in self._taps.items() if tap.failure is not None}
         unread = {
-            name: "it ran only where autograd records nothing, and only forwards that train are read"
+            name: "it ran only without autograd, and only training forwards are captured"
             for name, tap in self._taps.items()
             if tap.is_empty(self._reads_all) and tap.has_run
         }

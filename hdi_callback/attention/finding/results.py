@@ -33,7 +33,7 @@ class Refusal:
         """The whole sentence for a warning: where, why, and what to do."""
         where = f"`{self.name}` ({self.module_type})" if self.name else f"the model ({self.module_type})"
         remedy = self.remedy or f"Describe it with `register_layout`, or skip it with exclude=[{self.name!r}]."
-        return f"The heads of {where} cannot be told apart: {self.reason}. {remedy}"
+        return f"The heads of {where} cannot be read: {self.reason}. {remedy}"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_UNEQUAL = "ranks that hold parts of different sizes cannot be answered for by one of them"
+_UNEQUAL = "one rank cannot stand in for others whose shards have different sizes"
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
@@ -102,7 +102,7 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_local = func.namespace not in _NAMESPACES or func._schema.name.endswith("wait_tensor")
         if not is_local and not self._takes_part(args, kwargs or {}):
             name = f"{func.namespace}::{func._schema.name.partition('::')[2]}"
-            raise CollectiveError(f"computing it calls {name} on other ranks, which do not read it with this one")
+            raise CollectiveError(f"computing it calls {name}, in which the other ranks do not take part")
         return func(*args, **(kwargs or {}))
 
     def _takes_part(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -147,7 +147,7 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2]
         answer = getattr(self, f"_{func.namespace.strip('_')}_{name}", None)
         if answer is None:
-            raise CollectiveError(f"{func.namespace}::{name} asks other ranks, which do not run this copy")
+            raise CollectiveError(f"{func.namespace}::{name} communicates with other ranks, which do not run this copy")
         return answer(*args, **kwargs)
 
     # --- calls that write into tensors
@@ -292,7 +292,7 @@ def _reduce(tensors: Sequence[Tensor], op: Any, group: Any) -> None:
 def _refuse_numbers(tensors: Sequence[Tensor]) -> None:
     """Refuse whole numbers that another rank would send: sizes and places, not features that may be any."""
     if any(not tensor.is_floating_point() for tensor in tensors):
-        raise CollectiveError("another rank would have sent whole numbers, which cannot be made up")
+        raise CollectiveError("the integers that another rank would send are not known")
 
 
 def _taken(tensors: list[Tensor], like: Tensor) -> Tensor | None:

@@ -39,7 +39,7 @@ def has_memory(tensor: Tensor) -> bool:
         tensor: any tensor.
 
     Returns:
-        False if its memory was let go; True for tensors that keep their elements elsewhere, such as sparse ones.
+        False if its memory was freed; True for tensors that keep their elements elsewhere, such as sparse ones.
     """
     if tensor.layout is not torch.strided or not tensor.numel():
         return True

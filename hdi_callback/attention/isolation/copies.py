@@ -118,7 +118,7 @@ def _memo(module: nn.Module, replaced: Mapping[Any, Any], shares_parameters: boo
                 todo.append(one)
             elif isinstance(one, Tensor):
                 if id(one) not in memo and not is_lazy(one) and not has_memory(one):
-                    raise IsolationError("the memory of its weights was let go, as FSDP does between forwards")
+                    raise IsolationError("the memory of its weights was freed, as FSDP does between forwards")
                 size += 0 if id(one) in memo or is_lazy(one) else one.nbytes
                 if one.grad_fn is not None:  # as the loss of the last forward, which cannot be copied with its graph
                     memo[id(one)] = one.detach().clone()
@@ -178,12 +178,12 @@ def _refuse_shared(module: nn.Module, trial: nn.Module, replaced: Mapping[Any, A
     own = {id(part) for part in module.modules()}
     replacements = {id(other) for other in replaced.values()}
     if any(id(part) in own and id(part) not in replacements for part in trial.modules()):
-        raise IsolationError("copying it gives parts of the module itself")
+        raise IsolationError("a copy of it shares modules with the original")
     theirs = {_place(tensor) for tensor in _tensors_of(module, not shares_parameters)} - {None}
     replacing = [other for other in replaced.values() if isinstance(other, nn.Module)]
     kept = {id(tensor) for part in replacing for tensor in _tensors_of(part, True)} | replacements
     if any(_place(one) in theirs for one in _tensors_of(trial, not shares_parameters) if id(one) not in kept):
-        raise IsolationError("copying it gives tensors of the module itself")
+        raise IsolationError("a copy of it shares tensors with the original")
 
 
 def _tensors_of(module: nn.Module, with_parameters: bool) -> Iterator[Tensor]:

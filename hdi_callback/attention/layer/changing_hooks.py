@@ -38,9 +38,9 @@ def changing_hook(module: nn.Module) -> str | None:
     hooks = list(_hooks_of(module))
     effect = _shown(module, hooks)
     if effect != "unknown":
-        return f"with {_named(hooks)}, which changed what its weight gives" if effect == "changed" and hooks else None
+        return f"with {_named(hooks)}, which changed its output" if effect == "changed" and hooks else None
     may_change = [one for one in hooks if _returns_something(_function_of(one))]
-    return f"with {_named(may_change)}, which may give something else than its weight does" if may_change else None
+    return f"with {_named(may_change)}, which may change its output" if may_change else None
 
 
 def shown_change(module: nn.Module) -> bool:

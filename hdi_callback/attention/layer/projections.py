@@ -175,7 +175,7 @@ def objection(module: nn.Module) -> str | None:
     if computed_maps.is_sum_of_maps(module):
         return None
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
-        return f"a {name} that knows its sizes only after the first forward"
+        return f"a {name} whose parameters have no shape before the first forward"
     try:
         with torch.no_grad():
             weight = read_tensor(module, "weight")
@@ -204,7 +204,7 @@ def objection(module: nn.Module) -> str | None:
     way = computed_maps.way_of(module)
     if way == "weight" or (way is not None and isinstance(module, nn.Linear)) or computed_maps.is_scaled(module):
         return None
-    return f"a {name}, which does not multiply with its weight alone"
+    return f"a {name}, whose forward does more than multiply with its weight"
 
 
 def effective_weight(module: nn.Module, name: str) -> Tensor:
@@ -319,7 +319,7 @@ def _objection_to_adapter(module: Any) -> str | None:
     if below is not None:
         return f"{where} around {below}"
     more = _more_than_added(module)
-    return None if more is None or is_computed(module) else f"{where}{more}, and which is no linear map of a token"
+    return None if more is None or is_computed(module) else f"{where}{more}, and which is not a linear map of a token"
 
 
 def _more_than_added(module: Any) -> str | None:
@@ -327,9 +327,9 @@ def _more_than_added(module: Any) -> str | None:
     kinds = {kind.__name__ for kind in type(module).__mro__}
     known = ("Conv1d", "Conv2d") if is_pointwise(module) else ("Linear", "SVDLinear")
     if "LoraLayer" not in kinds or type(module).__name__ not in known or getattr(base_of(module), "groups", 1) > 1:
-        return ", whose update is not known to be a matrix that is added"
+        return ", whose update is not known to be an added matrix"
     odd = [name for name in _active(module) if name in getattr(module, "lora_variant", {})]
     if odd or any(getattr(module, "use_dora", {}).get(name) for name in _active(module)):
         kind = type(module.lora_variant[odd[0]]).__name__ if odd else "DoRA"
-        return f" with the variant {kind}, which is more than a matrix that is added"
+        return f" with the variant {kind}, which does more than add a matrix"
     return None

@@ -1,6 +1,6 @@
 """Whole weights where every rank holds a part of them: FSDP2, FSDP1, DTensor tensor parallelism, DeepSpeed ZeRO-3.
 
-One role of one layer is made whole at a time, and let go again. Gathering is a collective call: every rank that holds a
+One role of one layer is made whole at a time, then released. Gathering is a collective call: every rank that holds a
 part gathers the same layers in the same order. For finding the layers no weight is gathered at all; `as_if_whole` puts
 stand-ins of the right shapes, without memory, in the place of the parts.
 

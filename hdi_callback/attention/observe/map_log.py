@@ -17,7 +17,7 @@ from hdi_callback.attention.observe.quiet import holds_numbers
 
 _BEFORE_A_CORE = 64  # calls before an attention among which its queries, keys and values are searched
 _AFTER_A_CORE = 8  # and after it, among which its output projection is searched
-_MOST_CALLS = 1024  # after which those that are near no attention are let go, as those of many experts are
+_MOST_CALLS = 1024  # after which those that are near no attention are released, as those of many experts are
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class MapLog:
         self._cores: list[int] = []  # where in the order attention ran
         self._latest: _Result | None = None
         self._behind_hooks: list[_BehindHooks] = []
-        self._settled = 0  # how many calls were kept when some were last let go
+        self._settled = 0  # how many calls were kept when some were last released
 
     def core_ran(self) -> int:
         """Number an attention in the order of the calls.

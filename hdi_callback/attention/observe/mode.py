@@ -285,7 +285,9 @@ class ObservingMode(TorchFunctionMode):
             one.transpose(1, 2) if one.dim() == 4 and not is_heads_first else one
             for one in (*tensors[:3], call.results[0])
         )
-        unread = f"its kernel `{call.name}` keeps its weights to itself, and what it takes for a mask is not known"
+        unread = (
+            f"its kernel `{call.name}` does not return its weights, and which of its arguments is the mask is not known"
+        )
         self._recorder.fused_ran(call.name, query, key, value, output, unread=unread)
 
 

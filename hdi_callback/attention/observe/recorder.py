@@ -100,7 +100,7 @@ class Recorder:
             tied=scores.tied,
         )
         if scores.altered:
-            core.rows, core.unread = None, f"its weights go through {', '.join(scores.altered)} after the softmax"
+            core.rows, core.unread = None, f"its weights are changed by {', '.join(scores.altered)} after the softmax"
         query, key = scores.query, scores.key
         # Sequences of several lengths in one nested tensor have no length that is a number.
         if query is not None and key is not None and all(type(size) is int for size in (*query.shape, *key.shape)):

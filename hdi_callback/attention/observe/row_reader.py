@@ -20,7 +20,7 @@ from hdi_callback.attention.observe.scores.lineage import Scores
 from hdi_callback.attention.observe.scores.masks import MaskTerm
 from hdi_callback.attention.observe.scores.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
 
-_AXES_UNKNOWN = "sequences and heads share a dimension, and nothing tells them apart"
+_AXES_UNKNOWN = "its sequences and heads share a dimension and cannot be separated"
 _EMPTY = "it ran on no tokens: the batch is empty"
 
 
@@ -101,15 +101,17 @@ class RowReader:
             What was read.
         """
         if scores.query is None or scores.key is None:
-            return ReadRows(unread="its weights are a softmax, but its scores are no product of two activations")
+            return ReadRows(unread="its softmax is of scores that are not a product of two activations")
         if axis == scores.row_axis:
             scores.query, scores.key = scores.key, scores.query
             scores.row_axis, scores.key_axis = scores.key_axis, scores.row_axis
         if scores.lost:
             done = ", ".join(dict.fromkeys(scores.lost))
-            return ReadRows(unread=f"its scores go through {done} before the softmax, which is not followed")
+            return ReadRows(
+                unread=f"its scores are changed by {done} before the softmax in a way that is not supported"
+            )
         if axis != scores.key_axis:
-            return ReadRows(unread="its softmax is over another dimension than that of the keys")
+            return ReadRows(unread="its softmax is not over the dimension of the keys")
         order = (scores.row_axis, axis), (-2, -1)
         inputs, weights = inputs.movedim(*order), weights.movedim(*order)
         queries, keys = int(weights.shape[-2]), int(weights.shape[-1]) - scores.before - scores.after
@@ -118,7 +120,7 @@ class RowReader:
         if not queries or not keys:
             return ReadRows(unread=_EMPTY)
         if keys != scores.key.shape[-2] or queries != scores.query.shape[-2]:
-            return ReadRows(unread="its softmax is over other columns than its keys")
+            return ReadRows(unread="the columns of its softmax are not its keys")
         axes = self.axes_of(weights.shape[:-2], queries, keys, tied=scores.tied)
         shift = None if scores.shift is None else scores.shift.movedim(*order)
 
@@ -161,7 +163,7 @@ class RowReader:
         read.bias, is_known = _largest(scores.biases, query.device)
         read.is_bounded = is_known and not scores.unknown and scores.scale is not None
         if request.reduce_rows is None:
-            read.unread = "its rows were not asked for"
+            read.unread = "its rows were not requested"
             return read
         around = (id(module) for _, module in reversed(self._stack.modules))
         if not next((request.is_read[one] for one in around if one in request.is_read), True):
@@ -169,7 +171,7 @@ class RowReader:
             return read
         own = [which for which, one in (("queries", query), ("keys", key)) if self.chosen.differ_by_head(one, axes)]
         if own:
-            read.unread = f"each head has {own[0]} of its own choice, so that rows of two do not compare"
+            read.unread = f"each head chooses its own {own[0]}, so that the rows of two heads do not compare"
             return read
         queries, keys = int(query.shape[-2]), int(key.shape[-2])
         padding = self._padding(axes, queries, keys, terms, query.device)
@@ -216,8 +218,8 @@ class RowReader:
 
 def _of_a_kind_of_its_own(tensor: Tensor) -> str:
     if is_transformed(tensor):
-        return "it runs under a transform of torch.func, through which nothing is followed"
-    return f"its tensors are spread over devices or of a kind of their own ({type(tensor).__name__})"
+        return "it runs under a transform of torch.func, which cannot be observed"
+    return f"its tensors are sharded or of a tensor subclass ({type(tensor).__name__})"
 
 
 def _largest(biases: Sequence[tuple[Tensor | float, float]], device: torch.device) -> tuple[Tensor | None, bool]:

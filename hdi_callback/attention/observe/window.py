@@ -27,7 +27,7 @@ from hdi_callback.attention.observe.mode_stack import put_back, take_off
 from hdi_callback.attention.observe.quiet import in_the_way
 from hdi_callback.guard import attempt_each, guarded
 
-_IN_A_GRAPH = "it did not run outside of what was compiled, and a compiled graph cannot be observed"
+_IN_A_GRAPH = "it did not run outside of compiled graphs, which cannot be observed"
 
 
 class Window:

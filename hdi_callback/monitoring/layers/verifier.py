@@ -28,7 +28,7 @@ from hdi_callback.monitoring.layers.layers import WatchedLayers
 from hdi_callback.monitoring.layers.refusals import may_attend, nothing_to_watch, warn_by_kind
 from hdi_callback.monitoring.warn_once import WarnOnce
 
-_DECIDES = "; the first forward that is read decides"
+_DECIDES = "; the first captured forward decides"
 _MOST_READINGS = 3  # armed readings in which claims are verified, for layers that do not run in each of them
 
 
@@ -250,7 +250,7 @@ class HeadVerifier:
         """Warn of refusals that no forward will decide; `unchecked`: those that one would with check_heads."""
         for refusal in self._layers.refused:
             if refusal.name not in self._pending:
-                later = " With check_heads=True the first forward that is read may show them."
+                later = " With check_heads=True the first captured forward may show them."
                 message = refusal.message + (later if refusal.name in unchecked else "")
                 warnings.warn(message, UnsupportedAttentionWarning, stacklevel=5)
         if not (self._layers.all or (self._check is not None and (self._pending or may_attend(self._model)))):
@@ -265,7 +265,7 @@ class HeadVerifier:
         heads = "The heads of some attention layers" if self._layers.all else "The heads of no attention layer"
         could = "could not be read yet" if self._layers.all else "could be read yet"
         warnings.warn(
-            f"{heads} of {type(self._model).__name__} {could}. The first forward that is read{of}.",
+            f"{heads} of {type(self._model).__name__} {could}. The first captured forward{of}.",
             MonitoringWarning,
             stacklevel=6,
         )
@@ -292,18 +292,17 @@ class HeadVerifier:
             return search.reasons[name]
         against = [what for other, what in self._contradictions.items() if other == name or is_inside(other, name)]
         if against:
-            return f"in the first forward that was read, {against[0]}"
+            return f"in the first captured forward, {against[0]}"
         if any(is_inside(late, name) for late in self._layers.found_late):
             return None
         if name not in search.ran:
-            return f"{refusal.reason}, and no call of it in Python was observed in the first forward that was read"
+            return f"{refusal.reason}, and no call of it in Python was observed in the first captured forward"
         if not self._has_searched:  # the search failed, which was reported
             return refusal.reason
         if name not in self._named:  # it is not named attention, so nothing is missed
             return None
         return (
-            "no softmax-weighted sum of tokens that single matrices of its own give was found in the first forward "
-            "that was read"
+            "it computed no softmax-weighted sum over tokens with projections of its own in the first captured forward"
         )
 
     def _report_nothing_to_watch(self) -> None:

@@ -361,7 +361,7 @@ class AttentionReadings:
         trains = [core for core in cores if core.is_recorded]
         reads_all = not self._training_only and not any(core.is_recorded for core in self.observer.cores)
         if not trains and not reads_all:
-            return "it ran only where autograd records nothing, and only forwards that train are read"
+            return "it ran only without autograd, and only training forwards are captured"
         cores = trains or cores
         read = [core for core in cores if core.rows is not None]
         if not read:

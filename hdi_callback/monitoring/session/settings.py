@@ -125,7 +125,7 @@ class Settings:
         strict: raise errors in place of two warnings: if the model has no readable attention layer, and if the
             checkpoint to resume from has layers that are missing here or have other heads. Without it, history, alerts
             and interventions start anew after such a checkpoint.
-        check_heads: verify once, on a few tokens of the first forward that is read, that every layer computes attention
+        check_heads: verify once, on a few tokens of the first captured forward, that every layer computes attention
             with the heads that were found; a layer that does not is left out, with a warning that says why.
         process_group: the ranks that measure together: ``"auto"`` for all of them, a `torch.distributed` process group;
             or `None` for each rank alone, which is needed if ranks leave training at different steps: then the first

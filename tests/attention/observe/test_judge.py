@@ -90,30 +90,30 @@ WRONG = {
     "twice as many": (
         models.TwiceAsMany,
         separate,
-        "attention takes 8 heads of 4 features as keys, the claim is 4 of 8",
+        "attention takes 8 heads of 4 features as keys, but the layer claims 4 of 8",
     ),
     "half as many": (
         models.HalfAsMany,
         separate,
-        "attention takes 2 heads of 16 features as keys, the claim is 4 of 8",
+        "attention takes 2 heads of 16 features as keys, but the layer claims 4 of 8",
     ),
     "keys first": (models.KeysFirst, fused, "its keys are rows 0 to 7; 8 to 15, ... of `inner.c_attn.weight`"),
     "values first": (models.ValuesFirst, fused, "its values are rows 0 to 7"),
-    "neighbours' keys": (models.KeysRolled, separate, "head 0 attends with keys of claimed head 3"),
+    "neighbours' keys": (models.KeysRolled, separate, "head 0 attends with the keys of claimed head 3"),
     "groups tiled": (
         models.GroupsTiled,
         lambda module: separate(module, groups=2, names=("q_proj", "k_proj", "v_proj", "o_proj")),
-        "head 1 attends with keys of claimed head 1, the claim is head 0",
+        "head 1 attends with the keys of claimed head 1, not of head 0",
     ),
     "outputs in another order": (
         models.OutputsInAnotherOrder,
         fused,
-        "the outputs of head 0 are columns 0, 4, 8, 12, ... of `inner.c_proj.weight`, the claim is 0 to 7",
+        "the outputs of head 0 are columns 0, 4, 8, 12, ... of `inner.c_proj.weight`, but the layer claims 0 to 7",
     ),
     "swapped by name": (
         models.Separate,
         lambda module: separate(module, names=("k_proj", "q_proj", "v_proj", "out_proj")),
-        "its keys come from `inner.k_proj.weight`, the claim is `inner.q_proj.weight`",
+        "its keys come from `inner.k_proj.weight`, but the layer claims `inner.q_proj.weight`",
     ),
 }
 
@@ -175,7 +175,7 @@ def test_a_product_of_weights_that_is_no_average_of_one_heads_values_is_not_take
 
 
 class OneByOne(nn.Module):
-    """A map and an attention for each head; `bent` is one whose keys are not what its map gave."""
+    """A map and an attention for each head; `bent` is one whose keys are not the output of its projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_heads_that_are_computed_one_by_one_are_established_if_every_one_of_them
         assert verdict.state == "established", verdict.sentence
     else:
         assert verdict.state == "undecided"
-        assert verdict.sentence == f"the keys of head {bent} of 4 are not what its map gave"
+        assert verdict.sentence == f"the keys of head {bent} of 4 are not the output of its projection"
 
 
 class Rotary(models.Separate):
@@ -288,7 +288,7 @@ def test_keys_of_a_second_stream_are_accounted_for_in_part():
     observer = observed(inner, separate(inner), torch.randn(B, T, D), torch.randn(B, 4, D))
     (one,) = observer.unexplained()
     assert one.layer == "inner"
-    assert one.reason.endswith(f"its projections give {T} of the {T + 4} tokens that are attended")
+    assert one.reason.endswith(f"its projections compute {T} of the {T + 4} tokens that are attended to")
 
 
 class TwoInOne(Plain):
@@ -310,8 +310,7 @@ def test_an_attention_that_no_layer_explains_is_named():
     (one,) = observer.unexplained()
     assert one.layer == "inner"
     assert (
-        one.reason
-        == "`inner` explains it in part: it holds another attention as well, whose keys come from `inner.key`"
+        one.reason == "`inner` covers a part of it: it computes another attention too, whose keys come from `inner.key`"
     )
 
 
@@ -340,7 +339,7 @@ def test_a_second_attention_by_other_rows_of_the_same_map_is_named():
     assert observer.verdicts()["inner"].state == "established"
     (one,) = observer.unexplained()
     assert one.layer == "inner"
-    assert one.reason.endswith("it holds another attention as well, whose keys come from `inner.qkv.weight`")
+    assert one.reason.endswith("it computes another attention too, whose keys come from `inner.qkv.weight`")
 
 
 class Additive(models.Separate):
@@ -367,10 +366,10 @@ class Gated(models.Separate):
 @pytest.mark.parametrize(
     ("inner", "kind", "unread"),
     [
-        (Additive, "additive", "its weights are a softmax, but its scores are no product of two activations"),
-        (lambda: Gated(torch.sigmoid), "sigmoid", "its weights are no softmax (sigmoid)"),
-        (lambda: Gated(F.relu), "relu", "its weights are no softmax (relu)"),
-        (lambda: Gated(lambda scores: scores), "linear", "its weights are no softmax (linear)"),
+        (Additive, "additive", "its softmax is of scores that are not a product of two activations"),
+        (lambda: Gated(torch.sigmoid), "sigmoid", "its weights are not a softmax (sigmoid)"),
+        (lambda: Gated(F.relu), "relu", "its weights are not a softmax (relu)"),
+        (lambda: Gated(lambda scores: scores), "linear", "its weights are not a softmax (linear)"),
     ],
 )
 def test_attention_with_other_weights_is_named_with_its_kind_and_not_read(inner, kind, unread):

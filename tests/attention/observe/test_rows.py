@@ -315,7 +315,7 @@ def test_heads_that_choose_tokens_each_for_itself_are_not_compared_row_by_row(wa
     assert observer.failures == []
     if way in EACH_FOR_ITSELF:
         which = {"query": "queries", "key": "keys"}[role]
-        assert core.unread == f"each head has {which} of its own choice, so that rows of two do not compare"
+        assert core.unread == f"each head chooses its own {which}, so that the rows of two heads do not compare"
         assert core.rows is None
     else:
         assert core.unread == ""

@@ -36,8 +36,8 @@ def test_attention_in_no_watched_layer_is_named_with_its_size_and_what_can_be_do
     (one,) = said([core()])
     assert (one.name, one.module_type, one.layer) == ("block.attn", "Block", "")
     assert one.message == (
-        "The attention in `block.attn` (Block, 4 heads, 5 queries and 7 keys) is not watched: no watched layer "
-        "explains it. Describe it with `register_layout`, or leave it out with exclude=['block.attn']."
+        "The attention in `block.attn` (Block, 4 heads, 5 queries and 7 keys) is not watched: it belongs to no "
+        "watched layer. Describe it with `register_layout`, or leave it out with exclude=['block.attn']."
     )
     (whole,) = said([core("")], reasons={"": "its heads mix"})
     assert whole.message.startswith("The attention in the model's own forward (Block, ")
@@ -64,7 +64,7 @@ def test_an_attention_of_one_head_is_named_where_it_is_one_of_several(modules, w
     cores = [core(module, 1, width=width) for module, width in zip(modules, widths, strict=True)]
     found = said(cores)
     assert len(found) == count
-    assert all("one by one, each in an attention of its own" in one.reason for one in found)
+    assert all("one by one, each in a separate attention call" in one.reason for one in found)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ def test_a_layer_whose_maps_give_some_of_the_tokens_explains_attention_in_part()
     )
     (found,) = said([one], {"attn": part})
     assert found.layer == "attn"
-    assert "its projections give 4 of the 7 tokens that are attended, so that the curves of `attn`" in found.message
+    assert (
+        "its projections compute 4 of the 7 tokens that are attended to, so that the curves of `attn`" in found.message
+    )
     assert said([one], {"attn": Verdict("established", "", {"key": RoleVerdict("established", "")}, one)}) == []
     other = Verdict("established", "", {"key": RoleVerdict("established", "", 3)}, one)
     both = named.unexplained([one], [], {"a": part, "b": other}, {"a": "attn", "b": "attn"}, {})
@@ -111,6 +113,6 @@ def test_an_attention_beside_that_of_a_layer_is_named_by_its_keys_if_they_are_no
     monkeypatch.setattr(named, "find_rows", lambda core, maps, role: rows if core is beside else None)
     own = Verdict("established", "", {}, one, claimed=frozenset({("k1", 0)}))
     (found,) = said([one, beside], {"attn": own})
-    assert "it holds another attention as well, whose keys come from `k2`" in found.message
+    assert "it computes another attention too, whose keys come from `k2`" in found.message
     same = Verdict("established", "", {}, one, claimed=frozenset({("k2", 3)}))
     assert said([one, beside], {"attn": same}) == []

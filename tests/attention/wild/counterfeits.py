@@ -16,7 +16,7 @@ _MIXED = "mix|share|several of its heads|not followed|depend|each of other featu
 
 @case(
     Core(rows("q.weight"), rows("k1.weight"), rows("v1.weight"), rows("o.weight", "c (h d)"), scores="b h q k"),
-    refused="no products of queries and keys|three|sums of",
+    refused="not products of queries and keys|three|sums of",
 )  # fmt: skip
 class PairsAreAsked(nn.Module):
     """Two-simplicial attention: each score is of a query and two keys, and what is averaged are pairs of values."""
@@ -81,7 +81,7 @@ class ScoresOfTwoHeadsMeet(Four):
 
 @case(
     Core(rows("to_g.weight"), rows("to_m.weight"), None, None, scores="b h q k"), inputs=("b n c", "b n n 24"),
-    refused="no products of queries and keys|no query|made of", call=lambda module, x, pairs: module(x, pairs),
+    refused="not products of queries and keys|no query|computed from", call=lambda module, x, pairs: module(x, pairs),
 )  # fmt: skip
 class AveragedByPairs(nn.Module):
     """AlphaFold 3's pair-weighted averaging: a map of the pairs alone gives the weights; nobody asks."""

@@ -156,7 +156,7 @@ class AtomsInWindows(Four):
         return self.o(join(y) * self.gate(s).sigmoid())
 
 
-@case(separate(heads_alone=True, scores="b h q k"), may_refuse="a key of 7 features is made of 6")
+@case(separate(heads_alone=True, scores="b h q k"), may_refuse="a key of 7 features depends on only 6")
 class OnTheHyperboloid(Four):
     """Lorentz attention: each head's vectors get a time of their own; scores are inner products that take it away."""
 

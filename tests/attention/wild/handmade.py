@@ -25,7 +25,7 @@ def _computed(matrix_of: str, pattern: str = "(h d) c", **options: Any) -> Any:
 @case(
     Core(*(rows("theta", "(r h d c)", n_r=4, n_c=24, r=r) for r in range(3)),
          rows("theta", "(r c h d)", n_r=4, n_c=24, r=3)),
-    may_refuse="a matrix that is no parameter",
+    may_refuse="a matrix that is not a parameter",
 )  # fmt: skip
 class OneFlatVector(nn.Module):
     """All weights lie in one vector, as in evolution strategies and hand-made optimisers."""

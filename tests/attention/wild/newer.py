@@ -32,7 +32,7 @@ class _AsksAPool(nn.Module):
            rows("k_pool.weight", "(l h d) c", h=1, n_l=2, l=i), rows("v_pool.weight", "(l h d) c", h=1, n_l=2, l=i),
            rows(f"layers.{i}.o_proj.weight", "c (h d)"), number=i,
            proved=("query", "key", "output") if i else ("query", "key")) for i in range(2)),
-    may_refuse="without the weights of its keys|another module|another one",
+    may_refuse="without the weights of its keys|another module|another linear map",
 )  # fmt: skip
 class KeysOfAPool(nn.Module):
     """MLKV: all key heads of the model are made once, of its input, and each layer asks one of them."""
@@ -53,7 +53,7 @@ class KeysOfAPool(nn.Module):
     Core(rows("q.weight"),
          *(tuple(rows(f"up_{m}.{g}.weight", h=2, source=f"down.{g}", through=f"down.{g}.weight") for g in range(2))
            for m in "kv"), rows("o.weight", "c (h d)")),
-    may_refuse="two projections that are both cut into heads",
+    may_refuse="two projections in a row that are both split into heads",
 )  # fmt: skip
 class LatentOfEachGroup(nn.Module):
     """Grouped latent attention: each half of the heads has a latent of its own, with two heads of keys each."""
@@ -140,7 +140,7 @@ class KeysKeptByTheLastQueries(Four):
         return self.o(join((q @ k.mT / WIDTH**0.5).softmax(-1) @ v))
 
 
-@case(separate(), may_refuse="its keys are sums of what")
+@case(separate(), may_refuse="its keys are sums of the outputs of")
 class PathOfReflections(Four):
     """PaTH: between two tokens lie the reflections of all tokens in between, of vectors that a map gives."""
 

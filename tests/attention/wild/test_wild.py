@@ -135,7 +135,7 @@ REFUSALS = {
     # Each token has its heads in an order of its own; weights of vectors alone.
     "RouterOfHeadsInFront": "its heads mix: the weights of one head depend on the scores of several",
     "KernelRegression": "its scores are not products of queries and keys",
-    "OneFlatVector": "multiplies with a matrix that is no parameter",
+    "OneFlatVector": "multiplies with a matrix that is not a parameter",
     "AdaptersInPlace": "as its projection `qkv.b_v` takes the output of another linear map",
 }
 

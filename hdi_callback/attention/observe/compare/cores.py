@@ -96,4 +96,4 @@ def no_softmax(kind: str) -> str:
     """
     if kind == "additive":
         return "its scores are not products of queries and keys"
-    return f"its weights are no softmax ({kind})"
+    return f"its weights are not a softmax ({kind})"

@@ -51,7 +51,9 @@ def _judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[
     best = verdicts[min(range(len(ranks)), key=ranks.__getitem__)]
     if best.state == "contradicted" and len(cores) > 1 and best.core is not None and best.core.heads < layer.num_heads:
         # Heads that are computed one by one, or some at a time, are each a part of what is claimed.
-        return replace(best, state="undecided", sentence=f"its heads are computed in {len(cores)} attentions")
+        return replace(
+            best, state="undecided", sentence=f"its heads are computed in {len(cores)} separate attention calls"
+        )
     return best
 
 
@@ -62,9 +64,11 @@ def _judge_pieces(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Se
         pieces = getattr(layer.slices.get(role), "pieces", ())
         found = [any(_judge_part(piece, core, maps, role).state == "established" for core in cores) for piece in pieces]
         if pieces and all(found):
-            roles[role] = RoleVerdict("established", f"its {PLURAL[role]} are what the maps of the heads give")
+            roles[role] = RoleVerdict(
+                "established", f"its {PLURAL[role]} are the outputs of the projections of the heads"
+            )
         elif pieces:
-            why = f"the {PLURAL[role]} of head {found.index(False)} of {count} are not what its map gave"
+            why = f"the {PLURAL[role]} of head {found.index(False)} of {count} are not the output of its projection"
             roles[role] = RoleVerdict("undecided", why)
     undecided = [one.sentence for one in roles.values() if one.state != "established"]
     state: State = "undecided" if undecided or not roles else "established"
@@ -103,9 +107,9 @@ def _judge_part(
     names, calls = PLURAL[role], list(_calls_of(part, maps, core.order))
     observed = _in_order(core.samples.get(role, []), order)
     if not calls:
-        return RoleVerdict("undecided", f"the map of its {names} was not called before attention")
+        return RoleVerdict("undecided", f"the projection of its {names} was not called before attention")
     if not observed:
-        return RoleVerdict("undecided", f"its {names} have no order of dimensions in which they are tokens of a map")
+        return RoleVerdict("undecided", f"its {names} match the tokens of no linear map in any order of dimensions")
     for call in reversed(calls):
         norms = [one for one in maps if one.kind == "norm" and call.order <= one.order < core.order]
         for arrangement, claimed, through in _candidates(call, part, observed, norms):
@@ -121,19 +125,19 @@ def _judge_part(
         taken = "; ".join(_ranges(sorted(row)) for row in found.rows[:2].tolist())
         counts = f"attention takes {len(found.rows)} heads of {found.rows.shape[1]} features as {names}"
         if found.rows.shape != part.index().shape:
-            return RoleVerdict("contradicted", f"{counts}, the claim is {part.heads} of {part.width}")
+            return RoleVerdict("contradicted", f"{counts}, but the layer claims {part.heads} of {part.width}")
         if [sorted(row) for row in found.rows.tolist()] != [sorted(row) for row in part.index().tolist()]:
             return RoleVerdict(
                 "contradicted",
-                f"its {names} are rows {taken}, ... of `{found.map}`, head by head, the claim is rows {claim}, ...",
+                f"its {names} are rows {taken}, ... of `{found.map}`, head by head; the layer claims {claim}, ...",
             )
         return RoleVerdict("established", f"its {names} are the claimed rows, {found.how}")
     other = find_rows(core, [one for one in maps if one not in calls], role)
     if other is not None:
         claim = calls[-1].name or part.parameter
         state: State = "contradicted" if is_alone else "undecided"
-        return RoleVerdict(state, f"its {names} come from `{other.map}`, the claim is `{claim}`")
-    return RoleVerdict("undecided", f"its {names} are none of the features that its map gave, nor rotated ones")
+        return RoleVerdict(state, f"its {names} come from `{other.map}`, but the layer claims `{claim}`")
+    return RoleVerdict("undecided", f"its {names} are not the outputs of their projection, rotated or not")
 
 
 def _in_order(observed: Sequence[Arrangement], order: Sequence[int]) -> Sequence[Arrangement]:
@@ -199,7 +203,7 @@ def _compare(role: Role, x: Tensor, claimed: Tensor, through: str, *, as_they_ar
         of = match.fits.double().argmax(1)
         if bool(match.fits.any(1).all()) and sorted(set(of.tolist())) == list(range(G)):
             head = int((of != expected).nonzero()[0])
-            why = f"head {head} attends with {names} of claimed head {int(of[head])}, the claim is head "
+            why = f"head {head} attends with the {names} of claimed head {int(of[head])}, not of head "
             why += f"{int(expected[head])} ({how})"
             if role == "output":
                 why = f"the outputs of head {head} are the claimed columns of head {int(of[head])}"
@@ -223,9 +227,9 @@ def _judge_output(layer: AttentionLayer, core: ObservedCore, maps: Sequence[MapC
         rows = find_features(x.flatten(1), inputs, tolerance(x, inputs)).view(x.shape[1:])
         if are_all_found(rows):
             taken, claim = _ranges(rows[0].tolist()), _ranges(index[0].tolist())
-            why = f"the outputs of head 0 are columns {taken} of `{call.name}`, the claim is {claim}"
+            why = f"the outputs of head 0 are columns {taken} of `{call.name}`, but the layer claims {claim}"
             return RoleVerdict("contradicted", why)
-    return RoleVerdict("undecided", "the input of its output projection is not the head outputs as they are")
+    return RoleVerdict("undecided", "the input of its output projection is not the unchanged head outputs")
 
 
 # --- which calls belong to a claim

@@ -50,11 +50,11 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         rows = find_rows(core, maps, role, of_all_tokens=True)
         if rows is None:
             if role == "key":
-                return "its keys are none of the features that a single map gave for all tokens"
+                return "its keys are not the output of a single linear map for all tokens"
             continue
         before = None if rows.call is None else _map_in_front(core, rows.call, maps)
         if before is not None:
-            return f"its {role} heads come from `{before.name}` and `{rows.map}`, one after the other"
+            return f"its {role} heads come from `{before.name}` and `{rows.map}` in a row"
         found[role] = rows
     columns = find_columns(core, maps)
     if columns is not None:
@@ -65,7 +65,7 @@ def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> At
         part = slice_of(model, core.module, one) if one.map else None  # the model itself has no name
         if part is None or part.contradiction(role == "output") == NO_MATRIX:
             where = f"`{one.map}`" if one.map else "the model itself"
-            return f"{where}, from which its {role} heads come, multiplies with a matrix that is no parameter"
+            return f"its {role} heads come from {where}, which multiplies with a matrix that is not a parameter"
         if role == "output" and one.call is not None and part.features[1] != one.call.outputs.shape[1]:
             columns = None  # a part of a parameter, which holds other maps beside
             continue

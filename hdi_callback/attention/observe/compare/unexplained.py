@@ -33,7 +33,7 @@ class Unexplained:
 
 
 def _kind(core: ObservedCore) -> str:
-    heads = f"{core.heads} heads" if core.heads else "heads that cannot be told apart"
+    heads = f"{core.heads} heads" if core.heads else "an unknown number of heads"
     return heads if core.kind == "softmax" else f"{core.kind} weights, {heads}"
 
 
@@ -81,13 +81,13 @@ def unexplained(
                 beside = [verdicts[name] for name, path in paths.items() if path == paths[around[-1]]]
                 if _tokens_of(beside, core, partial[0]) >= length:  # streams with a layer each
                     continue
-                why = f"its projections give {partial[1]} of the {length} tokens that are attended"
+                why = f"its projections compute {partial[1]} of the {length} tokens that are attended to"
                 found[core.module] = _in_part(core, around[-1], why)
         elif claimed:
             keys = find_rows(core, maps, "key")
             # Of one map some heads may attend in one place, and others in another.
             if keys is not None and claimed.isdisjoint((keys.map, row) for row in keys.rows.flatten().tolist()):
-                why = f"it holds another attention as well, whose keys come from `{keys.map}`"
+                why = f"it computes another attention too, whose keys come from `{keys.map}`"
                 found[core.module] = _in_part(core, around[-1], why)
     return list(found.values())
 
@@ -137,17 +137,17 @@ def _without_numbers(path: str) -> str:
 
 
 def _unwatched(core: ObservedCore, why: str) -> Unexplained:
-    reason = why or "no watched layer explains it"
+    reason = why or "it belongs to no watched layer"
     if core.heads == 1:
-        reason = "its heads are computed one by one, each in an attention of its own"
+        reason = "its heads are computed one by one, each in a separate attention call"
     leave_out = f", or leave it out with exclude=[{core.module!r}]" if core.module else ""  # the model has no name
     sentence = f"{_place(core)} is not watched: {reason}. Describe it with `register_layout`{leave_out}."
     return Unexplained(core.module, core.module_type, reason, sentence)
 
 
 def _in_part(core: ObservedCore, layer: str, why: str) -> Unexplained:
-    reason = f"`{layer}` explains it in part: {why}"
-    sentence = f"{_place(core)} is watched in part: {why}, so that the curves of `{layer}` do not speak of all of it."
+    reason = f"`{layer}` covers a part of it: {why}"
+    sentence = f"{_place(core)} is watched in part: {why}, so that the curves of `{layer}` describe only a part of it."
     return Unexplained(core.module, core.module_type, reason, sentence, layer)
 
 
