@@ -15,6 +15,7 @@ from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.rules import (
     AttentionSink,
     DeadHeads,
+    FallingRank,
     NarrowingHeads,
     SharpFromStart,
     SuddenFlattening,
@@ -100,14 +101,14 @@ class MultiQuery(nn.Module):
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
 
-def narrowed(change, readings, *, begin=None):
+def narrowed(change, readings, *, begin=None, rule=None):
     """The alerts of a multi-query layer whose key weights are changed before each reading from the third on."""
     torch.manual_seed(0)
     model = nn.Sequential(MultiQuery())
     if begin is not None:
         model[0].k_proj.weight.data.mul_(begin)
     with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor, torch.no_grad():
-        alerts = Alerts([NarrowingHeads()], [layer.facts() for layer in monitor.layers], pretrained=False)
+        alerts = Alerts([rule or NarrowingHeads()], [layer.facts() for layer in monitor.layers], pretrained=False)
         news = []
         for place in range(readings):
             if place > 2:
@@ -159,3 +160,22 @@ def test_rules_that_detected_nothing_alone_or_first_are_asked_only_where_they_ar
     assert isinstance(chosen["attention sink"], AttentionSink)
     assert chosen["attention sink"].limit == 0.8
     assert math.isclose(Thresholds().narrow, 0.4)
+
+
+def grow_one_direction(weight, place):
+    weight.add_(0.5 * weight.norm() * torch.ones(8, 1) @ torch.ones(1, 32) / 16)
+
+
+@pytest.mark.parametrize("rule", [NarrowingHeads(), FallingRank()])
+@pytest.mark.parametrize(
+    ("change", "size", "is_raised"),
+    [
+        (grow_one_direction, 1.0, True),
+        (grow_one_direction, 0.2, False),  # GPT-2's initialisation at this width: nothing was lost
+        (lose_directions, 0.2, True),
+        (lose_directions, 1.0, True),
+    ],
+)
+def test_heads_that_begin_small_are_named_if_directions_are_lost_and_not_if_one_grows(rule, change, size, is_raised):
+    begin = size * 3**0.5  # `nn.Linear` draws its weights with a variance of a third of one over the width
+    assert bool(narrowed(change, 14, begin=begin, rule=rule)) == is_raised

@@ -9,6 +9,7 @@ from typing import ClassVar
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
+from hdi_callback.monitoring.rules.named import was_named
 from hdi_callback.monitoring.rules.words import named_heads
 
 
@@ -39,10 +40,9 @@ class DeadHeads(Rule):
         before = first.per_head("head_norm") or [float(rank > 0) for rank in first.per_head("rank") or ranks]
         norms = series.latest.per_head("head_norm") or [float(rank > 0) for rank in ranks]
         share = 0.0 if "key" in series.facts.get("normed", ()) else self.share
-        limit = 2 * share if active else share
         dead, sizes = [], []
         for head, norm in enumerate(norms):
-            beside = _median_beside(norms, head)
+            beside, limit = _median_beside(norms, head), share * (2 if was_named(active, head) else 1)
             if before[head] <= share * _median_beside(before, head) or not before[head]:  # it began so
                 is_dead = not series.is_pretrained and self._has_had_time(series) and norm <= limit * beside
                 reference = beside

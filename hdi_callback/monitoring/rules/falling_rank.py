@@ -7,6 +7,8 @@ from typing import ClassVar
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
+from hdi_callback.monitoring.rules.named import was_named
+from hdi_callback.monitoring.rules.small_start import has_lost_directions
 from hdi_callback.monitoring.rules.words import NO_REMEDY, named_heads
 
 
@@ -14,7 +16,8 @@ class FallingRank(Rule):
     """A head loses directions: its numerical rank has fallen, or its spectrum has become very uneven.
 
     The unevenness is the spectral flatness of the head (geometric over arithmetic mean of its squared singular values).
-    It falls when directions are lost, and only mildly when others grow, as they do in healthy training.
+    It falls when directions are lost, and only mildly when others grow, as they do in healthy training. Where fresh key
+    weights are small, growth lowers it as far, so that of those heads directions must have shrunk as well.
 
     Args:
         flatness: the flatness that is a warning, if it is at most a tenth of that at the first reading.
@@ -30,12 +33,12 @@ class FallingRank(Rule):
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the heads that have lost directions since the first reading."""
         now, first = series.latest.arrays, series.first.arrays
-        margin = 2 if active else 1
         heads = []
         for head, (after, before) in enumerate(zip(now.get("flatness", ()), first.get("flatness", ()))):
             has_lost_rank = 0 < now["rank"][head] < first["rank"][head]
+            margin = 2 if was_named(active, head) else 1
             is_uneven = 0 < after <= margin * min(self.flatness, self.fall * before)
-            if has_lost_rank or is_uneven:
+            if has_lost_rank or (is_uneven and has_lost_directions(series, head, margin * self.fall)):
                 heads.append(head)
         if not heads:
             return None

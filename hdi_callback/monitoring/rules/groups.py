@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hdi_callback.monitoring.alerts import Row, Series
+from hdi_callback.monitoring.alerts import Finding, Row, Series
 from hdi_callback.monitoring.rules.lenses import WORST, Lens, pair_of
 
 Groups = tuple[tuple[int, ...], ...]
@@ -15,7 +15,9 @@ _OVERLAP: dict[Lens, str] = {"subspace": "overlap", "energy": "energy_overlap"}
 _WEIGHT: dict[Lens, str] = {"subspace": "rank", "energy": "effective_rank"}
 
 
-def aligned_groups(row: Row, facts: Mapping[str, Any], lens: Lens, limit: float) -> Groups:
+def aligned_groups(
+    row: Row, facts: Mapping[str, Any], lens: Lens, limit: float, *, kept: Groups = (), margin: float = 0.0
+) -> Groups:
     """Groups of heads that are joined by a chain of pairs whose alignment reaches a limit.
 
     Args:
@@ -23,43 +25,53 @@ def aligned_groups(row: Row, facts: Mapping[str, Any], lens: Lens, limit: float)
         facts: facts about the layer.
         lens: the lens of the alignment.
         limit: limit of the alignment of a pair.
+        kept: groups that were reported; their pairs hold down to the limit less the margin.
+        margin: see `kept`.
 
     Returns:
         Groups of two heads or more, each in ascending order. If a history holds no matrices, each head is joined only
         to its nearest; if that is not known, the closest pair represents all.
     """
     sizes, width = row.arrays.get(_WEIGHT[lens], ()), facts.get("width")
+    least = _limits(limit, kept, margin)
     if width and sizes and _OVERLAP[lens] in row.matrices:
         overlap = row.matrices[_OVERLAP[lens]].tolist()
         H = len(overlap)
         pairs = [(h, g, overlap[h][g]) for h in range(H) for g in range(h) if min(sizes[h], sizes[g]) > 0]
-        return groups_of((h, g) for h, g, value in pairs if _above_chance(value, sizes[h], sizes[g], width) >= limit)
+        return groups_of(
+            (h, g) for h, g, value in pairs if _above_chance(value, sizes[h], sizes[g], width) >= least(h, g)
+        )
     prefix = "" if lens == "subspace" else "energy_"
     nearest, overlaps = row.arrays.get(f"{prefix}nearest", ()), row.arrays.get(f"{prefix}nearest_overlap", ())
     if width and sizes and nearest:
         near = [(h, int(g), value) for h, (g, value) in enumerate(zip(nearest, overlaps)) if g >= 0]
-        return groups_of((h, g) for h, g, value in near if _above_chance(value, sizes[h], sizes[g], width) >= limit)
+        return groups_of(
+            (h, g) for h, g, value in near if _above_chance(value, sizes[h], sizes[g], width) >= least(h, g)
+        )
     pair = pair_of(row, lens)
-    return (pair,) if len(pair) == 2 and min(pair) >= 0 and row.values.get(WORST[lens], -1.0) >= limit else ()
+    return (pair,) if len(pair) == 2 and min(pair) >= 0 and row.values.get(WORST[lens], -1.0) >= least(*pair) else ()
 
 
-def similar_groups(row: Row, matrix: str, limit: float) -> Groups:
+def similar_groups(row: Row, matrix: str, limit: float, *, kept: Groups = (), margin: float = 0.0) -> Groups:
     """Groups of heads that are joined by a chain of matrix entries that reach a limit.
 
     Args:
         row: a reading of a layer.
         matrix: name of a matrix in the history; ``<matrix>_worst_pair`` represents all if there is none.
         limit: limit of an entry.
+        kept: groups that were reported; their pairs hold down to the limit less the margin.
+        margin: see `kept`.
 
     Returns:
         Groups of two heads or more, each in ascending order.
     """
+    least = _limits(limit, kept, margin)
     if matrix in row.matrices:
         entries = row.matrices[matrix].tolist()
-        return groups_of((h, g) for h in range(len(entries)) for g in range(h) if entries[h][g] >= limit)
+        return groups_of((h, g) for h in range(len(entries)) for g in range(h) if entries[h][g] >= least(h, g))
     pair = tuple(sorted(int(head) for head in row.arrays.get(f"{matrix}_worst_pair", ())))
-    is_reached = row.values.get(f"{matrix}_worst", -1.0) >= limit
-    return (pair,) if len(pair) == 2 and min(pair) >= 0 and is_reached else ()
+    value = row.values.get(f"{matrix}_worst", -1.0)
+    return (pair,) if len(pair) == 2 and min(pair) >= 0 and value >= least(*pair) else ()
 
 
 def joined_by_both(row: Row, limit: float) -> Groups:
@@ -121,6 +133,22 @@ def new_since_loading(groups: Groups, first: Groups, series: Series) -> Groups:
         return groups
     before = set(heads_in(first))
     return tuple(group for group in groups if not before.issuperset(group))
+
+
+def reported_groups(finding: Finding) -> Groups:
+    """The groups that a finding names; one of an earlier version names their heads alone."""
+    return finding.groups or ((finding.heads,) if finding.heads else ())
+
+
+def _limits(limit: float, kept: Groups, margin: float) -> Callable[[int, int], float]:
+    """The limit of each pair: lower within a reported group, so that noise neither changes names nor divides groups."""
+    group_of = {head: place for place, group in enumerate(kept) for head in group}
+
+    def limit_of(one: int, other: int) -> float:
+        place = group_of.get(one)
+        return limit - margin if place is not None and place == group_of.get(other) else limit
+
+    return limit_of
 
 
 def _above_chance(overlap: float, one: float, other: float, width: int) -> float:

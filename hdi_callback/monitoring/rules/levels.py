@@ -8,6 +8,7 @@ from typing import ClassVar
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak, how_often_raised
+from hdi_callback.monitoring.rules.named import was_named
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 SCORES = (
@@ -51,7 +52,7 @@ class _Level(Rule):
         if active is None and (before is None or not self._has_left(before, value)):
             return None
         was = "" if before is None else f", {self._shown(before)} at the start"
-        heads = self.heads(series)
+        heads = self.heads(series, active)
         return Finding(
             f"{self.what.format(heads=named_heads(heads) if heads else 'its heads')} ({self._shown(value)}{was})",
             "warning",
@@ -64,7 +65,7 @@ class _Level(Rule):
             self.remedy,
         )
 
-    def heads(self, series: Series) -> tuple[int, ...]:
+    def heads(self, series: Series, active: Alert | None) -> tuple[int, ...]:
         """The heads concerned; none for the whole layer."""
         return ()
 
@@ -224,10 +225,14 @@ class LogitGrowth(_Level):
     def __init__(self, limit: float = 50.0) -> None:
         self.limit = number("limit of LogitGrowth", limit, above=0, below=float("inf"), example=50.0)
 
-    def heads(self, series: Series) -> tuple[int, ...]:
+    def heads(self, series: Series, active: Alert | None) -> tuple[int, ...]:
         """The heads with scores beyond the limit."""
         logits = series.latest.per_head("attention_logit")
-        return tuple(head for head, logit in enumerate(logits) if logit >= self.limit)
+        return tuple(
+            head
+            for head, logit in enumerate(logits)
+            if logit >= self.limit - (self.hysteresis if was_named(active, head) else 0)
+        )
 
     def _has_left(self, before: float, value: float) -> bool:
         return value >= self.way * max(before, 1.0)

@@ -7,6 +7,8 @@ from typing import ClassVar
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
+from hdi_callback.monitoring.rules.named import was_named
+from hdi_callback.monitoring.rules.small_start import has_lost_directions
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 
@@ -15,7 +17,7 @@ class NarrowingHeads(Rule):
 
     Directions are lost, or one grows far beyond the others. It needs no second head to compare with, so it works under
     multi-query attention too. Healthy training makes spectra uneven as well, but slowly. Heads that begin at zero have
-    no first spectrum to compare with.
+    no first spectrum to compare with, and where fresh key weights are small, a growing direction alone is no finding.
 
     Args:
         share: share of the spectral flatness that is a warning: both of the least in the layer twelve readings before
@@ -36,13 +38,15 @@ class NarrowingHeads(Rule):
         steps, curve = series.curve("hdi_min_flatness")
         place = max(0, len(curve) - 1 - self.within)
         limit = self.share * curve[place]
-        since, margin = steps[place], 1.0
+        since, loosened = steps[place], self.share**-0.5
         if active is not None:  # compared with the reading at which the alert was raised
-            limit, since, margin = active.finding.threshold or 0.0, active.finding.since or since, self.share**-0.5
+            limit, since = active.finding.threshold or 0.0, active.finding.since or since
         heads = [
             head
             for head, (after, before) in enumerate(zip(now, first))
-            if 0 < after <= margin * min(limit, self.share * before) and head not in series.rewritten
+            if 0 < after <= (margin := loosened if was_named(active, head) else 1.0) * min(limit, self.share * before)
+            and head not in series.rewritten
+            and has_lost_directions(series, head, margin * self.share)
         ]
         if not heads:
             return None

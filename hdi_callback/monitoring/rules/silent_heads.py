@@ -7,6 +7,7 @@ from typing import ClassVar
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.healthy_runs import how_often_raised
+from hdi_callback.monitoring.rules.named import was_named
 from hdi_callback.monitoring.rules.words import named_heads
 
 
@@ -31,10 +32,12 @@ class NoContribution(Rule):
         """Find the heads that add nothing."""
         shares = series.latest.per_head("head_contribution")
         first = series.first.per_head("head_contribution") or (1.0,) * len(shares)
-        limit = 2 * self.share if active else self.share
         has_had_time = len(series.rows) > self.patience and not series.is_pretrained
         silent = tuple(
-            head for head, share in enumerate(shares) if share <= limit and (has_had_time or first[head] > self.share)
+            head
+            for head, share in enumerate(shares)
+            if share <= self.share * (2 if was_named(active, head) else 1)
+            and (has_had_time or first[head] > self.share)
         )
         if not silent:
             return None

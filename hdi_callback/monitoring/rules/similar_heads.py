@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.groups import heads_in, new_since_loading, similar_groups
+from hdi_callback.monitoring.rules.groups import heads_in, new_since_loading, reported_groups, similar_groups
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.words import NO_REMEDY, SEPARATE, decimal, named_groups
 
@@ -40,11 +40,8 @@ class _SimilarHeads(Rule):
             return None
         if self.began_below is not None and not series.first.values.get(metric, 1.0) < self.began_below:
             return None
-        groups = similar_groups(series.latest, self.matrix, self.limit)
-        if active is not None:
-            reported = set(active.finding.heads) | set(heads_in(groups))
-            near = similar_groups(series.latest, self.matrix, limit)
-            groups = tuple(kept for group in near if len(kept := tuple(h for h in group if h in reported)) > 1)
+        kept = () if active is None else reported_groups(active.finding)
+        groups = similar_groups(series.latest, self.matrix, self.limit, kept=kept, margin=self.margin)
         # The first reading is kept without its matrix: only its worst pair says which heads were alike at first.
         groups = new_since_loading(groups, similar_groups(series.first, self.matrix, limit), series)
         if not groups:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
+from hdi_callback.monitoring.rules.named import was_named
 from hdi_callback.monitoring.rules.words import named_heads
 
 
@@ -41,7 +42,6 @@ class VanishingWeights(Rule):
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find the heads whose circuits have shrunk, by the circuit that shrank more."""
-        limit = 2 * self.share if active else self.share
         found: dict[str, dict[int, float]] = {}
         for metric in self.circuits:
             if not self.roles[metric].isdisjoint(series.facts.get("normed", ())):
@@ -51,7 +51,9 @@ class VanishingWeights(Rule):
             found[metric] = {
                 head: after / before
                 for head, (after, before) in enumerate(zip(now, first))
-                if before > self.begins * middle and after <= limit * before and head not in series.rewritten
+                if before > self.begins * middle
+                and after <= self.share * (2 if was_named(active, head) else 1) * before
+                and head not in series.rewritten
             }
         if not any(found.values()):
             return None

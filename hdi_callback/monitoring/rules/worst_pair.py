@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.groups import aligned_groups, heads_in, new_since_loading
+from hdi_callback.monitoring.rules.groups import aligned_groups, heads_in, new_since_loading, reported_groups
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
 from hdi_callback.monitoring.rules.lenses import HYSTERESIS, MEAN, TOGETHER, WORST, Lens, is_first_step, pair_of
 from hdi_callback.monitoring.rules.thresholds import check_limit
@@ -44,12 +44,11 @@ class WorstPair(Rule):
         if not reached:
             return None
         _, lens, limit = max(reached)
-        groups = aligned_groups(series.latest, series.facts, lens, limit)
+        kept = () if active is None else reported_groups(active.finding)
+        groups = aligned_groups(series.latest, series.facts, lens, limit, kept=kept, margin=HYSTERESIS)
         if active is None:
             equal = set(equal_heads(series.latest))  # reported as tied
             groups = tuple(group for group in groups if group not in equal)
-        else:
-            groups = _kept(groups, active, aligned_groups(series.latest, series.facts, lens, limit - HYSTERESIS))
         first = aligned_groups(series.first, series.facts, lens, limit - HYSTERESIS)
         groups = new_since_loading(groups, first, series)
         if not groups:
@@ -75,13 +74,3 @@ class WorstPair(Rule):
             ),
             groups=groups,
         )
-
-
-def _kept(
-    groups: tuple[tuple[int, ...], ...], active: Alert, near: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[int, ...], ...]:
-    """Keep reported heads while they are within the hysteresis, so that noise does not change the names."""
-    reported = set(active.finding.heads)
-    heads = set(heads_in(groups)) | (reported & set(heads_in(near)))
-    kept = (tuple(head for head in group if head in heads) for group in near)
-    return tuple(group for group in kept if len(group) > 1)
