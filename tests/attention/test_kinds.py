@@ -376,5 +376,6 @@ def test_what_contradicts_a_claim_is_what_was_read_of_its_module_or_why_nothing_
         == "its keys have no rows"
     )
     fewer = replace(claim, num_heads=claim.num_heads // 2, num_key_heads=1)
-    assert contradiction_of(fewer, [Found("", layer=claim)], "attn").startswith(f"it has {H} heads and {H} key heads")
+    said = contradiction_of(fewer, [Found("", layer=claim)], "attn")
+    assert said.startswith(f"it computes {H} heads and {H} key heads")
     assert contradiction_of(fewer, [Found("", layer=claim), Found("", layer=fewer)], "attn") is None

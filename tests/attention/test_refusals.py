@@ -293,14 +293,14 @@ class BesideAnother(nn.Module):
 
 
 class NeedsNone(by_hand.NanoGPT):
-    """It can be run with inputs that are made up."""
+    """It can be run with synthetic inputs."""
 
     def forward(self, x, tables=None):
         return super().forward(x)
 
 
 class NeedsTablesToo(by_hand.NanoGPT):
-    """As what holds it, it cannot be run with inputs that are made up."""
+    """As what holds it, it cannot be run with synthetic inputs."""
 
     def forward(self, x, tables):
         return super().forward(x * tables["scale"])

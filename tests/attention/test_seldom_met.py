@@ -72,7 +72,7 @@ def test_a_group_norm_of_head_outputs_leaves_queries_keys_and_values_to_be_read(
 
 
 class KeysOfALatentOfSevenTokens(Attention):
-    """It runs for one length alone, and so not with inputs that are made up."""
+    """It runs for one length alone, and so not with synthetic inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -501,7 +501,7 @@ def test_heads_that_share_values_and_no_keys_are_read_in_an_order_in_which_they_
 
 
 class MemoryAttentionLayer(nn.Module):
-    """A part that attends, and a feed-forward beside it, in what cannot be run with inputs that are made up."""
+    """A part that attends, and a feed-forward beside it, in what cannot be run with synthetic inputs."""
 
     def __init__(self) -> None:
         super().__init__()

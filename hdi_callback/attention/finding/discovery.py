@@ -4,7 +4,7 @@ Names propose a module, its computation decides. `survey` has six steps; each is
 what is known so far:
 
 1. **Registry.** Layouts that users registered, and torch's own attention by its code (`registry`).
-2. **Traced runs.** A copy of each module runs once with inputs that are made up (`trace.inputs`). The outputs of its
+2. **Traced runs.** A copy of each module runs once with synthetic inputs (`trace.inputs`). The outputs of its
    linear maps are replaced by random numbers (`trace.graph_cut`). In the autograd graph every softmax-weighted sum over
    tokens is found (`trace.cores`), and derivatives show which features of which map make the queries, keys and values
    of which head (`trace.heads`). From these rows comes the `AttentionLayer` (`trace.layers`). Modules alike are run
@@ -13,7 +13,7 @@ what is known so far:
 
 With ``forward=`` the model runs once for real, with hooks that record arguments and inputs of attention:
 
-4. **Recorded inputs.** What could not run with inputs that are made up is traced with those of the forward.
+4. **Recorded inputs.** What could not run with synthetic inputs is traced with those of the forward.
 5. **Observation.** The queries, keys and values of attention are compared with the outputs of the maps
    (`observe.compare.judge`): a layer that they contradict is read again or refused; attention that no layer explains
    is read from them (`observe.compare.proposals`) or named (`observe.compare.unexplained`).
@@ -59,7 +59,7 @@ def find_attention(
         include: patterns of dotted names (``"encoder.*"``); only layers that match one of them.
         exclude: patterns of dotted names to leave out.
         forward: runs the model once on real inputs, such as ``lambda: model(batch)``; called once, without gradients.
-            It decides what cannot be established with inputs that are made up, checks what is claimed, and shows
+            It decides what cannot be established with synthetic inputs, checks what is claimed, and shows
             attention that nothing explains.
 
     Returns:

@@ -27,7 +27,7 @@ class RuntimeFinder(ArgumentRecorder):
     """Find heads with the arguments of one real forward.
 
     Args:
-        places: modules whose heads could not be established with inputs that are made up.
+        places: modules whose heads could not be established with synthetic inputs.
 
     Attributes:
         reasons: what was observed instead of heads, name -> reason.

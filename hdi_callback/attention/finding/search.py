@@ -116,7 +116,7 @@ class Search:
     # --- 2. what modules compute
 
     def trace(self) -> None:
-        """Run copies of modules with inputs that are made up."""
+        """Run copies of modules with synthetic inputs."""
         for _, names in groupby(self._from_the_inside(self.places), _depth):
             layers_in = Counter(around for name in self.layers for around in containers(name))
             for name in names:

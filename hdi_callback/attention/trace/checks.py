@@ -1,6 +1,6 @@
-"""Refusals of heads whose supports alone would pass: mixed, not linear, of differing widths, not of tokens.
+"""Refusals of heads whose supports alone look right: mixed heads, activations, differing widths, no tokens.
 
-Each check takes a core as its parts meet it, and raises `NoHeadsError` with what it found.
+Each check takes a `CoreView`, and raises `NoHeadsError` with what it found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BENT = 1e-3  # the third singular value of two vectors and their sum, relative 
 
 
 def require_tokens(view: CoreView) -> None:
-    """Refuse what is averaged, or met, if its positions are features and no tokens."""
+    """Refuse keys and values whose positions are features and not tokens."""
     run = view.trace.run
     for role in INPUT_ROLES[1:]:
         tensor, at = view.tensor(role), view.at(view.first, role)
@@ -41,7 +41,7 @@ def require_tokens(view: CoreView) -> None:
                 raise NoHeadsError("its heads mix: the weights of one head depend on the scores of several")
             places = {frozenset((leaf, at) for leaf in one.masks for at in one.positions(leaf)) for one in alone}
             raise NoHeadsError((_FEATURES if len(places) == 1 else _PLACES).format(role=role))
-        # A token may be met twice, as where tokens are sorted into buckets.
+        # A token may stand there twice, as where tokens are sorted into buckets.
         if len(alone) > 1 and all(one.is_equal(other) for one, other in itertools.pairwise(alone)):
             if _are_one(tensor, chosen):
                 is_one_token = all(len(alone[0].positions(leaf)) == 1 for leaf in alone[0].masks)

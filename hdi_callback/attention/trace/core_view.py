@@ -1,4 +1,4 @@
-"""`CoreView`: one attention core, cut into parts of one head each, and what each part is made of."""
+"""`CoreView`: one attention core, cut into parts of one head each, with the query, keys and values of each part."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hdi_callback.attention.trace.traced_cores import TracedCores
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
-    """A query and the keys that it meets in a score product.
+class QueryKeys:
+    """A query and the keys that a score product multiplies it with.
 
     Attributes:
         product: number of the product.
@@ -42,7 +42,7 @@ class CoreView:
         number: of the core.
         core: what is read of it; the first of several copies where all of it is made of such.
         units: its parts, each of which is of one head.
-        met: number of a part -> the query and the keys of one token.
+        query_keys: number of a part -> the query and the keys of one token.
         tokens: places of the keys that are read, where others are of another stream.
     """
 
@@ -50,18 +50,18 @@ class CoreView:
     number: int
     core: Core
     units: Units
-    met: dict[int, Meeting]
+    query_keys: dict[int, QueryKeys]
     tokens: Tensor | None = None
 
     @property
     def first(self) -> int:
         """Number of the first part."""
-        return next(iter(self.met))
+        return next(iter(self.query_keys))
 
     @property
     def product(self) -> int:
         """Number of the score product."""
-        return self.met[self.first].product
+        return self.query_keys[self.first].product
 
     def tensor(self, role: Role, core: Core | None = None) -> Tensor:
         """Return the queries, keys or values that attention multiplies, ``(N, positions, width)``.
@@ -76,16 +76,16 @@ class CoreView:
         core = self.core if core is None else core
         if role == "value":
             return core.values
-        side = self.met[self.first].side
+        side = self.query_keys[self.first].side
         return core.scores[self.product].sides[side if role == "key" else 1 - side]
 
     def at(self, unit: int, role: Role) -> Tensor:
         """Return the positions of a part in its queries, keys or values, counted over all ``N``."""
         if role == "query":
-            return self.met[unit].at_query
+            return self.query_keys[unit].at_query
         count = self.tensor(role).shape[1]
         of_unit = torch.arange(count) + unit // self.units.count * count
-        found = self.met[unit].at_keys if role == "key" else of_unit
+        found = self.query_keys[unit].at_keys if role == "key" else of_unit
         return found if self.tokens is None else found[torch.isin(found % count, self.tokens)]
 
     def keep_tokens(self, places: Iterable[int]) -> None:
@@ -95,10 +95,11 @@ class CoreView:
     @cached_property
     def supports(self) -> dict[int, dict[Role, Support]]:
         """For each part the supports of its query, keys and values."""
-        found: dict[int, dict[Role, Support]] = {unit: {} for unit in self.met}
+        found: dict[int, dict[Role, Support]] = {unit: {} for unit in self.query_keys}
         for role in INPUT_ROLES:
-            parts = [self.at(unit, role) for unit in self.met]
-            for unit, support in zip(self.met, Support.of_each(self.tensor(role), parts, self.trace.run.tensors)):
+            parts = [self.at(unit, role) for unit in self.query_keys]
+            supports = Support.of_each(self.tensor(role), parts, self.trace.run.tensors)
+            for unit, support in zip(self.query_keys, supports):
                 found[unit][role] = support
         return found
 

@@ -48,7 +48,7 @@ class Rows:
 
 @dataclass
 class HeadRows:
-    """Heads of a core in the order in which they were met, and what holds for all of them."""
+    """Heads of a core in the order in which they were found, and what holds for all of them."""
 
     rows: dict[Role, list[Rows]]
     members: list[list[int]]  # parts of the core for each head: numbers of `units`

@@ -29,7 +29,7 @@ from hdi_callback.attention.trace.checks import (
     require_tokens,
     require_widths,
 )
-from hdi_callback.attention.trace.core_view import CoreView, Meeting
+from hdi_callback.attention.trace.core_view import CoreView, QueryKeys
 from hdi_callback.attention.trace.graph_walk import is_rounded
 from hdi_callback.attention.trace.head_rows import (
     NOT_FOLLOWED,
@@ -135,27 +135,27 @@ class CoreReading:
         parts = CoreParts(self.trace, self.number, of_row)
         parts.units = parts.find_units(chosen[0])
         units = [n * parts.units.count + part for n in chosen for part in range(parts.units.count)]
-        met = {unit: found for unit in units if (found := parts.met_by(unit))}
-        if not met:
+        pairs = {unit: found for unit in units if (found := parts.query_keys_of(unit))}
+        if not pairs:
             if core.weights.shape[-1] < 2:
                 raise UndecidedError(SINGLE_KEYS)
             raise UndecidedError("no query in its scores meets several keys")
-        unit, of_first = next(iter(met.items()))
+        unit, of_first = next(iter(pairs.items()))
         product = parts.product_of_tokens(unit, of_first)
         is_of_others = False
         if not parts.is_of_a_map(of_first, product):
             # The query of a class token may be its input as it is, where a map gives those of the others.
             parts.is_last_first = True
-            others = {unit: found for unit in units if (found := parts.met_by(unit))}
+            others = {unit: found for unit in units if (found := parts.query_keys_of(unit))}
             is_of_others = bool(others) and parts.is_of_a_map(next(iter(others.values())), product)
-            met = others if is_of_others else met
-        heads = self._grouped(CoreView(self.trace, self.number, core, parts.units, _of_product(met, product)))
+            pairs = others if is_of_others else pairs
+        heads = self._grouped(CoreView(self.trace, self.number, core, parts.units, _of_product(pairs, product)))
         said = "the queries of other tokens, which come from no linear map" if is_of_others else ""
         heads.left_out = _joined(heads.left_out, said)
         return heads
 
     def _grouped(self, view: CoreView) -> HeadRows:
-        """Group the parts of the core into heads by the rows that they are made of."""
+        """Group the parts of the core into heads: parts of equal rows are one head."""
         tied = tied_rows(view)
         if tied is not None:
             view = replace(view, core=tied.first_row(self.core, view.product))
@@ -199,7 +199,7 @@ class CoreReading:
         return HeadRows(heads, members, normed, remarks, said, view.units, row if stream else None, values, stream)
 
     def _queries_left_out(self, view: CoreView, heads: dict[Role, list[Rows]], of_query: Support) -> str:
-        """Name the queries that the rows of heads leave out: all, or those of tokens with another map."""
+        """The queries that are not read, in words: all, or those of tokens with another map."""
         queries = view.tensor("query")
         count = queries.shape[1]
         first = int(view.at(view.first, "query")[0]) // count * count
@@ -210,7 +210,7 @@ class CoreReading:
         return f"the queries of other tokens, which come from {named(sorted(others))}" if others else ""
 
     def _are_side_by_side(self) -> bool:
-        """Return whether each softmax weighs tokens of its own, as learned prompts beside the others."""
+        """Return whether each softmax has tokens of its own, as where learned prompts are attended to apart."""
         weights = self.core.weights
         edges = [torch.autograd.graph.GradientEdge(node, 0) for node in self.core.softmaxes]
         for number in range(weights.shape[-1]):
@@ -221,7 +221,7 @@ class CoreReading:
         return True
 
     def _refuse_other_scores(self) -> None:
-        """Refuse weights of other scores than products; nothing of a router, which weighs experts."""
+        """Refuse attention whose scores are no products; a router of experts is not reported."""
         for logits in self.core.logits:
             for leaf in (self.run.leaves[number] for number in self.run.support(logits).masks):
                 if is_map_of_scores(leaf, logits, self.trace.cores):
@@ -247,7 +247,7 @@ class CoreReading:
             raise NoHeadsError("its scores are sums of a term of the query and one of the key, and not products")
 
     def _refuse_weights_for_values(self) -> None:
-        """Refuse weights that are multiplied with others before values are averaged, as with landmarks (Nystrom)."""
+        """Refuse products of several attention matrices, as with landmarks (Nystromformer)."""
         behind = self.run.products_behind
         for node in behind.first(self.core.values.grad_fn)[0]:
             logits = self.run.scores.get(node)
@@ -257,7 +257,7 @@ class CoreReading:
             raise NoHeadsError(_SEVERAL)
 
     def _refuse_values_of_no_map(self) -> None:
-        """Refuse values that no linear map outputs, by what they are made of."""
+        """Refuse values that are the output of no linear map, with the reason."""
         values, run = self.core.values, self.run
         if not Support.of(values, run.inputs):
             if is_rounded(values):
@@ -275,14 +275,14 @@ class CoreReading:
         raise NoHeadsError  # a part of attention whose projections lie around it
 
 
-def _of_product(met: dict[int, list[Meeting]], number: int) -> dict[int, Meeting]:
-    """Meeting of each part of a core in one product, with keys on the side on which those of the first are."""
-    own = [(unit, one) for unit, of_unit in met.items() for one in of_unit if one.product == number]
+def _of_product(pairs: dict[int, list[QueryKeys]], number: int) -> dict[int, QueryKeys]:
+    """The query and keys of each part of a core in one product, keys on the same side as those of the first."""
+    own = [(unit, one) for unit, of_unit in pairs.items() for one in of_unit if one.product == number]
     return {unit: one for unit, one in own if one.side == own[0][1].side}
 
 
 def _has_one_for_each_token(values: Tensor, stack: Tensor) -> bool:
-    """Return whether the place of a token chooses the matrix of its values from a stack, as for each codebook."""
+    """Return whether each token position has a matrix of its own in a stack, as for each codebook."""
     if stack.dim() != 3 or values.shape[1] < 2:
         return False
     found = [Support.of(values, [stack], [at]) for at in (0, values.shape[1] - 1)]

@@ -1,4 +1,4 @@
-"""Inputs of a traced run: made up from a signature, or recorded in a real forward.
+"""Inputs of a traced run: synthetic ones that fit a signature, or those recorded in a real forward.
 
 Nothing that is read of a run rests on what its inputs are: supports are those of the outputs of linear maps. Inputs
 only have to bring the forward as far as attention.
@@ -52,19 +52,19 @@ class Inputs:
     Attributes:
         args: by position.
         kwargs: by name.
-        is_guess: made up of fewer dims than tokens have, or of more for a module that needs more than them: what it
+        is_guess: synthetic, of fewer dims than tokens have, or of more for a module that needs more than them: what it
             computes of such inputs may be what nobody would call it for, so that it is no reason to refuse it.
-        is_made_up: no forward was called with them, and equal numbers in two of them mean nothing.
+        is_synthetic: no forward was called with them, and equal numbers in two of them mean nothing.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     is_guess: bool = False
-    is_made_up: bool = False
+    is_synthetic: bool = False
 
 
 def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
-    """Make up inputs that are worth trying, the plainest first; optional arguments are left out before any is made up.
+    """Synthetic inputs that are worth trying, the plainest first: without optional arguments before with them.
 
     Args:
         module: the module.
@@ -96,7 +96,7 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
         passed = [one for one in (*required, *more) if one.kind is not one.POSITIONAL_ONLY]
         if rotary == rotations[0] or any(one.name in _ROTATIONS for one in (*first, *passed)):
             made = {one.name: _made(one, tokens, fill, rotary) for one in passed}
-            yield Inputs((tokens.clone(),), made, is_guess=is_guess(tokens), is_made_up=True)
+            yield Inputs((tokens.clone(),), made, is_guess=is_guess(tokens), is_synthetic=True)
 
 
 def _parameters(module: nn.Module) -> list[inspect.Parameter]:
@@ -107,7 +107,7 @@ def with_other_tokens(inputs: Inputs) -> Inputs | None:
     """Make the tokens of each argument different, as for attention from one sequence to another.
 
     Args:
-        inputs: that were made up.
+        inputs: synthetic ones.
 
     Returns:
         The same with other tokens; `None` if there is a single argument of tokens.
@@ -128,7 +128,7 @@ def with_optional(
 
     Args:
         module: the module.
-        inputs: that were made up, the first of them tokens.
+        inputs: synthetic ones, the first of them tokens.
         names: of `arguments_left_out`.
         sizes: of the values that are passed for each.
 
@@ -150,7 +150,7 @@ def other_sizes(module: nn.Module, inputs: Inputs) -> list[tuple[int, ...]]:
 
     Args:
         module: the module.
-        inputs: that were made up, the first of them tokens.
+        inputs: synthetic ones, the first of them tokens.
 
     Returns:
         The sizes.

@@ -28,8 +28,8 @@ from hdi_callback.attention.trace.states import Attribute, differing_attributes,
 from hdi_callback.attention.trace.traced_run import TracedRun
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same, contradiction_of
 
-_MOST_INPUTS = 32  # that are made up for one module
-_MOST_IN_VAIN = 3  # runs of one module that show no heads
+_MOST_INPUTS = 32  # synthetic ones that are tried for one module
+_MOST_WITHOUT_HEADS = 3  # runs of one module that show no heads
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class KindTracer:
         Args:
             name: dotted path of the module in the model.
             module: the module.
-            recorded: arguments of a real forward; those that are made up by default.
+            recorded: arguments of a real forward; synthetic inputs by default.
             is_known: returns whether the attention at a path within the module is known.
 
         Returns:
@@ -138,7 +138,7 @@ class KindTracer:
         return traced.found
 
     def _checked(self, traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
-        """Leave modules open that have other heads with other arguments than those that were made up."""
+        """Leave modules open that have other heads with other arguments than the synthetic ones."""
         if traced.inputs is None or traced.found is None or not any(one.layer is not None for one in traced.found):
             return traced
         traceable = Traceable(traced.module)
@@ -149,7 +149,12 @@ class KindTracer:
         for argument, inputs in _others(traced, untried):
             try:
                 run, found = layers_in(
-                    traceable, inputs.args, inputs.kwargs, traced.name, is_known=is_known, is_made_up=inputs.is_made_up
+                    traceable,
+                    inputs.args,
+                    inputs.kwargs,
+                    traced.name,
+                    is_known=is_known,
+                    is_synthetic=inputs.is_synthetic,
                 )
             except Exception:  # which is no word on the layer
                 continue
@@ -157,7 +162,7 @@ class KindTracer:
                 continue
             untried.pop(argument, None)
             for one in traced.found:
-                if one.layer is not None and not _is_borne_out(one, one.layer, traced.found, found, traced.name):
+                if one.layer is not None and not _is_confirmed(one, one.layer, traced.found, found, traced.name):
                     reasons.setdefault(one.layer.name, _OPTIONAL.format(name=argument) if argument else _DEPENDS)
                     if argument.isidentifier():
                         self._optional.setdefault(type(traced.module), set()).add(argument)
@@ -197,7 +202,7 @@ def _form_of(inputs: Inputs) -> tuple[Any, ...]:
     return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in arguments)
 
 
-def _is_borne_out(
+def _is_confirmed(
     one: Found, layer: AttentionLayer, before: Sequence[Found], found: Sequence[Found], name: str
 ) -> bool:
     """Return whether a run shows nothing else of a layer, nor that its module attends to more."""
@@ -231,10 +236,12 @@ def _others(traced: _Traced, untried: Collection[str]) -> Iterator[tuple[str, In
 def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Callable[[str], bool]) -> _Traced:
     traceable = Traceable(module)
     best = _Traced(name, module)
-    vain = 0
+    without_heads = 0
     for one in islice(inputs, _MOST_INPUTS):
         try:
-            run, found = layers_in(traceable, one.args, one.kwargs, name, is_known=is_known, is_made_up=one.is_made_up)
+            run, found = layers_in(
+                traceable, one.args, one.kwargs, name, is_known=is_known, is_synthetic=one.is_synthetic
+            )
         except Exception:  # inputs that do not fit
             continue
         has_layers = any(item.layer is not None for item in found)
@@ -244,7 +251,7 @@ def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Ca
         if best.run is None or traced.worth > best.worth:
             best = traced
         # A module that treats the first tokens as sequences may run as meant with other inputs.
-        vain += run.error is None and not any(item.reason == SINGLE_KEYS for item in found)
-        if best.worth == _BEST or vain == _MOST_IN_VAIN:
+        without_heads += run.error is None and not any(item.reason == SINGLE_KEYS for item in found)
+        if best.worth == _BEST or without_heads == _MOST_WITHOUT_HEADS:
             break
     return best

@@ -62,7 +62,7 @@ def layers_in(
     name: str = "",
     *,
     is_known: Callable[[str], bool] = lambda path: False,
-    is_made_up: bool = False,
+    is_synthetic: bool = False,
 ) -> tuple[TracedRun, list[Found]]:
     """Run a copy of a module, and read the heads of every attention core that it computes.
 
@@ -72,7 +72,7 @@ def layers_in(
         kwargs: by name.
         name: dotted path of the module in the model.
         is_known: returns whether cores that are computed in a module, by its path within this one, are known.
-        is_made_up: no forward was called with these arguments, and equal numbers in two of them mean nothing.
+        is_synthetic: no forward was called with these arguments, and equal numbers in two of them mean nothing.
 
     Returns:
         The run, and for each core a layer or the reason why there is none; several cores may be one layer.
@@ -80,7 +80,7 @@ def layers_in(
     with isolated(traceable.module), torch.enable_grad():
         run = traceable.run(args, kwargs, Draw())
         cores = cores_of(run)
-        trace = TracedCores(traceable, args, kwargs, run, cores, is_made_up=is_made_up)
+        trace = TracedCores(traceable, args, kwargs, run, cores, is_synthetic=is_synthetic)
         read: list[tuple[int, HeadRows]] = []
         found: list[Found] = []
         for number, core in enumerate(cores):

@@ -1,4 +1,4 @@
-"""`CoreParts`: the parts of a core, and the queries and keys that each of them meets."""
+"""`CoreParts`: the parts of a core, and the query and the keys that the scores of each are computed from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.trace.core_view import Meeting
+from hdi_callback.attention.trace.core_view import QueryKeys
 from hdi_callback.attention.trace.cores import Core
 from hdi_callback.attention.trace.graph_walk import is_rounded
 from hdi_callback.attention.trace.head_rows import ROUNDED, NoHeadsError, UndecidedError, Units, named
@@ -48,10 +48,10 @@ class CoreParts:
         """Group the rows of one matrix of weights by head, where several heads share its keys."""
         run, count = self.trace.run, self.core.weights.shape[1]
         row = int((self.core.weights[n] > _LIVE).sum(-1).gt(1).to(torch.uint8).argmax())  # under a causal mask not 0
-        met = [self._met_by_row(n, one) for one in (row, count - 1)]
-        if count < 4 or any(len(one) != 1 for one in met):
+        of_rows_at_ends = [self._query_keys_of_row(n, one) for one in (row, count - 1)]
+        if count < 4 or any(len(one) != 1 for one in of_rows_at_ends):
             return Units()
-        first, last = (one[0] for one in met)
+        first, last = (one[0] for one in of_rows_at_ends)
         queries = self.core.scores[first.product].sides[1 - first.side]
         is_own = [one.at_query.tolist() for one in (first, last)] == [[n * count + row], [n * count + count - 1]]
         are_alike = (first.product, first.side) == (last.product, last.side)
@@ -74,10 +74,10 @@ class CoreParts:
         rows_of = self._rows_of_queries(n, first)
         return Units(tuple(rows_of[one] for one in parts)) if bool((rows_of >= 0).all()) else Units()
 
-    def _rows_of_queries(self, n: int, met: Meeting) -> Tensor:
+    def _rows_of_queries(self, n: int, pair: QueryKeys) -> Tensor:
         """Number the row of a matrix of weights that each query makes: heads and tokens may have changed places."""
-        is_right = not met.side
-        factor = self.core.scores[met.product].factors[is_right]
+        is_right = not pair.side
+        factor = self.core.scores[pair.product].factors[is_right]
         codes = columns_of(self.core.weights[n].mT, [factor]).get(0, torch.full((factor.numel(), 1), -1))
         matrix = codes.view(-1, *factor.shape[-2:])[n if factor.dim() > 2 else 0]
         rows = agreed(matrix if is_right else matrix.mT)
@@ -85,14 +85,14 @@ class CoreParts:
         is_same = bool((unknown | (rows == torch.arange(len(rows)))).all())
         return torch.arange(len(rows)) if is_same else rows
 
-    def met_by(self, unit: int) -> list[Meeting]:
-        """Find which elements of each score product one part of the core is made of.
+    def query_keys_of(self, unit: int) -> list[QueryKeys]:
+        """Find the query and the keys of one part of the core in each score product.
 
         Args:
             unit: number of the part.
 
         Returns:
-            One meeting for each product; none where no query of the part meets several keys.
+            One pair for each product; none where no query of the part meets several keys.
         """
         n, part = divmod(unit, self.units.count)
         own = self.units.rows[part] if self.units.rows else torch.arange(self.core.weights.shape[1])
@@ -103,11 +103,11 @@ class CoreParts:
         rows = rows[::-1] if self.is_last_first else rows
         rows = list(dict.fromkeys(rows if self.row is None else [self.row]))
         for row in rows:
-            if met := self._met_by_row(n, row):
-                return met
+            if pairs := self._query_keys_of_row(n, row):
+                return pairs
         logits = self._logits()
-        found = (self._met_by_row(n, row, logits) for row in rows if logits is not None)
-        return next((met for met in found if met), [])
+        found = (self._query_keys_of_row(n, row, logits) for row in rows if logits is not None)
+        return next((pairs for pairs in found if pairs), [])
 
     def _logits(self) -> Tensor | None:
         """Return the softmax input in the shape of the weights, for heads whose weights a mask silences or `None`."""
@@ -116,13 +116,13 @@ class CoreParts:
         (logits,) = self.core.logits
         return logits if logits.reshape(-1, *logits.shape[-2:]).shape == self.core.weights.shape else None
 
-    def _met_by_row(self, n: int, row: int, made: Tensor | None = None) -> list[Meeting]:
+    def _query_keys_of_row(self, n: int, row: int, made: Tensor | None = None) -> list[QueryKeys]:
         """Find the queries and keys that a row of the weights, or of the input of the softmax, is computed from."""
         weights = torch.zeros(self.core.weights.shape)
         count = weights.shape[-1]
         weights[n, row] = random_weights((count,))
         made = self.core.weights if made is None else made
-        met = []
+        pairs = []
         for number, product in enumerate(self.core.scores):
             acting = product.acting_on(made, weights.view(made.shape))
             counts = [len(one) for one in acting]
@@ -131,35 +131,35 @@ class CoreParts:
             side = int(counts[1] >= counts[0])
             if min(counts) > 1 and (counts[0] == count) != (counts[1] == count):
                 side = int(counts[1] == count)  # a softmax over queries, which may be more than keys
-            met.append(Meeting(number, side, acting[1 - side], acting[side]))
-        return met
+            pairs.append(QueryKeys(number, side, acting[1 - side], acting[side]))
+        return pairs
 
-    def of_query(self, meeting: Meeting) -> Support:
+    def of_query(self, pair: QueryKeys) -> Support:
         """Find the support of a query."""
-        queries = self.core.scores[meeting.product].sides[1 - meeting.side]
-        return self.trace.run.support(queries, meeting.at_query)
+        queries = self.core.scores[pair.product].sides[1 - pair.side]
+        return self.trace.run.support(queries, pair.at_query)
 
-    def of_keys(self, meeting: Meeting) -> Support:
+    def of_keys(self, pair: QueryKeys) -> Support:
         """Find the support of keys."""
-        return self.trace.run.support(self.core.scores[meeting.product].sides[meeting.side], meeting.at_keys)
+        return self.trace.run.support(self.core.scores[pair.product].sides[pair.side], pair.at_keys)
 
-    def is_of_a_map(self, met: list[Meeting], product: int) -> bool:
-        """Return whether a map outputs the query of a part of the core.
+    def is_of_a_map(self, pairs: list[QueryKeys], product: int) -> bool:
+        """Return whether the query of a part of the core is the output of a map.
 
         Args:
-            met: by the part.
+            pairs: of the part.
             product: number of the score product.
 
         Returns:
             False of a query that is learned, or an input as it is, as that of a class token may be.
         """
-        return any(one.product != product or bool(self.of_query(one)) for one in met)
+        return any(one.product != product or bool(self.of_query(one)) for one in pairs)
 
     def row_of_others(self, maps: Collection[str]) -> int | None:
-        """Find a query that other maps output.
+        """Find a query that is the output of other maps.
 
         Args:
-            maps: those that give a query which is known, by their parameters.
+            maps: parameters of the maps of a query that is known.
 
         Returns:
             Its row in the weights, the last there is; `None` if the same maps give all.
@@ -167,18 +167,18 @@ class CoreParts:
         count = self.core.weights.shape[1]
         rows: set[int] = set(torch.linspace(0, count - 1, min(count, _MOST_QUERIES)).long().tolist())
         for row in sorted(rows, reverse=True):
-            for meeting in self._met_by_row(0, row):
-                found = self.trace.run.maps(self.of_query(meeting))
+            for pair in self._query_keys_of_row(0, row):
+                found = self.trace.run.maps(self.of_query(pair))
                 if found and set(found).isdisjoint(maps):
                     return row
         return None
 
-    def product_of_tokens(self, unit: int, met: list[Meeting]) -> int:
+    def product_of_tokens(self, unit: int, pairs: list[QueryKeys]) -> int:
         """Choose the product whose keys are of tokens, neither of positions nor learned.
 
         Args:
             unit: number of a part of the core.
-            met: by that part.
+            pairs: of that part.
 
         Returns:
             The number of the product.
@@ -187,12 +187,12 @@ class CoreParts:
             NoHeadsError: if scores are sums of several.
             UndecidedError: if there is none.
         """
-        candidates = [one for one in met if any(map(self.trace.is_of_inputs, self.of_keys(one).masks))]
+        candidates = [one for one in pairs if any(map(self.trace.is_of_inputs, self.of_keys(one).masks))]
         if not candidates:
-            self._refuse_made_weights(met)
-            if any(is_rounded(self.core.scores[one.product].sides[one.side]) for one in met):
+            self._refuse_made_weights(pairs)
+            if any(is_rounded(self.core.scores[one.product].sides[one.side]) for one in pairs):
                 raise NoHeadsError(ROUNDED.format(role="key"))
-            sides = [self.core.scores[one.product].sides[one.side] for one in met]
+            sides = [self.core.scores[one.product].sides[one.side] for one in pairs]
             why = next(filter(None, (self.trace.filters_behind("key", one) for one in sides)), _NO_MAP)
             raise UndecidedError(why)
         if len(candidates) > 1:
@@ -202,46 +202,46 @@ class CoreParts:
             raise NoHeadsError(f"its scores are sums of several terms: {self._terms(candidates)}")
         return candidates[0].product
 
-    def _are_alike(self, candidates: list[Meeting]) -> bool:
+    def _are_alike(self, candidates: list[QueryKeys]) -> bool:
         """Return whether products have the same features of queries and keys, as blocks of tokens put together have."""
         features = self.trace.run.features
         found = [(features(self.of_query(one)), features(self.of_keys(one))) for one in candidates]
         return all(found[0]) and all(one == found[0] for one in found)
 
-    def _terms(self, candidates: list[Meeting]) -> str:
-        """Name the maps behind each of several products that scores are the sum of."""
+    def _terms(self, candidates: list[QueryKeys]) -> str:
+        """The maps behind each of several products that are summed into scores, in words."""
         run, terms = self.trace.run, set()
         for one in candidates:
             sides = [run.maps(run.support(side)) for side in self.core.scores[one.product].sides]
             terms.add(f"{'a product' if all(sides) else 'what is made'} of {named(itertools.chain(*sides))}")
         return ", ".join(sorted(terms))
 
-    def _refuse_made_weights(self, met: list[Meeting]) -> None:
-        """Refuse keys of tokens whose weights a map makes of something else, as a hypernetwork does."""
+    def _refuse_made_weights(self, pairs: list[QueryKeys]) -> None:
+        """Refuse keys whose projection weights are themselves the output of a map, as in a hypernetwork."""
         _, cores = self.trace.without_maps
-        for one in met:
+        for one in pairs:
             maps = self.trace.run.maps(self.of_keys(one))
             if not maps or len(cores) != len(self.trace.cores) or one.product >= len(cores[self.number].scores):
                 continue
-            # A term added to tokens would leave them; of a weight without numbers nothing depends.
+            # If the maps output zero, keys that add them keep their tokens; keys whose weights they are become zero.
             is_nothing = not cores[self.number].scores[one.product].sides[one.side].any()
             keys = self.core.scores[one.product].sides[one.side]
             if is_nothing and Support.of(keys, self.trace.run.inputs, one.at_keys):
                 raise UndecidedError(f"the weights of its key projection are computed by {named(sorted(maps))}")
 
-    def _is_of_columns(self, n: int, meeting: Meeting) -> bool:
+    def _is_of_columns(self, n: int, pair: QueryKeys) -> bool:
         """Return whether two queries meet the same key in one column; keys of relative positions differ."""
-        product = self.core.scores[meeting.product]
+        product = self.core.scores[pair.product]
         for logits in self.core.logits:
             flat = logits.reshape(-1, *logits.shape[-2:])
             rows, columns = flat.shape[-2:]
             if rows < 2 or flat.shape[0] != self.core.weights.shape[0]:
                 continue
             for column in range(columns):
-                met = [
-                    set(product.acting_on(flat, element(flat.shape, n, row, column))[meeting.side].tolist())
+                keys = [
+                    set(product.acting_on(flat, element(flat.shape, n, row, column))[pair.side].tolist())
                     for row in (rows - 1, rows - 2)
                 ]
-                if all(met):
-                    return not met[0].isdisjoint(met[1])
+                if all(keys):
+                    return not keys[0].isdisjoint(keys[1])
         return True

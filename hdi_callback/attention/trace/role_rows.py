@@ -247,7 +247,7 @@ def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> s
 def _take_the_same(trace: TracedCores, one: str, other: str) -> bool:
     """Return whether two maps are given the same tokens.
 
-    A forward may pass a tensor twice. Of inputs that are made up several have the same numbers, and are others.
+    A forward may pass a tensor twice. Of synthetic inputs several have the same numbers, and are others.
     """
     pairs = itertools.product(_calls(trace, one), _calls(trace, other))
     return any(_are_given_the_same(trace, *pair) for pair in pairs)
@@ -277,6 +277,6 @@ def _are_given_the_same(trace: TracedCores, one: int, other: int) -> bool:
     mine, others = trace.leaves[one].taken, trace.leaves[other].taken
     if mine.shape != others.shape or not torch.equal(mine, others):
         return False
-    if not trace.is_made_up:
+    if not trace.is_synthetic:
         return True
     return all(of(one).masks.keys() == of(other).masks.keys() for of in (trace.inputs_of, trace.fed))

@@ -28,9 +28,9 @@ class TracedCores:
         run: TracedRun,
         cores: list[Core],
         *,
-        is_made_up: bool = False,
+        is_synthetic: bool = False,
     ) -> None:
-        self.is_made_up = is_made_up
+        self.is_synthetic = is_synthetic
         self.traceable, self.args, self.kwargs, self.run, self.cores = traceable, args, kwargs, run, cores
         self.leaves = run.leaves
         self._fed: dict[int, Support] = {}
