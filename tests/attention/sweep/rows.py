@@ -26,7 +26,7 @@ import time
 import typing
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -48,7 +48,9 @@ _HEAD = """\
 forward, against the same numbers computed from the weights that the model returns with `output_attentions=True`. Each
 architecture of transformers is built from a small configuration with random weights, and read under its eager attention
 and under `sdpa`, where the model gives the same under both: PaliGemma leaves its mask out under `sdpa`. The largest
-score is taken from what the softmax was given, where the model subtracts nothing from it.
+score is taken from what the softmax was given, where the model subtracts nothing from it. A layer whose weights the
+model does not return is compared with what the softmax in its own module gave under eager attention; a layer is wrong
+where it differs from the weights of its own module, or from weights that no module is known to have computed.
 
 {summary}
 
@@ -108,10 +110,10 @@ def joined(weights: list[Tensor]) -> list[Tensor]:
     return whole
 
 
-def whole_of(weights: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
+def whole_of(weights: Tensor, kept: list[Softmax]) -> Tensor:
     """Find the softmax that weights are the last queries and keys of: some models leave out those of a prompt."""
     queries, keys = weights.shape[-2:]
-    for _, result in kept:
+    for _, _, result in kept:
         if result.dim() == 4 and result.shape[:2] == weights.shape[:2] and result.shape[-1] > keys:
             last = result[..., -queries:, -keys:].nan_to_num()
             if last.shape == weights.shape and torch.allclose(last.float(), weights.float(), atol=1e-7):
@@ -119,17 +121,36 @@ def whole_of(weights: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
     return weights
 
 
+class Softmax(typing.NamedTuple):
+    """One softmax of a forward.
+
+    Attributes:
+        module: the dotted path of the module that called it.
+        argument: what it was given.
+        result: what it gave.
+    """
+
+    module: str
+    argument: Tensor
+    result: Tensor
+
+
 @contextmanager
-def softmaxes() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Keep what every softmax is given and gives."""
-    kept: list[tuple[Tensor, Tensor]] = []
+def softmaxes(model: nn.Module) -> Iterator[list[Softmax]]:
+    """Keep what every softmax is given and gives, and the module that calls it."""
+    kept: list[Softmax] = []
+    running: list[str] = [""]
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        hooks.append(module.register_forward_hook(lambda *_: (running.pop(), None)[1], always_call=True))
     places = ((nn.functional, "softmax"), (torch, "softmax"), (Tensor, "softmax"))
     plain = [getattr(owner, name) for owner, name in places]
 
     def watching(function: Any) -> Any:
         def softmax(argument: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result = function(argument, *args, **kwargs)
-            kept.append((argument.detach(), result.detach()))
+            kept.append(Softmax(running[-1], argument.detach(), result.detach()))
             return result
 
         return softmax
@@ -141,21 +162,40 @@ def softmaxes() -> Iterator[list[tuple[Tensor, Tensor]]]:
     finally:
         for (owner, name), function in zip(places, plain):
             setattr(owner, name, function)
+        for hook in hooks:
+            hook.remove()
 
 
-def largest_score(weights: Tensor, kept: list[tuple[Tensor, Tensor]]) -> float | None:
-    """The largest score of a key that is seen; None where what the softmax was given was shifted before."""
-    for argument, result in kept:
-        if argument.numel() != result.numel() or result.dim() < 3:
+def _softmax_of(weights: Tensor, kept: list[Softmax]) -> tuple[Softmax, Tensor] | None:
+    """Find the softmax that gave some weights, and its argument in their shape."""
+    for one in kept:
+        if one.argument.numel() != one.result.numel() or one.result.dim() < 3:
             continue
         with suppress(RuntimeError):
-            mine = result.reshape(*weights.shape[:-1], -1)[..., : weights.shape[-1]]
+            mine = one.result.reshape(*weights.shape[:-1], -1)[..., : weights.shape[-1]]
             if torch.allclose(mine.float(), weights.float(), atol=1e-6):
-                scores = argument.reshape(*weights.shape[:-1], -1)
-                if scores.shape[-1] > weights.shape[-1] or bool((scores.amax(-1) == 0).all()):
-                    return None
-                return float(scores[weights > 0].max())
+                return one, one.argument.reshape(*weights.shape[:-1], -1)
     return None
+
+
+def largest_score(weights: Tensor, kept: list[Softmax]) -> float | None:
+    """The largest score of a key that is seen; None where what the softmax was given was shifted before."""
+    found = _softmax_of(weights, kept)
+    if found is None or found[1].shape[-1] > weights.shape[-1] or bool((found[1].amax(-1) == 0).all()):
+        return None
+    return float(found[1][weights > 0].max())
+
+
+def module_of(weights: Tensor, kept: list[Softmax]) -> str | None:
+    """The module whose softmax gave some weights; None where no softmax that was seen gave them."""
+    found = _softmax_of(weights, kept)
+    return None if found is None else found[0].module
+
+
+def _truth(weights: Tensor, kept: list[Softmax]) -> dict[str, Any]:
+    score = largest_score(weights, kept)
+    truth = truth_of(weights) | {"heads": weights.shape[1], "module": module_of(weights, kept)}
+    return truth | ({} if score is None else {"attention_logit": score})
 
 
 def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
@@ -177,7 +217,7 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
         if not can_return(model):
             return {"verdict": "returns none", "reason": "it has no attention whose weights it could return"}
         return {"verdict": "does not run", "reason": "no inputs fit"}
-    with softmaxes() as kept, torch.no_grad():
+    with softmaxes(model) as kept, torch.no_grad():
         try:
             asked = model(**arguments, output_attentions=True)
         except Exception as error:
@@ -192,11 +232,8 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
     if not weights:
         odd = "what it returns is not, for each head, what its queries weigh their keys with"
         return {"verdict": "returns none", "reason": odd if every else "it returns no attention weights"}
-    truths: list[dict[str, Any]] = []
-    for one in weights:
-        truths.append(truth_of(one) | {"heads": one.shape[1]})
-        score = largest_score(one, kept)
-        truths[-1] |= {} if score is None else {"attention_logit": score}
+    truths = [_truth(one, kept) for one in weights]
+    own = [_truth(one.result, [one]) for one in kept if _are_weights(one.result)]
     report: dict[str, Any] = {"returned": len(weights), "layers": {}, "worst": {}, "wrong": [], "absent": {}}
     with HeadDiversityMonitor(model, metrics=READINGS, padding=None) as monitor:
         monitor._rows.observer._max_queries = 10**6  # all queries, as the truth has them
@@ -214,7 +251,7 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
                 report["layers"][way] = None  # the weights that eager returned are not those of this attention
                 continue
             refused = {refusal.name: refusal.reason for refusal in monitor.refused}
-            _compare_all(record, refused, truths, way, report)
+            _compare_all(record, refused, truths, own, way, report)
     measured = sum(count or 0 for count in report["layers"].values())
     report["verdict"] = "wrong" if report["wrong"] else "right" if measured else "not measured"
     return report
@@ -283,37 +320,88 @@ def _are_weights(one: Tensor) -> bool:
 
 
 def _compare_all(
-    record: Any, refused: dict[str, str], truths: list[dict[str, Any]], way: str, report: dict[str, Any]
+    record: Any,
+    refused: dict[str, str],
+    truths: list[dict[str, Any]],
+    own: list[dict[str, Any]],
+    way: str,
+    report: dict[str, Any],
 ) -> None:
-    """Put layers and returned weights together, those that agree best first; each is taken once."""
+    """Put layers and returned weights together, those that agree best first; each is taken once.
+
+    A layer whose weights the model does not return is held against the softmaxes in its own module.
+
+    Args:
+        record: what the monitor says of the layers.
+        refused: name -> reason.
+        truths: of the returned weights.
+        own: of every softmax of the eager forward whose result has the shape of attention weights.
+        way: how attention is computed.
+        report: takes the result.
+    """
     found = {name: layer for name, layer in record.layers.items() if "attention_entropy" in layer.values}
     pairs = []
     for name, layer in found.items():
         for place, truth in enumerate(truths):
             if truth["heads"] == len(layer.arrays["attention_entropy"]):
-                apart = {key: _apart(layer.values[key], truth[key]) for key in READINGS if key in truth}
+                apart = _all_apart(layer.values, truth)
                 pairs.append((max(apart.values(), default=math.inf), name, place, apart))
+    pairs.sort(key=lambda pair: pair[:3])
     layers, places = set(found), set(range(len(truths)))
     agreed = 0
-    for worst, name, place, apart in sorted(pairs, key=lambda pair: pair[:3]):
+    for worst, name, place, apart in pairs:
         if worst < TOLERANCE and name in layers and place in places:
             layers.remove(name)
             places.remove(place)
             agreed += 1
-            for key, value in apart.items():
-                report["worst"][key] = max(report["worst"].get(key, 0.0), value)
-    # Where fewer come back than are read, what is left may be of other layers.
-    returns_all = len(found) <= len(truths)
-    for _, name, place, apart in sorted(pairs, key=lambda pair: pair[:3]):
-        if returns_all and name in layers and place in places:  # both are left, and do not agree
+            _note(report["worst"], apart)
+
+    def call_wrong(of_the_layer: Callable[[str, str | None], bool]) -> None:
+        for _, name, place, apart in pairs:
+            if name in layers and place in places and of_the_layer(name, truths[place]["module"]):
+                layers.remove(name)
+                places.remove(place)
+                report["wrong"].append([way, name, apart])
+
+    # What is left of both does not agree, and is wrong where a softmax of the layer's own module gave the weights.
+    call_wrong(lambda name, module: module is not None and _is_same(name, module))
+    # What is left of the layers is not returned, but softmaxes of their own modules may have been seen.
+    for name in sorted(layers):
+        heads = len(found[name].arrays["attention_entropy"])
+        mine = [truth for truth in own if truth["heads"] == heads and _is_same(name, truth["module"])]
+        every = [_all_apart(found[name].values, truth) for truth in mine]
+        apart = min(every, key=lambda one: max(one.values(), default=math.inf), default={})
+        if apart:
             layers.remove(name)
-            places.remove(place)
-            report["wrong"].append([way, name, apart])
+            if max(apart.values()) < TOLERANCE:
+                agreed += 1
+                _note(report["worst"], apart)
+                report.setdefault("by their softmax", {}).setdefault(way, []).append(name)
+            else:
+                report["wrong"].append([way, name, apart])
+    # Weights of no module that is known may be of any layer that is left, unless fewer come back than are read.
+    known = [*record.layers, *refused]
+    if len(found) <= len(truths):
+        call_wrong(lambda _, module: module is None or not any(_is_same(one, module) for one in known))
     report["layers"][way] = agreed
     report.setdefault("not returned", {})[way] = sorted(layers)
     if places:
         report["absent"].update({f"{name} [{way}]": why for name, why in {**record.absent, **refused}.items()})
         report.setdefault("weights without a layer", {})[way] = len(places)
+
+
+def _is_same(layer: str, module: str) -> bool:
+    """Say whether a softmax that ran in a module may be of a layer: one is the other, or around it."""
+    return f"{module}.".startswith(f"{layer}.") or f"{layer}.".startswith(f"{module}.")
+
+
+def _all_apart(values: dict[str, float], truth: dict[str, Any]) -> dict[str, float]:
+    return {key: _apart(values[key], truth[key]) for key in READINGS if key in truth and key in values}
+
+
+def _note(worst: dict[str, float], apart: dict[str, float]) -> None:
+    for key, value in apart.items():
+        worst[key] = max(worst.get(key, 0.0), value)
 
 
 def _apart(one: float, other: float) -> float:
