@@ -52,6 +52,13 @@ def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
     assert LOOK_ALIKES[kind] in refusal.reason
 
 
+def test_a_model_that_is_refused_whole_is_not_told_to_exclude_itself():
+    (refusal,) = survey(by_hand.OverChannels()).refused
+    assert refusal.name == ""
+    assert refusal.message.startswith("The heads of the model (OverChannels) cannot be read: ")
+    assert refusal.message.endswith(" Describe it with `register_layout`.")
+
+
 def test_outputs_that_do_not_lie_side_by_side_are_read_and_not_captured():
     (layer,) = find_attention(nn.ModuleDict({"odd": by_hand.OutputsInAnotherOrder()}))
     assert layer.output_projection is None

@@ -32,7 +32,9 @@ class Refusal:
     def message(self) -> str:
         """The whole sentence for a warning: where, why, and what to do."""
         where = f"`{self.name}` ({self.module_type})" if self.name else f"the model ({self.module_type})"
-        remedy = self.remedy or f"Describe it with `register_layout`, or skip it with exclude=[{self.name!r}]."
+        # The model itself has no name: a pattern for it alone would leave nothing to watch.
+        skip = f", or skip it with exclude=[{self.name!r}]" if self.name else ""
+        remedy = self.remedy or f"Describe it with `register_layout`{skip}."
         return f"The heads of {where} cannot be read: {self.reason}. {remedy}"
 
 

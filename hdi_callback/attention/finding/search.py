@@ -44,10 +44,13 @@ _NOT_CALLED = f"{_NOT_RUN}, and no call of it was observed in the forward that w
 _NOT_RUN_AGAIN = "it could not be run by itself, neither with synthetic inputs nor with those of the forward"
 _SLOW = "running it with synthetic inputs takes too long"
 _EXPORTED = "it is part of a graph that torch.export made, which calls operators in place of modules"
-_BEFORE_EXPORT = "Find its heads before the export, or skip it with exclude=[{name!r}]."
-_WITH_FORWARD = (
-    "Pass `find_attention` a forward=, describe it with `register_layout`, or skip it with exclude=[{name!r}]."
-)
+_BEFORE_EXPORT = "Find its heads before the export"
+_WITH_FORWARD = "Pass `find_attention` a forward= or describe it with `register_layout`"
+
+
+def _or_skip(remedy: str, name: str) -> str:
+    """Add to a remedy the pattern that skips a module, where it has a name."""
+    return f"{remedy}, or skip it with exclude=[{name!r}]." if name else f"{remedy}."
 
 
 @dataclass(frozen=True)
@@ -344,7 +347,7 @@ class Search:
             The reason.
         """
         if any(is_within(name, {other}) for other in self._exported):
-            return Reason(_EXPORTED, _BEFORE_EXPORT.format(name=name))
+            return Reason(_EXPORTED, _or_skip(_BEFORE_EXPORT, name))
         if name in self.reasons:
             return self.reasons[name]
         module = self.places[name].module
@@ -353,10 +356,10 @@ class Search:
         if any(is_lazy(one) for one in module.parameters()):
             return Reason("its lazy parameters have no shape before the first forward")
         if self._tracer.is_slow(module):
-            return Reason(_SLOW, _WITH_FORWARD.format(name=name))
+            return Reason(_SLOW, _or_skip(_WITH_FORWARD, name))
         if name in self._failed:
             return Reason(_NOT_RUN_AGAIN)
-        return Reason(_NOT_CALLED) if self._has_forward else Reason(_NOT_RUN, _WITH_FORWARD.format(name=name))
+        return Reason(_NOT_CALLED) if self._has_forward else Reason(_NOT_RUN, _or_skip(_WITH_FORWARD, name))
 
     def _is_explained(self, name: str) -> bool:
         place = self.places.get(name)

@@ -74,5 +74,5 @@ def uncountable(layer: AttentionLayer) -> Refusal:
         type(layer.module).__name__,
         "its projections are split over ranks, and it does not say how wide a head is, so that its number of heads may "
         "be that of one rank",
-        f"Give it an attribute `head_dim`, or skip it with exclude=[{layer.name!r}].",
+        f"Give it an attribute `head_dim`{f', or skip it with exclude=[{layer.name!r}]' if layer.name else ''}.",
     )
